@@ -1,0 +1,1 @@
+"""Config, overrides, errors, clock, fail points, counter-based random numbers."""

@@ -1,0 +1,164 @@
+"""Configuration: frozen dataclasses beside their owners, loaded from plain data with checked names and types.
+
+`@config` makes a frozen, keyword-only, slotted dataclass. `from_plain` builds one from JSON-like data, `to_plain`
+is its inverse, and `with_overrides` applies dotted overrides (`{"model.num_layers": "4"}`) as given on the command line.
+Unknown names and wrong types are errors that name the field and suggest the remedy.
+"""
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
+
+from nestrec.base.errors import UserError, did_you_mean
+
+T = TypeVar("T")
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, dataclasses.Field))
+def config(cls: type[T]) -> type[T]:
+    """Frozen, keyword-only, slotted dataclass."""
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+def to_plain(value: Any) -> Any:
+    """JSON-like data of a config (or of any nested value made of configs, mappings and sequences)."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(v) for v in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return value
+
+
+def from_plain(cls: type[ConfigT], data: Mapping[str, Any], where: str = "") -> ConfigT:
+    """Build a config from JSON-like data; every name and type is checked."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cast(Any, cls))]
+    for key in data:
+        if key not in names:
+            raise UserError(f"{cls.__name__} has no such field", field=_join(where, key), value=data[key],
+                            remedy=did_you_mean(key, names))  # fmt: skip
+    given = {k: _convert(v, hints[k], _join(where, k)) for k, v in data.items()}
+    missing = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name not in given and not _has_default(f)]
+    if missing:
+        raise UserError("is required", field=_join(where, missing[0]), value=None, remedy="give it a value")
+    return cls(**given)
+
+
+def with_overrides(base: ConfigT, overrides: Mapping[str, str]) -> ConfigT:
+    """A copy of `base` with dotted overrides applied; values are text as typed on a command line."""
+    for path, text in overrides.items():
+        base = cast(ConfigT, _override(base, path.split("."), text, path))
+    return base
+
+
+def dumps(value: Any) -> str:
+    """Readable JSON of a config; `from_plain(type(value), json.loads(...))` gives it back."""
+    return json.dumps(to_plain(value), indent=2)
+
+
+def _override(node: Any, parts: list[str], text: str, path: str) -> Any:
+    if isinstance(node, Mapping):
+        return {**node, parts[0]: _override(node[parts[0]], parts[1:], text, path) if parts[1:] else _parse(text)}
+    names = [f.name for f in dataclasses.fields(node)]
+    if parts[0] not in names:
+        raise UserError("no such option", field=path, value=text, remedy=did_you_mean(parts[0], names))
+    current = getattr(node, parts[0])
+    if len(parts) == 1:
+        hint = typing.get_type_hints(type(node))[parts[0]]
+        return dataclasses.replace(node, **{parts[0]: _convert(_parse(text), hint, path, raw=text)})
+    if not (dataclasses.is_dataclass(current) or isinstance(current, Mapping)):
+        remedy = f"{parts[0]} is a single value; drop the part after it"
+        raise UserError("has no fields", field=path, value=text, remedy=remedy)
+    return dataclasses.replace(node, **{parts[0]: _override(current, parts[1:], text, path)})
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads({"true": "true", "false": "false", "none": "null"}.get(text.lower(), text))
+    except json.JSONDecodeError:
+        return text
+
+
+def _convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
+    """`value` as the type `hint`, or an error that names the field."""
+    origin = get_origin(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, get_args(hint), where, raw)
+    if origin is Literal:
+        if value not in get_args(hint):
+            allowed = [str(a) for a in get_args(hint)]
+            raise UserError("is not one of the choices", field=where, value=value, remedy=did_you_mean(str(value), allowed))
+        return value
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return value if isinstance(value, hint) else _convert_nested(value, hint, where)
+    if origin in (tuple, list):
+        return _convert_sequence(value, hint, where)
+    if origin is not None and issubclass(origin, Mapping):
+        inner = get_args(hint)[1]
+        return {str(k): _convert(v, inner, _join(where, str(k))) for k, v in _expect(value, Mapping, where).items()}
+    return _convert_scalar(value, hint, where, raw)
+
+
+def _convert_nested(value: Any, hint: type, where: str) -> Any:
+    return from_plain(hint, _expect(value, Mapping, where), where)
+
+
+def _convert_union(value: Any, options: tuple[Any, ...], where: str, raw: str | None) -> Any:
+    if value is None and type(None) in options:
+        return None
+    errors = []
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return _convert(value, option, where, raw)
+        except UserError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def _convert_sequence(value: Any, hint: Any, where: str) -> Any:
+    args = get_args(hint)
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        value = [value] if not isinstance(value, str) else [_parse(v) for v in value.split(",")]
+    if get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis):
+        return tuple(_convert(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, args, strict=True)))
+    items = [_convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value)]
+    return tuple(items) if get_origin(hint) is tuple else items
+
+
+def _convert_scalar(value: Any, hint: Any, where: str, raw: str | None) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and raw is not None and not isinstance(value, str):
+        return raw
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"is not of type {hint.__name__}", field=where, value=value, remedy=f"give a {hint.__name__}")
+    return value
+
+
+def _expect(value: Any, kind: Any, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise UserError("must hold named fields", field=where, value=value, remedy="give a mapping of field to value")
+    return value
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

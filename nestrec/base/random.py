@@ -1,0 +1,83 @@
+"""Counter-based random numbers: pure integer functions of what a number is for, never of when or where it is drawn.
+
+Samples move between ranks and micro-batches, so dropout masks, negatives, sample order and new rows are functions of
+keys such as (run seed, epoch, sample id, layer, token, channel). The same integers come out of numpy, torch and Triton.
+
+    mix64(x)   splitmix64 finaliser: a bijection on 64-bit integers
+    mix32(x)   a 32-bit bijection with low bias, cheap enough for one draw an element
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+GOLDEN64 = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(x: int) -> int:
+    """splitmix64 finaliser of a Python integer (taken modulo 2**64)."""
+    x = (x + GOLDEN64) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def fold(*parts: int) -> int:
+    """One 64-bit key from several integers; order matters."""
+    key = 0
+    for part in parts:
+        key = mix64(key ^ (part & _MASK64))
+    return key
+
+
+def mix64_array(x: NDArray[Any]) -> NDArray[np.uint64]:
+    """`mix64` of every element; int64 input is read as two's complement."""
+    with np.errstate(over="ignore"):
+        y = x.astype(np.uint64) + np.uint64(GOLDEN64)
+        y = (y ^ (y >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return y ^ (y >> np.uint64(31))
+
+
+def fold_array(key: int | NDArray[np.uint64], part: NDArray[Any]) -> NDArray[np.uint64]:
+    """`fold` continued by one more part, elementwise: `fold_array(fold(a, b), c)[i] == fold(a, b, c[i])`."""
+    key_array = np.asarray(key, dtype=np.uint64)
+    return mix64_array(key_array ^ part.astype(np.uint64))
+
+
+def as_int64(x: NDArray[np.uint64]) -> torch.Tensor:
+    """The same 64 bits as a torch int64 tensor."""
+    return torch.from_numpy(np.ascontiguousarray(x).view(np.int64))
+
+
+def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of an int32 tensor (torch shifts signed integers arithmetically)."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def mix32(x: torch.Tensor) -> torch.Tensor:
+    """A bijection on int32 elements with low bias; multiplication wraps."""
+    x = x ^ shift_right(x, 16)
+    x = x * 0x7FEB352D
+    x = x ^ shift_right(x, 15)
+    x = x * _as_int32(0x846CA68B)
+    return x ^ shift_right(x, 16)
+
+
+def uniform24(key_T: torch.Tensor, site: int, num_channels: int) -> torch.Tensor:
+    """Integers in [0, 2**24), one for each (row key, channel), of shape (T, num_channels) and type int32.
+
+    `key_T` are 64-bit row keys (say of a token), `site` tells apart the draws made with the same row key (say a layer).
+    """
+    site_key = mix64(site)
+    low = (key_T ^ (site_key - (1 << 64) if site_key >> 63 else site_key)).view(torch.int32).view(-1, 2)
+    channel = torch.arange(num_channels, dtype=torch.int32, device=key_T.device) * _as_int32(0x9E3779B9)
+    bits = mix32(mix32(low[:, :1] ^ channel) ^ low[:, 1:])
+    return shift_right(bits, 8)
+
+
+def _as_int32(x: int) -> int:
+    return x - (1 << 32) if x >> 31 else x

@@ -1,0 +1,102 @@
+"""The one value type for jagged data: concatenated values and the offsets of the rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torchrec import KeyedJaggedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Jagged:
+    """Rows of different lengths: row b is `values[offsets[b]:offsets[b + 1]]`.
+
+    values: (T, ...) any dtype. offsets: (B + 1,) int64, on the same device, from 0 to T, never decreasing.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    @staticmethod
+    def from_rows(rows: Sequence[torch.Tensor]) -> "Jagged":
+        lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+        values = torch.cat(list(rows)) if rows else torch.empty(0)
+        return Jagged(values, offsets_of(lengths).to(values.device))
+
+    @property
+    def num_rows(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def num_values(self) -> int:
+        return self.values.shape[0]
+
+    def lengths(self) -> torch.Tensor:
+        return self.offsets.diff()
+
+    def row_of_value(self) -> torch.Tensor:
+        """(T,) row index of each value."""
+        rows = torch.arange(self.num_rows, device=self.offsets.device)
+        return torch.repeat_interleave(rows, self.lengths(), output_size=self.num_values)
+
+    def position_of_value(self) -> torch.Tensor:
+        """(T,) position of each value inside its row, from 0."""
+        return torch.arange(self.num_values, device=self.offsets.device) - self.offsets[:-1][self.row_of_value()]
+
+    def with_values(self, values: torch.Tensor) -> "Jagged":
+        """The same rows with other values."""
+        assert values.shape[0] == self.num_values
+        return Jagged(values, self.offsets)
+
+    def rows(self) -> list[torch.Tensor]:
+        return [self.values[a:b] for a, b in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Jagged":
+        return Jagged(
+            self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking)
+        )
+
+    def to_padded(self, max_length: int, padding: float = 0.0) -> torch.Tensor:
+        """(B, max_length, ...) with `padding` behind the end of each row; longer rows are an error."""
+        assert self.num_rows == 0 or int(self.lengths().max()) <= max_length
+        padded = self.values.new_full((self.num_rows, max_length, *self.values.shape[1:]), padding)
+        padded[self.row_of_value(), self.position_of_value()] = self.values
+        return padded
+
+    @staticmethod
+    def from_padded(padded: torch.Tensor, lengths: torch.Tensor) -> "Jagged":
+        """The valid part of (B, N, ...)."""
+        mask = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+        return Jagged(padded[mask], offsets_of(lengths))
+
+    def to_nested(self) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
+
+    @staticmethod
+    def from_nested(nested: torch.Tensor) -> "Jagged":
+        assert nested.layout == torch.jagged
+        return Jagged(nested.values(), nested.offsets())  # type: ignore[no-untyped-call]
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """(B,) lengths to (B + 1,) int64 offsets."""
+    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
+
+
+def to_keyed_jagged(features: dict[str, Jagged]) -> "KeyedJaggedTensor":
+    """TorchRec's KeyedJaggedTensor of several features over the same rows."""
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        keys=list(features),
+        values=torch.cat([f.values for f in features.values()]),
+        lengths=torch.cat([f.lengths() for f in features.values()]),
+    )
+
+
+def from_keyed_jagged(keyed: "KeyedJaggedTensor") -> dict[str, Jagged]:
+    """The features of TorchRec's KeyedJaggedTensor."""
+    return {name: Jagged(part.values(), part.offsets().to(torch.int64)) for name, part in keyed.to_dict().items()}
