@@ -1,0 +1,34 @@
+"""One piece of work at a time on a thread of its own; its error waits for whoever asks next."""
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+    """Runs one function at a time in the background."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Start `work`; the work before it must have been joined."""
+        assert self._thread is None
+        # Not a daemon: a program that ends without `join` still finishes what it began to write.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="nestrec-checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the work in flight and raise its error, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # raised again by `join`
+            self._error = error

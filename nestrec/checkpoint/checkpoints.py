@@ -1,0 +1,222 @@
+"""The checkpoints of a run: saved as a whole or not at all, restored from the newest that is whole.
+
+A save writes `step-N.partial/`, flushes every file, writes the manifest last and commits by renaming the folder. Every
+rank writes its own files into the shared folder; rank 0 writes the manifest and renames.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.failpoints import fail_point
+from nestrec.checkpoint.background import Background
+from nestrec.checkpoint.content import Content
+from nestrec.checkpoint.durable import remove_folder, rename_folder, sync_folder, write_file
+from nestrec.checkpoint.folders import committed_steps, folder_of, leftovers, steps_to_delete
+from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, FileEntry, Manifest, digest_of, encode
+from nestrec.checkpoint.peers import Peers, SaveError
+from nestrec.checkpoint.restored import Restored
+from nestrec.checkpoint.verify import file_problems, files_of, read_chain, read_manifest
+from nestrec.checkpoint.writer import write_files
+
+Report = Callable[[str], None]
+_LOG = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Saves and restores under one folder. With several ranks, all of them make the same calls in the same order."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep: int = 3,
+        max_deltas: int = 0,
+        peers: Peers | None = None,
+        report: Report = _LOG.warning,
+    ):
+        """`keep`: how many to retain. `max_deltas`: incremental saves in a row before a full one is due."""
+        if keep < 1:
+            raise UserError("at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
+        self._folder = Path(folder)
+        self._keep = keep
+        self._max_deltas = max_deltas
+        self._peers = peers or Peers()
+        self._report = report if self._peers.is_first else _say_nothing
+        self._background = Background()
+        self._base: int | None = None
+        self._num_deltas = 0
+
+    def save(self, step: int, content: Content) -> Path:
+        """Write the checkpoint of a step; `SaveError` on all ranks when one of them cannot.
+
+        The state after a step is a function of the run, so a step that is saved already and whole is left as it is.
+        """
+        self._background.join()
+        return self._save(step, content)
+
+    def save_async(self, step: int, content: Content, *, is_copied: bool = False) -> None:
+        """Copy the content to host memory, then write it in the background, at most one save at a time.
+
+        With `is_copied` the content is already safe from later changes. An error of the writing is raised by the next
+        call of `save`, `save_async`, `base_for_next`, `wait` or `close`.
+        """
+        self._background.join()
+        safe = content if is_copied else content.copied()
+        self._background.start(lambda: self._save(step, safe))
+
+    def wait(self) -> None:
+        """Wait for a save in the background and raise its error, if any."""
+        self._background.join()
+
+    close = wait
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint; they may be damaged."""
+        return committed_steps(self._folder)
+
+    def base_for_next(self) -> int | None:
+        """Step that the next save may build on by giving only the rows touched since, or None: a full one is due."""
+        self._background.join()
+        return self._base if self._num_deltas < self._max_deltas else None
+
+    def restore_latest(self) -> Restored | None:
+        """The newest checkpoint that is whole, or None where there is none at all.
+
+        A damaged one is reported and the one before it is taken. `DamagedError` when there are checkpoints and none is
+        whole: whether to start over is for the user to say. The next incremental save builds on what was restored; to
+        look at a checkpoint without going on from it, use another `Checkpoints`.
+        """
+        steps = self._peers.gather(self.steps())[0]
+        for step in reversed(steps):
+            problems, restored = self._open(step)
+            if restored is not None:
+                return restored
+            self._report(f"checkpoint of step {step} is damaged and skipped: {_summary(problems)}")
+        if steps:
+            remedy = "start over in another run folder, or delete this one"
+            raise DamagedError("no checkpoint is whole", field="checkpoints", value=str(self._folder), remedy=remedy)
+        return None
+
+    def restore(self, step: int) -> Restored:
+        """The checkpoint of a step; `DamagedError` when it is not whole."""
+        if step not in self._peers.gather(self.steps())[0]:
+            remedy = f"steps with a checkpoint: {self.steps()}"
+            raise UserError("no checkpoint of this step", field="step", value=step, remedy=remedy)
+        problems, restored = self._open(step)
+        if restored is None:
+            remedy = "take an earlier step"
+            raise DamagedError(_summary(problems), field="checkpoint of step", value=step, remedy=remedy)
+        return restored
+
+    def _open(self, step: int) -> tuple[list[str], Restored | None]:
+        """Verify together, each rank its share of the files; the problems, or the checkpoint."""
+        chain, problems = [], []
+        try:
+            chain = read_chain(folder_of(self._folder, step))
+            problems = file_problems(files_of(chain)[self._peers.rank :: self._peers.world])
+        except DamagedError as error:
+            problems = [str(error)]
+        all_problems = list(dict.fromkeys(itertools.chain(*self._peers.gather(problems))))
+        if all_problems:
+            return all_problems, None
+        self._base, self._num_deltas = step, len(chain) - 1
+        return [], Restored(chain)
+
+    def _save(self, step: int, content: Content) -> Path:
+        target = folder_of(self._folder, step)
+        if step in self._peers.gather(self.steps())[0] and self._open(step)[1] is not None:
+            return target
+        base, num_deltas = self._base, self._num_deltas
+        assert content.base in (None, base), "an incremental save builds on the last checkpoint"
+        self._base = None  # after a failed save the next one must be full
+        self._write(step, content)
+        self._base, self._num_deltas = step, 0 if content.base is None else num_deltas + 1
+        return target
+
+    def _write(self, step: int, content: Content) -> None:
+        target = folder_of(self._folder, step)
+        partial = target.with_name(target.name + ".partial")
+        problem = f"the checkpoint of step {step} could not be written to {self._folder}"
+        try:
+            self._first_agrees(lambda: self._begin(partial), problem)
+            tables = [*content.tables, *content.removed]
+            written = self._peers.agree(lambda: (tables, write_files(partial, content, self._peers)), problem)
+            entries = [entry for _, files in written for entry in files]
+            names = sorted({name for names, _ in written for name in names})
+            self._first_agrees(lambda: self._commit(self._manifest(step, content, names, entries), partial), problem)
+        except SaveError:
+            if self._peers.is_first:
+                remove_folder(partial)
+            raise
+        if self._peers.is_first:
+            self._retire()
+
+    def _first_agrees(self, action: Callable[[], None], problem: str) -> None:
+        self._peers.agree(action if self._peers.is_first else _do_nothing, problem)
+
+    def _begin(self, partial: Path) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in leftovers(self._folder):
+            remove_folder(path)
+        partial.mkdir()
+
+    def _manifest(self, step: int, content: Content, tables: list[str], entries: list[FileEntry]) -> Manifest:
+        base = None
+        if content.base is not None:
+            base = Base(step=content.base, digest=digest_of(read_manifest(folder_of(self._folder, content.base))))
+        files = tuple(sorted(entries, key=lambda entry: entry.name))
+        return Manifest(step=step, num_ranks=self._peers.world, files=files, tables=tuple(tables), base=base)
+
+    def _commit(self, manifest: Manifest, partial: Path) -> None:
+        fail_point("checkpoint.before_manifest")
+        write_file(partial / MANIFEST_NAME, iter([memoryview(encode(manifest))]))
+        sync_folder(partial)
+        # Later steps are damaged or of another course of training: they must not be taken for this one's future.
+        for step in committed_steps(self._folder):
+            if step >= manifest.step:
+                self._set_aside(folder_of(self._folder, step))
+        fail_point("checkpoint.before_rename")
+        rename_folder(partial, folder_of(self._folder, manifest.step))
+        fail_point("checkpoint.after_rename")
+
+    def _set_aside(self, path: Path) -> None:
+        aside = path.with_name(path.name + ".abandoned")
+        remove_folder(aside)
+        rename_folder(path, aside)
+        self._report(f"{path.name} is damaged or from another course of training; it is set aside as {aside.name}")
+
+    def _retire(self) -> None:
+        """Delete what need not be kept. A failure here costs disk space only, so it is reported and not raised."""
+        steps = committed_steps(self._folder)
+        try:
+            for step in steps_to_delete(steps, self._keep, {step: self._base_of(step) for step in steps}):
+                path = folder_of(self._folder, step)
+                doomed = path.with_name(path.name + ".deleted")
+                rename_folder(path, doomed)
+                fail_point("checkpoint.during_retention")
+                remove_folder(doomed)
+        except OSError as error:
+            self._report(f"an old checkpoint could not be deleted: {error}")
+
+    def _base_of(self, step: int) -> int | None:
+        try:
+            base = read_manifest(folder_of(self._folder, step)).base
+        except DamagedError:
+            return None
+        return None if base is None else base.step
+
+
+def _summary(problems: list[str], most: int = 3) -> str:
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def _say_nothing(message: str) -> None:
+    pass
+
+
+def _do_nothing() -> None:
+    pass

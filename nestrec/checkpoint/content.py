@@ -1,0 +1,67 @@
+"""What goes into a checkpoint."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+Chunk = Mapping[str, torch.Tensor]
+"""Some rows of a table: `keys` (n,) int64, and any other columns of n rows each (`weight`, `state_*`, ...)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """One rank's part of a checkpoint.
+
+    `tensors` and `state` are the same on all ranks, and rank 0 writes its own; `tables` differ, and every rank writes
+    what it is given (a replica that holds a copy gives nothing).
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Dense weights and optimiser states by name."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-like values: position, decisions, metric state. Tuples come back as lists."""
+    tables: Mapping[str, Iterable[Chunk]] = field(default_factory=dict)
+    """Rows of this rank's shard of each table, in chunks (one file each; 16 to 256 MiB is a good size)."""
+    removed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Keys removed from each table since `base`; a key that came back is in `tables` as well."""
+    base: int | None = None
+    """Step of the checkpoint since which `tables` hold the touched rows; see `Checkpoints.base_for_next`."""
+    shard: tuple[int, int] | None = None
+    """(index, number) of this rank's shard; (rank, number of ranks) where not given."""
+
+    def copied(self) -> "Content":
+        """The same content in host memory of its own, safe from later training steps."""
+        return replace(
+            self,
+            tensors=_copy(self.tensors),
+            tables={name: [_copy(chunk) for chunk in chunks] for name, chunks in self.tables.items()},
+            removed=_copy(self.removed),
+        )
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Split by name into parts of about `part_bytes`; no tensor is cut."""
+    part: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if part and size + tensor_bytes > part_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += tensor_bytes
+    if part:
+        yield part
+
+
+def check_chunk(table: str, chunk: Chunk) -> None:
+    keys = chunk["keys"]
+    assert (keys.dtype, keys.dim()) == (torch.int64, 1), f"keys of table {table} must be (n,) int64"
+    wrong = [name for name, column in chunk.items() if column.shape[:1] != keys.shape]
+    assert not wrong, f"columns {wrong} of table {table} have another number of rows than its keys"
+
+
+def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,0 +1,42 @@
+"""Names of the folders under a run's `checkpoints/`, and which of them may go.
+
+step-00000100             committed; the newest one that verifies is the latest: there is no pointer to go stale
+step-00000100.partial     being written
+step-00000100.deleted     on its way out
+step-00000100.abandoned   set aside: newer than the step that training went on from, or damaged and written again
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(parent: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return parent / f"step-{step:08d}"
+
+
+def committed_steps(parent: Path) -> list[int]:
+    """Steps with a committed checkpoint, in order; whether they are whole is another question."""
+    if not parent.is_dir():
+        return []
+    matches = [_COMMITTED.fullmatch(path.name) for path in parent.iterdir() if path.is_dir()]
+    return sorted(int(match[1]) for match in matches if match and f"step-{int(match[1]):08d}" == match[0])
+
+
+def leftovers(parent: Path) -> list[Path]:
+    """What an interrupted save or deletion left behind."""
+    return [path for suffix in ("partial", "deleted") for path in parent.glob(f"step-*.{suffix}")]
+
+
+def steps_to_delete(steps: list[int], keep: int, base_of: Mapping[int, int | None]) -> list[int]:
+    """All but the last `keep` steps and what they build on (`base_of` gives the base of an incremental one)."""
+    needed: set[int] = set()
+    for step in steps[-keep:]:
+        ancestor: int | None = step
+        while ancestor is not None and ancestor not in needed:
+            needed.add(ancestor)
+            ancestor = base_of.get(ancestor)
+    return [step for step in steps if step not in needed]

@@ -1,0 +1,49 @@
+"""The ranks that write one checkpoint together, and how they agree on its success."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nestrec.base.errors import UserError
+
+T = TypeVar("T")
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written; the last one is intact. Raised on all ranks."""
+
+
+def _gather_alone(value: Any) -> list[Any]:
+    return [value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """Who takes part in a save or restore."""
+
+    rank: int = 0
+    """This rank."""
+    world: int = 1
+    """Number of ranks."""
+    gather: Callable[[Any], list[Any]] = _gather_alone
+    """Gives every rank the values of all ranks, in rank order. Saves in the background call it from their own thread,
+    so it needs a communicator that nothing else uses."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, action: Callable[[], T], problem: str) -> list[T]:
+        """Run `action` on every rank; the results of all ranks, or `SaveError` on all ranks when one of them failed."""
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:  # whatever it is, the other ranks must not be left waiting
+            failure = error
+        answers = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None]
+        if failed:
+            remedy = "mend the cause (free disk space, permissions) and go on from the last checkpoint, which is intact"
+            raise SaveError(f"{problem}: {'; '.join(failed)}", remedy=remedy) from failure
+        return [value for value, _ in answers]

@@ -1,0 +1,59 @@
+"""Writes one rank's files of a checkpoint."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from nestrec.base.failpoints import fail_point
+from nestrec.checkpoint.content import Content, check_chunk, parts_of
+from nestrec.checkpoint.durable import safetensors_content, write_file
+from nestrec.checkpoint.manifest import FileEntry, Kind
+from nestrec.checkpoint.peers import Peers
+
+PART_BYTES = 256 << 20
+"""Dense tensors are split into files of about this size."""
+
+
+def write_files(folder: Path, content: Content, peers: Peers) -> list[FileEntry]:
+    """Write what `content` gives this rank to write; entries for the manifest."""
+    fail_point("checkpoint.before_first_file")
+    entries = []
+    for entry in _write_all(folder, content, peers):
+        entries.append(entry)
+        fail_point("checkpoint.between_files")
+    return entries
+
+
+def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEntry]:
+    if peers.is_first:
+        yield _write_state(folder, content)
+        for part, tensors in enumerate(parts_of(content.tensors, PART_BYTES)):
+            name = f"tensors-{part:05d}.safetensors"
+            yield _entry(name, write_file(folder / name, safetensors_content(tensors)), "tensors")
+    for table, keys in content.removed.items():
+        name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
+        written = write_file(folder / name, safetensors_content({"keys": keys}))
+        yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world))
+    for table, chunks in content.tables.items():
+        for part, chunk in enumerate(chunks):
+            check_chunk(table, chunk)
+            name = f"rows-{_safe(table)}-{peers.rank:05d}-{part:05d}.safetensors"
+            written = write_file(folder / name, safetensors_content(chunk))
+            yield _entry(name, written, "rows", table, content.shard or (peers.rank, peers.world))
+
+
+def _write_state(folder: Path, content: Content) -> FileEntry:
+    text = json.dumps(dict(content.state), indent=1).encode()
+    return _entry("state.json", write_file(folder / "state.json", iter([memoryview(text)])), "state")
+
+
+def _entry(
+    name: str, written: tuple[int, str], kind: Kind, table: str | None = None, shard: tuple[int, int] = (0, 1)
+) -> FileEntry:
+    size, digest = written
+    return FileEntry(name=name, bytes=size, sha256=digest, kind=kind, table=table, shard=shard[0], num_shards=shard[1])
+
+
+def _safe(table: str) -> str:
+    return quote(table, safe="")

@@ -1,0 +1,1 @@
+"""Oracles and the fault runner for tests; no other folder imports this one."""
