@@ -1,0 +1,141 @@
+"""Row groups of the users table, decoded to numpy and kept in a cache bounded in bytes."""
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from nestrec.base.errors import DamagedError
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Columns of one row group: scalar columns, and list columns as (values, offsets)."""
+
+    scalars: dict[str, NDArray[Any]]
+    lists: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
+
+    @property
+    def num_bytes(self) -> int:
+        shared = {id(offsets): offsets.nbytes for _, offsets in self.lists.values()}
+        values = sum(values.nbytes for values, _ in self.lists.values())
+        return values + sum(shared.values()) + sum(_scalar_bytes(s) for s in self.scalars.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A Parquet file of the users table, its footer read once."""
+
+    path: Path
+    metadata: pq.FileMetaData
+
+    @staticmethod
+    def open(path: Path) -> "Part":
+        try:
+            return Part(path, pq.read_metadata(path))
+        except (OSError, pa.ArrowException) as error:
+            raise damaged(path, error) from error
+
+    def group_rows(self) -> list[int]:
+        return [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
+
+    def read_column(self, name: str) -> NDArray[Any]:
+        """A scalar column of the whole part."""
+        try:
+            column = pq.read_table(self.path, columns=[name], use_threads=False).column(name)
+        except (OSError, pa.ArrowException) as error:
+            raise damaged(self.path, error) from error
+        return np.asarray(column.combine_chunks().to_numpy(zero_copy_only=False))
+
+    def read_group(self, group: int, columns: list[str]) -> RowGroup:
+        try:
+            # A file handle of its own: one ParquetFile must not be read by two threads at a time.
+            with pq.ParquetFile(self.path, metadata=self.metadata) as file:
+                table = file.read_row_group(group, columns=columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise damaged(self.path, error) from error
+        return _decode(table)
+
+
+class RowGroupCache:
+    """Least recently used row groups up to a number of bytes. Threads may share it; no group is decoded twice at once."""
+
+    def __init__(self, parts: list[Part], columns: list[str], max_bytes: int):
+        self._parts, self._columns, self._max_bytes = parts, columns, max_bytes
+        self._place = [(part, g) for part in parts for g in range(part.metadata.num_row_groups)]
+        self._entries: OrderedDict[int, RowGroup] = OrderedDict()
+        self._loading: dict[int, Future[RowGroup]] = {}
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        self.num_loads = 0
+
+    def get(self, group: int) -> RowGroup:
+        """Row group by its number over all parts."""
+        with self._lock:
+            found = self._entries.get(group)
+            if found is not None:
+                self._entries.move_to_end(group)
+                return found
+            future = self._loading.get(group)
+            is_mine = future is None
+            if future is None:
+                future = self._loading[group] = Future()
+        if is_mine:
+            self._load(group, future)
+        return future.result()
+
+    def _load(self, group: int, future: "Future[RowGroup]") -> None:
+        part, index = self._place[group]
+        try:
+            loaded = part.read_group(index, self._columns)
+        except BaseException as error:
+            with self._lock:
+                del self._loading[group]
+            future.set_exception(error)
+            return
+        with self._lock:
+            del self._loading[group]
+            self._entries[group] = loaded
+            self.num_bytes += loaded.num_bytes
+            self.num_loads += 1
+            while self.num_bytes > self._max_bytes and len(self._entries) > 1:
+                self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
+        future.set_result(loaded)
+
+
+def damaged(path: Path, error: Exception) -> DamagedError:
+    """The error for a file of a dataset that is missing or cannot be read."""
+    return DamagedError(
+        f"cannot be read: {error}", field="dataset file", value=str(path), remedy="prepare the dataset again"
+    )
+
+
+def _decode(table: pa.Table) -> RowGroup:
+    scalars: dict[str, NDArray[Any]] = {}
+    lists: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
+    event_offsets: NDArray[np.int64] | None = None
+    for name in table.column_names:
+        column = table.column(name).combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        if not pa.types.is_list(column.type):
+            scalars[name] = column.to_numpy(zero_copy_only=False)
+            continue
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+        if event_offsets is not None and np.array_equal(event_offsets, offsets):
+            offsets = event_offsets
+        event_offsets = offsets
+        lists[name] = (column.flatten().to_numpy(zero_copy_only=False), offsets)
+    return RowGroup(scalars, lists)
+
+
+def _scalar_bytes(column: NDArray[Any]) -> int:
+    return sum(len(text) + 50 for text in column) if column.dtype == object else column.nbytes
