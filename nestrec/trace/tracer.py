@@ -1,0 +1,184 @@
+"""Records spans and counters of one rank, cheaply enough to be always on.
+
+    with tracer.context(lane="exchange", step=7), tracer.span("train.embedding.exchange", kind="communication") as span:
+        span.bytes = exchange(...)
+
+Finished spans go into a ring buffer; the oldest are dropped when it is full. All methods may be called from any thread.
+"""
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from nestrec.base.clock import Clock, RealClock
+from nestrec.trace.span import Kind, Span
+
+
+@dataclass(slots=True)
+class OpenSpan:
+    """A span that is running; `bytes` and `rows` may be set until it ends."""
+
+    tracer: "Tracer"
+    id: int
+    name: str
+    kind: Kind
+    lane: str
+    step: int | None
+    micro_batch: int | None
+    bytes: int
+    rows: int
+    awaits: int | None
+    is_collective: bool
+    start_ns: int = 0
+
+    def __enter__(self) -> Self:
+        self.start_ns = self.tracer.now_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        end_ns = self.tracer.now_ns()
+        self.tracer.record(
+            Span(
+                id=self.id,
+                name=self.name,
+                kind=self.kind,
+                lane=self.lane,
+                start_ns=self.start_ns,
+                end_ns=end_ns,
+                rank=self.tracer.rank,
+                step=self.step,
+                micro_batch=self.micro_batch,
+                bytes=self.bytes,
+                rows=self.rows,
+                awaits=self.awaits,
+                is_collective=self.is_collective,
+            )
+        )
+
+
+class _Defaults(threading.local):
+    """What spans of a thread belong to when they do not say."""
+
+    lane = "main"
+    step: int | None = None
+    micro_batch: int | None = None
+
+
+class Tracer:
+    """Spans and counters of one rank."""
+
+    def __init__(self, *, rank: int = 0, clock: Clock | None = None, capacity: int = 1 << 17):
+        """`capacity`: number of finished spans to hold."""
+        self.rank = rank
+        self._clock = clock or RealClock()
+        self._spans: deque[Span] = deque(maxlen=capacity)
+        self._ids = itertools.count()
+        self._defaults = _Defaults()
+        self._counters: dict[str, int] = {}
+        self._counters_lock = threading.Lock()
+
+    def now_ns(self) -> int:
+        return round(self._clock.now_s() * 1e9)
+
+    def new_id(self) -> int:
+        """An id for a span that will start later, so that a wait can name it before."""
+        return next(self._ids)
+
+    def span(
+        self,
+        name: str,
+        *,
+        kind: Kind = "other",
+        lane: str | None = None,
+        step: int | None = None,
+        micro_batch: int | None = None,
+        bytes: int = 0,
+        rows: int = 0,
+        awaits: int | None = None,
+        is_collective: bool = False,
+        id: int | None = None,
+    ) -> OpenSpan:
+        """A span around a `with` block; lane, step and micro-batch come from `context` when not given."""
+        defaults = self._defaults
+        return OpenSpan(
+            tracer=self,
+            id=next(self._ids) if id is None else id,
+            name=name,
+            kind=kind,
+            lane=defaults.lane if lane is None else lane,
+            step=defaults.step if step is None else step,
+            micro_batch=defaults.micro_batch if micro_batch is None else micro_batch,
+            bytes=bytes,
+            rows=rows,
+            awaits=awaits,
+            is_collective=is_collective,
+        )
+
+    def wait(self, awaits: int | None, *, name: str = "wait") -> OpenSpan:
+        """A span around waiting for the end of the span with this id."""
+        return self.span(name, kind="wait", awaits=awaits)
+
+    @contextlib.contextmanager
+    def context(
+        self, *, lane: str | None = None, step: int | None = None, micro_batch: int | None = None
+    ) -> Iterator[None]:
+        """Spans made by this thread inside the block belong to this lane, step and micro-batch."""
+        defaults = self._defaults
+        before = (defaults.lane, defaults.step, defaults.micro_batch)
+        defaults.lane = before[0] if lane is None else lane
+        defaults.step = before[1] if step is None else step
+        defaults.micro_batch = before[2] if micro_batch is None else micro_batch
+        try:
+            yield
+        finally:
+            defaults.lane, defaults.step, defaults.micro_batch = before
+
+    def record(self, span: Span) -> None:
+        """Add a span whose times were measured elsewhere, say by device events."""
+        self._spans.append(span)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter."""
+        with self._counters_lock:
+            self._counters[name] = self._counters.get(name, 0) + amount
+
+    def counters(self) -> dict[str, int]:
+        """A copy of all counters."""
+        with self._counters_lock:
+            return dict(self._counters)
+
+    def spans(self) -> list[Span]:
+        """Finished spans, the oldest first."""
+        while True:
+            try:
+                return list(self._spans)
+            except RuntimeError:  # another thread added one meanwhile
+                continue
+
+    def take(self) -> list[Span]:
+        """Finished spans, removed from the buffer."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._spans.popleft())
+        return taken
+
+
+class NullTracer(Tracer):
+    """Hands out spans and ids, so that callers need no second path, and keeps nothing."""
+
+    def now_ns(self) -> int:
+        return 0
+
+    def record(self, span: Span) -> None:
+        pass
+
+    def count(self, name: str, amount: int = 1) -> None:
+        pass

@@ -1,0 +1,133 @@
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.base.errors import DataError
+from nestrec.trace import NullTracer, Tracer, load_spans, merge, save_spans, to_perfetto, write_perfetto
+
+
+def test_a_span_holds_what_was_given_and_when_it_ran() -> None:
+    clock = SimulatedClock(5.0)
+    tracer = Tracer(rank=3, clock=clock)
+    with tracer.span("train.embedding.exchange", kind="communication", lane="exchange", step=7, micro_batch=1) as span:
+        clock.sleep(0.25)
+        span.bytes = 4096
+        span.rows = 8
+    (found,) = tracer.spans()
+    assert (found.start_s, found.end_s, found.duration_ns) == (5.0, 5.25, 250_000_000)
+    assert (found.rank, found.lane, found.step, found.micro_batch) == (3, "exchange", 7, 1)
+    assert (found.bytes, found.rows, found.kind) == (4096, 8, "communication")
+
+
+def test_spans_take_lane_and_step_from_their_threads_context() -> None:
+    tracer = Tracer(clock=SimulatedClock())
+    with tracer.context(lane="store", step=3):
+        with tracer.context(micro_batch=2), tracer.span("a"):
+            pass
+        worker = threading.Thread(target=lambda: tracer.span("b").__enter__().__exit__(None, None, None))
+        worker.start()
+        worker.join()
+    first, second = tracer.spans()
+    assert (first.lane, first.step, first.micro_batch) == ("store", 3, 2)
+    assert (second.lane, second.step, second.micro_batch) == ("main", None, None)
+
+
+def test_a_wait_names_a_span_that_has_not_started_yet() -> None:
+    tracer = Tracer(clock=SimulatedClock())
+    ticket = tracer.new_id()
+    with tracer.wait(ticket), tracer.span("work", kind="lookup", lane="store", id=ticket):
+        pass
+    work, wait = tracer.spans()
+    assert wait.awaits == work.id == ticket
+    assert wait.id != work.id
+
+
+def test_a_span_is_recorded_when_its_block_fails() -> None:
+    tracer = Tracer(clock=SimulatedClock())
+    with pytest.raises(ValueError, match="x"), tracer.span("a"):
+        raise ValueError("x")
+    assert len(tracer.spans()) == 1
+
+
+def test_the_buffer_keeps_the_newest() -> None:
+    tracer = Tracer(clock=SimulatedClock(), capacity=3)
+    for index in range(5):
+        with tracer.span(str(index)):
+            pass
+    assert [span.name for span in tracer.take()] == ["2", "3", "4"]
+    assert tracer.spans() == []
+
+
+def test_many_threads_lose_no_span_and_no_count() -> None:
+    tracer = Tracer()
+
+    def work() -> None:
+        for _ in range(500):
+            with tracer.span("a"):
+                tracer.count("rows", 2)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        tracer.spans()
+    assert len({span.id for span in tracer.spans()}) == 2000
+    assert tracer.counters() == {"rows": 4000}
+
+
+def test_the_null_tracer_keeps_nothing() -> None:
+    tracer = NullTracer()
+    with tracer.context(lane="x"), tracer.span("a") as span:
+        span.bytes = 3
+    tracer.count("rows")
+    assert tracer.spans() == []
+    assert tracer.counters() == {}
+
+
+def trace_of(rank: int) -> Tracer:
+    clock = SimulatedClock(10.0 + rank)
+    tracer = Tracer(rank=rank, clock=clock)
+    for lane in ("compute", "store"):
+        with tracer.span("train.step", kind="step", lane=lane, step=0, bytes=5):
+            clock.sleep(0.5)
+    return tracer
+
+
+def test_spans_survive_the_disk_and_a_line_cut_short(tmp_path: Path) -> None:
+    spans = trace_of(0).spans()
+    path = tmp_path / "trace.jsonl"
+    save_spans(path, spans[:1])
+    save_spans(path, spans[1:], append=True)
+    assert load_spans(path) == spans
+    with path.open("a") as file:
+        file.write('{"id": 3, "na')
+    assert load_spans(path) == spans
+
+
+def test_a_line_that_is_not_a_span_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"colour": 1}\n')
+    with pytest.raises(DataError, match="line 1"):
+        load_spans(path)
+
+
+def test_ranks_are_merged_on_one_clock() -> None:
+    spans = merge({0: trace_of(0).spans(), 1: trace_of(1).spans()}, {1: 1_000_000_000})
+    assert [(span.rank, span.start_s) for span in spans] == [(0, 10.0), (1, 10.0), (0, 10.5), (1, 10.5)]
+
+
+def test_perfetto_gets_one_track_a_lane_of_a_rank(tmp_path: Path) -> None:
+    spans = merge({rank: trace_of(rank).spans() for rank in (0, 1)})
+    write_perfetto(tmp_path / "trace.json", spans)
+    written = json.loads((tmp_path / "trace.json").read_text())
+    assert written == to_perfetto(spans)
+    events = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name"}
+    assert sorted((pid, name) for (pid, _), name in names.items()) == [
+        (0, "compute"), (0, "store"), (1, "compute"), (1, "store")]  # fmt: skip
+    assert all((event["pid"], event["tid"]) in names for event in events)
+    assert [(event["ts"], event["dur"]) for event in events if event["pid"] == 0] == [(0.0, 5e5), (5e5, 5e5)]
+    assert events[0]["args"] == {"id": 0, "step": 0, "bytes": 5, "rows": 0}
