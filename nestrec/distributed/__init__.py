@@ -1,0 +1,5 @@
+"""Topology, exchanges and dense gradient sums. Knows nothing of tables."""
+
+from nestrec.distributed.topology import CollectiveLog, Communicator, Topology
+
+__all__ = ["CollectiveLog", "Communicator", "Topology"]

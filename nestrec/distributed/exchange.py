@@ -1,0 +1,111 @@
+"""Collectives over an explicit communicator. A lost peer becomes a PeerLostError on every rank that notices it.
+
+Data crosses as bytes, so that every type takes the same path on every backend. With one rank nothing is sent or copied.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nestrec.base.errors import PeerLostError, UserError
+from nestrec.distributed.topology import Communicator
+
+
+@contextlib.contextmanager
+def peers_watched(communicator: Communicator, operation: str) -> Iterator[None]:
+    """Record a collective, and name what its failure means."""
+    communicator.log.record(communicator.name, operation)
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        problem = f"a peer was lost in {communicator.name}.{operation}: {str(error).splitlines()[0]}"
+        raise PeerLostError(problem, remedy="restart all ranks from the last checkpoint") from error
+
+
+def all_to_all_rows(
+    communicator: Communicator, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> torch.Tensor:
+    """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
+    if communicator.group is None:
+        return rows
+    rows = rows.contiguous()
+    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    row_bytes = rows.element_size() * rows[:1].numel() if len(rows) else received.element_size() * received[:1].numel()
+    with peers_watched(communicator, "all_to_all"):
+        dist.all_to_all_single(
+            received.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8),
+            [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts], group=communicator.group,
+        )  # fmt: skip
+    return received
+
+
+def all_to_all_fixed(communicator: Communicator, rows: torch.Tensor) -> torch.Tensor:
+    """Row r of (size, ...) goes to rank r; row r of the result came from rank r."""
+    if communicator.group is None:
+        return rows
+    received = torch.empty_like(rows)
+    with peers_watched(communicator, "all_to_all"):
+        dist.all_to_all_single(received, rows.contiguous(), group=communicator.group)
+    return received
+
+
+def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
+    """Sum over ranks, in place."""
+    if communicator.group is None:
+        return
+    with peers_watched(communicator, "all_reduce"):
+        dist.all_reduce(tensor, group=communicator.group)
+
+
+def all_gather_equal(communicator: Communicator, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all ranks, in rank order; the shape is the same on every rank."""
+    if communicator.group is None:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(communicator.size)]
+    with peers_watched(communicator, "all_gather"):
+        dist.all_gather(gathered, tensor.contiguous(), group=communicator.group)
+    return gathered
+
+
+def barrier(communicator: Communicator) -> None:
+    if communicator.group is not None:
+        all_reduce_sum(communicator, torch.zeros(1))
+
+
+def all_gather_json(communicator: Communicator, value: Any) -> list[Any]:
+    """Small JSON-like values of all ranks, in rank order; JSON and not pickle, so that a peer can send only data."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
+    if communicator.group is None:
+        return [json.loads(bytes(text.tolist()))]
+    lengths = [int(n) for n in all_gather_equal(communicator, torch.tensor([len(text)]))]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = text
+    gathered = all_gather_equal(communicator, padded)
+    return [json.loads(bytes(part[:n].tolist())) for part, n in zip(gathered, lengths, strict=True)]
+
+
+def broadcast_json(communicator: Communicator, value: Any, source: int = 0) -> Any:
+    """The value of one rank, on every rank."""
+    return all_gather_json(communicator, value if communicator.rank == source else None)[source]
+
+
+def agree(communicator: Communicator, what: str, value: Any) -> None:
+    """Raise the same UserError on every rank unless all ranks hold the same small value."""
+    values = all_gather_json(communicator, value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            remedy = "start every rank with the same configuration and version"
+            raise UserError(f"rank {rank} differs from rank 0 ({other!r})", field=what, value=values[0], remedy=remedy)
+
+
+def raise_together(communicator: Communicator, error: UserError | None) -> None:
+    """Raise on every rank if any rank has an error: the error of the first such rank, named by its rank."""
+    mine = None if error is None else [error.problem, error.field, repr(error.value), error.remedy]
+    for rank, found in enumerate(all_gather_json(communicator, mine)):
+        if found is not None:
+            problem, field, value, remedy = found
+            raise UserError(f"{problem} (rank {rank}, value {value})", field=field, value=value, remedy=remedy)

@@ -1,0 +1,154 @@
+"""Who takes part in a run and how: the only holder of ranks and process groups.
+
+Ranks form a mesh of replica groups times shards: rank = replica * num_shards + shard. Ranks of one replica group share
+the rows of the tables; ranks with the same shard in different groups hold copies of the same rows.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from nestrec.base.errors import UserError
+
+Backend = Literal["gloo", "nccl"]
+_LOG_LENGTH = 4096
+
+
+class CollectiveLog:
+    """The last collectives that this rank issued, in order, over all communicators."""
+
+    def __init__(self) -> None:
+        self._entries: deque[str] = deque(maxlen=_LOG_LENGTH)
+        self.count = 0
+
+    def record(self, communicator: str, operation: str) -> None:
+        self._entries.append(f"{communicator}.{operation}")
+        self.count += 1
+
+    def entries(self) -> list[str]:
+        return list(self._entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A process group of its own for one kind of traffic."""
+
+    name: str
+    rank: int
+    """Of this process inside the group."""
+    size: int
+    group: dist.ProcessGroup | None
+    """None where the group is this process alone: nothing is sent."""
+    log: CollectiveLog = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Rank, mesh axes and communicators of a run."""
+
+    rank: int
+    world: int
+    num_replicas: int
+    device: torch.device
+    keys: Communicator
+    """Shards of this replica group; carries keys, always between hosts."""
+    vectors: Communicator
+    """Shards of this replica group; carries vectors and their gradients."""
+    replicas: Communicator
+    """Holders of copies of this shard."""
+    dense: Communicator
+    """All ranks; carries dense gradients."""
+    control: Communicator
+    """All ranks; carries small host messages."""
+    log: CollectiveLog = field(repr=False)
+
+    @property
+    def num_shards(self) -> int:
+        return self.world // self.num_replicas
+
+    @property
+    def shard(self) -> int:
+        return self.rank % self.num_shards
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.num_shards
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @staticmethod
+    def single(device: torch.device | str = "cpu") -> "Topology":
+        """One process, no process groups."""
+        log = CollectiveLog()
+
+        def alone(name: str) -> Communicator:
+            return Communicator(name, 0, 1, None, log)
+
+        return Topology(
+            rank=0, world=1, num_replicas=1, device=torch.device(device), keys=alone("keys"), vectors=alone("vectors"),
+            replicas=alone("replicas"), dense=alone("dense"), control=alone("control"), log=log,
+        )  # fmt: skip
+
+    @staticmethod
+    def from_environment(device: str = "cpu", *, num_replicas: int = 1, timeout_s: float = 300.0) -> "Topology":
+        """The topology that torchrun's environment describes; alone where it describes none.
+
+        device: `cpu` (Gloo) or `cuda` (NCCL, on the device of LOCAL_RANK). timeout_s: after this long without an
+        answer a peer counts as lost.
+        """
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        place = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
+        )
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if world == 1:
+            return Topology.single(place)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        return Topology.of_process_group(place, num_replicas=num_replicas, timeout_s=timeout_s)
+
+    @staticmethod
+    def of_process_group(device: torch.device, *, num_replicas: int = 1, timeout_s: float = 300.0) -> "Topology":
+        """The topology over the ranks of the default process group; every rank must call it."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if num_replicas < 1 or world % num_replicas:
+            remedy = f"choose a divisor of {world}"
+            raise UserError("must divide the number of ranks", field="num_replicas", value=num_replicas, remedy=remedy)
+        shards = world // num_replicas
+        shard_axis = [list(range(r * shards, (r + 1) * shards)) for r in range(num_replicas)]
+        replica_axis = [list(range(s, world, shards)) for s in range(shards)]
+        everyone = [list(range(world))]
+        tensors: Backend = "nccl" if device.type == "cuda" else "gloo"
+        log = CollectiveLog()
+        make = _group_maker(rank, timedelta(seconds=timeout_s), log)
+        return Topology(
+            rank=rank, world=world, num_replicas=num_replicas, device=device, log=log,
+            keys=make("keys", shard_axis, "gloo"), vectors=make("vectors", shard_axis, tensors),
+            replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, tensors),
+            control=make("control", everyone, "gloo"),
+        )  # fmt: skip
+
+
+def _group_maker(
+    rank: int, timeout: timedelta, log: CollectiveLog
+) -> Callable[[str, list[list[int]], Backend], Communicator]:
+    def make(name: str, axis: list[list[int]], backend: Backend) -> Communicator:
+        mine: Communicator | None = None
+        for ranks in axis:
+            # Every rank takes part in the making of every group, its own or not.
+            group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) > 1 else None
+            if rank in ranks:
+                mine = Communicator(name, ranks.index(rank), len(ranks), group, log)
+        assert mine is not None
+        return mine
+
+    return make

@@ -1,0 +1,127 @@
+"""The embedding engine: tables sharded over ranks, read and updated one training batch at a time.
+
+    routed  = engine.route(keys)                          collective; or route(*micro_batches)
+    working = engine.fetch(routed, step=t)                local: rows from the stores
+    vectors = engine.exchange_vectors(routed, working)    collective; once for each part
+    ...forward and backward; the vectors are the caller's leaves...
+    engine.accumulate(routed, working, gradients)         collective; once for each part, in order
+    engine.update(working, learning_rate=lr)              local: one optimiser step on the rows of the batch
+    engine.write_back(working)                            local: rows to the stores
+
+One rank takes the same path as many: its exchanges are no-ops.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from nestrec.base.config import to_plain
+from nestrec.distributed.exchange import agree, all_to_all_rows
+from nestrec.distributed.topology import Topology
+from nestrec.embedding.routing import FeatureKeys, Routed, RoutedTable, key_bytes_sent, route
+from nestrec.embedding.shard import Chunk, TableShard
+from nestrec.embedding.statistics import EngineStatistics, Leg
+from nestrec.embedding.table import TableConfig, check_tables
+from nestrec.embedding.working_set import WorkingSet, WorkingTable
+from nestrec.ops.gather_rows import gather_rows
+
+
+class EmbeddingEngine:
+    """All tables of a model on one rank."""
+
+    def __init__(self, tables: Sequence[TableConfig], topology: Topology, device: torch.device | str = "cpu") -> None:
+        check_tables(tables)
+        agree(topology.control, "tables", [to_plain(t) for t in tables])
+        self.tables = {t.name: t for t in tables}
+        self.topology, self.device = topology, torch.device(device)
+        self.shards = {t.name: TableShard(t, topology.shard, topology.num_shards, self.device) for t in tables}
+        self.statistics = EngineStatistics()
+
+    def route(self, *parts: FeatureKeys) -> Routed:
+        """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
+
+        Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
+        """
+        routed = route(parts, list(self.tables.values()), self.topology.keys, self.device)
+        self.statistics.keys.add(
+            sum(len(t.keys) for p in routed.parts for t in p.tables.values()),
+            key_bytes_sent(routed, self.topology.shard),
+        )
+        return routed
+
+    def fetch(self, routed: Routed, *, step: int) -> WorkingSet:
+        """Rows of the batch of `step` (from 1) that this shard owns. Batches are fetched in order of step."""
+        working = WorkingSet(step)
+        for name, shard in self.shards.items():
+            fetched = shard.fetch(routed.owned[name], step)
+            working.tables[name] = WorkingTable(shard.table, shard.layout, fetched)
+            self.statistics.rows_fetched += len(fetched.keys)
+        return working
+
+    def exchange_vectors(self, routed: Routed, working: WorkingSet, part: int = 0) -> dict[str, torch.Tensor]:
+        """Table to (U, dim) vectors of the distinct keys of a part, in the order of its index. Collective.
+
+        They may share memory with the working set: they are valid until `update`.
+        """
+        return {
+            name: self._return_to_sources(table, working.tables[name].vectors(table))
+            for name, table in routed.parts[part].tables.items()
+        }
+
+    def accumulate(
+        self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], part: int = 0
+    ) -> None:
+        """Send (U, dim) gradients of a part to the owners, which add them up. Collective; parts in order (rule 10).
+
+        The gradients are given away: with one rank they become the sums themselves.
+        """
+        communicator = self.topology.vectors
+        for name, table in routed.parts[part].tables.items():
+            grad = gradients[name].detach().to(self.tables[name].state_dtype)
+            received = all_to_all_rows(communicator, grad, table.send_counts, table.receive_counts)
+            self._count(self.statistics.gradients, table.send_counts, grad)
+            working.tables[name].add(table, received)
+
+    def update(self, working: WorkingSet, *, learning_rate: float) -> None:
+        """One row optimiser step on every row of the batch, with the step of the batch."""
+        for table in working.tables.values():
+            table.update(working.step, learning_rate)
+
+    def write_back(self, working: WorkingSet) -> None:
+        """Rows and state of the batch to the stores."""
+        for name, table in working.tables.items():
+            self.shards[name].write_back(table.fetched)
+
+    def lookup_readonly(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
+        """Feature to (*shape of its keys, dim) vectors, for evaluation: inserts, counts and evicts nothing.
+
+        Collective. Keys without a row give their initial vector.
+        """
+        routed = route([keys], list(self.tables.values()), self.topology.keys, self.device)
+        vectors: dict[str, torch.Tensor] = {}
+        for name, table in routed.parts[0].tables.items():
+            shard = self.shards[name]
+            weight = shard.layout.view(shard.read(routed.owned[name]), "weight")
+            asked = weight.contiguous() if table.slots is None else weight.index_select(0, table.slots)
+            rows = self._return_to_sources(table, asked)
+            vectors |= {f: gather_rows(rows, routed.index[f]) for f in self.tables[name].feature_names}
+        return vectors
+
+    def snapshot(self, table: str, *, since: int = -1) -> Iterator[Chunk]:
+        """This rank's rows used after step `since`: chunks of host columns `keys`, `weight`, `state_*`, sorted by key.
+
+        Dynamic tables add `uses` and `last_step`.
+        """
+        return self.shards[table].snapshot(since)
+
+    def load(self, table: str, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
+        """Take the rows that this rank owns out of chunks saved by any number of ranks; how many it took."""
+        return self.shards[table].load(chunks)
+
+    def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:
+        self._count(self.statistics.vectors, table.receive_counts, vectors)
+        return all_to_all_rows(self.topology.vectors, vectors, table.receive_counts, table.send_counts)
+
+    def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:
+        others = sum(counts) - counts[self.topology.shard]
+        leg.add(sum(counts), others * rows.shape[1] * rows.element_size())

@@ -1,0 +1,109 @@
+"""The rows of one table on one rank: which keys have rows (residency), and the rows (store)."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.embedding.hashing import owner_of
+from nestrec.embedding.initial import initial_rows
+from nestrec.embedding.layout import layout_of
+from nestrec.embedding.residency import DynamicResidency, Residency, StaticResidency
+from nestrec.embedding.stores import make_store
+from nestrec.embedding.table import TableConfig
+
+Keys = NDArray[np.int64]
+Chunk = dict[str, torch.Tensor]
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclass(slots=True)
+class FetchedRows:
+    """Rows of a training batch, taken from a shard."""
+
+    keys: Keys
+    slots: NDArray[np.int64]
+    """Slots of the store; -1: the key has no row, and what it learns is dropped."""
+    rows: torch.Tensor
+    """(n, num_words) int32, weight and state, on the engine's device."""
+
+
+class TableShard:
+    """One table's rows on one rank."""
+
+    def __init__(self, table: TableConfig, shard: int, num_shards: int, device: torch.device) -> None:
+        self.table, self.layout = table, layout_of(table)
+        self._shard, self._num_shards, self._device = shard, num_shards, device
+        self.residency: Residency
+        if table.num_rows is None:
+            self.residency = DynamicResidency(table.store, num_shards)
+        else:
+            self.residency = StaticResidency(table.num_rows, shard, num_shards)
+        self.store = make_store(table, self.layout, device, shard)
+
+    def fetch(self, keys: Keys, step: int) -> FetchedRows:
+        """Rows of distinct keys for the training batch of `step`; new rows are created where the table admits them."""
+        admitted = self.residency.admit(keys, step)
+        self.store.reserve(self.residency.num_slots)
+        rows = self._read_slots(keys, np.where(admitted.is_new, -1, admitted.slots))
+        if admitted.is_new.any():
+            self.store.scatter(np.where(admitted.is_new, admitted.slots, -1), rows)
+        return FetchedRows(keys, admitted.slots, rows)
+
+    def write_back(self, fetched: FetchedRows) -> None:
+        self.store.scatter(fetched.slots, fetched.rows)
+
+    def read(self, keys: Keys) -> torch.Tensor:
+        """(n, num_words) rows of any owned keys, as they begin where they do not exist. Changes nothing."""
+        return self._read_slots(keys, self.residency.find(keys))
+
+    def keys(self) -> Keys:
+        """Sorted keys that count when the table is read: all of a static table, those with rows of a dynamic one."""
+        if isinstance(self.residency, StaticResidency):
+            return self.residency.owned()
+        return self.residency.rows_since(-1)[0]
+
+    def snapshot(self, since: int = -1, chunk_rows: int = _CHUNK_ROWS) -> Iterator[Chunk]:
+        """Rows used after step `since` (all rows by default), sorted by key, as host columns."""
+        keys, slots = self.residency.rows_since(since)
+        for start in range(0, len(keys), chunk_rows):
+            part, places = keys[start : start + chunk_rows], slots[start : start + chunk_rows]
+            columns = {"keys": torch.from_numpy(np.ascontiguousarray(part))}
+            columns |= self.layout.columns_of(self._read_slots(part, places).cpu())
+            columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
+            yield columns
+
+    def load(self, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
+        """Take the rows that this shard owns out of any snapshot; how many it took."""
+        taken = 0
+        for chunk in chunks:
+            keys = chunk["keys"].numpy()
+            mine = np.flatnonzero(owner_of(keys, self._num_shards) == self._shard)
+            pick = torch.from_numpy(mine)
+            own = {name: values.index_select(0, pick) for name, values in chunk.items()}
+            uses, last_step = (own[n].numpy() if n in own else None for n in ("uses", "last_step"))
+            slots = self.residency.restore(keys[mine], uses, last_step)
+            self.store.reserve(self.residency.num_slots)
+            rows = self._rows_of(keys[mine], own)
+            self.store.scatter(slots, rows.to(self._device))
+            taken += len(mine)
+        return taken
+
+    def _rows_of(self, keys: Keys, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Rows of given columns; state that is not given (an import of bare weights) begins as in a new row."""
+        given = dict(columns)
+        missing = [c for c in self.layout.columns if c.name not in given]
+        for column in missing:
+            given[column.name] = torch.full((len(keys), column.width), column.initial, dtype=column.dtype)
+        return self.layout.rows_of(given)
+
+    def _read_slots(self, keys: Keys, slots: NDArray[np.int64]) -> torch.Tensor:
+        rows = torch.empty(len(keys), self.layout.num_words, dtype=torch.int32, device=self._device)
+        self.store.gather(slots, rows)
+        absent = np.flatnonzero(slots < 0)
+        if len(absent):
+            fresh = initial_rows(keys[absent], self.table, self.layout, self._device)
+            rows.index_copy_(0, torch.from_numpy(absent).to(self._device), fresh)
+        return rows

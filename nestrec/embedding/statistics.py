@@ -1,0 +1,31 @@
+"""What has crossed between ranks and stores so far."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Leg:
+    """One direction of one exchange."""
+
+    rows: int = 0
+    """Rows or keys, those that stay on the rank included."""
+    bytes_sent: int = 0
+    """Bytes that left this rank for another."""
+
+    def add(self, rows: int, bytes_sent: int) -> None:
+        self.rows += rows
+        self.bytes_sent += bytes_sent
+
+
+@dataclass(slots=True)
+class EngineStatistics:
+    """Counters of one rank."""
+
+    keys: Leg = field(default_factory=Leg)
+    """Distinct keys of the sources, on their way to the owners."""
+    vectors: Leg = field(default_factory=Leg)
+    """Vectors, on their way from the owners."""
+    gradients: Leg = field(default_factory=Leg)
+    """Gradients, on their way to the owners."""
+    rows_fetched: int = 0
+    """Distinct rows that the owner took from its stores."""

@@ -1,0 +1,50 @@
+"""Rows in the memory of the engine's device, in one tensor."""
+
+import torch
+
+from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
+from nestrec.embedding.stores.store import Slots
+
+
+class DeviceStore:
+    """One (capacity, num_words) tensor; when it is full it is replaced by one half as large again."""
+
+    def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
+        self._slab = torch.empty(0, num_words, dtype=torch.int32, device=device)
+        self._num_threads = num_threads
+
+    def reserve(self, num_slots: int) -> None:
+        if num_slots <= len(self._slab):
+            return
+        capacity = num_slots if len(self._slab) == 0 else max(num_slots, len(self._slab) * 3 // 2)
+        slab = self._slab.new_empty(capacity, self._slab.shape[1])
+        slab[: len(self._slab)] = self._slab
+        self._slab = slab
+
+    def gather(self, slots: Slots, out: torch.Tensor) -> None:
+        if self._slab.device.type == "cpu":
+            gather_rows_host(self._slab.numpy(), slots, out.numpy(), self._num_threads)
+        elif len(self._slab):
+            # Rows without a slot read row 0 here; their reader overwrites them with initial rows.
+            index = torch.from_numpy(slots).to(self._slab.device, non_blocking=True).clamp_(min=0)
+            torch.index_select(self._slab, 0, index, out=out)
+
+    def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
+        if self._slab.device.type == "cpu":
+            scatter_rows_host(self._slab.numpy(), slots, rows.numpy(), self._num_threads)
+            return
+        kept = slots >= 0
+        if not kept.all():
+            rows = rows[torch.from_numpy(kept).to(rows.device)]
+        self._slab.index_copy_(0, torch.from_numpy(slots[kept]).to(self._slab.device, non_blocking=True), rows)
+
+    def statistics(self) -> dict[str, int]:
+        used = self._slab.numel() * 4
+        return (
+            {"host_bytes": used, "device_bytes": 0}
+            if self._slab.device.type == "cpu"
+            else {"host_bytes": 0, "device_bytes": used}
+        )
+
+    def close(self) -> None:
+        self._slab = self._slab.new_empty(0, self._slab.shape[1])

@@ -1,0 +1,144 @@
+"""What a table is: its keys, rows, initial values, row optimiser and where its rows are kept."""
+
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Literal
+
+import torch
+
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+
+OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@config
+class RowOptimizerConfig:
+    """One step on the rows of a batch. The learning rate comes with each update."""
+
+    kind: OptimizerKind = "rowwise_adagrad"
+    """The rule; the formulas stand in nestrec/embedding/optimizers."""
+    eps: float = 1e-8
+    """Added to the root, never under it."""
+    beta1: float = 0.9
+    """Decay of the first moment (Adam)."""
+    beta2: float = 0.999
+    """Decay of the second moment (Adam)."""
+    moment_scale: float = 1.0
+    """Row-wise AdaGrad divides its moment by this (the c of 2D sparse parallelism)."""
+    initial_accumulator: float = 0.0
+    """What AdaGrad's sums start from."""
+
+
+@config
+class InitConfig:
+    """Initial vectors: pure functions of (table seed, key, element)."""
+
+    kind: Literal["normal", "uniform", "zeros"] = "normal"
+    """`normal`: near-normal sum of four uniforms; `uniform`: in [-scale, scale)."""
+    scale: float = 0.02
+    """Standard deviation, or half width of the uniform."""
+
+
+@config
+class StoreConfig:
+    """Where rows are kept, and for dynamic tables which rows are kept."""
+
+    kind: Literal["device", "dram", "disk"] = "device"
+    """`device`: memory of the engine's device; `dram`: host memory; `disk`: a file under a row cache in host memory."""
+    cache_rows: int = 1 << 16
+    """Rows a shard keeps in host memory above its file (disk)."""
+    folder: str = ""
+    """Where the file of the disk store is made; it is scratch, checkpoints are what lasts."""
+    num_threads: int = 0
+    """Threads that copy rows; 0: as many as torch uses."""
+    admission_count: int = 1
+    """Steps in which a key must have been used before it gets a row (dynamic tables)."""
+    eviction: Literal["none", "lru", "lfu", "ttl"] = "none"
+    """What makes room, or ends a row's life (dynamic tables)."""
+    max_rows: int | None = None
+    """Most rows over all shards (dynamic tables); each shard holds an equal part of it."""
+    ttl_steps: int | None = None
+    """A row that has not been used for more than this many steps is gone."""
+
+
+@config
+class TableConfig:
+    """A table of rows; several features may read it."""
+
+    name: str
+    """Unique among the tables of a model."""
+    dim: int
+    """Elements of a vector."""
+    num_rows: int | None = None
+    """Keys are 0 to num_rows - 1; none: dynamic, any int64 is a key and its row appears on first use."""
+    features: tuple[str, ...] = ()
+    """Names of the features that read this table; none: one feature, named as the table."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Type of the weights; optimiser state is float32, or float64 beside float64 weights."""
+    seed: int = 0
+    """Initial vectors are a function of this and the key."""
+    init: InitConfig = field(default_factory=InitConfig)
+    """How new rows begin."""
+    optimizer: RowOptimizerConfig = field(default_factory=RowOptimizerConfig)
+    """How rows learn."""
+    store: StoreConfig = field(default_factory=StoreConfig)
+    """Where rows are kept."""
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        return self.features or (self.name,)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Type of optimiser state and of gradient sums."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+def check_tables(tables: Sequence[TableConfig]) -> None:
+    """Raise a UserError for the first mistake in the configs."""
+    _check_unique("tables", [t.name for t in tables])
+    _check_unique("features", [f for t in tables for f in t.feature_names])
+    for table in tables:
+        _check_table(table)
+
+
+def _check_unique(field_name: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError("is used twice", field=field_name, value=name, remedy="give each its own name")
+
+
+def _check_table(table: TableConfig) -> None:
+    where = f"tables.{table.name}"
+    if table.dim < 1:
+        raise UserError("must be at least 1", field=f"{where}.dim", value=table.dim, remedy="give a positive number")
+    if table.num_rows is not None and table.num_rows < 1:
+        remedy = "give a positive number, or none for a dynamic table"
+        raise UserError("must be at least 1", field=f"{where}.num_rows", value=table.num_rows, remedy=remedy)
+    store = table.store
+    if store.kind == "disk" and not store.folder:
+        raise UserError(
+            "is required by the disk store", field=f"{where}.store.folder", value="", remedy="name a folder"
+        )
+    if table.num_rows is not None and (store.eviction != "none" or store.admission_count > 1 or store.max_rows):
+        remedy = "set num_rows to none, or leave admission_count, eviction and max_rows at their defaults"
+        raise UserError("a static table keeps every row", field=f"{where}.store", value=store.eviction, remedy=remedy)
+    if store.eviction in ("lru", "lfu") and store.max_rows is None:
+        field_name = f"{where}.store.max_rows"
+        raise UserError(f"is required by {store.eviction}", field=field_name, value=None, remedy="give a bound")
+    if (store.eviction == "ttl") != (store.ttl_steps is not None):
+        field_name = f"{where}.store.ttl_steps"
+        remedy = "give both eviction=ttl and ttl_steps, or neither"
+        raise UserError("goes with eviction=ttl", field=field_name, value=store.ttl_steps, remedy=remedy)
