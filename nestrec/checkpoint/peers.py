@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from nestrec.base.errors import UserError
+import torch.distributed as dist
+
+from nestrec.base.errors import PeerLostError, UserError
+from nestrec.distributed import Topology
 
 T = TypeVar("T")
 
@@ -28,6 +32,27 @@ class Peers:
     gather: Callable[[Any], list[Any]] = _gather_alone
     """Gives every rank the values of all ranks, in rank order. Saves in the background call it from their own thread,
     so it needs a communicator that nothing else uses."""
+
+    @staticmethod
+    def of_topology(topology: Topology, *, timeout_s: float = 1800.0) -> "Peers":
+        """The ranks of a run, with a communicator of their own; every rank must call it.
+
+        timeout_s: how long the fastest rank waits for the slowest to write its files before it counts as lost.
+        """
+        if topology.world == 1:
+            return Peers()
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * topology.world
+            try:
+                dist.all_gather_object(values, value, group=group)
+            except RuntimeError as error:
+                remedy = "restart; the last checkpoint is intact"
+                raise PeerLostError(f"a rank was lost during a checkpoint: {error}", remedy=remedy) from error
+            return values
+
+        return Peers(rank=topology.rank, world=topology.world, gather=gather)
 
     @property
     def is_first(self) -> bool:

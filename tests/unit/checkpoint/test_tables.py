@@ -1,0 +1,275 @@
+"""Tables over ranks: shards, resharding, incremental saves, export."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nestrec.base.errors import UserError
+from nestrec.base.random import mix64
+from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
+from nestrec.checkpoint.export import export_parquet, export_safetensors
+from nestrec.testing.contents import make_content, make_rows, table_values, values_of
+from nestrec.testing.ranks import run_ranks
+
+KEYS = [*range(40), -1, -(2**63), 2**63 - 1]
+
+
+def owner(key: int, world: int) -> int:
+    return mix64(key) % world
+
+
+def shard_content(peers: Peers, rows: list[Chunk], step: int) -> Content:
+    return Content(tensors=make_content(step).tensors, state={"step": step}, tables={"items": rows})
+
+
+def rows_of_rank(peers: Peers, value: float) -> list[Chunk]:
+    mine = [key for key in KEYS if owner(key, peers.world) == peers.rank]
+    return [make_rows(mine[start : start + 4], value) for start in range(0, len(mine), 4)]
+
+
+def load_shard(folder: Path, peers: Peers) -> list[Chunk]:
+    restored = Checkpoints(folder, peers=peers).restore_latest()
+    assert restored is not None
+
+    def owned(keys: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([owner(key, peers.world) == peers.rank for key in keys.tolist()], dtype=torch.bool)
+
+    return list(restored.rows("items", shard=(peers.rank, peers.world), owned=owned))
+
+
+def test_a_table_saved_on_4_ranks_loads_on_any_number_and_back(tmp_path: Path) -> None:
+    run_ranks(
+        4, lambda peers: Checkpoints(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0))
+    )
+    expected = table_values([make_rows(KEYS, 0)])
+    for step, world in enumerate((2, 1, 3, 60, 4), start=1):
+
+        def move(peers: Peers, step: int = step) -> dict[int, tuple[float, ...]]:
+            rows = load_shard(tmp_path, peers)
+            Checkpoints(tmp_path, peers=peers).save(step, shard_content(peers, rows, step))
+            return table_values(rows)
+
+        shards = run_ranks(world, move)
+        merged: dict[int, tuple[float, ...]] = {}
+        for shard in shards:
+            assert isinstance(shard, dict), shard
+            assert not merged.keys() & shard.keys()
+            merged |= shard
+        assert merged == expected
+
+
+def test_files_of_other_shards_are_not_opened_when_the_division_is_the_same(tmp_path: Path) -> None:
+    run_ranks(
+        3, lambda peers: Checkpoints(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0))
+    )
+    restored = Checkpoints(tmp_path).restore_latest()
+    assert restored is not None
+    for file in restored.path.glob("rows-items-00000-*"):
+        file.unlink()
+    keys = torch.cat([chunk["keys"] for chunk in restored.rows("items", shard=(1, 3))]).tolist()
+    assert sorted(keys) == sorted(key for key in KEYS if owner(key, 3) == 1)
+    with pytest.raises(FileNotFoundError):
+        list(restored.rows("items", shard=(1, 2)))
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(tmp_path: Path, failing: int) -> None:
+    def work(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path, peers=peers)
+        checkpoints.save(1, shard_content(peers, rows_of_rank(peers, 1), 1))
+
+        def rows():  # type: ignore[no-untyped-def]
+            yield from rows_of_rank(peers, 2)
+            if peers.rank == failing:
+                raise OSError(28, "No space left on device")
+
+        checkpoints.save(2, shard_content(peers, rows(), 2))
+
+    errors = run_ranks(3, work)
+    assert all(isinstance(error, SaveError) and f"rank {failing}" in str(error) for error in errors)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert verify(tmp_path / "step-00000001") == []
+
+
+def test_damage_seen_by_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    def save(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path, peers=peers)
+        for step in (1, 2):
+            checkpoints.save(step, shard_content(peers, rows_of_rank(peers, step), step))
+
+    run_ranks(2, save)
+    file = next((tmp_path / "step-00000002").glob("rows-items-00001-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    messages: list[str] = []
+
+    def load(peers: Peers) -> int:
+        restored = Checkpoints(tmp_path, peers=peers, report=messages.append).restore_latest()
+        assert restored is not None
+        return restored.step
+
+    assert run_ranks(2, load) == [1, 1]
+    assert len(messages) == 1
+
+
+class Model:
+    """A dictionary that is trained, and knows what was touched since the last save."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, float] = {}
+        self.touched: set[int] = set()
+        self.removed: set[int] = set()
+
+    def train(self, random_: random.Random) -> None:
+        for key in random_.sample(range(30), 4):
+            self.rows[key] = random_.random()
+            self.touched.add(key)
+        for key in random_.sample(sorted(self.rows), 1):
+            del self.rows[key]
+            self.removed.add(key)
+            self.touched.discard(key)
+
+    def content(self, base: int | None) -> Content:
+        keys = self.rows.keys() if base is None else self.touched
+        chunks = [_chunk({key: self.rows[key]}) for key in sorted(keys)]
+        removed = {} if base is None else {"items": torch.tensor(sorted(self.removed), dtype=torch.int64)}
+        self.touched, self.removed = set(), set()
+        return Content(tables={"items": chunks}, removed=removed, base=base)
+
+
+def _chunk(rows: dict[int, float]) -> Chunk:
+    return {"keys": torch.tensor(list(rows)), "weight": torch.tensor(list(rows.values()), dtype=torch.float64)}
+
+
+def _rows(restored: Restored | None) -> dict[int, float]:
+    assert restored is not None
+    pairs = [
+        pair for c in restored.rows("items") for pair in zip(c["keys"].tolist(), c["weight"].tolist(), strict=True)
+    ]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_incremental_saves_restore_the_whole_table(tmp_path: Path, seed: int) -> None:
+    random_ = random.Random(seed)
+    model, checkpoints = Model(), Checkpoints(tmp_path, keep=2, max_deltas=3)
+    history: dict[int, dict[int, float]] = {}
+    for step in range(12):
+        model.train(random_)
+        checkpoints.save(step, model.content(checkpoints.base_for_next()))
+        history[step] = dict(model.rows)
+        for kept in checkpoints.steps()[-2:]:
+            assert verify(tmp_path / f"step-{kept:08d}") == []
+            assert _rows(Checkpoints(tmp_path).restore(kept)) == history[kept]
+        if random_.random() < 0.3:  # a restart: the next save builds on what was restored
+            checkpoints = Checkpoints(tmp_path, keep=2, max_deltas=3)
+            assert _rows(checkpoints.restore_latest()) == history[step]
+    assert len(checkpoints.steps()) <= 2 + 3
+
+
+def test_the_chain_of_incremental_saves_is_bounded(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=100, max_deltas=2)
+    bases = []
+    for step in range(7):
+        bases.append(checkpoints.base_for_next())
+        checkpoints.save(step, Content(tables={"items": []}, base=bases[-1]))
+    assert bases == [None, 0, 1, None, 3, 4, None]
+
+
+def test_damage_of_a_base_reaches_what_builds_on_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, max_deltas=1, report=lambda message: None)
+    for step in range(4):  # 0 full, 1 on 0, 2 full, 3 on 2
+        checkpoints.save(step, Content(tables={"items": [_chunk({1: float(step)})]}, base=checkpoints.base_for_next()))
+    (tmp_path / "step-00000002" / "rows-items-00000-00000.safetensors").write_bytes(b"")
+    assert verify(tmp_path / "step-00000003") != []
+    assert _rows(checkpoints.restore_latest()) == {1: 1.0}
+
+
+def test_after_a_failed_save_a_full_one_is_due(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, max_deltas=5)
+    checkpoints.save(0, Content(tables={"items": [_chunk({1: 1.0})]}))
+    assert checkpoints.base_for_next() == 0
+    with pytest.raises(SaveError):
+        checkpoints.save(1, Content(tables={"items": [{"keys": torch.zeros(2)}]}, base=0))
+    assert checkpoints.base_for_next() is None
+
+
+def test_a_background_save_is_not_touched_by_later_training(tmp_path: Path) -> None:
+    content = make_content(1)
+    expected = make_content(1)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save_async(1, content)
+    for tensor in content.tensors.values():
+        tensor.zero_()
+    for chunk in content.tables["items"]:
+        chunk["weight"].zero_()
+    checkpoints.close()
+    restored = Checkpoints(tmp_path).restore_latest()
+    assert restored is not None
+    assert torch.equal(restored.tensors["model/weight"], expected.tensors["model/weight"])
+    assert values_of(restored, "items") == table_values(expected.tables["items"])
+
+
+def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    bad = dataclasses.replace(make_content(1), state={"not json": object()})
+    checkpoints.save_async(1, bad)
+    with pytest.raises(SaveError, match="not JSON serializable"):
+        checkpoints.save(2, make_content(2))
+    checkpoints.save_async(3, make_content(3))
+    checkpoints.close()
+    assert checkpoints.steps() == [3]
+
+
+def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
+    random_ = random.Random(1)
+    model, checkpoints = Model(), Checkpoints(tmp_path, max_deltas=2)
+    bases = []
+    for step in range(5):
+        model.train(random_)
+        bases.append(checkpoints.base_for_next())
+        checkpoints.save_async(step, model.content(bases[-1]))
+    checkpoints.close()
+    assert bases == [None, 0, 1, None, 3]
+    assert _rows(Checkpoints(tmp_path).restore_latest()) == model.rows
+
+
+def _restored(folder: Path, chunks: list[Chunk]) -> Restored:
+    Checkpoints(folder).save(1, Content(tables={"items": chunks, "empty": []}))
+    restored = Checkpoints(folder).restore_latest()
+    assert restored is not None
+    return restored
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_table_is_exported_to_parquet(tmp_path: Path, dtype: torch.dtype) -> None:
+    rows = make_rows([5, 3, -7], 0.5)
+    rows = {**rows, "weight": rows["weight"].to(dtype)}
+    assert export_parquet(_restored(tmp_path, [rows, rows]), "items", tmp_path / "t.parquet") == 6
+    table = pq.read_table(tmp_path / "t.parquet")
+    assert table.column_names == ["keys", "weight"]
+    assert table.num_rows == 6
+    assert table["keys"].to_pylist()[:3] == [5, 3, -7]
+    assert table["weight"].to_pylist()[0] == [5.5] * 4
+
+
+def test_a_table_is_exported_to_safetensors_in_key_order(tmp_path: Path) -> None:
+    restored = _restored(tmp_path, [make_rows([5, 3], 0), make_rows([-7], 1)])
+    assert export_safetensors(restored, "items", tmp_path / "t.safetensors", with_state=True) == 3
+    loaded = load_file(tmp_path / "t.safetensors")
+    assert loaded["keys"].tolist() == [-7, 3, 5]
+    assert loaded["weight"][:, 0].tolist() == [-6, 3, 5]
+    assert loaded["state_sum"].tolist() == [-12, 6, 10]
+
+
+def test_exports_of_unknown_and_empty_tables_are_user_errors(tmp_path: Path) -> None:
+    restored = _restored(tmp_path, [])
+    with pytest.raises(UserError, match="no such table"):
+        export_parquet(restored, "item", tmp_path / "x")
+    with pytest.raises(UserError, match="no rows"):
+        export_safetensors(restored, "empty", tmp_path / "x")
