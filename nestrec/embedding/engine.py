@@ -13,16 +13,22 @@ One rank takes the same path as many: its exchanges are no-ops.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy as np
 import torch
 
 from nestrec.base.config import to_plain
 from nestrec.distributed.exchange import agree, all_to_all_rows
 from nestrec.distributed.topology import Topology
+from nestrec.embedding.digest import table_digest
+from nestrec.embedding.residency import DynamicResidency
 from nestrec.embedding.routing import FeatureKeys, Routed, RoutedTable, key_bytes_sent, route
 from nestrec.embedding.shard import Chunk, TableShard
 from nestrec.embedding.statistics import EngineStatistics, Leg
 from nestrec.embedding.table import TableConfig, check_tables
+from nestrec.embedding.top_k import Candidates, RowTransform, top_k
 from nestrec.embedding.working_set import WorkingSet, WorkingTable
+from nestrec.jagged import Jagged
 from nestrec.ops.gather_rows import gather_rows
 
 
@@ -95,9 +101,11 @@ class EmbeddingEngine:
     def lookup_readonly(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
         """Feature to (*shape of its keys, dim) vectors, for evaluation: inserts, counts and evicts nothing.
 
-        Collective. Keys without a row give their initial vector.
+        Collective. Keys without a row give their initial vector. Features that are not given count as empty.
         """
-        routed = route([keys], list(self.tables.values()), self.topology.keys, self.device)
+        none = np.empty(0, np.int64)
+        complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
+        routed = route([complete], list(self.tables.values()), self.topology.keys, self.device)
         vectors: dict[str, torch.Tensor] = {}
         for name, table in routed.parts[0].tables.items():
             shard = self.shards[name]
@@ -117,6 +125,62 @@ class EmbeddingEngine:
     def load(self, table: str, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this rank owns out of chunks saved by any number of ranks; how many it took."""
         return self.shards[table].load(chunks)
+
+    def clear(self, table: str) -> None:
+        """Forget every row of a table."""
+        self.shards[table].clear()
+
+    def unsettled(self, table: str) -> Chunk:
+        """What a checkpoint of a dynamic table holds beside its rows: keys that wait for admission. Empty if static."""
+        return self.shards[table].unsettled()
+
+    def load_unsettled(self, table: str, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take what belongs to this rank out of the `unsettled` of any rank; call it for each saved rank."""
+        self.shards[table].load_unsettled(saved)
+
+    def evicted_since(self, table: str, step: int) -> torch.Tensor:
+        """Keys of this rank that lost their row after `step` and have none now, sorted: an incremental save names them."""
+        residency = self.shards[table].residency
+        keys = residency.evicted_since(step) if isinstance(residency, DynamicResidency) else np.empty(0, np.int64)
+        return torch.from_numpy(keys)
+
+    def forget(self, table: str, keys: torch.Tensor) -> None:
+        """Drop the rows of these keys where this rank has them (loading an incremental save)."""
+        residency = self.shards[table].residency
+        if isinstance(residency, DynamicResidency):
+            residency.forget(keys.numpy())
+
+    def drop_eviction_log(self, table: str, step: int) -> None:
+        """No incremental save will ask for evictions up to `step` again."""
+        residency = self.shards[table].residency
+        if isinstance(residency, DynamicResidency):
+            residency.drop_eviction_log(step)
+
+    def digest(self, table: str) -> str:
+        """The same text for the same rows, whatever the number of ranks, the store or the order of arrival. Collective."""
+        return table_digest(self.shards[table], self.topology.keys)
+
+    def top_k(
+        self, table: str, queries_BD: torch.Tensor, k: int, *, exclude: Jagged | None = None,
+        candidates: Candidates = None, row_transform: RowTransform | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(B, k) float32 scores, highest first, and (B, k) int64 keys of the rows with the largest dot products.
+
+        Collective; each rank gives its own queries (B may be 0). exclude: keys that do not count, a row for each
+        query; on every rank or on none. candidates: sorted keys that count, the same on every rank; none: every key
+        of a static table, every row of a dynamic one. row_transform: (vectors, keys) to vectors, applied before
+        scoring. Where fewer than k rows count, scores end in -inf and keys in -1. Equal scores are ordered by smaller
+        key.
+        """
+        return top_k(
+            self.shards[table], self.topology, queries_BD, k,
+            exclude=exclude, candidates=candidates, row_transform=row_transform,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Give back the memory and files of the stores."""
+        for shard in self.shards.values():
+            shard.store.close()
 
     def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:
         self._count(self.statistics.vectors, table.receive_counts, vectors)
