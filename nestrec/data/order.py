@@ -1,0 +1,96 @@
+"""The order of samples: the global batch of a step is a pure function of (seed, epoch, step).
+
+Nothing here knows of ranks or workers, so every number of them trains on the same global batches. The state needed to
+resume is two integers: epoch and step in the epoch.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.random import fold, fold_array
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run stands: the next step to take."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, *, block_size: int | None = None) -> NDArray[np.int64]:
+    """A permutation of 0..num_samples-1: samples sorted by a hash of (seed, epoch, sample).
+
+    With `block_size` the blocks of consecutive samples are shuffled, then the samples inside each: a reader that keeps
+    one block in memory can follow it.
+    """
+    samples = np.arange(num_samples)
+    by_sample = fold_array(fold(seed, epoch, 1), samples)
+    if block_size is None:
+        return np.argsort(by_sample, kind="stable")
+    block = samples // block_size
+    by_block = fold_array(fold(seed, epoch, 2), block)
+    return np.lexsort((by_sample, block, by_block))
+
+
+class GlobalBatches:
+    """Cuts each epoch's order into global batches, by number of samples or by number of tokens."""
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        seed: int,
+        batch_samples: int | None = None,
+        batch_tokens: int | None = None,
+        block_size: int | None = None,
+    ):
+        """tokens: the tokens of each sample, which decide the cuts where `batch_tokens` is given."""
+        assert (batch_samples is None) != (batch_tokens is None)
+        self._tokens, self._seed, self._block_size = tokens, seed, block_size
+        self._batch_samples, self._batch_tokens = batch_samples, batch_tokens
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+
+    def steps_in_epoch(self, epoch: int) -> int:
+        return len(self._epoch(epoch)[1]) - 1
+
+    def samples(self, position: Position) -> NDArray[np.int64]:
+        """Sample numbers of the global batch, in the order of the epoch."""
+        order, cuts = self._epoch(position.epoch)
+        return order[cuts[position.step] : cuts[position.step + 1]]
+
+    def after(self, position: Position) -> Position:
+        """The position that follows; an epoch's last batch may be short but is never dropped."""
+        if position.step + 1 < self.steps_in_epoch(position.epoch):
+            return Position(position.epoch, position.step + 1)
+        return Position(position.epoch + 1, 0)
+
+    def _make_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        order = epoch_order(len(self._tokens), self._seed, epoch, block_size=self._block_size)
+        if self._batch_samples is not None:
+            cuts = np.append(np.arange(0, len(order), self._batch_samples), len(order))
+        else:
+            assert self._batch_tokens is not None
+            cuts = cuts_by_tokens(self._tokens[order], self._batch_tokens)
+        return order, cuts
+
+
+def cuts_by_tokens(tokens: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64]:
+    """Greedy cuts: each batch takes samples while it stays within `batch_tokens`, and at least one."""
+    total = np.concatenate([[0], np.cumsum(tokens)])
+    cuts = [0]
+    while cuts[-1] < len(tokens):
+        end = int(np.searchsorted(total, total[cuts[-1]] + batch_tokens, side="right")) - 1
+        cuts.append(max(end, cuts[-1] + 1))
+    return np.array(cuts)
+
+
+def contiguous_shares(num_samples: int, num_shares: int) -> NDArray[np.int64]:
+    """Bounds (num_shares + 1) of near equal consecutive runs; the first ones are the longer."""
+    base, extra = divmod(num_samples, num_shares)
+    sizes = np.full(num_shares, base, dtype=np.int64)
+    sizes[:extra] += 1
+    return np.concatenate([[0], np.cumsum(sizes)])

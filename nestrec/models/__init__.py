@@ -1,0 +1,8 @@
+"""Models and heads. They take vectors, not tables, and know nothing of ranks."""
+
+from nestrec.models.dlrm import DLRM, DLRMConfig
+from nestrec.models.hstu import HSTU, HSTUConfig
+from nestrec.models.sasrec import SASRec, SASRecConfig
+from nestrec.models.sequence import SequenceInfo
+
+__all__ = ["DLRM", "HSTU", "DLRMConfig", "HSTUConfig", "SASRec", "SASRecConfig", "SequenceInfo"]

@@ -1,0 +1,58 @@
+"""DLRM for rows of dense numbers and categories (Criteo).
+
+    z0 = MLP(log(1 + dense)),  zi = vector of category i;   logit = MLP([z0, all dot products zi . zj, i < j])
+
+Legend: B rows, C categories, D vector width.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from nestrec.base.config import config
+
+
+@config
+class DLRMConfig:
+    kind: Literal["dlrm"] = "dlrm"
+    """the backbone"""
+    dim: int = 16
+    """width of the category vectors"""
+    num_dense: int = 13
+    """dense columns"""
+    num_categories: int = 26
+    """category columns"""
+    bottom: tuple[int, ...] = (64, 32)
+    """hidden widths of the network on the dense columns"""
+    top: tuple[int, ...] = (64, 32)
+    """hidden widths of the network on the interactions"""
+
+
+class DLRM(nn.Module):
+    def __init__(self, cfg: DLRMConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.bottom = mlp(cfg.num_dense * 2, *cfg.bottom, cfg.dim)
+        num_vectors = cfg.num_categories + 1
+        self.top = mlp(cfg.dim + num_vectors * (num_vectors - 1) // 2, *cfg.top, 1)
+        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1)
+        self.register_buffer("pair", rows * num_vectors + columns, persistent=False)
+
+    def forward(self, dense_BN: torch.Tensor, category_BCD: torch.Tensor) -> torch.Tensor:
+        """(B,) logits. Missing dense values are NaN; a second set of inputs says which were missing."""
+        missing = dense_BN.isnan()
+        filled = dense_BN.nan_to_num(0.0)
+        scaled = filled.sign() * filled.abs().log1p()
+        z_BD = self.bottom(torch.cat([scaled, missing.to(scaled.dtype)], dim=1))
+        vectors = torch.cat([z_BD[:, None], category_BCD], dim=1)
+        dots = (vectors @ vectors.transpose(1, 2)).flatten(1)[:, self.pair]
+        return self.top(torch.cat([z_BD, dots], dim=1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        layers += [nn.Linear(a, b)] + ([nn.ReLU()] if i < len(widths) - 2 else [])
+    return nn.Sequential(*layers)

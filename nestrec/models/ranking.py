@@ -1,0 +1,40 @@
+"""Multi-task ranking on interleaved item and action tokens (the ranking form of HSTU).
+
+    tokens: content_0, action_0, content_1, action_1, ...      the label of event i is predicted at content_i
+
+A content token is the sum of the vectors of the event's item, context and features; an action token is the sum of the
+vectors of the bits that are set. At content_i the model sees content 0..i and actions 0..i-1, never action i.
+
+Legend: E events, T = 2E tokens, D channels, K tasks, A action bits.
+"""
+
+import torch
+from torch import nn
+
+from nestrec.base.config import config
+from nestrec.models.dlrm import mlp
+from nestrec.models.retrieval import EncoderConfig, make_encoder
+from nestrec.models.sequence import SequenceInfo
+
+
+@config
+class HeadConfig:
+    hidden: tuple[int, ...] = (64,)
+    """hidden widths of the network from the state to the logits"""
+
+
+class RankingModel(nn.Module):
+    def __init__(self, encoder: EncoderConfig, head: HeadConfig, *, num_tasks: int, num_action_bits: int):
+        super().__init__()
+        self.encoder = make_encoder(encoder)
+        self.action = nn.Parameter(torch.empty(num_action_bits, encoder.dim).normal_(std=0.02))
+        self.head = mlp(2 * encoder.dim, *head.hidden, num_tasks)
+
+    def forward(self, content_ED: torch.Tensor, action_E: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        """(E, K) logits. `info` describes the 2E tokens; `action_E` holds the bits of each event."""
+        bit = torch.arange(self.action.shape[0], device=action_E.device)
+        is_set_EA = (action_E[:, None] >> bit) & 1
+        action_ED = is_set_EA.to(self.action.dtype) @ self.action
+        tokens_TD = torch.stack([content_ED, action_ED], dim=1).flatten(0, 1)
+        state_ED = self.encoder(tokens_TD, info)[0::2]
+        return self.head(torch.cat([state_ED, content_ED], dim=1))  # type: ignore[no-any-return]

@@ -1,0 +1,88 @@
+"""SASRec, in the two public forms: the original layout and the baseline of the HSTU release.
+
+    q = LN(x);  y = q + MHA(q, x, x);  x <- z + FFN(z)  with  z = LN(y)
+
+Only the query is normalised before the attention, and the residual is taken from the normalised query. The original
+ends with a LayerNorm; the HSTU release normalises the output to length one instead, outside of the encoder.
+
+Legend: T tokens, D model width, H heads.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from nestrec.base.config import config
+from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.dropout import dropout
+from nestrec.ops.softmax_attention import softmax_attention
+
+
+@config
+class SASRecConfig:
+    kind: Literal["sasrec"] = "sasrec"
+    """the backbone"""
+    dim: int = 50
+    """width of the model and of the item vectors"""
+    num_layers: int = 2
+    """attention blocks"""
+    num_heads: int = 1
+    """attention heads; dim is divided among them"""
+    ffn_dim: int = 50
+    """hidden width of the feed-forward part"""
+    activation: Literal["relu", "gelu"] = "relu"
+    """of the feed-forward part"""
+    dropout: float = 0.2
+    """on the input and inside the feed-forward part"""
+    max_length: int = 200
+    """longest sequence the model sees"""
+    norm_affine: bool = True
+    """LayerNorms have a scale and a shift; the HSTU release has none"""
+    final_norm: bool = True
+    """LayerNorm of the output, as in the original"""
+
+
+class SASRecLayer(nn.Module):
+    def __init__(self, cfg: SASRecConfig, site: int):
+        super().__init__()
+        self.cfg, self.site = cfg, site
+        self.query_norm = nn.LayerNorm(cfg.dim, eps=1e-8, elementwise_affine=cfg.norm_affine)
+        self.ffn_norm = nn.LayerNorm(cfg.dim, eps=1e-8, elementwise_affine=cfg.norm_affine)
+        self.query, self.key, self.value, self.mix = (nn.Linear(cfg.dim, cfg.dim) for _ in range(4))
+        self.up, self.down = nn.Linear(cfg.dim, cfg.ffn_dim), nn.Linear(cfg.ffn_dim, cfg.dim)
+        for linear in (self.query, self.key, self.value, self.mix, self.up, self.down):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+        self.activation = torch.relu if cfg.activation == "relu" else nn.functional.gelu
+
+    def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        p = self.cfg.dropout if self.training else 0.0
+        heads = (x_TD.shape[0], self.cfg.num_heads, self.cfg.dim // self.cfg.num_heads)
+        normed = self.query_norm(x_TD)
+        attended = softmax_attention(
+            self.query(normed).view(heads), self.key(x_TD).view(heads), self.value(x_TD).view(heads),
+            info.offsets, max_length=info.max_length,
+        )  # fmt: skip
+        z = self.ffn_norm(normed + self.mix(attended.flatten(1)))
+        hidden = dropout(self.activation(self.up(z)), info.token_key_T, self.site, p)
+        return z + dropout(self.down(hidden), info.token_key_T, self.site + 1, p)
+
+
+class SASRec(nn.Module):
+    """Encoder: (T, D) input vectors to (T, D) states."""
+
+    def __init__(self, cfg: SASRecConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.position = nn.Parameter(torch.empty(cfg.max_length, cfg.dim))
+        nn.init.trunc_normal_(self.position, std=cfg.dim**-0.5)
+        self.layers = nn.ModuleList(SASRecLayer(cfg, site=2 * i + 1) for i in range(cfg.num_layers))
+        self.final_norm = nn.LayerNorm(cfg.dim, eps=1e-8) if cfg.final_norm else nn.Identity()
+
+    def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        x_TD = x_TD * self.cfg.dim**0.5 + self.position[info.position_T]
+        x_TD = dropout(x_TD, info.token_key_T, 0, self.cfg.dropout if self.training else 0.0)
+        for layer in self.layers:
+            x_TD = layer(x_TD, info)
+        return self.final_norm(x_TD)  # type: ignore[no-any-return]

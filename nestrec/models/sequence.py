@@ -1,0 +1,26 @@
+"""What an encoder knows of a batch besides its vectors."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """Jagged layout of a batch of sequences, and the keys and times of its tokens.
+
+    T tokens, B sequences. All tensors lie on the device of the vectors.
+    """
+
+    offsets: torch.Tensor
+    """(B + 1,) int64"""
+    max_length: int
+    """longest sequence of the batch, known on the host"""
+    position_T: torch.Tensor
+    """int64, position in its sequence, from 0"""
+    token_key_T: torch.Tensor
+    """int64 keys of the counter-based generator: (run seed, epoch, sample id, position)"""
+    time_T: torch.Tensor | None = None
+    """float64 seconds of each event"""
+    query_time_T: torch.Tensor | None = None
+    """float64 seconds at which each token asks: the time of the event it predicts, or its own"""

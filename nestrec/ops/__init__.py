@@ -1,0 +1,1 @@
+"""One file a kernel: mathematics, reference, fast path."""

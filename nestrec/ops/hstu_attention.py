@@ -1,0 +1,60 @@
+"""HSTU attention over jagged sequences.
+
+    out[i] = sum_{j <= i} SiLU(q[i] . k[j] + bias[i, j]) / normaliser * v[j]        within each sequence
+
+No softmax; the normaliser is a constant of the recipe. `hstu_attention_reference` is the definition, one sequence at a
+time; `hstu_attention` computes the same on padded blocks.
+
+Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N longest length.
+"""
+
+import torch
+from torch.nn.functional import silu
+
+from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+
+
+def hstu_attention_reference(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    normaliser: float,
+    bias_BNN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition: a loop over sequences."""
+    outputs = []
+    bounds = offsets.tolist()
+    for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        n = end - start
+        scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
+        if bias_BNN is not None:
+            scores_HNN = scores_HNN + bias_BNN[b if bias_BNN.shape[0] > 1 else 0, :n, :n]
+        weights_HNN = silu(scores_HNN).tril() / normaliser
+        outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
+    return torch.cat(outputs) if outputs else torch.zeros_like(v_THD)
+
+
+def hstu_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    max_length: int,
+    normaliser: float,
+    bias_BNN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same on padded blocks of `max_length` (the longest sequence of the batch).
+
+    bias_BNN: (B, N, N) or (1, N, N), shared by the heads. Padding stands behind each sequence, where no causal query
+    looks, so it needs no mask of its own.
+    """
+    slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
+    q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
+    scores_BHNN = q @ k.transpose(2, 3)
+    if bias_BNN is not None:
+        scores_BHNN = scores_BHNN + bias_BNN[:, None]
+    weights_BHNN = silu(scores_BHNN).tril() / normaliser
+    return from_blocks(weights_BHNN @ v, slot_T)

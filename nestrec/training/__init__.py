@@ -1,0 +1,1 @@
+"""Trainer, step, evaluation, state, recipes."""

@@ -1,0 +1,81 @@
+"""The configuration of a run: named parts, each beside the code it configures, and what is general to training."""
+
+from typing import Literal
+
+from nestrec.base.config import config
+from nestrec.data.batches import BatchConfig
+from nestrec.training.tasks.ranking import RankingTaskConfig
+from nestrec.training.tasks.retrieval import RetrievalTaskConfig
+from nestrec.training.tasks.rows import RowsTaskConfig
+
+TaskConfig = RetrievalTaskConfig | RankingTaskConfig | RowsTaskConfig
+
+
+@config
+class DataConfig:
+    folder: str = ""
+    """prepared dataset (see `nestrec prepare --help`)"""
+    synthetic: str | None = None
+    """preset that is generated into the folder where it is missing"""
+    prepare: str = ""
+    """the command that makes the folder out of the public files, for the error message where it is missing"""
+
+
+@config
+class OptimizerConfig:
+    learning_rate: float = 1e-3
+    """of the dense weights"""
+    table_learning_rate: float | None = None
+    """of the tables; none takes that of the dense weights"""
+    beta1: float = 0.9
+    """AdamW, first moment"""
+    beta2: float = 0.98
+    """AdamW, second moment"""
+    eps: float = 1e-8
+    """AdamW"""
+    weight_decay: float = 0.0
+    """AdamW, on dense weights only"""
+    warmup_steps: int = 0
+    """steps over which both learning rates grow linearly from 0"""
+
+
+@config
+class TrainingConfig:
+    epochs: int = 10
+    """passes over the samples"""
+    max_steps: int | None = None
+    """stop after so many steps, whatever the epochs"""
+    seed: int = 42
+    """of initial weights, sample order, dropout and negatives"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one"""
+    precision: Literal["fp32", "tf32", "bf16"] = "tf32"
+    """of dense products on a GPU; a CPU computes in fp32"""
+    dtype: Literal["float32", "float64"] = "float32"
+    """of dense weights; float64 is for tests of equality"""
+    schedule: Literal["serial"] = "serial"
+    """how lookup, communication and compute share the time of a step"""
+    checkpoint_every_steps: int | None = None
+    """save so often; a run also saves at its end, at each evaluation and when it is told to stop"""
+    keep_checkpoints: int = 3
+    """older ones are deleted"""
+    evaluate_every_epochs: int = 1
+    """measure on the validation part so often; 0 never"""
+    patience: int | None = None
+    """stop after so many evaluations without a better validation metric"""
+
+
+@config
+class RunConfig:
+    name: str
+    """name of the recipe"""
+    task: TaskConfig
+    """what is learned, and the model"""
+    data: DataConfig = DataConfig()
+    """where the samples come from"""
+    batch: BatchConfig = BatchConfig()
+    """how samples form steps"""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """how weights follow gradients"""
+    training: TrainingConfig = TrainingConfig()
+    """how long, where, how often"""

@@ -1,0 +1,60 @@
+"""The dense side of an update: gradients summed over ranks, then AdamW."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from nestrec.distributed import Topology
+from nestrec.distributed.dense_sync import DenseSync
+from nestrec.pipeline import Totals
+from nestrec.training.config import OptimizerConfig
+
+
+class DenseUpdate:
+    """Dense weights, their optimiser and their synchronisation."""
+
+    def __init__(self, model: nn.Module, cfg: OptimizerConfig, topology: Topology, device: torch.device):
+        self._named = dict(model.named_parameters())
+        self._device = device
+        self._optimizer = torch.optim.AdamW(
+            self._named.values(), lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
+            weight_decay=cfg.weight_decay, foreach=True,
+        )  # fmt: skip
+        self._sync = DenseSync(list(self._named.values()), topology.dense)
+
+    def update(self, loss: torch.Tensor, wants_stop: bool, learning_rate: float) -> Totals:
+        """Sum over ranks what they have added up, update once, and clear the gradients."""
+        extra = torch.stack([loss.double(), torch.tensor(float(wants_stop), device=self._device, dtype=torch.float64)])
+        self._sync.sum_gradients(extra)
+        norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return Totals(loss=extra[0], gradient_norm=norm, wants_stop=extra[1])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimiser state by name."""
+        found = {f"model/{name}": p.detach() for name, p in self._named.items()}
+        for name, parameter in self._named.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                found[f"optimizer/{name}/{key}"] = value
+        return found
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take back what `tensors` gave."""
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                parameter.copy_(tensors[f"model/{name}"])
+        for name, parameter in self._named.items():
+            prefix = f"optimizer/{name}/"
+            keys = [key for key in tensors if key.startswith(prefix)]
+            if keys:
+                # AdamW keeps its step counts on the host.
+                self._optimizer.state[parameter] = {
+                    key.removeprefix(prefix): tensors[key]
+                    if key.endswith("/step")
+                    else tensors[key].to(parameter.device)
+                    for key in keys
+                }

@@ -1,0 +1,22 @@
+"""Who hears of the progress of a run; the console is one, a test another."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nestrec.training.tasks.task import Evaluation
+
+
+class Listener:
+    """Hears everything and says nothing."""
+
+    def started(self, total_steps: int, first_step: int) -> None:
+        """The loop begins."""
+
+    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """A report of speeds and loss."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A measurement on held-out data."""
+
+    def warned(self, message: str) -> None:
+        """Something the user should know, such as a damaged checkpoint that was skipped."""

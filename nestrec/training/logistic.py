@@ -1,0 +1,79 @@
+"""Logistic regression on a few hand-made features: the baseline that a ranking model must beat.
+
+Features of an event: logit of the smoothed rate of its item, logit of the smoothed rate of its user, and its category
+(such as the tab) as one-hot. Rates come from training events; while fitting, an event's own label is left out of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+SMOOTHING = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Positives and events of each id, smoothed towards the overall rate."""
+
+    positive: Floats
+    total: Floats
+    overall: float
+
+    @staticmethod
+    def of(ids: Ints, label: Ints, size: int) -> "Rates":
+        positive = np.bincount(ids, weights=label, minlength=size)
+        return Rates(positive, np.bincount(ids, minlength=size).astype(np.float64), float(label.mean()))
+
+    def logit(self, ids: Ints, own_label: Ints | None = None) -> Floats:
+        """Log odds of each id's rate; with `own_label` the event itself is left out."""
+        positive, total = self.positive[ids], self.total[ids]
+        if own_label is not None:
+            positive, total = positive - own_label, total - 1
+        rate = (positive + SMOOTHING * self.overall) / (total + SMOOTHING)
+        return np.log(rate) - np.log1p(-rate)
+
+
+class LogisticBaseline:
+    """Fitted on training events; `logits` scores any others."""
+
+    def __init__(
+        self,
+        item: Ints,
+        user: Ints,
+        category: Ints,
+        label: Ints,
+        *,
+        num_items: int,
+        num_users: int,
+        num_categories: int,
+    ):
+        self._num_categories = num_categories
+        self._items = Rates.of(item, label, num_items)
+        self._users = Rates.of(user, label, num_users)
+        features = self._features(item, user, category, label)
+        self._weight = fit(features, label)
+
+    def logits(self, item: Ints, user: Ints, category: Ints) -> Floats:
+        return self._features(item, user, category, None) @ self._weight
+
+    def _features(self, item: Ints, user: Ints, category: Ints, own_label: Ints | None) -> Floats:
+        one_hot = np.eye(self._num_categories)[category]
+        rates = np.stack([self._items.logit(item, own_label), self._users.logit(user, own_label)], axis=1)
+        return np.concatenate([rates, one_hot], axis=1)
+
+
+def fit(features: Floats, label: Ints, *, ridge: float = 1.0, num_steps: int = 25) -> Floats:
+    """Newton's method on the ridge-penalised log loss."""
+    weight = np.zeros(features.shape[1])
+    for _ in range(num_steps):
+        probability = 1.0 / (1.0 + np.exp(-(features @ weight)))
+        gradient = features.T @ (probability - label) + ridge * weight
+        curvature = (features * (probability * (1 - probability))[:, None]).T @ features
+        change = np.linalg.solve(curvature + ridge * np.eye(len(weight)), gradient)
+        weight -= change
+        if np.abs(change).max() < 1e-10:
+            break
+    return weight

@@ -1,0 +1,71 @@
+"""How fast a run goes: totals read a step late, so that the device is never waited for."""
+
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from nestrec.base.clock import Clock, RealClock
+from nestrec.base.errors import NonFiniteError
+from nestrec.data.batches import Batch
+from nestrec.pipeline import Totals
+
+
+@dataclass
+class Meter:
+    """Watches losses and counts samples and tokens between two reports."""
+
+    clock: Clock = field(default_factory=RealClock)
+    loss: float = float("nan")
+    wants_stop: bool = False
+    _pending: tuple[int, Totals] | None = None
+    _samples: int = 0
+    _tokens: int = 0
+    _steps: int = 0
+    _since_s: float = 0.0
+
+    def start(self) -> None:
+        self._since_s = self.clock.now_s()
+
+    def watch(self, step: int, batch: Batch, totals: Totals) -> None:
+        """Take the totals of a step; those of the step before are read now."""
+        self.flush()
+        self._pending = (step, totals)
+        self._samples += len(batch.global_samples)
+        self._tokens += sum(part.num_tokens for part in batch.micro_batches)
+        self._steps += 1
+
+    def flush(self) -> None:
+        """Read what is pending; a loss or gradient that is not finite ends the run."""
+        if self._pending is None:
+            return
+        step, totals = self._pending
+        self._pending = None
+        loss, norm, stop = torch.stack([totals.loss, totals.gradient_norm.double(), totals.wants_stop]).tolist()
+        if not (abs(loss) < float("inf") and norm < float("inf")):
+            raise NonFiniteError(
+                f"loss {loss}, gradient norm {norm} at step {step}: the run stops, the last checkpoint is intact",
+                field="step", value=step, remedy="resume with a smaller learning rate, or look at the samples of this step",
+            )  # fmt: skip
+        self.loss, self.wants_stop = loss, stop > 0
+
+    def speeds(self) -> dict[str, float]:
+        """Rates since the last call, and memory."""
+        now_s = self.clock.now_s()
+        elapsed_s = max(now_s - self._since_s, 1e-9)
+        speeds = {
+            "samples_per_s": self._samples / elapsed_s,
+            "tokens_per_s": self._tokens / elapsed_s,
+            "step_ms": 1000 * elapsed_s / max(self._steps, 1),
+            "memory_mib": memory_mib(),
+        }
+        self._samples = self._tokens = self._steps = 0
+        self._since_s = now_s
+        return speeds
+
+
+def memory_mib() -> float:
+    """Memory of the device where there is one, else of the process."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return float(torch.cuda.max_memory_allocated() / 2**20)
+    return float(psutil.Process().memory_info().rss / 2**20)

@@ -1,0 +1,85 @@
+"""Metrics as arrays of one value a user or event, so that means, intervals and paired comparisons come from one place."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with the bounds of its 95% bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+def ranking_metrics(rank: NDArray[np.int64], ks: tuple[int, ...]) -> dict[str, Values]:
+    """hr@k, ndcg@k, mrr@k of each user from the 1-based rank of the target; 0 means not among the ranked items."""
+    found = rank > 0
+    safe = np.where(found, rank, 1)
+    metrics: dict[str, Values] = {}
+    for k in ks:
+        hit = found & (rank <= k)
+        metrics[f"hr@{k}"] = hit.astype(np.float64)
+        metrics[f"ndcg@{k}"] = np.where(hit, 1.0 / np.log2(safe + 1.0), 0.0)
+        metrics[f"mrr@{k}"] = np.where(hit, 1.0 / safe, 0.0)
+    return metrics
+
+
+def bootstrap(values: Values, *, num_draws: int = 1000, seed: int = 0) -> Interval:
+    """Mean of the values and its interval under resampling."""
+    if len(values) == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    generator = np.random.default_rng(seed)
+    means = np.empty(num_draws)
+    for i in range(num_draws):
+        means[i] = values[generator.integers(0, len(values), len(values))].mean()
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(float(values.mean()), float(low), float(high))
+
+
+def auc(label: NDArray[np.int64], score: Values, weight: Values | None = None) -> float:
+    """Area under the ROC curve; equal scores count half. `weight` counts an event several times (for the bootstrap)."""
+    w = np.ones(len(label)) if weight is None else weight
+    order = np.argsort(score, kind="stable")
+    label, score, w = label[order], score[order], w[order]
+    group = np.concatenate([[0], np.cumsum(np.diff(score) != 0)]).astype(np.int64)
+    positive = np.bincount(group, weights=w * label)
+    negative = np.bincount(group, weights=w * (1 - label))
+    below = np.cumsum(negative) - negative
+    total = positive.sum() * negative.sum()
+    return float((positive * (below + negative / 2)).sum() / total) if total else float("nan")
+
+
+def log_loss(label: NDArray[np.int64], logit: Values) -> Values:
+    """Of each event, from logits."""
+    return np.logaddexp(0.0, logit) - label * logit
+
+
+def normalised_entropy(label: NDArray[np.int64], logit: Values) -> float:
+    """Mean log loss over that of always predicting the base rate; below 1 is better than the base rate."""
+    rate = label.mean()
+    base = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)) if 0 < rate < 1 else float("nan")
+    return float(log_loss(label, logit).mean() / base)
+
+
+def bootstrap_auc(
+    label: NDArray[np.int64], score: Values, group: NDArray[np.int64], *, num_draws: int = 200, seed: int = 0
+) -> Interval:
+    """AUC with its interval, resampling groups (users), since a user's events are not independent."""
+    generator = np.random.default_rng(seed)
+    _, member = np.unique(group, return_inverse=True)
+    num_groups = int(member.max()) + 1 if len(member) else 0
+    draws = np.empty(num_draws)
+    for i in range(num_draws):
+        times_drawn = np.bincount(generator.integers(0, num_groups, num_groups), minlength=num_groups)
+        draws[i] = auc(label, score, times_drawn[member].astype(np.float64))
+    low, high = np.nanquantile(draws, [0.025, 0.975])
+    return Interval(auc(label, score), float(low), float(high))

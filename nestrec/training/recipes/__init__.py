@@ -1,0 +1,25 @@
+"""Named recipes: a name gives a whole run configuration, which dotted overrides then change."""
+
+from collections.abc import Callable
+
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.training.config import RunConfig
+from nestrec.training.recipes import amazon, criteo, demo, kuairand, movielens
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    **demo.RECIPES,
+    **amazon.RECIPES,
+    **movielens.RECIPES,
+    **kuairand.RECIPES,
+    **criteo.RECIPES,
+}
+
+
+def recipe(name: str) -> RunConfig:
+    """The configuration of a named recipe."""
+    if name not in RECIPES:
+        raise UserError("no such recipe", field="RECIPE", value=name, remedy=did_you_mean(name, RECIPES))
+    return RECIPES[name]()
+
+
+__all__ = ["RECIPES", "recipe"]

@@ -1,0 +1,39 @@
+"""Recipes that need no download: synthetic logs, minutes on two CPU cores."""
+
+from nestrec.data.batches import BatchConfig
+from nestrec.data.retrieval import HistoryConfig
+from nestrec.models import HSTUConfig, SASRecConfig
+from nestrec.models.retrieval import EncoderConfig
+from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.tasks.retrieval import RetrievalEvaluationConfig, RetrievalTaskConfig
+
+LENGTH = 64
+
+
+def _demo(name: str, encoder: EncoderConfig) -> RunConfig:
+    return RunConfig(
+        name=name,
+        task=RetrievalTaskConfig(
+            encoder=encoder,
+            history=HistoryConfig(max_length=LENGTH),
+            num_negatives=64,
+            evaluation=RetrievalEvaluationConfig(ks=(10, 50)),
+        ),
+        data=DataConfig(folder="data/synthetic-tiny", synthetic="tiny"),
+        batch=BatchConfig(batch_samples=64),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        training=TrainingConfig(epochs=12),
+    )
+
+
+def demo() -> RunConfig:
+    """HSTU with position and time bias on synthetic logs."""
+    return _demo("demo", HSTUConfig(dim=48, head_dim=24, num_heads=2, num_layers=2, max_length=LENGTH, time_bias=True))
+
+
+def demo_sasrec() -> RunConfig:
+    """SASRec on the same logs."""
+    return _demo("demo_sasrec", SASRecConfig(dim=48, ffn_dim=48, num_layers=2, max_length=LENGTH))
+
+
+RECIPES = {"demo": demo, "demo_sasrec": demo_sasrec}

@@ -1,0 +1,41 @@
+"""KuaiRand: multi-task ranking of short videos on interleaved item and action tokens."""
+
+from nestrec.data.batches import BatchConfig
+from nestrec.data.ranking import RankingInputConfig
+from nestrec.models import HSTUConfig
+from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.tasks.ranking import RankingTaskConfig
+
+MAX_EVENTS = 64
+MS_A_DAY = 86_400_000
+LAST_DAY_MS = 1_651_248_000_000
+"""2022-04-30 00:00 in UTC+8, the last day of the public sample"""
+
+
+def kuairand_ranking() -> RunConfig:
+    """Click, long view and like on the last day, from what the user did before."""
+    return RunConfig(
+        name="kuairand_ranking",
+        task=RankingTaskConfig(
+            encoder=HSTUConfig(dim=32, head_dim=16, num_heads=2, num_layers=2, dropout=0.3, max_length=2 * MAX_EVENTS),
+            inputs=RankingInputConfig(
+                labels=("click", "long_view", "like"),
+                event_features=("tab",),
+                user_features=("active_degree",),
+                item_features=(),
+                max_events=MAX_EVENTS,
+            ),
+            valid_from_ms=LAST_DAY_MS - MS_A_DAY,
+            test_from_ms=LAST_DAY_MS,
+            baseline_category="tab",
+        ),
+        data=DataConfig(
+            folder="data/kuairand-pure", prepare="nestrec prepare kuairand KuaiRand-Pure/data data/kuairand-pure"
+        ),
+        batch=BatchConfig(batch_samples=256),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=1e-2),
+        training=TrainingConfig(epochs=20, patience=3),
+    )
+
+
+RECIPES = {"kuairand_ranking": kuairand_ranking}

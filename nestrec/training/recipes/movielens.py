@@ -1,0 +1,67 @@
+"""MovieLens: the published recipes of the HSTU release (sampled softmax, temperature 0.05, 128 negatives a token)."""
+
+from nestrec.data.batches import BatchConfig
+from nestrec.data.retrieval import HistoryConfig
+from nestrec.models import HSTUConfig, SASRecConfig
+from nestrec.models.retrieval import EncoderConfig
+from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.tasks.retrieval import RetrievalEvaluationConfig, RetrievalTaskConfig
+
+LENGTH = 200
+
+
+def _movielens(name: str, data: str, prepare: str, encoder: EncoderConfig, epochs: int = 101) -> RunConfig:
+    return RunConfig(
+        name=name,
+        task=RetrievalTaskConfig(
+            encoder=encoder,
+            history=HistoryConfig(max_length=LENGTH),
+            num_negatives=128,
+            evaluation=RetrievalEvaluationConfig(ks=(10, 50, 200), filter_seen="input"),
+        ),
+        data=DataConfig(folder=f"data/{data}", prepare=prepare),
+        batch=BatchConfig(batch_samples=128),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        training=TrainingConfig(epochs=epochs, patience=12),
+    )
+
+
+def _sasrec(dim: int = 50, num_layers: int = 2, num_heads: int = 1) -> SASRecConfig:
+    return SASRecConfig(
+        dim=dim,
+        ffn_dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_length=LENGTH,
+        norm_affine=False,
+        final_norm=False,
+    )
+
+
+def _hstu(dim: int = 50, num_layers: int = 2, num_heads: int = 1, *, time_bias: bool = True) -> HSTUConfig:
+    head_dim = dim // num_heads
+    return HSTUConfig(
+        dim=dim, head_dim=head_dim, num_layers=num_layers, num_heads=num_heads, max_length=LENGTH, time_bias=time_bias
+    )
+
+
+ML_1M = ("ml-1m", "nestrec prepare movielens ml-1m/ data/ml-1m (GroupLens' folder with ratings.dat)")
+ML_1M_ORDERED = (
+    "ml-1m-ordered",
+    "nestrec prepare log ordered.tsv data/ml-1m-ordered, naming the columns (see docs/recipes.md)",
+)
+ML_20M = ("ml-20m", "nestrec prepare movielens ml-20m/ data/ml-20m (GroupLens' folder with ratings.csv)")
+ML_100K = ("ml-100k", "nestrec prepare movielens ml-100k/ data/ml-100k (u.data, or RecBole's ml-100k.inter)")
+
+RECIPES = {
+    "ml_1m_sasrec": lambda: _movielens("ml_1m_sasrec", *ML_1M, _sasrec()),
+    "ml_1m_hstu": lambda: _movielens("ml_1m_hstu", *ML_1M, _hstu()),
+    "ml_1m_hstu_large": lambda: _movielens("ml_1m_hstu_large", *ML_1M, _hstu(num_layers=8, num_heads=2)),
+    "ml_1m_ordered_sasrec": lambda: _movielens("ml_1m_ordered_sasrec", *ML_1M_ORDERED, _sasrec()),
+    "ml_1m_ordered_hstu": lambda: _movielens("ml_1m_ordered_hstu", *ML_1M_ORDERED, _hstu(time_bias=False)),
+    "ml_20m_sasrec": lambda: _movielens("ml_20m_sasrec", *ML_20M, _sasrec(256, 4, 4)),
+    "ml_20m_hstu": lambda: _movielens("ml_20m_hstu", *ML_20M, _hstu(256, 4, 4)),
+    "ml_20m_hstu_large": lambda: _movielens("ml_20m_hstu_large", *ML_20M, _hstu(256, 16, 8)),
+    "ml_100k_sasrec": lambda: _movielens("ml_100k_sasrec", *ML_100K, _sasrec()),
+    "ml_100k_hstu": lambda: _movielens("ml_100k_hstu", *ML_100K, _hstu()),
+}

@@ -1,0 +1,98 @@
+"""The folder of a run: resolved config, versions, metrics as JSON lines, evaluations, checkpoints."""
+
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import nestrec
+from nestrec.base.config import dumps, from_plain
+from nestrec.base.errors import UserError
+from nestrec.training.config import RunConfig
+from nestrec.training.tasks.task import Evaluation
+
+
+class RunFolder:
+    """Written by rank 0 only; every rank may read."""
+
+    def __init__(self, path: Path, *, is_writer: bool = True):
+        self.path, self._is_writer = path, is_writer
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def begin(self, cfg: RunConfig, card_text: str, device: torch.device) -> None:
+        """Write what is known at the start."""
+        if not self._is_writer:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.json").write_text(dumps(cfg))
+        (self.path / "card.json").write_text(card_text)
+        (self.path / "versions.json").write_text(json.dumps(versions(device), indent=2))
+
+    def config(self) -> RunConfig:
+        file = self.path / "config.json"
+        if not file.exists():
+            raise UserError("is not the folder of a run", field="RUN", value=str(self.path),
+                            remedy="name a folder that `nestrec train` wrote")  # fmt: skip
+        return from_plain(RunConfig, json.loads(file.read_text()))
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Append a line to metrics.jsonl."""
+        if self._is_writer:
+            with self.metrics.open("a") as lines:
+                lines.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop lines of steps after the one that is resumed from: they will be written again."""
+        if not (self._is_writer and self.metrics.exists()):
+            return
+        kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
+        self.metrics.write_text("".join(line + "\n" for line in kept))
+
+    def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        """A line in metrics.jsonl, and the values of each user under eval/."""
+        self.record("evaluation", step=step, epoch=epoch, **evaluation.to_plain())
+        if self._is_writer:
+            folder = self.path / "eval"
+            folder.mkdir(exist_ok=True)
+            np.savez_compressed(folder / f"{evaluation.part}.npz", **evaluation.details)
+            (folder / f"{evaluation.part}.json").write_text(
+                json.dumps({"step": step, **evaluation.to_plain()}, indent=2)
+            )
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "nestrec": nestrec.__version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["nestrec", *sys.argv[1:]]),
+    }
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize  # a line cut off by a crash

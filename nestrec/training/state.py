@@ -1,0 +1,45 @@
+"""Where a run stands: everything besides weights that a checkpoint must hold."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nestrec.base.config import from_plain, to_plain
+from nestrec.data.batches import Batch
+from nestrec.data.order import Position
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    step: int = 0
+    """updates made"""
+    position: Position = Position()
+    """the next batch"""
+    consumed: str = ""
+    """digest of all samples trained on, in order; the same for any number of ranks"""
+    best_score: float | None = None
+    """best validation score so far"""
+    best_step: int | None = None
+    """the step at which it was reached"""
+    evaluations_since_best: int = 0
+    """for early stopping"""
+
+    def after(self, batch: Batch, following: Position) -> "TrainState":
+        """The state after training on `batch`."""
+        digest = hashlib.sha256(self.consumed.encode())
+        digest.update(batch.global_samples.tobytes())
+        return replace(self, step=self.step + 1, position=following, consumed=digest.hexdigest())
+
+    def evaluated(self, score: float) -> "TrainState":
+        """The state after an evaluation on the validation part."""
+        if self.best_score is None or score > self.best_score:
+            return replace(self, best_score=score, best_step=self.step, evaluations_since_best=0)
+        return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
+
+    def to_plain(self) -> dict[str, Any]:
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+    @staticmethod
+    def from_plain(data: dict[str, Any]) -> "TrainState":
+        return from_plain(TrainState, data)

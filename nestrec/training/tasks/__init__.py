@@ -1,0 +1,1 @@
+"""What can be learned: one small file a task."""

@@ -1,0 +1,148 @@
+"""The training loop."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nestrec.base.failpoints import fail_point
+from nestrec.checkpoint import Checkpoints, Peers
+from nestrec.data.batches import Batch, Batches
+from nestrec.data.card import CARD_FILE
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_gather_json
+from nestrec.pipeline import SCHEDULES, Rates
+from nestrec.trace import Tracer
+from nestrec.training.compute import ModelCompute
+from nestrec.training.config import RunConfig
+from nestrec.training.listener import Listener
+from nestrec.training.meter import Meter
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.session import Session
+from nestrec.training.state import TrainState
+from nestrec.training.stopping import Interrupted, StopRequest
+from nestrec.training.tasks.task import Evaluation
+
+REPORT_EVERY_STEPS = 20
+
+
+class Trainer:
+    """Trains a recipe in a run folder; started again on the same folder, it goes on where the last checkpoint stands."""
+
+    def __init__(self, cfg: RunConfig, folder: Path, topology: Topology, listener: Listener | None = None):
+        self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
+        self.session = Session.open(cfg, topology)
+        self.folder = RunFolder(folder, is_writer=topology.is_first)
+        self.state = TrainState()
+        self.batches = Batches(
+            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, rank=topology.rank, world=topology.world
+        )
+        self.tracer = Tracer(rank=topology.rank)
+        compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
+        self.schedule = SCHEDULES[cfg.training.schedule](self.session.engine, compute, self.session.dense, self.tracer)
+        self._checkpoints = self._checkpoints_in(self.folder.checkpoints, keep=cfg.training.keep_checkpoints)
+        self._best = self._checkpoints_in(self.folder.best, keep=1)
+        self._meter = Meter()
+
+    def train(self) -> TrainState:
+        """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
+        self._begin()
+        with StopRequest().listening() as stop:
+            batches = self.batches.starting_at(self.state.position)
+            while not self._is_finished():
+                batch = next(batches)
+                totals = self.schedule.advance(batch, self.state.step + 1, self._rates(), stop.is_set)
+                self.state = self.state.after(batch, self.batches.order.after(batch.position))
+                self._meter.watch(self.state.step, batch, totals)
+                fail_point("train.step")
+                self._after_step(batch)
+            batches.close()
+        self._save()
+        return self.state
+
+    def evaluate(self, part: str = "test", *, best: bool = True) -> Evaluation:
+        """Measure on held-out data with the weights of the best validation score (or the current ones)."""
+        if best and (restored := self._best.restore_latest()) is not None:
+            self.state = self.session.restore(restored)
+        evaluation = self.session.task.evaluate(self.session.engine, "test" if part == "test" else "valid")
+        self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
+        self._listener.evaluated(evaluation)
+        return evaluation
+
+    def _begin(self) -> None:
+        card_text = (self.session.dataset.folder / CARD_FILE).read_text()
+        self.folder.begin(self.cfg, card_text, self._topology.device)
+        restored = self._checkpoints.restore_latest()
+        if restored is not None:
+            self.state = self.session.restore(restored)
+            self.folder.forget_after(self.state.step)
+            self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
+        self._listener.started(self._total_steps(), self.state.step)
+        self._meter.start()
+
+    def _after_step(self, batch: Batch) -> None:
+        """What may follow a step: an evaluation, a report, a save, an end."""
+        ended_epoch = self.state.position.epoch > batch.position.epoch
+        every = self.cfg.training.evaluate_every_epochs
+        evaluates = ended_epoch and every > 0 and self.state.position.epoch % every == 0
+        if evaluates:
+            self._validate()
+        if self.state.step % REPORT_EVERY_STEPS == 0 or evaluates:
+            self._report()
+        if self._meter.wants_stop:
+            self._save()
+            raise Interrupted
+        saves = self.cfg.training.checkpoint_every_steps
+        if evaluates or (saves and self.state.step % saves == 0):
+            self._save()
+
+    def _validate(self) -> None:
+        self._meter.flush()
+        evaluation = self.session.task.evaluate(self.session.engine, "valid")
+        self.state = self.state.evaluated(evaluation.score)
+        self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
+        self._listener.evaluated(evaluation)
+        if self.state.best_step == self.state.step:
+            self._best.save(self.state.step, self.session.content(self.state))
+
+    def _save(self) -> None:
+        self._meter.flush()
+        base = self._checkpoints.base_for_next()
+        self._checkpoints.save(self.state.step, self.session.content(self.state, base))
+
+    def _report(self) -> None:
+        epoch, loss = self.state.position.epoch, self._meter.loss
+        values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": self._parts_ms()}
+        self.folder.record("step", step=self.state.step, epoch=epoch, **values)
+        self._listener.stepped(self.state.step, epoch, values)
+
+    def _parts_ms(self) -> dict[str, float]:
+        """Mean milliseconds of each stage in the steps since the last report."""
+        total: dict[str, float] = {}
+        spans = self.tracer.take()
+        num_steps = max(1, sum(span.kind == "step" for span in spans))
+        for span in spans:
+            if span.kind != "step":
+                name = span.name.removeprefix("train.").removeprefix("embedding.")
+                total[name] = total.get(name, 0.0) + span.duration_ns * 1e-6 / num_steps
+        return total
+
+    def _rates(self) -> Rates:
+        cfg = self.cfg.optimizer
+        warmup = min(1.0, (self.state.step + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
+        tables = cfg.learning_rate if cfg.table_learning_rate is None else cfg.table_learning_rate
+        return Rates(dense=cfg.learning_rate * warmup, tables=tables * warmup)
+
+    def _is_finished(self) -> bool:
+        cfg = self.cfg.training
+        out_of_patience = cfg.patience is not None and self.state.evaluations_since_best >= cfg.patience
+        out_of_steps = cfg.max_steps is not None and self.state.step >= cfg.max_steps
+        return self.state.position.epoch >= cfg.epochs or out_of_steps or out_of_patience
+
+    def _total_steps(self) -> int:
+        cfg = self.cfg.training
+        by_epochs = sum(self.batches.order.steps_in_epoch(e) for e in range(min(cfg.epochs, 1))) * cfg.epochs
+        return min(by_epochs, cfg.max_steps) if cfg.max_steps is not None else by_epochs
+
+    def _checkpoints_in(self, folder: Path, keep: int) -> Checkpoints:
+        gather: Callable[[object], list[object]] = lambda value: all_gather_json(self._topology.control, value)  # noqa: E731
+        peers = Peers(rank=self._topology.rank, world=self._topology.world, gather=gather)
+        return Checkpoints(folder, keep=keep, peers=peers, report=self._listener.warned)
