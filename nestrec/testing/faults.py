@@ -1,0 +1,183 @@
+"""Runs a command, makes it fail at chosen moments, and starts it again until it ends well.
+
+    history = run_with_faults(["nestrec", "train", ...], [FailPoint("checkpoint.before_rename@2=kill"), KillWhen(...)])
+
+A fault that never fires is an error: a fault test must not pass because nothing happened.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_POLL_S = 0.005
+_TAIL_CHARACTERS = 4000
+
+Victim = Callable[[psutil.Process], int | None]
+"""Given the started process, the id of the one to kill, or None while it does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailPoint:
+    """A fault at a place in the program."""
+
+    points: str
+    """As in NESTREC_FAIL_POINTS: `name@3=kill`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillWhen:
+    """A signal from outside, as soon as a condition holds."""
+
+    is_due: Callable[[], bool]
+    """Polled every few milliseconds."""
+    victim: Victim = lambda process: int(process.pid)
+    """Which process; the started one by default, `rank_of(k)` for a rank under a launcher."""
+    signal: int = signal.SIGKILL
+    """What to send."""
+
+
+Fault = FailPoint | KillWhen
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the command."""
+
+    exit_code: int
+    duration_s: float
+    output: str
+    """The end of its standard output and error."""
+    num_fired: int
+    """Faults that fired in it; a launcher that restarts its ranks can survive several."""
+
+
+def run_with_faults(
+    command: Sequence[str],
+    faults: Sequence[Fault],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    limit_s: float = 60.0,
+) -> list[Attempt]:
+    """Start the command until it exits with 0 and all faults have fired, in order; what happened.
+
+    `limit_s` is for one attempt. Fails where a fault does not fire, or where an attempt fails without one.
+    """
+    history: list[Attempt] = []
+    remaining = list(faults)
+    with tempfile.TemporaryDirectory(prefix="nestrec-faults-") as scratch:
+        while not history or history[-1].exit_code != 0:
+            whole_env = {**os.environ, **(env or {})}
+            attempt = _attempt(command, remaining, env=whole_env, cwd=cwd, limit_s=limit_s, scratch=Path(scratch))
+            history.append(attempt)
+            del remaining[: attempt.num_fired]
+            if attempt.exit_code != 0 and attempt.num_fired == 0:
+                raise AssertionError(f"failed with {attempt.exit_code} although no fault fired:\n{attempt.output}")
+    if remaining:
+        raise AssertionError(f"ended before these faults fired: {remaining}\n{history[-1].output}")
+    return history
+
+
+def lines_reach(path: Path, count: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
+    """A condition: the file has this many lines, and then some time has passed."""
+    reached_at: list[float] = []
+
+    def is_due() -> bool:
+        if not reached_at and path.exists() and path.read_bytes().count(b"\n") >= count:
+            reached_at.append(time.monotonic())
+        return bool(reached_at) and time.monotonic() >= reached_at[0] + delay_s
+
+    return is_due
+
+
+def random_kills(
+    path: Path, *, seed: int, num_kills: int, num_lines: int, delay_s: float, victim: Victim | None = None
+) -> list[KillWhen]:
+    """Kills at random moments of a run that writes `num_lines` lines: after one of them and up to `delay_s` more."""
+    random_ = random.Random(seed)
+    lines = sorted(random_.sample(range(1, num_lines), num_kills))
+    conditions = [lines_reach(path, line, delay_s=random_.uniform(0, delay_s)) for line in lines]
+    return [KillWhen(condition, victim) if victim else KillWhen(condition) for condition in conditions]
+
+
+def rank_of(rank: int) -> Victim:
+    """The process of a rank below a launcher such as torchrun."""
+
+    def find(process: psutil.Process) -> int | None:
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.environ().get("RANK") == str(rank):
+                    return int(child.pid)
+        return None
+
+    return find
+
+
+def _attempt(
+    command: Sequence[str],
+    faults: Sequence[Fault],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None,
+    limit_s: float,
+    scratch: Path,
+) -> Attempt:
+    fail_log, output = scratch / "fired.txt", scratch / "output.txt"
+    fail_log.write_text("")
+    points = faults[0].points if faults and isinstance(faults[0], FailPoint) else ""
+    armed = {**env, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(fail_log)}
+    start_s = time.monotonic()
+    with output.open("wb") as sink:
+        process = psutil.Popen(command, env=armed, cwd=cwd, stdout=sink, stderr=subprocess.STDOUT)
+        try:
+            num_sent = _watch(process, faults, start_s + limit_s)
+        finally:
+            _end(process, fail_log)
+    tail = output.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+    if num_sent is None:
+        raise AssertionError(f"not over after {limit_s} s:\n{tail}")
+    return Attempt(process.returncode, time.monotonic() - start_s, tail, num_sent + bool(fail_log.read_text()))
+
+
+def _watch(process: psutil.Popen, faults: Sequence[Fault], deadline_s: float) -> int | None:
+    """Wait for the end of the process, sending signals when they are due; how many hit, or None at the deadline."""
+    kills = list(itertools.takewhile(lambda fault: isinstance(fault, KillWhen), faults))
+    hit: list[int] = []
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            exit_code = process.wait(timeout=_POLL_S)
+            # A signal to a process that was just ending by itself is not a fault.
+            return len(hit) - (exit_code == 0 and process.pid in hit[-1:])
+        if len(hit) < len(kills):
+            pid = _send_when_due(process, kills[len(hit)])
+            hit += [] if pid is None else [pid]
+    return None
+
+
+def _send_when_due(process: psutil.Popen, fault: Fault) -> int | None:
+    assert isinstance(fault, KillWhen)
+    pid = fault.victim(process) if fault.is_due() else None
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, fault.signal)
+            return pid
+    return None
+
+
+def _end(process: psutil.Popen, fail_log: Path) -> None:
+    """Nothing of the attempt survives it, not even ranks whose launcher was killed: they carry the name of its log."""
+    for other in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if other.pid != os.getpid() and other.environ().get("NESTREC_FAIL_LOG") == str(fail_log):
+                other.kill()
+    process.wait()

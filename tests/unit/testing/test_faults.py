@@ -1,0 +1,70 @@
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestrec.testing.faults import FailPoint, KillWhen, lines_reach, random_kills, rank_of, run_with_faults
+
+COUNT_TO_50 = """
+import pathlib, sys, time
+from nestrec.base.failpoints import fail_point
+path = pathlib.Path(sys.argv[1])
+done = path.read_text().count("\\n") if path.exists() else 0
+with path.open("a") as log:
+    for line in range(done, 50):
+        fail_point("count")
+        print(line, file=log, flush=True)
+        time.sleep(0.002)
+"""
+
+
+def counting(path: Path) -> list[str]:
+    return [sys.executable, "-c", COUNT_TO_50, str(path)]
+
+
+def test_a_command_is_killed_and_started_again_until_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    faults = [FailPoint("count@10=kill"), *random_kills(path, seed=1, num_kills=2, num_lines=45, delay_s=0.005)]
+    history = run_with_faults(counting(path), faults)
+    assert [attempt.exit_code for attempt in history] == [-signal.SIGKILL] * 3 + [0]
+    assert [attempt.num_fired for attempt in history] == [1, 1, 1, 0]
+    assert path.read_text().count("\n") == 50
+
+
+@pytest.mark.parametrize("fault", [FailPoint("elsewhere=kill"), KillWhen(lambda: False)])
+def test_a_fault_that_does_not_fire_is_an_error(tmp_path: Path, fault: FailPoint | KillWhen) -> None:
+    with pytest.raises(AssertionError, match="before these faults fired"):
+        run_with_faults(counting(tmp_path / "lines.txt"), [fault])
+
+
+def test_a_command_that_fails_by_itself_shows_its_output() -> None:
+    with pytest.raises(AssertionError, match=r"no fault fired:\s+cannot go on"):
+        run_with_faults([sys.executable, "-c", "raise SystemExit('cannot go on')"], [])
+
+
+def test_a_command_that_hangs_is_ended_at_the_limit() -> None:
+    with pytest.raises(AssertionError, match="not over after"):
+        run_with_faults([sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=0.2)
+
+
+LAUNCHER = """
+import os, subprocess, sys
+for attempt in range(3):
+    codes = []
+    ranks = [subprocess.Popen(sys.argv[1:3] + [sys.argv[3] + str(rank)], env={**os.environ, "RANK": str(rank)})
+             for rank in range(2)]
+    codes = [rank.wait() for rank in ranks]
+    if codes == [0, 0]:
+        sys.exit(0)
+sys.exit(1)
+"""
+
+
+def test_a_rank_is_killed_below_a_launcher_that_restarts_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, str(tmp_path / "count.py"), str(tmp_path / "lines")]
+    (tmp_path / "count.py").write_text(COUNT_TO_50)
+    fault = KillWhen(lines_reach(tmp_path / "lines1", 10), rank_of(1))
+    (attempt,) = run_with_faults(command, [fault])
+    assert (attempt.exit_code, attempt.num_fired) == (0, 1)
+    assert (tmp_path / "lines1").read_text().count("\n") == 50
