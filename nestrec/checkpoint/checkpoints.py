@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from nestrec.base.config import from_plain, to_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.background import Background
@@ -143,8 +144,8 @@ class Checkpoints:
         try:
             self._first_agrees(lambda: self._begin(partial), problem)
             tables = [*content.tables, *content.removed]
-            written = self._peers.agree(lambda: (tables, write_files(partial, content, self._peers)), problem)
-            entries = [entry for _, files in written for entry in files]
+            written = self._peers.agree(lambda: (tables, to_plain(write_files(partial, content, self._peers))), problem)
+            entries = [from_plain(FileEntry, entry) for _, files in written for entry in files]
             names = sorted({name for names, _ in written for name in names})
             self._first_agrees(lambda: self._commit(self._manifest(step, content, names, entries), partial), problem)
         except SaveError:

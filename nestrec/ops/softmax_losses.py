@@ -31,14 +31,18 @@ def sampled_logits(
 
 
 def sampled_softmax(positive_logit_T: torch.Tensor, negative_logit_TR: torch.Tensor) -> torch.Tensor:
-    logits = torch.cat([positive_logit_T[:, None], negative_logit_TR], dim=1).float()
-    return torch.logsumexp(logits, dim=1) - positive_logit_T
+    logits = _at_least_float32(torch.cat([positive_logit_T[:, None], negative_logit_TR], dim=1))
+    return torch.logsumexp(logits, dim=1) - logits[:, 0]
 
 
 def bce(positive_logit_T: torch.Tensor, negative_logit_TR: torch.Tensor) -> torch.Tensor:
-    return softplus(-positive_logit_T.float()) + softplus(negative_logit_TR.float()).sum(1)
+    return softplus(-_at_least_float32(positive_logit_T)) + softplus(_at_least_float32(negative_logit_TR)).sum(1)
 
 
 def full_cross_entropy(query_TD: torch.Tensor, row_UD: torch.Tensor, positive_T: torch.Tensor) -> torch.Tensor:
     """The rows are those of the whole catalogue."""
-    return cross_entropy((query_TD @ row_UD.T).float(), positive_T, reduction="none")
+    return cross_entropy(_at_least_float32(query_TD @ row_UD.T), positive_T, reduction="none")
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

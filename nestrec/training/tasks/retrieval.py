@@ -89,9 +89,9 @@ class RetrievalTask(Task):
         row_UD = rows["items"]
         query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
         if self.cfg.loss == "full":
-            catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))  # type: ignore[operator]
+            catalogue_ND = self._item_vectors(gather_rows(row_UD, index["catalogue"]))
             return full_cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
-        candidate_UD = self.model.item_vectors(row_UD)  # type: ignore[operator]
+        candidate_UD = self._item_vectors(row_UD)
         positive, negative = sampled_logits(query_TD, candidate_UD, index["positive"], index["negative"])
         return (
             sampled_softmax(positive, negative) if self.cfg.loss == "sampled_softmax" else bce(positive, negative)
@@ -117,12 +117,16 @@ class RetrievalTask(Task):
             batch = queries.assemble(users)
             query_BD = self._last_states(engine, batch)
             _, keys = engine.top_k(
-                "items", query_BD, k, exclude=self._excluded(batch), row_transform=self.model.item_vectors,  # type: ignore[arg-type]
+                "items", query_BD, k, exclude=self._excluded(batch), row_transform=self._item_vectors,
                 candidates=np.arange(1, self._dataset.card.counts.items + 1),
             )  # fmt: skip
             hit = keys.cpu() == batch.tensors["target"][:, None]
             parts.append(np.where(hit.any(1), hit.int().argmax(1) + 1, 0).astype(np.int64))
         return self._merge(engine, queries, parts)
+
+    def _item_vectors(self, row_UD: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        vectors: torch.Tensor = self.model.item_vectors(row_UD)  # type: ignore[operator]
+        return vectors
 
     def _sampled_ranks(self, engine: EmbeddingEngine, queries: RetrievalQueries) -> NDArray[np.int64]:
         """Rank of the target among random items that the user has not had before it."""
