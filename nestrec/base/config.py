@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses beside their owners, loaded from plain data with checked names and types.
 
 `@config` makes a frozen, keyword-only, slotted dataclass. `from_plain` builds one from JSON-like data, `to_plain`
-is its inverse, and `with_overrides` applies dotted overrides (`{"model.num_layers": "4"}`) as given on the command line.
+is its inverse, and `with_overrides` applies dotted overrides (`{"model.num_layers": "4"}`) as given on a command line.
 Unknown names and wrong types are errors that name the field and suggest the remedy.
 """
 
@@ -66,19 +66,26 @@ def dumps(value: Any) -> str:
 
 
 def _override(node: Any, parts: list[str], text: str, path: str) -> Any:
-    if isinstance(node, Mapping):
-        return {**node, parts[0]: _override(node[parts[0]], parts[1:], text, path) if parts[1:] else _parse(text)}
     names = [f.name for f in dataclasses.fields(node)]
     if parts[0] not in names:
         raise UserError("no such option", field=path, value=text, remedy=did_you_mean(parts[0], names))
-    current = getattr(node, parts[0])
-    if len(parts) == 1:
-        hint = typing.get_type_hints(type(node))[parts[0]]
-        return dataclasses.replace(node, **{parts[0]: _convert(_parse(text), hint, path, raw=text)})
-    if not (dataclasses.is_dataclass(current) or isinstance(current, Mapping)):
-        remedy = f"{parts[0]} is a single value; drop the part after it"
+    hint = typing.get_type_hints(type(node))[parts[0]]
+    return dataclasses.replace(node, **{parts[0]: _overridden(getattr(node, parts[0]), hint, parts[1:], text, path)})
+
+
+def _overridden(current: Any, hint: Any, parts: list[str], text: str, path: str) -> Any:
+    """`current`, of the type `hint`, with the part of it that `parts` name set to `text`."""
+    if not parts:
+        return _convert(_parse(text), hint, path, raw=text)
+    if dataclasses.is_dataclass(current):
+        return _override(current, parts, text, path)
+    if not isinstance(current, Mapping):
+        remedy = f"{path.removesuffix('.' + '.'.join(parts))} is a single value; drop the part after it"
         raise UserError("has no fields", field=path, value=text, remedy=remedy)
-    return dataclasses.replace(node, **{parts[0]: _override(current, parts[1:], text, path)})
+    if parts[1:] and parts[0] not in current:
+        raise UserError("no such entry", field=path, value=text, remedy=did_you_mean(parts[0], current))
+    inner = get_args(hint)[1] if get_args(hint) else Any
+    return {**current, parts[0]: _overridden(current.get(parts[0]), inner, parts[1:], text, path)}
 
 
 def _parse(text: str) -> Any:
@@ -91,19 +98,19 @@ def _parse(text: str) -> Any:
 def _convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
     """`value` as the type `hint`, or an error that names the field."""
     origin = get_origin(hint)
-    if hint is Any:
-        return value
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), where, raw)
     if origin is Literal:
         if value not in get_args(hint):
             allowed = [str(a) for a in get_args(hint)]
-            raise UserError("is not one of the choices", field=where, value=value, remedy=did_you_mean(str(value), allowed))
+            raise UserError(
+                "is not one of the choices", field=where, value=value, remedy=did_you_mean(str(value), allowed)
+            )
         return value
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return value if isinstance(value, hint) else _convert_nested(value, hint, where)
     if origin in (tuple, list):
-        return _convert_sequence(value, hint, where)
+        return _convert_sequence(value, hint, where, raw)
     if origin is not None and issubclass(origin, Mapping):
         inner = get_args(hint)[1]
         return {str(k): _convert(v, inner, _join(where, str(k))) for k, v in _expect(value, Mapping, where).items()}
@@ -128,26 +135,44 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str, raw: str | 
     raise errors[-1]
 
 
-def _convert_sequence(value: Any, hint: Any, where: str) -> Any:
+def _convert_sequence(value: Any, hint: Any, where: str, raw: str | None) -> Any:
     args = get_args(hint)
-    if isinstance(value, str) or not isinstance(value, list | tuple):
-        value = [value] if not isinstance(value, str) else [_parse(v) for v in value.split(",")]
-    if get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis):
-        return tuple(_convert(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, args, strict=True)))
-    items = [_convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value)]
+    raws: list[str | None] = []
+    if isinstance(value, str):
+        raws = [*value.split(",")]
+        value = [_parse(part) for part in value.split(",")]
+    elif not isinstance(value, list | tuple):
+        raws, value = [raw], [value]
+    is_fixed = get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis)
+    if is_fixed and len(value) != len(args):
+        raise UserError(f"has {len(value)} values", field=where, value=value, remedy=f"give {len(args)} values")
+    hints = args if is_fixed else [args[0]] * len(value)
+    texts = raws or [None] * len(value)
+    triples = enumerate(zip(value, hints, texts, strict=True))
+    items = [_convert(item, of_item, f"{where}[{i}]", text) for i, (item, of_item, text) in triples]
     return tuple(items) if get_origin(hint) is tuple else items
 
 
 def _convert_scalar(value: Any, hint: Any, where: str, raw: str | None) -> Any:
+    if hint is Any:
+        return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is str and raw is not None and not isinstance(value, str):
         return raw
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
+        return _convert_enum(value, hint, where)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise UserError(f"is not of type {hint.__name__}", field=where, value=value, remedy=f"give a {hint.__name__}")
     return value
+
+
+def _convert_enum(value: Any, hint: type[enum.Enum], where: str) -> Any:
+    try:
+        return hint(value)
+    except ValueError:
+        remedy = did_you_mean(str(value), [str(member.value) for member in hint])
+        raise UserError("is not one of the choices", field=where, value=value, remedy=remedy) from None
 
 
 def _expect(value: Any, kind: Any, where: str) -> Any:

@@ -68,8 +68,8 @@ class Restored:
     def rows(self, table: str, *, shard: tuple[int, int] | None = None, owned: Owned | None = None) -> Iterator[Chunk]:
         """The rows of a table in chunks, each key once with its last value.
 
-        Any rank may read any shard's files: `owned` picks the rows to keep. With `shard` = (index, number), files that
-        another shard of the same division wrote are not even opened.
+        Any rank may read any shard's files: `owned` picks the rows to keep. `shard` = (index, number) goes with it where
+        `owned` means that shard: files written by another shard of the same division are then not even opened.
         """
         superseded = np.empty(0, dtype=np.int64)
         for depth, (path, manifest) in enumerate(self._chain):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -78,7 +78,9 @@ class Jagged:
     @staticmethod
     def from_nested(nested: torch.Tensor) -> "Jagged":
         assert nested.layout == torch.jagged
-        return Jagged(nested.values(), nested.offsets())  # type: ignore[no-untyped-call]
+        jagged: Any = nested  # its class is private to torch
+        assert jagged.lengths() is None, "a view with holes between its rows; make it contiguous first"
+        return Jagged(jagged.values(), jagged.offsets())
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:

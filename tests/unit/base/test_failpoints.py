@@ -1,0 +1,58 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.failpoints import armed, fail_point, is_broken
+
+
+def test_a_point_does_nothing_unless_armed() -> None:
+    fail_point("unknown")
+    assert not is_broken("unknown")
+
+
+def test_a_point_fires_at_every_hit_or_at_a_given_one() -> None:
+    hits: list[int] = []
+    with armed("place", lambda: hits.append(1)):
+        fail_point("place")
+        fail_point("place")
+        fail_point("other")
+    assert len(hits) == 2
+    with armed("place", lambda: hits.append(1), at=2):
+        for _ in range(3):
+            fail_point("place")
+    assert len(hits) == 3
+    fail_point("place")
+    assert len(hits) == 3
+
+
+def test_a_rule_is_broken_only_inside_the_block() -> None:
+    with armed("rule"):
+        assert is_broken("rule")
+    assert not is_broken("rule")
+
+
+def test_a_point_is_disarmed_when_the_block_fails() -> None:
+    with pytest.raises(ValueError, match="x"), armed("place", lambda: None):
+        raise ValueError("x")
+    assert not is_broken("place")
+
+
+def in_another_process(points: str, log: Path) -> subprocess.CompletedProcess[str]:
+    code = "from nestrec.base.failpoints import fail_point as f\nfor i in range(3): f('a'); print(i, flush=True)"
+    env = {**os.environ, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(log)}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_environment_arms_points_of_another_process_and_firing_is_logged(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    killed = in_another_process("b=raise,a@2=kill", log)
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "0\n")
+    assert log.read_text() == "a\n"
+    raised = in_another_process("a@3=raise", log)
+    assert (raised.returncode, raised.stdout) == (1, "0\n1\n")
+    assert "a fail point fired" in raised.stderr
+    assert in_another_process("b=kill", log).returncode == 0
