@@ -1,54 +1,69 @@
-"""Dense gradients summed over ranks: one reduction over fixed buckets in parameter order.
+"""Dense gradients summed over ranks, in fixed buckets in parameter order.
 
-The buckets are a function of the parameters alone, so the order of every sum is the same in each step, in each run and
-after a resume. A parameter without a gradient on this rank counts as zero.
+Buckets are a function of the parameters' order, sizes and types alone, so the order of additions is the same in every
+step and in a resumed run (docs/decisions/dense-sync.md says why this is not DistributedDataParallel).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.distributed.exchange import all_reduce_sum, broadcast
 from nestrec.distributed.topology import Communicator
 
-BUCKET_BYTES = 25 << 20
+DEFAULT_BUCKET_BYTES = 25 << 20
 
 
 class DenseSync:
-    """Sums the gradients of `parameters` over the ranks of a communicator, in place."""
+    """Sums the gradients of some parameters over all ranks of a communicator, in place."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], communicator: Communicator):
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        communicator: Communicator,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
         self._communicator = communicator
-        self._buckets = make_buckets(parameters)
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._buckets = _buckets(self._parameters, bucket_bytes)
+        self.bytes_reduced = 0
+        """Bytes of gradients given to all-reduce so far."""
 
-    def sum_gradients(self, extra: torch.Tensor) -> None:
-        """Sum all gradients and, last, the small tensor `extra` (such as the loss)."""
-        for bucket in self._buckets:
-            self._sum_bucket(bucket)
-        all_reduce_sum(self._communicator, extra)
+    def reduce(self) -> None:
+        """`p.grad` becomes its sum over ranks; a gradient that is missing (a rank without samples) counts as zero.
 
-    def _sum_bucket(self, bucket: list[torch.nn.Parameter]) -> None:
-        for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        Collective. Losses are sums over a rank's samples divided by the global weight, so sums need no division.
+        """
         if self._communicator.group is None:
             return
-        gradients = [p.grad for p in bucket if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        all_reduce_sum(self._communicator, flat)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for bucket in self._buckets:
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            all_reduce_sum(self._communicator, flat)
+            self.bytes_reduced += flat.numel() * flat.element_size()
+            for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = total.view_as(parameter)
+
+    def broadcast_parameters(self, source: int = 0) -> None:
+        """Every rank takes the parameters of one rank. Collective."""
+        with torch.no_grad():
+            for parameter in self._parameters:
+                broadcast(self._communicator, parameter.data, source)
 
 
-def make_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Consecutive parameters of one type, up to BUCKET_BYTES together."""
+def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+    """Runs of parameters of one type and device, each closed once it holds `bucket_bytes`."""
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
     for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        if not buckets or size + num_bytes > BUCKET_BYTES or buckets[-1][-1].dtype != parameter.dtype:
+        fits = buckets and size < bucket_bytes and _kind(buckets[-1][0]) == _kind(parameter)
+        if not fits:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += num_bytes
+        size += parameter.numel() * parameter.element_size()
     return buckets
+
+
+def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device

@@ -61,6 +61,14 @@ def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=communicator.group)
 
 
+def broadcast(communicator: Communicator, tensor: torch.Tensor, source: int = 0) -> None:
+    """The tensor of one rank of the communicator, on every rank, in place."""
+    if communicator.group is None:
+        return
+    with peers_watched(communicator, "broadcast"):
+        dist.broadcast(tensor, group=communicator.group, group_src=source)
+
+
 def all_gather_equal(communicator: Communicator, tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; the shape is the same on every rank."""
     if communicator.group is None:
@@ -69,6 +77,22 @@ def all_gather_equal(communicator: Communicator, tensor: torch.Tensor) -> list[t
     with peers_watched(communicator, "all_gather"):
         dist.all_gather(gathered, tensor.contiguous(), group=communicator.group)
     return gathered
+
+
+def all_gather_rows(
+    communicator: Communicator, counts_over: Communicator, rows: torch.Tensor
+) -> tuple[torch.Tensor, list[int]]:
+    """The (n, ...) rows of all ranks, in rank order, and how many came from each; n may differ.
+
+    counts_over: communicator of the same ranks that carries host tensors.
+    """
+    if communicator.group is None:
+        return rows, [len(rows)]
+    counts = [int(n) for n in all_gather_equal(counts_over, torch.tensor([len(rows)]))]
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = all_gather_equal(communicator, padded)
+    return torch.cat([part[:n] for part, n in zip(gathered, counts, strict=True)]), counts
 
 
 def barrier(communicator: Communicator) -> None:

@@ -14,7 +14,6 @@ One rank takes the same path as many: its exchanges are no-ops.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy as np
 import torch
 
 from nestrec.base.config import to_plain
@@ -26,7 +25,7 @@ from nestrec.embedding.routing import FeatureKeys, Routed, RoutedTable, key_byte
 from nestrec.embedding.shard import Chunk, TableShard
 from nestrec.embedding.statistics import EngineStatistics, Leg
 from nestrec.embedding.table import TableConfig, check_tables
-from nestrec.embedding.top_k import Candidates, RowTransform, top_k
+from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.embedding.working_set import WorkingSet, WorkingTable
 from nestrec.jagged import Jagged
 from nestrec.ops.gather_rows import gather_rows
@@ -139,7 +138,7 @@ class EmbeddingEngine:
         self.shards[table].load_unsettled(saved)
 
     def evicted_since(self, table: str, step: int) -> torch.Tensor:
-        """Keys of this rank that lost their row after `step` and have none now, sorted: an incremental save names them."""
+        """Sorted keys of this rank that lost their row after `step` and have none now, for incremental saves."""
         residency = self.shards[table].residency
         keys = residency.evicted_since(step) if isinstance(residency, DynamicResidency) else np.empty(0, np.int64)
         return torch.from_numpy(keys)
@@ -157,7 +156,7 @@ class EmbeddingEngine:
             residency.drop_eviction_log(step)
 
     def digest(self, table: str) -> str:
-        """The same text for the same rows, whatever the number of ranks, the store or the order of arrival. Collective."""
+        """The same text for the same rows, whatever the ranks, the store or the order of arrival. Collective."""
         return table_digest(self.shards[table], self.topology.keys)
 
     def top_k(
@@ -172,10 +171,8 @@ class EmbeddingEngine:
         scoring. Where fewer than k rows count, scores end in -inf and keys in -1. Equal scores are ordered by smaller
         key.
         """
-        return top_k(
-            self.shards[table], self.topology, queries_BD, k,
-            exclude=exclude, candidates=candidates, row_transform=row_transform,
-        )  # fmt: skip
+        question = Question(k=k, exclude=exclude, candidates=candidates, row_transform=row_transform)
+        return top_k(self.shards[table], self.topology, queries_BD, question)
 
     def close(self) -> None:
         """Give back the memory and files of the stores."""

@@ -143,7 +143,8 @@ class DynamicResidency:
         self._bound = None if store.max_rows is None else max(1, store.max_rows // num_shards)
         self._rows = KeyTable()
         self._candidates = KeyTable()
-        self._newest_step = 0
+        self.newest_step = 0
+        """Step of the last training batch: what a time to live counts from."""
         self._evicted: list[tuple[int, Keys]] = []
 
     @property
@@ -164,12 +165,12 @@ class DynamicResidency:
         ttl = self._store.ttl_steps
         if ttl is not None and len(slots):
             found = np.maximum(slots, 0)
-            expired = (slots >= 0) & (self._newest_step - self._rows.last_step[found] > ttl)
+            expired = (slots >= 0) & (self.newest_step - self._rows.last_step[found] > ttl)
             slots = np.where(expired, -1, slots)
         return slots
 
     def admit(self, keys: Keys, step: int) -> Admitted:
-        self._newest_step = step
+        self.newest_step = step
         slots = self._rows.find(keys)
         if self._store.ttl_steps is not None:
             self._end_expired(slots[slots >= 0], step, self._store.ttl_steps)
@@ -191,7 +192,7 @@ class DynamicResidency:
         absent = slots < 0
         slots[absent] = self._rows.insert(keys[absent], uses[absent], last_step[absent])
         self._rows.uses[slots], self._rows.last_step[slots] = uses, last_step
-        self._newest_step = max(self._newest_step, int(last_step.max(initial=0)))
+        self.newest_step = max(self.newest_step, int(last_step.max(initial=0)))
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
         return slots
 
@@ -217,7 +218,7 @@ class DynamicResidency:
     def rows_since(self, step: int) -> tuple[Keys, NDArray[np.int64]]:
         slots = self._rows.live_slots()
         if self._store.ttl_steps is not None:
-            slots = slots[self._newest_step - self._rows.last_step[slots] <= self._store.ttl_steps]
+            slots = slots[self.newest_step - self._rows.last_step[slots] <= self._store.ttl_steps]
         if step >= 0:
             slots = slots[self._rows.last_step[slots] > step]
         slots = slots[np.argsort(self._rows.key[slots], kind="stable")]

@@ -91,6 +91,31 @@ class TableShard:
             taken += len(mine)
         return taken
 
+    def clear(self) -> None:
+        """Forget every row and every key."""
+        self.store.close()
+        self.__init__(self.table, self._shard, self._num_shards, self._device)  # type: ignore[misc]
+
+    def unsettled(self) -> Chunk:
+        """What a snapshot must hold of keys without rows: uses and last step of those that wait for admission."""
+        if not isinstance(self.residency, DynamicResidency):
+            return {}
+        waiting = self.residency.candidates
+        slots = waiting.live_slots()
+        slots = slots[np.argsort(waiting.key[slots])]
+        columns = {"keys": waiting.key[slots], "uses": waiting.uses[slots], "last_step": waiting.last_step[slots]}
+        columns["newest_step"] = np.array([self.residency.newest_step])
+        return {name: torch.from_numpy(values) for name, values in columns.items()}
+
+    def load_unsettled(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take what belongs to this shard out of another's `unsettled`."""
+        if not isinstance(self.residency, DynamicResidency) or not saved:
+            return
+        keys, uses, last_step = (saved[n].numpy() for n in ("keys", "uses", "last_step"))
+        mine = owner_of(keys, self._num_shards) == self._shard
+        self.residency.restore_candidates(keys[mine], uses[mine], last_step[mine])
+        self.residency.newest_step = max(self.residency.newest_step, int(saved["newest_step"]))
+
     def _rows_of(self, keys: Keys, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Rows of given columns; state that is not given (an import of bare weights) begins as in a new row."""
         given = dict(columns)

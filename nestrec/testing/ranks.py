@@ -1,36 +1,114 @@
-"""Ranks as threads of one process, for tests of what ranks agree on through `gather`."""
+"""Ranks for tests: processes joined by Gloo that are started once and run one function after another."""
 
-import threading
+import multiprocessing
+import os
+import tempfile
+import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
-from nestrec.checkpoint import Peers
+import torch
 
-T = TypeVar("T")
+from nestrec.distributed.topology import Topology
+
+_START_TIMEOUT_S = 100.0
 
 
-def run_ranks(world: int, work: Callable[[Peers], T]) -> list[T | Exception]:
-    """Run `work` once for every rank at the same time; what each returned or raised."""
-    barrier = threading.Barrier(world)
-    mailbox: list[Any] = [None] * world
-    results: list[Any] = [None] * world
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """What a rank said when its function raised, or that it died."""
 
-    def run(rank: int) -> None:
-        def gather(value: Any) -> list[Any]:
-            mailbox[rank] = value
-            barrier.wait(timeout=30)
-            values = list(mailbox)
-            barrier.wait(timeout=30)
-            return values
+    rank: int
+    kind: str
+    """Name of the exception's class, or `died`."""
+    text: str
 
+
+class RankPool:
+    """`world` processes; `run` calls a picklable function on each as `function(topology, *args)`."""
+
+    def __init__(self, world: int, *, num_replicas: int = 1, timeout_s: float = 60.0) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
+        context = multiprocessing.get_context("spawn")
+        threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            meeting = str(Path(self._folder.name) / "meeting")
+            args = (rank, world, num_replicas, timeout_s, meeting, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+        self._raise_failures(self._collect(_START_TIMEOUT_S))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results in rank order; an AssertionError with every rank's traceback where any rank failed."""
+        outcomes = self.outcomes(function, *args)
+        self._raise_failures(outcomes)
+        return outcomes
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
+        """Results or RankFailures in rank order."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(timeout_s)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        outcomes = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                answered = pipe.poll(timeout_s)
+                outcomes.append(pipe.recv() if answered else RankFailure(rank, "silent", f"no answer in {timeout_s} s"))
+            except (EOFError, ConnectionResetError):
+                outcomes.append(RankFailure(rank, "died", "the process ended"))
+        return outcomes
+
+    @staticmethod
+    def _raise_failures(outcomes: list[Any]) -> None:
+        failed = [o for o in outcomes if isinstance(o, RankFailure)]
+        if failed:
+            raise AssertionError("\n".join(f"rank {f.rank}: {f.kind}: {f.text}" for f in failed))
+
+
+def _serve(rank: int, world: int, num_replicas: int, timeout_s: float, meeting: str, pipe: Connection) -> None:  # noqa: PLR0917
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
+    topology = Topology.of_process_group(torch.device("cpu"), num_replicas=num_replicas, timeout_s=timeout_s)
+    pipe.send("ready")
+    while True:
         try:
-            results[rank] = work(Peers(rank=rank, world=world, gather=gather))
-        except Exception as error:
-            results[rank] = error
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # the pool is gone, and so may be the peers: nothing to take leave of
+        pipe.send(_call(rank, function, topology, args))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+
+def _call(rank: int, function: Callable[..., Any], topology: Topology, args: tuple[Any, ...]) -> Any:
+    try:
+        return function(topology, *args)
+    except Exception as error:
+        return RankFailure(rank, type(error).__name__, f"{error}\n{traceback.format_exc()}")

@@ -4,6 +4,8 @@ import torch
 
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.stores.device import DeviceStore
+from nestrec.embedding.stores.disk import DiskStore, disk_path
+from nestrec.embedding.stores.dram import DramStore
 from nestrec.embedding.stores.store import Store
 from nestrec.embedding.table import TableConfig
 
@@ -11,4 +13,9 @@ from nestrec.embedding.table import TableConfig
 def make_store(table: TableConfig, layout: RowLayout, device: torch.device, shard: int) -> Store:
     """An empty store for one shard of a table."""
     config = table.store
+    if config.kind == "dram":
+        return DramStore(layout.num_words, device, config.num_threads)
+    if config.kind == "disk":
+        path = disk_path(config.folder, table.name, shard)
+        return DiskStore(path, layout.num_words, device, config.cache_rows, config.num_threads)
     return DeviceStore(layout.num_words, device, config.num_threads)

@@ -1,0 +1,34 @@
+"""Rows in host memory: one slab that grows in place, copied by several threads without the GIL."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
+from nestrec.embedding.stores.host import HostStore
+from nestrec.embedding.stores.slab import Slab
+from nestrec.embedding.stores.store import Slots
+
+
+class DramStore(HostStore):
+    """A slab of rows; memory is taken from the system when a row is first written."""
+
+    def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
+        super().__init__(num_words, device)
+        self._slab = Slab(num_words)
+        self._num_threads = num_threads
+
+    def reserve(self, num_slots: int) -> None:
+        self._slab.reserve(num_slots)
+
+    def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
+        gather_rows_host(self._slab.rows, slots, out, self._num_threads)
+
+    def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
+        scatter_rows_host(self._slab.rows, slots, rows, self._num_threads)
+
+    def statistics(self) -> dict[str, int]:
+        return {"host_bytes": self._slab.num_bytes, "device_bytes": 0}
+
+    def close(self) -> None:
+        self._slab.close()
