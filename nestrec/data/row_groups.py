@@ -65,7 +65,7 @@ class Part:
 
 
 class RowGroupCache:
-    """Least recently used row groups up to a number of bytes. Threads may share it; no group is decoded twice at once."""
+    """Least recently used row groups up to a number of bytes. Threads may share it; each waits for the other's load."""
 
     def __init__(self, parts: list[Part], columns: list[str], max_bytes: int):
         self._parts, self._columns, self._max_bytes = parts, columns, max_bytes

@@ -107,7 +107,7 @@ class EventBlock:
 
 
 def preset(name: str, *, num_users: int | None = None, num_items: int | None = None, seed: int = 0) -> SyntheticConfig:
-    """A named shape. With other numbers of users the catalogue scales, so that items keep their events; at least 1000."""
+    """A named shape. With another number of users the catalogue scales too, but not below 1000 items."""
     if name not in PRESETS:
         raise UserError("is no synthetic preset", field="preset", value=name, remedy=did_you_mean(name, PRESETS))
     base = PRESETS[name]

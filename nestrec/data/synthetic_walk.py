@@ -1,9 +1,9 @@
 """The random walk of a synthetic user through the catalogue: counter-based, so that any user can be drawn alone.
 
 Items are popularity ranks 0..N-1. Rank r belongs to topic r mod K and is the (r div K)-th item of its topic. Inside a
-topic, each run of `BLOCK` items of similar popularity carries two cycles: following a cycle is what a sequence model can
-learn and popularity cannot, and since a cycle stays among items of similar popularity, the overall popularity keeps its
-shape. Which of the two cycles a user prefers (the dialect) and which topics they like must be inferred from the history.
+topic, each run of `BLOCK` items of similar popularity carries two cycles: following a cycle is what a sequence model
+can learn and popularity cannot, and since a cycle stays among items of similar popularity, the overall popularity keeps
+its shape. Which of the two cycles a user prefers (the dialect) and which topics they like, history must tell.
 """
 
 import math
@@ -13,25 +13,15 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.data.hashing import mix
+
 BLOCK = 32
 NUM_LIKED = 3
 """Topics that a user likes; a topic may be drawn twice."""
 CLICK, LIKE, LONG_VIEW = 1, 2, 64
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 _SESSION_START_CHANCE = 0.05
 _TIE_CHANCE = 0.05
 _MAX_TRIES = 16
-
-
-@njit(cache=True, nogil=True)
-def mix(x: np.uint64) -> np.uint64:
-    """`nestrec.base.random.mix64` for compiled code."""
-    y = x + _GOLDEN
-    y = (y ^ (y >> np.uint64(30))) * _MULTIPLY_1
-    y = (y ^ (y >> np.uint64(27))) * _MULTIPLY_2
-    return y ^ (y >> np.uint64(31))
 
 
 @njit(cache=True, nogil=True)
@@ -41,7 +31,7 @@ def uniform(key: np.uint64, counter: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def permute(index: int, size: int, key: np.uint64) -> int:
+def permute(index: int, size: int, key: np.uint64) -> np.int64:
     """A bijection on [0, size): mixing on the next power of two, repeated until the result falls inside."""
     bits = 1
     while (1 << bits) < size:
@@ -55,7 +45,7 @@ def permute(index: int, size: int, key: np.uint64) -> int:
             x = (x * (mix(key + np.uint64(16 + step)) | np.uint64(1))) & mask
             x ^= x >> shift
         if x < np.uint64(size):
-            return int(x)
+            return np.int64(x)
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,1 @@
+"""One file for each input format of `nestrec prepare`."""

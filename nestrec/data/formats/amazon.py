@@ -1,0 +1,99 @@
+"""Amazon reviews: CSV of user, item, rating and time (with or without a header), or reviews as JSON lines."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from nestrec.base.errors import DataError
+from nestrec.data.events import EventColumns
+from nestrec.data.options import LogColumns, PrepareOptions, TimeUnit
+from nestrec.data.raw import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
+from nestrec.data.source import LogSource, delimited_files, over_files, plain_name, require_input
+
+POSITIVE_RATING = 4.0
+NAMES_OF = {
+    "user": ("user", "user_id", "reviewerID", "userId"),
+    "item": ("item", "parent_asin", "asin", "item_id", "productId"),
+    "rating": ("rating", "overall", "score"),
+    "timestamp": ("timestamp", "unixReviewTime", "time"),
+}
+"""Names of the fields in the editions of 2014, 2018 and 2023."""
+FIRST_MS = 100_000_000_000
+"""A larger number is a time in milliseconds (the edition of 2023), not in seconds."""
+
+
+def open_amazon(path: Path, options: PrepareOptions) -> LogSource:
+    """Seconds or milliseconds are told apart by the first review."""
+    first = first_line(require_input(path))
+    if first.startswith("{"):
+        batches, unit = over_files([path], _read_json), _time_unit(str(_fields(_parse(first) or {})[3]))
+        log = LogColumns(rating="rating", time="timestamp", time_unit=unit)
+    else:
+        how, log = _csv_columns(path, first, options)
+        batches = delimited_files([path], how)
+    positive = POSITIVE_RATING if options.positive_rating is None else options.positive_rating
+    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=positive)
+    return LogSource(plain_name(path), "amazon_csv", columns, batches)
+
+
+def _csv_columns(path: Path, first: str, options: PrepareOptions) -> tuple[Delimited, LogColumns]:
+    cells = header_names(first, Delimited())
+    known = {name for names in NAMES_OF.values() for name in names}
+    has_header = bool(known & set(cells))
+    names = cells if has_header else options.review_columns
+    if len(cells) != len(names):
+        remedy = "name the columns in order with --review-columns"
+        raise DataError(f"has {len(cells)} columns, not {len(names)}", field="input", value=str(path), remedy=remedy)
+    found = {what: next((n for n in options_ if n in names), None) for what, options_ in NAMES_OF.items()}
+    for what in ("user", "item", "timestamp"):
+        if found[what] is None:
+            remedy = f"its name must be one of {', '.join(NAMES_OF[what])}"
+            raise DataError(f"has no {what} column", field="input", value=str(path), remedy=remedy)
+    position = list(names).index(str(found["timestamp"]))
+    second = _second_line(path) if has_header else first
+    unit = _time_unit(header_names(second, Delimited())[position] if second.count(",") >= position else "")
+    log = LogColumns(user=str(found["user"]), item=str(found["item"]), rating=found["rating"], time=found["timestamp"],
+                     time_unit=unit)  # fmt: skip
+    return Delimited(names=() if has_header else names), log
+
+
+def _time_unit(first_time: str) -> TimeUnit:
+    return "ms" if first_time.strip().isdigit() and int(first_time) >= FIRST_MS else "s"
+
+
+def _second_line(path: Path) -> str:
+    for lines, _, _ in read_lines(path):
+        return lines[1].rstrip("\r\n") if len(lines) > 1 else ""
+    return ""
+
+
+def _read_json(path: Path) -> Iterator[RawBatch]:
+    for lines, first, done in read_lines(path):
+        rows, numbers, bad = [], [], []
+        for number, line in enumerate(lines, start=first):
+            review = _parse(line)
+            if review is None and line.strip():
+                bad.append(BadRow(number, "not a JSON object", line.strip()))
+            elif review is not None:
+                rows.append(_fields(review))
+                numbers.append(number)
+        cells = list(zip(*rows, strict=True)) or [(), (), (), ()]
+        columns = {name: pa.array(column, pa.string()) for name, column in zip(NAMES_OF, cells, strict=True)}
+        yield RawBatch(path.name, np.array(numbers, dtype=np.int64), columns, tuple(bad), done)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        review = json.loads(line)
+    except ValueError:
+        return None
+    return review if isinstance(review, dict) else None
+
+
+def _fields(review: dict[str, Any]) -> tuple[str, ...]:
+    """User, item, rating and time as text, empty where missing."""
+    return tuple(str(next((review[n] for n in names if review.get(n) is not None), "")) for names in NAMES_OF.values())

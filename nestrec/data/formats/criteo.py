@@ -1,0 +1,88 @@
+"""Criteo display ads: tab separated label, 13 integers and 26 categories; one row an example, in the file's order."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from nestrec.base.config import to_plain
+from nestrec.base.errors import DataError, UserError
+from nestrec.data import schema
+from nestrec.data.card import Card, Counts, FileEntry
+from nestrec.data.duplicates import DuplicateCounter
+from nestrec.data.options import PrepareOptions
+from nestrec.data.parse import BAD, GOOD, parse_integers, parse_numbers
+from nestrec.data.progress import Progress
+from nestrec.data.quarantine import Quarantine
+from nestrec.data.raw import BadRow, Delimited, RawBatch
+from nestrec.data.signature import cell_hashes, row_signatures
+from nestrec.data.source import delimited_files, plain_name, require_input
+from nestrec.data.writer import UserBlock, UsersWriter
+
+NUM_DENSE, NUM_CATEGORIES = 13, 26
+DENSE_NAMES = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))
+CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, NUM_CATEGORIES + 1))
+HOW = Delimited(separator="\t", names=("label", *DENSE_NAMES, *CATEGORY_NAMES), has_quotes=False)
+_HASH_KEY = 0x43726974656F
+
+
+def write_criteo(folder: Path, path: Path, options: PrepareOptions, progress: Progress) -> Card:
+    """Write the dataset of rows into `folder`. Exact duplicates are counted and kept."""
+    if options.duplicates == "drop":
+        remedy = "leave the option out: equal ad impressions are no error of the log"
+        raise UserError("is not offered for criteo", field="duplicates", value="drop", remedy=remedy)
+    sizes = {schema.DENSE: NUM_DENSE, schema.CATEGORIES: NUM_CATEGORIES}
+    writer, quarantine = UsersWriter(folder, schema.row_fields(), sizes), Quarantine(folder)
+    duplicates = DuplicateCounter(folder)
+    num_read = num_rows = 0
+    for batch, done in delimited_files([require_input(path)], HOW)():
+        block, bad, signatures = _parse(batch)
+        quarantine.add(batch.file, [*batch.bad, *bad])
+        writer.append(block)
+        duplicates.add(signatures)
+        num_read += batch.num_rows + len(batch.bad)
+        num_rows += block.num_rows
+        progress("read", done)
+    quarantine.check(num_read, options.max_bad_share)
+    if not num_rows:
+        raise DataError("has no usable rows", field="input", value=str(path), remedy="check the format")
+    files = [*writer.close(), *quarantine.close()]
+    counts = Counts(users=num_rows, items=0, events=num_rows, rows_read=num_read, duplicates_kept=duplicates.finish(),
+                    quarantined=dict(sorted(quarantine.reasons.items())))  # fmt: skip
+    return _finish(folder, path, counts, files, options)
+
+
+def _finish(folder: Path, path: Path, counts: Counts, files: list[FileEntry], options: PrepareOptions) -> Card:
+    card = Card(kind="rows", name=plain_name(path), source_format="criteo", counts=counts, files=tuple(files),
+                options=to_plain(options))  # fmt: skip
+    card.save(folder)
+    return card
+
+
+def _parse(batch: RawBatch) -> tuple[UserBlock, list[BadRow], NDArray[np.uint64]]:
+    labels, states = parse_integers(batch.columns["label"])
+    is_labelled = (states == GOOD) & ((labels == 0) | (labels == 1))
+    dense = np.empty((batch.num_rows, NUM_DENSE), dtype=np.float32)
+    is_number = np.ones(batch.num_rows, dtype=np.bool_)
+    for i, name in enumerate(DENSE_NAMES):
+        values, states = parse_numbers(batch.columns[name])
+        dense[:, i] = values
+        is_number &= states != BAD
+    categories = np.stack([_hash(batch.columns[n], i) for i, n in enumerate(CATEGORY_NAMES)], axis=1)
+    good = is_labelled & is_number
+    reasons = np.where(is_labelled, "not a number", "label is not 0 or 1")
+    bad = [BadRow(int(batch.lines[i]), str(reasons[i]), batch.text_of(int(i))) for i in np.flatnonzero(~good)]
+    lists: dict[str, NDArray[Any]] = {schema.DENSE: dense[good].ravel(), schema.CATEGORIES: categories[good].ravel()}
+    scalars = {schema.LABEL: pa.array(labels[good].astype(np.int8))}
+    signatures = row_signatures(list(batch.columns.values()), batch.num_rows)[good]
+    return UserBlock(np.ones(int(good.sum()), dtype=np.int32), scalars, lists), bad, signatures
+
+
+def _hash(column: pa.Array, index: int) -> NDArray[np.int64]:
+    """A 63-bit hash of (column, value) that is never 0, and 0 for a blank."""
+    hashes = (cell_hashes(column, _HASH_KEY + index) >> np.uint64(1)).astype(np.int64)
+    is_blank = pc.binary_length(column).to_numpy(zero_copy_only=False) == 0
+    return np.where(is_blank, 0, np.maximum(hashes, 1))

@@ -1,0 +1,101 @@
+"""KuaiRand (Pure, 1K, 27K): native files, all twelve feedback signals, user and video features.
+
+Order is by `time_ms`: `date` and `hourmin` are rounded and run ahead of it. Exact duplicate rows (2 to 3%) are dropped
+by default. Users of either period are kept. Vocabularies are sized from the files, with row 0 for unknown.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from nestrec.base.errors import DataError
+from nestrec.data.events import EventColumns
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.raw import Delimited, first_line, header_names
+from nestrec.data.schema import KUAIRAND_BITS
+from nestrec.data.side import SideColumn, SideKind, SideSource
+from nestrec.data.source import LogSource, delimited_files, plain_name, require_input, side_files
+
+ACTIONS = {
+    "click": "is_click",
+    "like": "is_like",
+    "follow": "is_follow",
+    "comment": "is_comment",
+    "forward": "is_forward",
+    "hate": "is_hate",
+    "long_view": "long_view",
+    "profile_enter": "is_profile_enter",
+    "random": "is_rand",
+}
+LOG = LogColumns(
+    user="user_id",
+    item="video_id",
+    time="time_ms",
+    time_unit="ms",
+    actions=ACTIONS,
+    numbers=("play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time"),
+    categories=("tab",),
+)
+USER_NUMBERS = ("follow_user_num", "fans_user_num", "friend_user_num", "register_days")
+VIDEO_KINDS: dict[str, SideKind] = {
+    "author_id": "category",
+    "video_type": "category",
+    "upload_dt": "date",
+    "upload_type": "category",
+    "visible_status": "category",
+    "video_duration": "number",
+    "server_width": "number",
+    "server_height": "number",
+    "music_id": "category",
+    "music_type": "category",
+    "tag": "categories",
+}
+
+
+def open_kuairand(path: Path, options: PrepareOptions) -> LogSource:
+    """The folder of an edition, or its `data` folder; parts and gzip are found by name."""
+    folder = require_input(path) / "data" if (path / "data").is_dir() else path
+    logs = _files(folder, "log_standard") + (_files(folder, "log_random") if options.random_logs else [])
+    if not logs:
+        remedy = "it must hold files such as log_standard_4_08_to_4_21_pure.csv"
+        raise DataError("holds no KuaiRand logs", field="input", value=str(path), remedy=remedy)
+    items = _side(_files(folder, "video_features_basic"), "video_id", VIDEO_KINDS)
+    if options.video_statistics:
+        items += _side(_files(folder, "video_features_statistic"), "video_id", {})
+    return LogSource(
+        plain_name(folder if folder == path else path),
+        "kuairand",
+        EventColumns(LOG, dict(KUAIRAND_BITS)),
+        delimited_files(logs, Delimited()),
+        drops_duplicates=True,
+        users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)),
+        items=items,
+    )
+
+
+def _files(folder: Path, kind: str) -> list[Path]:
+    """Files of one kind in order of name, so periods and parts follow each other."""
+    pattern = re.compile(rf"{kind}(_\w+)?_(pure|1k|27k)(_part\d+)?\.csv(\.gz)?")
+    return sorted((p for p in folder.iterdir() if pattern.fullmatch(p.name)), key=lambda p: p.name)
+
+
+def _user_kinds(folder: Path) -> dict[str, SideKind]:
+    files = _files(folder, "user_features")
+    names = _columns(files) if files else ()
+    return {name: "number" if name in USER_NUMBERS else "category" for name in names if name != "user_id"}
+
+
+def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[SideSource, ...]:
+    """Columns without a kind of their own are numbers."""
+    if not files:
+        return ()
+    prefix = f"{key.removesuffix('_id')}_"  # `user_active_degree` becomes the feature `active_degree` of the user
+    names = [name for name in _columns(files) if name != key]
+    columns = tuple(
+        SideColumn(n, kinds.get(n, "number"), name=n.removeprefix(prefix) if prefix == "user_" else n) for n in names
+    )
+    return (SideSource(side_files(files, Delimited()), key, columns),)
+
+
+def _columns(files: Sequence[Path]) -> tuple[str, ...]:
+    return header_names(first_line(files[0]), Delimited())

@@ -1,0 +1,136 @@
+"""MovieLens: 100K (`u.data`), 1M (`ratings.dat`), 20M (`ratings.csv`) and RecBole's `.inter`, with their side files."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from nestrec.base.errors import DataError
+from nestrec.data.events import EventColumns
+from nestrec.data.formats.recbole import open_recbole
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.raw import Delimited, RawBatch, first_line, read_delimited
+from nestrec.data.side import SideColumn, SideSource
+from nestrec.data.source import LogSource, delimited_files, find_file, plain_name, require_input, side_files
+
+POSITIVE_RATING = 4.0
+NAMES = ("user", "item", "rating", "timestamp")
+GENRES_100K = ("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama",
+               "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War",
+               "Western")  # fmt: skip
+
+
+def open_movielens(path: Path, options: PrepareOptions) -> LogSource:
+    """The folder of an edition, or its file of ratings; user and movie files are found beside it."""
+    file = _ratings_file(require_input(path))
+    first = first_line(file)
+    if ":token" in first:
+        return open_recbole(file, options, format="movielens", positive_rating=_positive(options))
+    if first.count("::") == 3:
+        return _source(file, options, Delimited(separator="::", names=NAMES, has_quotes=False), _users_1m, _movies_1m)
+    if first.count("\t") == 3:
+        return _source(
+            file, options, Delimited(separator="\t", names=NAMES, has_quotes=False), _users_100k, _movies_100k
+        )
+    if first.startswith("userId,movieId,rating,timestamp"):
+        return _source(file, options, Delimited(), _no_users, _movies_20m, user="userId", item="movieId")
+    remedy = "name u.data, ratings.dat, ratings.csv or a .inter file; use the format `log` for others"
+    raise DataError("is no file of MovieLens ratings", field="input", value=str(file), remedy=remedy)
+
+
+def _ratings_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    inter = sorted(p.name.removesuffix(".gz") for p in path.iterdir() if plain_name(p).endswith(".inter"))
+    found = find_file(path, "ratings.dat", "u.data", "ratings.csv", *inter)
+    if found is None:
+        remedy = "the folder must hold ratings.dat, u.data, ratings.csv or a .inter file; or name the file itself"
+        raise DataError("holds no MovieLens ratings", field="input", value=str(path), remedy=remedy)
+    return found
+
+
+def _source(
+    file: Path,
+    options: PrepareOptions,
+    how: Delimited,
+    users: Callable[[Path], SideSource | None],
+    movies: Callable[[Path], SideSource | None],
+    *,
+    user: str = "user",
+    item: str = "item",
+) -> LogSource:
+    log = LogColumns(user=user, item=item, rating="rating", time="timestamp", time_unit="s")
+    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=_positive(options))
+    user_side, item_side = users(file.parent), movies(file.parent)
+    return LogSource(
+        plain_name(file),
+        "movielens",
+        columns,
+        delimited_files([file], how),
+        users=(user_side,) if user_side else (),
+        items=(item_side,) if item_side else (),
+    )
+
+
+def _positive(options: PrepareOptions) -> float:
+    return POSITIVE_RATING if options.positive_rating is None else options.positive_rating
+
+
+def _no_users(folder: Path) -> SideSource | None:
+    return None
+
+
+def _users_1m(folder: Path) -> SideSource | None:
+    file = find_file(folder, "users.dat")
+    names = ("user", "gender", "age", "occupation", "zip")
+    columns = tuple(SideColumn(name, "category") for name in names[1:])
+    return (
+        None
+        if file is None
+        else SideSource(side_files([file], Delimited(separator="::", names=names, has_quotes=False)), "user", columns)
+    )
+
+
+def _users_100k(folder: Path) -> SideSource | None:
+    file = find_file(folder, "u.user")
+    names = ("user", "age", "gender", "occupation", "zip")
+    columns = tuple(SideColumn(name, "category") for name in names[1:])
+    return (
+        None
+        if file is None
+        else SideSource(side_files([file], Delimited(separator="|", names=names, has_quotes=False)), "user", columns)
+    )
+
+
+def _movies_1m(folder: Path) -> SideSource | None:
+    file = find_file(folder, "movies.dat")
+    how = Delimited(separator="::", names=("item", "title", "genres"), has_quotes=False, encoding="latin-1")
+    columns = (SideColumn("title", "text"), SideColumn("genres", "categories", separator="|"))
+    return None if file is None else SideSource(side_files([file], how), "item", columns)
+
+
+def _movies_20m(folder: Path) -> SideSource | None:
+    file = find_file(folder, "movies.csv")
+    columns = (SideColumn("title", "text"), SideColumn("genres", "categories", separator="|"))
+    return None if file is None else SideSource(side_files([file], Delimited()), "movieId", columns)
+
+
+def _movies_100k(folder: Path) -> SideSource | None:
+    file = find_file(folder, "u.item")
+    columns = (SideColumn("title", "text"), SideColumn("genres", "categories", separator="|"))
+    return None if file is None else SideSource(lambda: _read_u_item(file), "item", columns)
+
+
+def _read_u_item(file: Path) -> Iterator[RawBatch]:
+    """One flag a genre becomes a list of genres."""
+    names = ("item", "title", "released", "released_video", "url", *GENRES_100K)
+    how = Delimited(separator="|", names=names, has_quotes=False, encoding="latin-1")
+    for batch in read_delimited(file, how):
+        flags = zip(*(batch.columns[genre].to_pylist() for genre in GENRES_100K), strict=True)
+        genres = ["|".join(g for g, flag in zip(GENRES_100K, row, strict=True) if flag == "1") for row in flags]
+        columns = {
+            "item": batch.columns["item"],
+            "title": batch.columns["title"],
+            "genres": pa.array(genres, pa.string()),
+        }
+        yield RawBatch(batch.file, batch.lines, columns, batch.bad, batch.done)

@@ -1,0 +1,15 @@
+"""`user item` on each line, in time order inside a user (SASRec)."""
+
+from pathlib import Path
+
+from nestrec.data.events import EventColumns
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.raw import Delimited, first_line
+from nestrec.data.source import LogSource, delimited_files, plain_name, require_input
+
+
+def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
+    """Fields are separated by a space or a tab; events keep the order of the file."""
+    separator = "\t" if "\t" in first_line(require_input(path)) else " "
+    how = Delimited(separator=separator, names=("user", "item"), has_quotes=False)
+    return LogSource(plain_name(path), "sasrec_pairs", EventColumns.of(LogColumns()), delimited_files([path], how))

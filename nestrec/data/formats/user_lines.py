@@ -1,0 +1,76 @@
+"""One line a user: the user's id, then item ids from oldest to newest (S3Rec), with optional attributes of items."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from nestrec.base.errors import DataError
+from nestrec.data.events import EventColumns
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.raw import BadRow, RawBatch, read_lines, unreadable
+from nestrec.data.side import SideColumn, SideSource
+from nestrec.data.source import LogSource, find_file, over_files, plain_name, require_input
+
+
+def open_user_lines(path: Path, options: PrepareOptions) -> LogSource:
+    """Events keep the order of the line."""
+    require_input(path)
+    attributes = _attributes_file(path, options)
+    items = (
+        (SideSource(_attribute_rows(attributes), "item", (SideColumn("attributes", "categories"),)),)
+        if attributes
+        else ()
+    )
+    return LogSource(
+        plain_name(path), "user_lines", EventColumns.of(LogColumns()), over_files([path], _read), items=items
+    )
+
+
+def _read(path: Path) -> Iterator[RawBatch]:
+    for lines, first_line, done in read_lines(path):
+        text = pc.utf8_trim_whitespace(pa.array([line.rstrip("\r\n") for line in lines], pa.string()))
+        words = pc.utf8_split_whitespace(text)
+        counts = pc.list_value_length(words).to_numpy(zero_copy_only=False).astype(np.int64)
+        is_blank = pc.binary_length(text).to_numpy(zero_copy_only=False) == 0
+        numbers = first_line + np.arange(len(lines), dtype=np.int64)
+        bad = [BadRow(int(numbers[i]), "user without items", lines[i].strip()) for i in np.flatnonzero(counts == 1)
+               if not is_blank[i]]  # fmt: skip
+        starts = np.cumsum(counts) - counts
+        is_item = np.ones(int(counts.sum()), dtype=np.bool_)
+        is_item[starts] = False
+        flat = words.flatten()
+        row_of_item = np.repeat(np.arange(len(lines)), counts - 1)
+        users = flat.take(pa.array(starts)).take(pa.array(row_of_item))
+        columns = {"user": users, "item": flat.filter(pa.array(is_item))}
+        yield RawBatch(path.name, numbers[row_of_item], columns, tuple(bad), done)
+
+
+def _attributes_file(path: Path, options: PrepareOptions) -> Path | None:
+    if options.item_attributes is not None:
+        return require_input(Path(options.item_attributes))
+    stem = plain_name(path).removesuffix(".txt")
+    return find_file(path.parent, f"{stem}_item2attributes.json", f"{stem.removesuffix('_lines')}_item2attributes.json")
+
+
+def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
+    def batches() -> Iterator[RawBatch]:
+        try:
+            text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            attributes = json.loads(text)
+        except (OSError, ValueError, EOFError) as error:
+            raise unreadable(path, error) from error
+        if not isinstance(attributes, dict):
+            raise DataError(
+                "must map item ids to lists", field="item_attributes", value=str(path), remedy="check the file"
+            )
+        joined = [",".join(str(a) for a in values) for values in attributes.values()]
+        lines = np.ones(len(joined), dtype=np.int64)
+        yield RawBatch(path.name, lines, {"item": pa.array(list(attributes), pa.string()),
+                                          "attributes": pa.array(joined, pa.string())})  # fmt: skip
+
+    return batches

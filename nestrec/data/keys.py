@@ -1,0 +1,176 @@
+"""Dense codes for the ids of a source, in order of first appearance.
+
+Ids are text. An id that is the plain decimal form of an integer lives in a compiled hash table (about 24 bytes an id),
+any other in a dictionary; `7` and `007` stay different ids.
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numba import njit
+from numpy.typing import NDArray
+
+_POWERS_OF_10 = 10 ** np.arange(1, 19, dtype=np.int64)
+_EMPTY = -1
+_TEXT = -(2**63)
+"""Stands for a text id among numbers, which have at most 18 digits."""
+
+
+class KeyTable:
+    """Maps ids to codes 0, 1, ... in order of first appearance, and back."""
+
+    def __init__(self) -> None:
+        self._slots = np.zeros(1 << 10, dtype=np.int64)
+        self._codes = np.full(1 << 10, _EMPTY, dtype=np.int64)
+        self._number_of_code = np.zeros(1 << 10, dtype=np.int64)
+        self._code_of_text: dict[str, int] = {}
+        self._text_of_code: dict[int, str] = {}
+        self._size = 0
+        self._num_numbers = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def encode(self, ids: pa.Array) -> NDArray[np.int64]:
+        """Codes of the ids (text or int64, no nulls); unknown ids get the next codes."""
+        numbers = as_numbers(ids)
+        if numbers is not None:
+            return self._encode_numbers(numbers)
+        encoded = ids.dictionary_encode()
+        codes = np.array([self._encode_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
+        return np.asarray(codes[encoded.indices.to_numpy()])
+
+    def find(self, ids: pa.Array) -> NDArray[np.int64]:
+        """Codes of the ids, -1 where unknown."""
+        numbers = as_numbers(ids)
+        if numbers is not None:
+            return _find(self._slots, self._codes, numbers)
+        encoded = ids.dictionary_encode()
+        codes = np.array([self._find_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
+        return np.asarray(codes[encoded.indices.to_numpy()])
+
+    def keys(self, codes: NDArray[np.int64]) -> pa.Array:
+        """The ids of the codes, as text."""
+        text = pa.array(self._number_of_code[codes]).cast(pa.string())
+        if not self._code_of_text:
+            return text
+        is_text = self._number_of_code[codes] == _TEXT
+        replacement = pa.array([self._text_of_code[code] for code in codes[is_text].tolist()], pa.string())
+        return pc.replace_with_mask(text, pa.array(is_text), replacement)
+
+    def all_keys(self) -> pa.Array:
+        """Every id, in order of code."""
+        return self.keys(np.arange(self._size, dtype=np.int64))
+
+    def _encode_numbers(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        out = np.empty(numbers.size, dtype=np.int64)
+        done = 0
+        while True:
+            self._reserve(len(self._code_of_text) + self._slots.size // 2 + 1)
+            self._size, self._num_numbers, done = _encode(
+                (self._slots, self._codes, self._number_of_code), (self._size, self._num_numbers), numbers, out, done
+            )
+            if done == numbers.size:
+                return out
+            self._slots, self._codes = _grow(self._slots, self._codes)
+
+    def _encode_one(self, text: str) -> int:
+        if is_plain_number(text):
+            return int(self._encode_numbers(np.array([int(text)], dtype=np.int64))[0])
+        code = self._code_of_text.setdefault(text, self._size)
+        if code == self._size:
+            self._reserve(self._size + 1)
+            self._number_of_code[code] = _TEXT
+            self._text_of_code[code] = text
+            self._size += 1
+        return code
+
+    def _find_one(self, text: str) -> int:
+        if is_plain_number(text):
+            return int(_find(self._slots, self._codes, np.array([int(text)], dtype=np.int64))[0])
+        return self._code_of_text.get(text, -1)
+
+    def _reserve(self, size: int) -> None:
+        if size > self._number_of_code.size:
+            grown = np.zeros(max(size, 2 * self._number_of_code.size), dtype=np.int64)
+            grown[: self._size] = self._number_of_code[: self._size]
+            self._number_of_code = grown
+
+
+def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
+    """The ids as int64 where every one of them is an integer of at most 18 digits in plain decimal form."""
+    if pa.types.is_integer(ids.type):
+        ids = ids.cast(pa.string())
+    try:
+        numbers = ids.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    except pa.ArrowInvalid:
+        return None
+    num_characters = pc.binary_length(ids).to_numpy(zero_copy_only=False)
+    magnitude = np.abs(numbers)
+    if magnitude.size and (magnitude.max() >= _POWERS_OF_10[-1] or magnitude.min() < 0):
+        return None
+    plain = np.searchsorted(_POWERS_OF_10, magnitude, side="right") + 1 + (numbers < 0)
+    return np.asarray(numbers) if np.array_equal(plain, num_characters) else None
+
+
+def is_plain_number(text: str) -> bool:
+    """Whether `text` is what `str` would print for an integer of at most 18 digits."""
+    digits = text[1:] if text[:1] == "-" else text
+    return digits.isascii() and digits.isdigit() and len(digits) <= 18 and str(int(text)) == text
+
+
+@njit(cache=True, nogil=True)
+def _slot_of(number: int, mask: int) -> np.int64:
+    h = np.uint64(number) * np.uint64(0x9E3779B97F4A7C15)
+    return np.int64((h ^ (h >> np.uint64(32))) & np.uint64(mask))
+
+
+@njit(cache=True, nogil=True)
+def _encode(table, sizes, numbers, out, start) -> Any:  # type: ignore[no-untyped-def]
+    """Encode from `start` until the table is half full; the new sizes and how far it went."""
+    slots, codes, number_of_code = table
+    size, num_numbers = sizes
+    mask = slots.size - 1
+    for i in range(start, numbers.size):
+        slot = _slot_of(numbers[i], mask)
+        while codes[slot] != _EMPTY and slots[slot] != numbers[i]:
+            slot = (slot + 1) & mask
+        if codes[slot] == _EMPTY:
+            if 2 * num_numbers >= slots.size:
+                return size, num_numbers, i
+            slots[slot] = numbers[i]
+            codes[slot] = size
+            number_of_code[size] = numbers[i]
+            size += 1
+            num_numbers += 1
+        out[i] = codes[slot]
+    return size, num_numbers, numbers.size
+
+
+@njit(cache=True, nogil=True)
+def _find(slots: NDArray[np.int64], codes: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    out = np.empty(numbers.size, dtype=np.int64)
+    mask = slots.size - 1
+    for i in range(numbers.size):
+        slot = _slot_of(numbers[i], mask)
+        while codes[slot] != _EMPTY and slots[slot] != numbers[i]:
+            slot = (slot + 1) & mask
+        out[i] = codes[slot]
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _grow(slots: NDArray[np.int64], codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    new_slots = np.zeros(2 * slots.size, dtype=np.int64)
+    new_codes = np.full(2 * slots.size, _EMPTY, dtype=np.int64)
+    mask = new_slots.size - 1
+    for old in range(slots.size):
+        if codes[old] != _EMPTY:
+            slot = _slot_of(slots[old], mask)
+            while new_codes[slot] != _EMPTY:
+                slot = (slot + 1) & mask
+            new_slots[slot] = slots[old]
+            new_codes[slot] = codes[old]
+    return new_slots, new_codes

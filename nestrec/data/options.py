@@ -1,0 +1,84 @@
+"""Options of `nestrec prepare`."""
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Literal
+
+from nestrec.base.config import config
+
+TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
+
+
+@config
+class LogColumns:
+    """The columns of a CSV or Parquet log."""
+
+    user: str = "user"
+    """Column of the user's id."""
+    item: str = "item"
+    """Column of the item's id."""
+    time: str | None = None
+    """Column of the time of the event; without it and `position`, events keep the order of the file."""
+    time_unit: TimeUnit = "s"
+    """Unit of numbers in the time column, or `iso` for dates as text."""
+    position: str | None = None
+    """Column that orders the events of a user (after the time, where both are given)."""
+    rating: str | None = None
+    """Column of a rating; it becomes the event feature `rating`, and `min_rating` applies to it."""
+    actions: Mapping[str, str] = field(default_factory=dict)
+    """Action name to column (set where the number is not 0) or to `column=value` (set where the text is that value).
+    Bits are given in this order from 1."""
+    categories: tuple[str, ...] = ()
+    """Columns that become event features with a vocabulary."""
+    numbers: tuple[str, ...] = ()
+    """Columns that become numeric event features."""
+    separator: str = ","
+    """Between the fields of a text file: one character (`\\t` for a tab) or `::`."""
+    names: tuple[str, ...] = ()
+    """Column names of a text file without a header line."""
+    has_quotes: bool = True
+    """Whether fields may stand in double quotes."""
+    encoding: str = "utf-8"
+    """Of a text file."""
+
+
+@config
+class PrepareOptions:
+    """What to keep of a log, and how to read it."""
+
+    duplicates: Literal["default", "keep", "drop"] = "default"
+    """Exact duplicate rows are always counted. By default KuaiRand's are dropped, all others kept."""
+    max_bad_share: float = 0.01
+    """More bad rows than this share of the input is an error; 1 allows any number."""
+    min_rating: float | None = None
+    """Events with a lower rating are left out, as if they were not in the input."""
+    positive_rating: float | None = None
+    """Give events an action bit `positive` where the rating is at least this; MovieLens and Amazon use 4 by default."""
+    user_core: int = 0
+    """Remove users with fewer events."""
+    item_core: int = 0
+    """Remove items with fewer events."""
+    core_passes: Literal["iterated", "single"] = "iterated"
+    """`iterated`: until every user and item left has enough events. `single`: counts taken once, before removal."""
+    min_user_events: int = 0
+    """After that, remove users with fewer events left."""
+    log: LogColumns = field(default_factory=LogColumns)
+    """Columns, for format `log`."""
+    item_attributes: str | None = None
+    """JSON file of item id to attribute ids, for format `user_lines`; found by name where it lies beside the input."""
+    review_columns: tuple[str, ...] = ("user", "item", "rating", "timestamp")
+    """Order of the columns of an Amazon review file without a header (its 2018 edition begins with the item)."""
+    random_logs: bool = False
+    """Also read KuaiRand's logs of random exposure."""
+    video_statistics: bool = False
+    """Also read KuaiRand's video statistics; they are averages over the whole month, so they look into the future."""
+    num_users: int | None = None
+    """Users to draw, for format `synthetic`; the preset's number by default."""
+    num_items: int | None = None
+    """Items to draw from, for format `synthetic`; scaled with the users by default."""
+    seed: int = 0
+    """Of format `synthetic`."""
+    memory_bytes: int = 256 << 20
+    """About how much memory a partition of events may take while it is sorted."""
+    force: bool = False
+    """Replace an existing dataset."""

@@ -1,0 +1,58 @@
+"""Bad input rows: written to `quarantine.csv` with reason and line, counted, and an error when there are too many."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+from nestrec.base.errors import DataError
+from nestrec.data.card import FileEntry, describe_file
+from nestrec.data.raw import BadRow
+
+QUARANTINE_FILE = "quarantine.csv"
+TEXT_CHARACTERS = 500
+"""Longer rows are cut in the file."""
+
+
+class Quarantine:
+    """Collects bad rows of all input files."""
+
+    def __init__(self, folder: Path):
+        self.reasons: Counter[str] = Counter()
+        self._path = folder / QUARANTINE_FILE
+        self._stream: TextIO | None = None
+        self._example = ""
+
+    @property
+    def num_rows(self) -> int:
+        return self.reasons.total()
+
+    def add(self, file: str, rows: Iterable[BadRow]) -> None:
+        for row in rows:
+            if self._stream is None:
+                self._stream = self._path.open("w", newline="", encoding="utf-8")
+                csv.writer(self._stream).writerow(["file", "line", "reason", "text"])
+                self._example = f"{file}, line {row.line}: {row.reason}: {row.text[:80]!r}"
+            csv.writer(self._stream).writerow([file, row.line, row.reason, row.text[:TEXT_CHARACTERS]])
+            self.reasons[row.reason] += 1
+
+    def check(self, num_rows_read: int, max_bad_share: float, num_bad_before: int = 0) -> None:
+        """Raise if, after the first `num_bad_before` bad rows, more than `max_bad_share` of the rows read are bad."""
+        num_bad = self.num_rows - num_bad_before
+        if num_bad <= max_bad_share * num_rows_read:
+            return
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.reasons.most_common())
+        raise DataError(
+            f"{num_bad:,} of {num_rows_read:,} rows are bad ({reasons}); the first is {self._example}",
+            field="max_bad_share",
+            value=max_bad_share,
+            remedy="check the format and its columns, or allow more bad rows with --max-bad-share",
+        )
+
+    def close(self) -> list[FileEntry]:
+        """Close the file; its entry, if there is one."""
+        if self._stream is None:
+            return []
+        self._stream.close()
+        return [describe_file(self._path.parent, self._path, self.num_rows)]

@@ -1,0 +1,241 @@
+"""Raw rows of an input file, in batches of text columns with their line numbers."""
+
+import csv
+import gzip
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from nestrec.base.errors import DataError
+
+BLOCK_BYTES = 8 << 20
+ROWS_A_BATCH = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """An input row that cannot be used."""
+
+    line: int
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawBatch:
+    """Rows of one file: columns by name (text, or typed where the file is typed), and the line of each row from 1."""
+
+    file: str
+    lines: NDArray[np.int64]
+    columns: dict[str, pa.Array]
+    bad: tuple[BadRow, ...] = ()
+    done: float = 0.0
+    """Share of the file's bytes that have been read."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.lines.size)
+
+    def text_of(self, row: int) -> str:
+        """A row as text, for people."""
+        return ",".join(str(column[row].as_py()) for column in self.columns.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Delimited:
+    """How a delimited text file is written."""
+
+    separator: str = ","
+    """One character, or `::`."""
+    names: tuple[str, ...] = ()
+    """Column names; empty where the first line holds them."""
+    has_quotes: bool = True
+    """Whether fields may stand in double quotes."""
+    encoding: str = "utf-8"
+    """Of the file's bytes."""
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Tells the line of each good row from the lines of the bad ones."""
+
+    next_line: int
+    bad_lines: list[int] = field(default_factory=list)
+
+    def take(self, num_rows: int) -> NDArray[np.int64]:
+        ahead = np.array([line for line in self.bad_lines if line >= self.next_line], dtype=np.int64)
+        candidates = np.arange(self.next_line, self.next_line + num_rows + ahead.size, dtype=np.int64)
+        lines = np.setdiff1d(candidates, ahead, assume_unique=True)[:num_rows]
+        if num_rows:
+            self.next_line = int(lines[-1]) + 1
+            self.bad_lines = [line for line in self.bad_lines if line >= self.next_line]
+        return lines
+
+
+def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
+    """Rows of a delimited text file, plain or gzip. Rows with a wrong number of fields are bad, blank lines skipped."""
+    names = how.names or header_names(first_line(path, how.encoding), how)
+    if len(how.separator) > 1:  # Arrow's reader knows separators of one byte
+        yield from _read_split(path, names, how)
+        return
+    lines = _Lines(1 if how.names else 2)
+    rejected: list[BadRow] = []
+
+    def reject(row: pyarrow.csv.InvalidRow) -> str:
+        line = row.number
+        rejected.append(BadRow(line, "wrong number of fields", row.text))
+        lines.bad_lines.append(line)
+        return "skip"
+
+    with pa.OSFile(str(path)) as file:
+        stream = pa.CompressedInputStream(file, "gzip") if path.suffix == ".gz" else file
+        if how.encoding != "utf-8":
+            stream = pa.transcoding_input_stream(stream, how.encoding, "utf-8")
+        for batch in _csv_batches(path, stream, names, how, reject):
+            columns = dict(zip(names, batch.columns, strict=True))
+            kept, batch_lines = _without_blank_lines(columns, lines.take(batch.num_rows))
+            yield _checked(path, kept, batch_lines, tuple(rejected), file.tell() / max(1, path.stat().st_size))
+            rejected.clear()
+    if rejected:
+        yield RawBatch(path.name, np.zeros(0, np.int64), {n: pa.array([], pa.string()) for n in names}, tuple(rejected))
+
+
+def read_parquet(path: Path) -> Iterator[RawBatch]:
+    """Rows of a Parquet file; lines are row numbers from 1."""
+    try:
+        with pq.ParquetFile(path) as file:
+            start = 0
+            for batch in file.iter_batches(batch_size=ROWS_A_BATCH, use_threads=False):
+                lines = np.arange(start + 1, start + 1 + batch.num_rows, dtype=np.int64)
+                start += batch.num_rows
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                yield RawBatch(path.name, lines, columns, done=start / max(1, file.metadata.num_rows))
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(path, error) from error
+
+
+def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[list[str], int, float]]:
+    """Lines of a text file in bounded blocks: the lines, the number of the first, and the share of bytes read."""
+    try:
+        with path.open("rb") as file:
+            binary: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            text = io.TextIOWrapper(binary, encoding=encoding, errors="replace")
+            start = 1
+            while lines := text.readlines(BLOCK_BYTES):
+                yield lines, start, file.tell() / max(1, path.stat().st_size)
+                start += len(lines)
+    except (OSError, EOFError) as error:
+        raise unreadable(path, error) from error
+
+
+def first_line(path: Path, encoding: str = "utf-8") -> str:
+    """The first line without its end, or nothing."""
+    for lines, _, _ in read_lines(path, encoding):
+        return lines[0].removeprefix("\ufeff").rstrip("\r\n")
+    return ""
+
+
+def header_names(line: str, how: Delimited) -> tuple[str, ...]:
+    """Column names of a header line."""
+    if how.separator == "::" or not how.has_quotes:
+        return tuple(line.split(how.separator))
+    return tuple(next(csv.reader([line], delimiter=how.separator), []))
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The error for an input file that cannot be read."""
+    remedy = "check that the file is whole and of the named format"
+    return DataError(f"cannot be read: {error}", field="input", value=str(path), remedy=remedy)
+
+
+def _read_split(path: Path, names: tuple[str, ...], how: Delimited) -> Iterator[RawBatch]:
+    """Rows of a file whose separator has several characters, line by line; `a::b: c` has two fields."""
+    skip = 0 if how.names else 1
+    for lines, first, done in read_lines(path, how.encoding):
+        text = pa.array([line.rstrip("\r\n") for line in lines[skip:]], pa.string())
+        numbers = np.arange(first + skip, first + len(lines), dtype=np.int64)
+        skip = 0
+        fields = pc.split_pattern(text, how.separator)
+        counts = pc.list_value_length(fields).to_numpy(zero_copy_only=False)
+        is_blank = pc.binary_length(text).to_numpy(zero_copy_only=False) == 0
+        is_good = counts == len(names)
+        bad = [
+            BadRow(int(numbers[i]), "wrong number of fields", text[i].as_py())
+            for i in np.flatnonzero(~is_good & ~is_blank)
+        ]
+        flat = fields.filter(pa.array(is_good)).flatten()
+        places = np.arange(int(is_good.sum()), dtype=np.int64) * len(names)
+        columns = {name: flat.take(pa.array(places + i)) for i, name in enumerate(names)}
+        yield RawBatch(path.name, numbers[is_good], columns, tuple(bad), done)
+
+
+def _csv_batches(
+    path: Path, stream: Any, fields: Sequence[str], how: Delimited, reject: Callable[[pyarrow.csv.InvalidRow], str]
+) -> Iterator[pa.RecordBatch]:
+    try:
+        reader = pyarrow.csv.open_csv(
+            stream,
+            read_options=pyarrow.csv.ReadOptions(
+                block_size=BLOCK_BYTES, use_threads=False, column_names=list(fields), skip_rows=0 if how.names else 1
+            ),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=how.separator,
+                quote_char='"' if how.has_quotes else False,
+                ignore_empty_lines=False,
+                invalid_row_handler=reject,
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types={name: pa.binary() for name in fields}, strings_can_be_null=False
+            ),
+        )
+        yield from reader
+    except (OSError, pa.ArrowException) as error:
+        if "Empty CSV file" not in str(error):
+            raise unreadable(path, error) from error
+
+
+def _without_blank_lines(
+    columns: dict[str, pa.Array], lines: NDArray[np.int64]
+) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
+    widths = sum(np.diff(_offsets(column)) for column in columns.values())
+    is_blank = np.asarray(widths) == 0
+    if not is_blank.any():
+        return columns, lines
+    keep = pa.array(~is_blank)
+    return {name: column.filter(keep) for name, column in columns.items()}, lines[~is_blank]
+
+
+def _checked(
+    path: Path, columns: dict[str, pa.Array], lines: NDArray[np.int64], bad: tuple[BadRow, ...], done: float
+) -> RawBatch:
+    """Text columns of bytes; rows that are not UTF-8 are bad."""
+    try:
+        return RawBatch(path.name, lines, {n: c.cast(pa.string()) for n, c in columns.items()}, bad, done)
+    except pa.ArrowInvalid:
+        rows = list(zip(*(column.to_pylist() for column in columns.values()), strict=True))
+        good = np.array([all(_is_utf8(cell) for cell in row) for row in rows])
+        text = [b",".join(row).decode(errors="replace") for row in rows]
+        more = tuple(BadRow(int(lines[i]), "not UTF-8", text[i]) for i in np.flatnonzero(~good))
+        kept = {n: c.filter(pa.array(good)).cast(pa.string()) for n, c in columns.items()}
+        return RawBatch(path.name, lines[good], kept, bad + more, done)
+
+
+def _offsets(column: pa.Array) -> NDArray[np.int32]:
+    return np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+
+
+def _is_utf8(cell: bytes) -> bool:
+    try:
+        cell.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
