@@ -1,0 +1,18 @@
+"""Cost model of a sample, partition functions, sample exchange."""
+
+from nestrec.balance.cost import TOKENS, CostModel, fit_cost, hstu_cost
+from nestrec.balance.micro_batches import micro_partition
+from nestrec.balance.policies import EQUAL_COUNTS, POLICIES, BalanceConfig, balance, partition
+
+__all__ = [
+    "EQUAL_COUNTS",
+    "POLICIES",
+    "TOKENS",
+    "BalanceConfig",
+    "CostModel",
+    "balance",
+    "fit_cost",
+    "hstu_cost",
+    "micro_partition",
+    "partition",
+]

@@ -1,0 +1,147 @@
+"""Samples moved between ranks so that each has equal work, for readers that read only their own part of a global batch.
+
+Every rank has read some samples of the global batch. Their ids, tokens and column lengths are gathered, each rank
+computes the same partition, and one all-to-all a column moves the samples. All of it runs on the host over a
+communicator that the caller gives, so it can belong to the data stages of an earlier step. The global batch is the
+ranks' samples in rank order; where each rank reads a contiguous share of it, that is its own order, and balanced
+ranks hold the same samples as they would with a reader of any sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.balance.metrics import Evenness, evenness, moved_bytes
+from nestrec.balance.ordering import Groups, assignment_of
+from nestrec.balance.policies import BalanceConfig, balance
+from nestrec.data.dataset import Rows
+from nestrec.data.gather import copy_segments, offsets_of_lengths
+from nestrec.distributed.exchange import all_gather_equal, all_to_all_rows
+from nestrec.distributed.topology import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A rank's samples after the exchange, and what it was worth; all but `rows` and `lengths` is the same on every
+    rank."""
+
+    rows: Rows
+    """in the order of the global batch"""
+    lengths: NDArray[np.int64]
+    """tokens of each sample of `rows`"""
+    evenness: Evenness
+    """predicted by the cost model"""
+    moved_bytes: int
+    """bytes of samples that changed their rank, over all ranks"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What every rank knows of every sample of the global batch."""
+
+    home_rank: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    candidates: NDArray[np.int64]
+    list_lengths: NDArray[np.int64]
+    """(B, list columns)"""
+
+
+def exchange_samples(
+    communicator: Communicator,
+    cfg: BalanceConfig,
+    rows: Rows,
+    lengths: NDArray[Any],
+    candidates: NDArray[Any] | None = None,
+) -> Exchanged:
+    """Trade `rows`, of which sample b has `lengths[b]` tokens, for the samples that the policy gives to this rank.
+
+    Every rank calls it with the same columns and the same `cfg`; a rank may come with no samples and leave with none.
+    """
+    every = _gather(communicator, rows, lengths, candidates)
+    groups = balance(cfg, every.lengths, communicator.size, candidates=every.candidates)
+    mine = groups[communicator.rank]
+    received = _move(communicator, rows, every, groups)
+    assert np.array_equal(received.indices, every.ids[mine]), "ranks disagree on the partition"
+    return Exchanged(
+        rows=received,
+        lengths=every.lengths[mine],
+        evenness=evenness(groups, every.lengths, cfg.cost.of(every.lengths, every.candidates), step_cost=cfg.cost.step),
+        moved_bytes=moved_bytes(groups, every.home_rank, _sample_bytes(rows, every)),
+    )
+
+
+def _gather(
+    communicator: Communicator, rows: Rows, lengths: NDArray[Any], candidates: NDArray[Any] | None
+) -> _Gathered:
+    columns: list[NDArray[Any]] = [rows.indices, lengths, np.zeros(rows.num_rows) if candidates is None else candidates]
+    columns += [np.diff(rows.lists[name][1]) for name in sorted(rows.lists)]
+    mine = torch.from_numpy(np.stack(columns, axis=1).astype(np.int64))
+    counts = [int(n) for n in all_gather_equal(communicator, torch.tensor([len(mine)]))]
+    padded = torch.zeros((max(counts), mine.shape[1]), dtype=torch.int64)
+    padded[: len(mine)] = mine
+    parts = all_gather_equal(communicator, padded)
+    table = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).numpy()
+    home_rank = np.repeat(np.arange(len(counts)), counts)
+    return _Gathered(home_rank, table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
+
+
+def _move(communicator: Communicator, rows: Rows, every: _Gathered, groups: Groups) -> Rows:
+    """Column by column in order of name, the same on every rank. Sources come in rank order, so the batch's order is
+    kept."""
+    target = assignment_of(groups, every.ids.size)[every.home_rank == communicator.rank]
+    by_target = np.argsort(target, kind="stable")
+    mine = groups[communicator.rank]
+    source = every.home_rank[mine]
+
+    def trade(values: NDArray[Any], sent: NDArray[np.int64], taken: NDArray[np.int64]) -> NDArray[Any]:
+        """Values in order of target; `sent` and `taken` are the values of each sample sent and received."""
+        send = _totals(target[by_target], sent, communicator.size)
+        receive = _totals(source, taken, communicator.size)
+        return _all_to_all(communicator, values, send, receive)
+
+    one_each, one_taken = np.ones(rows.num_rows, dtype=np.int64), np.ones(mine.size, dtype=np.int64)
+    scalars = {name: trade(rows.scalars[name][by_target], one_each, one_taken) for name in sorted(rows.scalars)}
+    lists = {}
+    for column, name in enumerate(sorted(rows.lists)):
+        values, offsets = _take(*rows.lists[name], by_target)
+        taken = every.list_lengths[mine, column]
+        lists[name] = (trade(values, np.diff(offsets), taken), offsets_of_lengths(taken))
+    return Rows(trade(rows.indices[by_target], one_each, one_taken), scalars, lists)
+
+
+def _take(
+    values: NDArray[Any], offsets: NDArray[np.int64], samples: NDArray[np.int64]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    out_offsets = offsets_of_lengths(np.diff(offsets)[samples])
+    out = np.empty(int(out_offsets[-1]), dtype=values.dtype)
+    copy_segments(values, offsets, samples, out, out_offsets, np.arange(samples.size))
+    return out, out_offsets
+
+
+def _totals(rank: NDArray[np.int64], amounts: NDArray[np.int64], num_ranks: int) -> list[int]:
+    totals = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(totals, rank, amounts)
+    return [int(total) for total in totals]
+
+
+def _all_to_all(
+    communicator: Communicator, values: NDArray[Any], send: Sequence[int], receive: Sequence[int]
+) -> NDArray[Any]:
+    """As bytes, since torch does not know every numpy type."""
+    width = values.dtype.itemsize
+    sent = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1, width))
+    received = all_to_all_rows(communicator, sent, send, receive)
+    return received.numpy().reshape(-1).view(values.dtype)
+
+
+def _sample_bytes(rows: Rows, every: _Gathered) -> NDArray[np.int64]:
+    """(B,) bytes of each sample that the exchange carries, ids included."""
+    fixed = rows.indices.dtype.itemsize + sum(values.dtype.itemsize for values in rows.scalars.values())
+    widths = np.array([rows.lists[name][0].dtype.itemsize for name in sorted(rows.lists)], dtype=np.int64)
+    total: NDArray[np.int64] = fixed + every.list_lengths @ widths
+    return total

@@ -1,0 +1,77 @@
+"""The partition functions by name, and the one call that readers and exchanges make.
+
+A policy maps (cost of each sample, number of ranks) to the samples of each rank: every sample exactly once, in
+increasing index order inside a rank, no rank loaded more than the most loaded one of `fixed`. It is a pure function,
+so every rank computes the same partition from the same lengths; ranks may be empty.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.balance.cost import CostModel
+from nestrec.balance.fixed import fixed
+from nestrec.balance.greedy import greedy
+from nestrec.balance.karmarkar_karp import karmarkar_karp
+from nestrec.balance.ordering import Groups, loads_of
+from nestrec.balance.power import power
+from nestrec.balance.refined import refined
+from nestrec.balance.token_threshold import token_threshold
+from nestrec.balance.zigzag import zigzag
+from nestrec.base.config import config
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.data.order import contiguous_shares
+
+
+class Policy(Protocol):
+    def __call__(self, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups: ...
+
+
+POLICIES: dict[str, Policy] = {
+    "fixed": fixed,
+    "zigzag": zigzag,
+    "power": power,
+    "token_threshold": token_threshold,
+    "greedy": greedy,
+    "karmarkar_karp": karmarkar_karp,
+    "refined": refined,
+}
+
+EQUAL_COUNTS = frozenset({"fixed", "zigzag", "karmarkar_karp"})
+"""Policies whose ranks differ by one sample at the most."""
+
+
+@config
+class BalanceConfig:
+    """How the samples of a global batch are dealt to the ranks. One value for all ranks."""
+
+    policy: str = "fixed"
+    """one of POLICIES"""
+    cost: CostModel = CostModel()
+    """what a sample costs; changed only at a logged step"""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            remedy = did_you_mean(self.policy, POLICIES)
+            raise UserError("is no balance policy", field="balance.policy", value=self.policy, remedy=remedy)
+
+
+def partition(policy: str, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
+    """The samples of each rank under a policy, or those of `fixed` where its most loaded rank has less to do."""
+    assert num_ranks >= 1
+    cost = np.array(cost, dtype=np.float64)  # one layout, so that the loops are compiled once
+    groups = POLICIES[policy](cost, num_ranks, lengths=lengths)
+    counts = np.diff(contiguous_shares(cost.size, num_ranks))
+    baseline = np.bincount(np.repeat(np.arange(num_ranks), counts), weights=cost, minlength=num_ranks)
+    return groups if loads_of(cost, groups).max() <= baseline.max() else fixed(cost, num_ranks)
+
+
+def balance(
+    cfg: BalanceConfig, lengths: NDArray[Any], num_ranks: int, *, candidates: NDArray[Any] | None = None
+) -> Groups:
+    """For each rank the indices into the global batch, from the (B,) tokens of its samples.
+
+    A reader that can read any sample needs no exchange: it reads `samples[balance(cfg, tokens, num_ranks)[rank]]`.
+    """
+    return partition(cfg.policy, cfg.cost.of(lengths, candidates), num_ranks, lengths=lengths)

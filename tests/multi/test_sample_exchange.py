@@ -1,0 +1,128 @@
+"""Samples moved between real ranks: every sample arrives exactly once, where the partition says, with all its bytes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nestrec.balance import POLICIES, BalanceConfig, CostModel, balance
+from nestrec.balance.exchange import Exchanged, exchange_samples
+from nestrec.data.dataset import Rows
+from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.order import contiguous_shares
+from nestrec.data.synthetic import lengths as draw_lengths
+from nestrec.distributed.topology import Communicator, Topology
+from nestrec.testing.ranks import RankPool
+
+COST = CostModel(token=1.0, token_squared=1 / 5120, candidate=3.0)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, int]]:
+    pool = RankPool(request.param)
+    yield pool, request.param
+    pool.close()
+
+
+def sample_rows(ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Rows:
+    """Every value tells its sample and its place; columns of different widths and of different lengths."""
+    offsets = offsets_of_lengths(lengths)
+    places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    items = np.repeat(ids, lengths) * 100_000 + places
+    extras = np.repeat(ids, ids % 3).astype(np.int16)
+    return Rows(
+        indices=ids,
+        scalars={"label": (ids % 2).astype(bool), "score": ids / 7.0},
+        lists={"items": (items, offsets), "extras": (extras, offsets_of_lengths(ids % 3))},
+    )
+
+
+def global_batch(num_samples: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    ids = np.random.default_rng(0).permutation(10 * num_samples)[:num_samples]
+    return ids, draw_lengths("turbogr-kuai", num_samples, 5).astype(np.int64), ids % 11
+
+
+def trade(topology: Topology, policy: str, num_samples: int, counts: list[int] | None) -> Exchanged:
+    ids, lengths, candidates = global_batch(num_samples)
+    bounds = contiguous_shares(num_samples, topology.world) if counts is None else offsets_of_lengths(np.array(counts))
+    part = slice(bounds[topology.rank], bounds[topology.rank + 1])
+    cfg = BalanceConfig(policy=policy, cost=COST)
+    rows = sample_rows(ids[part], lengths[part])
+    return exchange_samples(topology.control, cfg, rows, lengths[part], candidates[part])
+
+
+def assert_rows_equal(found: Rows, expected: Rows) -> None:
+    assert found.indices.tolist() == expected.indices.tolist()
+    for name, values in expected.scalars.items():
+        assert found.scalars[name].dtype == values.dtype
+        assert found.scalars[name].tolist() == values.tolist()
+    for name, (values, offsets) in expected.lists.items():
+        assert found.lists[name][0].dtype == values.dtype
+        assert found.lists[name][0].tolist() == values.tolist()
+        assert found.lists[name][1].tolist() == offsets.tolist()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_exchange_equals_a_reader_of_any_sample(ranks: tuple[RankPool, int], policy: str) -> None:
+    pool, world = ranks
+    ids, lengths, candidates = global_batch(64)
+    groups = balance(BalanceConfig(policy=policy, cost=COST), lengths, world, candidates=candidates)
+    for group, found in zip(groups, pool.run(trade, policy, 64, None), strict=True):
+        assert_rows_equal(found.rows, sample_rows(ids[group], lengths[group]))
+        assert found.lengths.tolist() == lengths[group].tolist()
+
+
+@pytest.mark.parametrize("policy", ["refined", "karmarkar_karp", "token_threshold"])
+def test_unequal_counts_and_empty_ranks_lose_nothing(ranks: tuple[RankPool, int], policy: str) -> None:
+    pool, world = ranks
+    for counts in ([0] * (world - 1) + [30], [1] + [0] * (world - 1), [0] * world):
+        results = pool.run(trade, policy, sum(counts), counts)
+        found = np.sort(np.concatenate([r.rows.indices for r in results]))
+        assert found.tolist() == np.sort(global_batch(sum(counts))[0]).tolist()
+
+
+def test_refined_evens_the_ranks_and_all_agree_on_the_figures(ranks: tuple[RankPool, int]) -> None:
+    pool, _ = ranks
+    before, after = pool.run(trade, "fixed", 64, None), pool.run(trade, "refined", 64, None)
+    assert before[0].evenness.imbalance > 0.05
+    assert after[0].evenness.imbalance < 0.01
+    assert len({(r.evenness, r.moved_bytes) for r in after}) == 1
+
+
+def counted_bytes(topology: Topology) -> tuple[int, int]:
+    """Bytes that this rank sends to others, counted in the all-to-all itself, and the figure that is reported."""
+    import nestrec.balance.exchange as module
+
+    original, sent = module.all_to_all_rows, []
+
+    def counting(communicator: Communicator, rows: Any, send: list[int], receive: list[int]) -> Any:
+        sent.append(sum(n for rank, n in enumerate(send) if rank != communicator.rank) * rows.shape[1])
+        return original(communicator, rows, send, receive)
+
+    module.all_to_all_rows = counting
+    try:
+        return trade(topology, "refined", 64, None).moved_bytes, sum(sent)
+    finally:
+        module.all_to_all_rows = original
+
+
+def test_moved_bytes_are_the_bytes_sent(ranks: tuple[RankPool, int]) -> None:
+    pool, _ = ranks
+    results = pool.run(counted_bytes)
+    assert results[0][0] == sum(sent for _, sent in results) > 0
+
+
+def test_fixed_moves_nothing(ranks: tuple[RankPool, int]) -> None:
+    pool, _ = ranks
+    assert [r.moved_bytes for r in pool.run(trade, "fixed", 64, None)] == [0] * ranks[1]
+
+
+def test_one_rank_alone_keeps_its_samples() -> None:
+    ids, lengths, _ = global_batch(9)
+    alone = exchange_samples(
+        Topology.single().control, BalanceConfig(policy="refined"), sample_rows(ids, lengths), lengths
+    )
+    assert_rows_equal(alone.rows, sample_rows(ids, lengths))
+    assert alone.moved_bytes == 0

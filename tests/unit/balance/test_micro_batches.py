@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nestrec.balance import TOKENS, partition
+from nestrec.balance.micro_batches import micro_partition, window_imbalance
+from nestrec.balance.ordering import loads_of
+from nestrec.data.synthetic import lengths as draw_lengths
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 12))
+def test_micro_batches_hold_every_sample_once_costliest_first(values: list[float], num: int) -> None:
+    cost = np.array(values)
+    parts = micro_partition(cost, num)
+    assert len(parts) == num
+    assert np.sort(np.concatenate(parts)).tolist() == list(range(cost.size))
+    assert (np.diff(loads_of(cost, parts)) <= 0).all()
+
+
+def test_micro_batches_of_a_balanced_batch_are_equal() -> None:
+    cost = TOKENS.of(draw_lengths("freescale", 64 * 128, 0))
+    costs = np.array(
+        [loads_of(cost[group], micro_partition(cost[group], 8)) for group in partition("refined", cost, 64)]
+    )
+    assert window_imbalance(costs) < 0.005
+
+
+def test_window_imbalance_counts_the_costliest_of_each_place() -> None:
+    assert window_imbalance(np.array([[4.0, 1.0], [1.0, 4.0]])) == pytest.approx(1 - 5 / 8)
+    assert window_imbalance(np.array([[4.0, 1.0], [4.0, 1.0]])) == 0.0
+    assert window_imbalance(np.zeros((2, 3))) == 0.0

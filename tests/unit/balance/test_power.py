@@ -1,0 +1,54 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from nestrec.balance.cost import CostModel
+from nestrec.balance.metrics import imbalance
+from nestrec.balance.ordering import loads_of
+from nestrec.balance.power import PowerTuning, equal_shares, power, slope, tuned
+from nestrec.data.synthetic import lengths as draw_lengths
+
+
+def test_slope_of_a_power_law_is_its_exponent() -> None:
+    x = np.array([1.0, 3.0, 10.0, 200.0])
+    assert slope(x, 5.0 * x**1.7) == pytest.approx(1.7)
+    assert slope(np.ones(4), x) == 0.0
+    assert slope(np.zeros(0), np.zeros(0)) == 0.0
+
+
+def test_runs_are_contiguous_in_length() -> None:
+    lengths = draw_lengths("freescale", 512, 0)
+    groups = power(lengths.astype(np.float64), 8, lengths=lengths)
+    for longer, shorter in itertools.pairwise(groups):
+        assert lengths[longer].min() >= lengths[shorter].max()
+
+
+def test_tuning_from_measured_times_evens_the_ranks() -> None:
+    """From a wrong alpha, with one rank at half speed, the times come within a few percent."""
+    truth = CostModel(token=1.0, token_squared=1 / 5120)
+    speed = np.ones(8)
+    speed[3] = 0.5
+    tuning = PowerTuning(alpha=0.3, shares=equal_shares(8))
+    waits = []
+    for step in range(60):
+        lengths = draw_lengths("freescale", 8 * 512, step)
+        cost = truth.of(lengths)
+        groups = power(cost, 8, lengths=lengths, tuning=tuning)
+        times = loads_of(cost, groups) / speed
+        waits.append(imbalance(times))
+        tuning = tuned(tuning, times.tolist(), [float(lengths[group].mean()) for group in groups], gain=0.3)
+    assert waits[0] > 0.5
+    assert np.mean(waits[-10:]) < 0.06
+
+
+def test_tuning_leaves_an_even_step_alone() -> None:
+    tuning = PowerTuning(alpha=1.2, shares=equal_shares(4))
+    assert tuned(tuning, [2.0] * 4, [10.0, 20.0, 40.0, 80.0]).alpha == pytest.approx(1.2)
+    assert tuned(tuning, [2.0] * 4, [10.0, 20.0, 40.0, 80.0]).shares == pytest.approx(tuning.shares)
+
+
+def test_tuning_ignores_ranks_without_samples() -> None:
+    tuning = PowerTuning(alpha=1.0, shares=equal_shares(3))
+    assert tuned(tuning, [1.0, 0.0, 0.0], [10.0, 0.0, 0.0]) == tuning
+    assert sum(tuned(tuning, [1.0, 2.0, 0.0], [10.0, 10.0, 0.0]).shares) == pytest.approx(1.0)
