@@ -1,0 +1,62 @@
+"""The frame of every result file: what was run, where, when, and the rows it gave."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+def hardware() -> dict[str, Any]:
+    """The machine and the versions that figures depend on."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": devices,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
+
+
+def cpu_name() -> str:
+    """Model of the processor, as the system tells it."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def make_frame(
+    *, bench: str, command: str, rows: Sequence[Mapping[str, Any]], emulated: bool = False
+) -> dict[str, Any]:
+    """The content of a result file. `emulated` says that some device or link was not real."""
+    return {
+        "bench": bench,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "emulated": emulated,
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def write_frame(
+    path: Path, *, bench: str, command: str, rows: Sequence[Mapping[str, Any]], emulated: bool = False
+) -> dict[str, Any]:
+    """Write a result file and return its content; the file appears whole."""
+    frame = make_frame(bench=bench, command=command, rows=rows, emulated=emulated)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(json.dumps(frame, indent=2) + "\n")
+    temporary.replace(path)
+    return frame
