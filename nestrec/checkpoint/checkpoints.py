@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nestrec.base.config import from_plain, to_plain
 from nestrec.base.errors import DamagedError, UserError
@@ -17,6 +18,7 @@ from nestrec.checkpoint.content import Content
 from nestrec.checkpoint.durable import remove_folder, rename_folder, sync_folder, write_file
 from nestrec.checkpoint.folders import committed_steps, folder_of, leftovers, steps_to_delete
 from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, FileEntry, Manifest, digest_of, encode
+from nestrec.checkpoint.merging import can_merge, merged
 from nestrec.checkpoint.peers import Peers, SaveError
 from nestrec.checkpoint.restored import Restored
 from nestrec.checkpoint.verify import file_problems, files_of, read_chain, read_manifest
@@ -38,7 +40,7 @@ class Checkpoints:
         peers: Peers | None = None,
         report: Report = _LOG.warning,
     ):
-        """`keep`: how many to retain. `max_deltas`: incremental saves in a row before a full one is due."""
+        """`keep`: how many to retain. `max_deltas`: incremental saves in a row; 0 makes every save a full one."""
         if keep < 1:
             raise UserError("at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
         self._folder = Path(folder)
@@ -79,9 +81,12 @@ class Checkpoints:
         return committed_steps(self._folder)
 
     def base_for_next(self) -> int | None:
-        """Step that the next save may build on by giving only the rows touched since, or None: a full one is due."""
+        """Step since which the next save needs only the touched rows, or None: it must give all rows.
+
+        After `max_deltas` incremental saves the touched rows and the chain's files are merged into a full checkpoint.
+        """
         self._background.join()
-        return self._base if self._num_deltas < self._max_deltas else None
+        return self._base if self._max_deltas and self._num_deltas <= self._max_deltas else None
 
     def restore_latest(self) -> Restored | None:
         """The newest checkpoint that is whole, or None where there is none at all.
@@ -133,27 +138,29 @@ class Checkpoints:
         base, num_deltas = self._base, self._num_deltas
         assert content.base in (None, base), "an incremental save builds on the last checkpoint"
         self._base = None  # after a failed save the next one must be full
-        self._write(step, content)
-        self._base, self._num_deltas = step, 0 if content.base is None else num_deltas + 1
+        is_incremental = self._write(step, content, is_merging=num_deltas >= self._max_deltas)
+        self._base, self._num_deltas = step, num_deltas + 1 if is_incremental else 0
         return target
 
-    def _write(self, step: int, content: Content) -> None:
+    def _write(self, step: int, content: Content, *, is_merging: bool) -> bool:
+        """Write and commit; whether what was written is incremental."""
         target = folder_of(self._folder, step)
         partial = target.with_name(target.name + ".partial")
         problem = f"the checkpoint of step {step} could not be written to {self._folder}"
         try:
             self._first_agrees(lambda: self._begin(partial), problem)
-            tables = [*content.tables, *content.removed]
-            written = self._peers.agree(lambda: (tables, to_plain(write_files(partial, content, self._peers))), problem)
-            entries = [from_plain(FileEntry, entry) for _, files in written for entry in files]
-            names = sorted({name for names, _ in written for name in names})
-            self._first_agrees(lambda: self._commit(self._manifest(step, content, names, entries), partial), problem)
+            written = self._peers.agree(lambda: self._write_part(partial, content, is_merging), problem)
+            base = written[0]["base"]
+            entries = [from_plain(FileEntry, entry) for part in written for entry in part["files"]]
+            tables = sorted({table for part in written for table in part["tables"]})
+            self._first_agrees(lambda: self._commit(self._manifest(step, base, tables, entries), partial), problem)
         except SaveError:
             if self._peers.is_first:
                 remove_folder(partial)
             raise
         if self._peers.is_first:
             self._retire()
+        return base is not None
 
     def _first_agrees(self, action: Callable[[], None], problem: str) -> None:
         self._peers.agree(action if self._peers.is_first else _do_nothing, problem)
@@ -164,10 +171,19 @@ class Checkpoints:
             remove_folder(path)
         partial.mkdir()
 
-    def _manifest(self, step: int, content: Content, tables: list[str], entries: list[FileEntry]) -> Manifest:
+    def _write_part(self, partial: Path, content: Content, is_merging: bool) -> dict[str, Any]:
+        """Write this rank's files; plain data for the manifest."""
+        shard = content.shard or (self._peers.rank, self._peers.world)
+        if is_merging and content.base is not None:
+            chain = read_chain(folder_of(self._folder, content.base))
+            content = merged(content, chain, shard) if can_merge(chain, shard[1]) else content
+        files = write_files(partial, content, self._peers)
+        return {"tables": list(content.tables), "base": content.base, "files": to_plain(files)}
+
+    def _manifest(self, step: int, base_step: int | None, tables: list[str], entries: list[FileEntry]) -> Manifest:
         base = None
-        if content.base is not None:
-            base = Base(step=content.base, digest=digest_of(read_manifest(folder_of(self._folder, content.base))))
+        if base_step is not None:
+            base = Base(step=base_step, digest=digest_of(read_manifest(folder_of(self._folder, base_step))))
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         return Manifest(step=step, num_ranks=self._peers.world, files=files, tables=tuple(tables), base=base)
 

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from nestrec.base.errors import PeerLostError, UserError
-from nestrec.distributed import Topology
+from nestrec.base.errors import UserError
+from nestrec.distributed import CollectiveLog, Communicator, Topology
+from nestrec.distributed.exchange import all_gather_json
 
 T = TypeVar("T")
 
@@ -30,8 +31,8 @@ class Peers:
     world: int = 1
     """Number of ranks."""
     gather: Callable[[Any], list[Any]] = _gather_alone
-    """Gives every rank the values of all ranks, in rank order. Saves in the background call it from their own thread,
-    so it needs a communicator that nothing else uses."""
+    """Gives every rank the JSON-like values of all ranks, in rank order. Saves in the background call it from
+    their own thread, so it needs a communicator that nothing else uses."""
 
     @staticmethod
     def of_topology(topology: Topology, *, timeout_s: float = 1800.0) -> "Peers":
@@ -42,17 +43,9 @@ class Peers:
         if topology.world == 1:
             return Peers()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * topology.world
-            try:
-                dist.all_gather_object(values, value, group=group)
-            except RuntimeError as error:
-                remedy = "restart; the last checkpoint is intact"
-                raise PeerLostError(f"a rank was lost during a checkpoint: {error}", remedy=remedy) from error
-            return values
-
-        return Peers(rank=topology.rank, world=topology.world, gather=gather)
+        # A log of its own: the order of saves in the background is no part of the order that ranks compare.
+        own = Communicator("checkpoint", topology.rank, topology.world, group, CollectiveLog())
+        return Peers(rank=topology.rank, world=topology.world, gather=lambda value: all_gather_json(own, value))
 
     @property
     def is_first(self) -> bool:

@@ -17,6 +17,7 @@ from nestrec.checkpoint.manifest import FileEntry, Kind, Manifest
 
 Owned = Callable[[torch.Tensor], torch.Tensor]
 """(n,) keys to (n,) bool: which of them the reader owns."""
+_NO_KEYS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
@@ -65,13 +66,20 @@ class Restored:
         state: dict[str, Any] = json.loads((self.path / entry.name).read_bytes())
         return state
 
-    def rows(self, table: str, *, shard: tuple[int, int] | None = None, owned: Owned | None = None) -> Iterator[Chunk]:
+    def rows(
+        self,
+        table: str,
+        *,
+        shard: tuple[int, int] | None = None,
+        owned: Owned | None = None,
+        superseded: NDArray[np.int64] = _NO_KEYS,
+    ) -> Iterator[Chunk]:
         """The rows of a table in chunks, each key once with its last value.
 
-        Any rank may read any shard's files: `owned` picks the rows to keep. `shard` = (index, number) goes with it where
-        `owned` means that shard: files written by another shard of the same division are then not even opened.
+        Any rank may read any shard's files: `owned` picks the rows to keep. `shard` = (index, number) goes with it
+        where `owned` means that shard: files written by another shard of the same division are then not even opened.
+        `superseded` are sorted keys to leave out.
         """
-        superseded = np.empty(0, dtype=np.int64)
         for depth, (path, manifest) in enumerate(self._chain):
             is_last = depth == len(self._chain) - 1
             newer = [superseded]
@@ -92,10 +100,13 @@ def _of_kind(manifest: Manifest, kind: Kind) -> list[FileEntry]:
 
 def _of_table(manifest: Manifest, kind: Kind, table: str, shard: tuple[int, int] | None) -> list[FileEntry]:
     entries = [entry for entry in _of_kind(manifest, kind) if entry.table == table]
-    if shard is None:
-        return entries
+    return entries if shard is None else [entry for entry in entries if is_of_shard(entry, shard)]
+
+
+def is_of_shard(entry: FileEntry, shard: tuple[int, int]) -> bool:
+    """Whether a file may hold rows of the shard (index, number)."""
     index, number = shard
-    return [entry for entry in entries if entry.num_shards != number or entry.shard == index]
+    return entry.num_shards != number or entry.shard == index
 
 
 def _kept(chunk: Chunk, superseded: NDArray[np.int64], owned: Owned | None) -> Iterator[Chunk]:

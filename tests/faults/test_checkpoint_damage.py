@@ -12,7 +12,7 @@ import torch
 
 from nestrec.checkpoint import Checkpoints, Content, Peers, verify
 from nestrec.testing.contents import make_content, make_rows, table_values, values_of
-from nestrec.testing.ranks import run_ranks
+from nestrec.testing.thread_ranks import run_ranks
 
 NUM_DAMAGES_EACH = 30
 WORLD = 3

@@ -22,9 +22,9 @@ mine = [key for key in range(200) if mix64(key) % world == rank]
 SAVE = (
     PREPARE
     + """
-for step in range(3):
+for step in range(5):
     base = checkpoints.base_for_next()
-    touched = mine if base is None else [key for key in mine if key % 3 == step]
+    touched = mine if base is None else [key for key in mine if key % 5 == step]
     content = Content(state={"step": step}, tables={"items": [make_rows(touched, step)]}, base=base)
     checkpoints.save_async(step, content) if step else checkpoints.save(step, content)
 checkpoints.close()
@@ -40,8 +40,8 @@ owned = lambda keys: torch.tensor([mix64(key) % world == rank for key in keys.to
 found = {}
 for chunk in restored.rows("items", shard=(rank, world), owned=owned):
     found |= dict(zip(chunk["keys"].tolist(), chunk["weight"][:, 0].tolist(), strict=True))
-assert restored.state == {"step": 2}
-assert found == {key: key + (key % 3 if key % 3 else 0.0) for key in mine}, found
+assert restored.state == {"step": 4}
+assert found == {key: key + key % 5 for key in mine}, found
 dist.destroy_process_group()
 """
 )

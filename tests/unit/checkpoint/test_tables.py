@@ -14,7 +14,7 @@ from nestrec.base.random import mix64
 from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
 from nestrec.checkpoint.export import export_parquet, export_safetensors
 from nestrec.testing.contents import make_content, make_rows, table_values, values_of
-from nestrec.testing.ranks import run_ranks
+from nestrec.testing.thread_ranks import run_ranks
 
 KEYS = [*range(40), -1, -(2**63), 2**63 - 1]
 
@@ -173,17 +173,48 @@ def test_incremental_saves_restore_the_whole_table(tmp_path: Path, seed: int) ->
 
 
 def test_the_chain_of_incremental_saves_is_bounded(tmp_path: Path) -> None:
+    """Every third one is full again, although only touched rows are ever asked for."""
     checkpoints = Checkpoints(tmp_path, keep=100, max_deltas=2)
-    bases = []
     for step in range(7):
-        bases.append(checkpoints.base_for_next())
-        checkpoints.save(step, Content(tables={"items": []}, base=bases[-1]))
-    assert bases == [None, 0, 1, None, 3, 4, None]
+        base = checkpoints.base_for_next()
+        assert base == (step - 1 if step else None)
+        checkpoints.save(step, Content(tables={"items": [_chunk({step: 1.0})]}, base=base))
+        assert _rows(Checkpoints(tmp_path).restore_latest()) == dict.fromkeys(range(step + 1), 1.0)
+    is_full = [Checkpoints(tmp_path).restore(step).manifest.base is None for step in range(7)]
+    assert is_full == [True, False, False, True, False, False, True]
+
+
+def test_a_chain_with_a_damaged_file_is_not_merged_into_a_fresh_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, max_deltas=1)
+    for step in range(2):
+        base = checkpoints.base_for_next()
+        checkpoints.save(step, Content(tables={"items": [_chunk({step: 1.0})]}, base=base))
+    file = tmp_path / "step-00000000" / "rows-items-00000-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(SaveError, match="cannot be built on"):
+        checkpoints.save(2, Content(tables={"items": [_chunk({2: 1.0})]}, base=1))
+    assert checkpoints.base_for_next() is None
+
+
+def test_a_chain_written_by_another_number_of_ranks_is_not_merged_but_followed_by_a_full_save(tmp_path: Path) -> None:
+    def train(peers: Peers, steps: range) -> list[int | None]:
+        checkpoints = Checkpoints(tmp_path, peers=peers, max_deltas=1)
+        checkpoints.restore_latest()
+        bases = []
+        for step in steps:
+            bases.append(checkpoints.base_for_next())
+            rows = rows_of_rank(peers, step)
+            checkpoints.save(step, Content(tables={"items": rows if bases[-1] is None else rows[:1]}, base=bases[-1]))
+        return bases
+
+    assert run_ranks(2, lambda peers: train(peers, range(2))) == [[None, 0]] * 2
+    assert run_ranks(3, lambda peers: train(peers, range(2, 5))) == [[1, None, 3]] * 3
+    assert len(values_of(Checkpoints(tmp_path).restore(4), "items")) == len(KEYS)
 
 
 def test_damage_of_a_base_reaches_what_builds_on_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, max_deltas=1, report=lambda message: None)
-    for step in range(4):  # 0 full, 1 on 0, 2 full, 3 on 2
+    for step in range(4):  # 0 full, 1 on 0, 2 full again, 3 on 2
         checkpoints.save(step, Content(tables={"items": [_chunk({1: float(step)})]}, base=checkpoints.base_for_next()))
     (tmp_path / "step-00000002" / "rows-items-00000-00000.safetensors").write_bytes(b"")
     assert verify(tmp_path / "step-00000003") != []
@@ -235,7 +266,7 @@ def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
         bases.append(checkpoints.base_for_next())
         checkpoints.save_async(step, model.content(bases[-1]))
     checkpoints.close()
-    assert bases == [None, 0, 1, None, 3]
+    assert bases == [None, 0, 1, 2, 3]
     assert _rows(Checkpoints(tmp_path).restore_latest()) == model.rows
 
 

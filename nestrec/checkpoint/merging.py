@@ -1,0 +1,51 @@
+"""Ends a chain of incremental checkpoints: a full one, made of the rows at hand and of files already written.
+
+Only touched rows are taken from the running model. The rest comes from the files of the chain, in the background: training
+waits for no more than the copy of what it touched, also where a full checkpoint is due.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.errors import DamagedError
+from nestrec.checkpoint.content import Chunk, Content
+from nestrec.checkpoint.manifest import Manifest
+from nestrec.checkpoint.restored import Restored, is_of_shard
+from nestrec.checkpoint.verify import file_problems, files_of
+
+
+def can_merge(chain: list[tuple[Path, Manifest]], num_shards: int) -> bool:
+    """Whether the chain's tables are divided as now; else a shard's rows may lie in any file."""
+    return all(entry.table is None or entry.num_shards == num_shards for _, entry in files_of(chain))
+
+
+def merged(content: Content, chain: list[tuple[Path, Manifest]], shard: tuple[int, int]) -> Content:
+    """The full content: what is touched, then what the chain holds and was neither touched nor removed since.
+
+    The chain's files are verified first: damage must not be copied into a checkpoint with fresh digests.
+    """
+    mine = [(path, entry) for path, entry in files_of(chain) if entry.table is not None and is_of_shard(entry, shard)]
+    problems = file_problems(mine)
+    if problems:
+        raise DamagedError(f"cannot be built on: {'; '.join(problems)}", field="checkpoint", value=chain[0][0].name)
+    older = Restored(chain)
+    tables = {}
+    for table, touched in content.tables.items():
+        removed = content.removed.get(table)
+        gone = np.empty(0, dtype=np.int64) if removed is None else removed.cpu().numpy()
+        tables[table] = _touched_then_older(table, touched, gone, older, shard)
+    return replace(content, tables=tables, removed={}, base=None)
+
+
+def _touched_then_older(
+    table: str, touched: Iterable[Chunk], removed: NDArray[np.int64], older: Restored, shard: tuple[int, int]
+) -> Iterator[Chunk]:
+    newer = [removed]
+    for chunk in touched:
+        newer.append(chunk["keys"].cpu().numpy())
+        yield chunk
+    yield from older.rows(table, shard=shard, superseded=np.unique(np.concatenate(newer)))
