@@ -15,8 +15,8 @@ class Listener:
     def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """A report of speeds and loss."""
 
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """A measurement on held-out data."""
+    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        """A measurement on held-out data of the weights after `step`, when `epoch` epochs were complete."""
 
     def warned(self, message: str) -> None:
         """Something the user should know, such as a damaged checkpoint that was skipped."""

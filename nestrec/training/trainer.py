@@ -64,7 +64,7 @@ class Trainer:
             self.state = self.session.restore(restored)
         evaluation = self.session.task.evaluate(self.session.engine, "test" if part == "test" else "valid")
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
-        self._listener.evaluated(evaluation)
+        self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
         return evaluation
 
     def _begin(self) -> None:
@@ -99,7 +99,7 @@ class Trainer:
         evaluation = self.session.task.evaluate(self.session.engine, "valid")
         self.state = self.state.evaluated(evaluation.score)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
-        self._listener.evaluated(evaluation)
+        self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
         if self.state.best_step == self.state.step:
             self._best.save(self.state.step, self.session.content(self.state))
 

@@ -1,0 +1,146 @@
+"""Charts as small inline SVG. Colours are classes of the page's style, so that they follow its light and dark form."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nestrec.report.axes import Axis, axis_over, counting_axis
+from nestrec.report.curves import unbroken
+from nestrec.report.formats import significant
+from nestrec.report.markup import Child, Markup, element, leaf, number
+
+WIDTH, HEIGHT = 380, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 14, 10, 38
+NUM_COLOURS = 8
+_MOST_HINTS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve; `low` and `high`, where given, are drawn as a band around it."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int = 0
+    style: str = ""
+    """`faint`, `dashed` or nothing"""
+    low: Sequence[float] = field(default_factory=tuple)
+    high: Sequence[float] = field(default_factory=tuple)
+
+    @property
+    def has_hints(self) -> bool:
+        return not self.style
+
+
+def line_chart(title: str, lines: Sequence[Line], *, x_label: str, from_zero: bool = False) -> Markup:
+    """Curves over one x axis, with a legend where there are several; values are shown where the pointer rests."""
+    x_axis = counting_axis([x for line in lines for x in line.x], _LEFT, WIDTH - _RIGHT)
+    y_values = [y for line in lines for y in (*line.y, *line.low, *line.high)]
+    y_axis = axis_over(y_values, HEIGHT - _BOTTOM, _TOP, from_zero=from_zero)
+    drawn = [_curve(line, x_axis, y_axis) for line in lines]
+    legend = _legend({line.label: line.colour for line in lines}) if len(lines) > 1 else None
+    return figure(title, [_frame(x_axis, y_axis, x_label), drawn], legend)
+
+
+def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_label: str, y_label: str) -> Markup:
+    """Bars over logarithmic axes; bin i is [edges[i], edges[i + 1])."""
+    x_axis = axis_over(edges, _LEFT, WIDTH - _RIGHT, is_log=True)
+    y_axis = Axis(0.7, max([*counts, 1]) * 1.3, HEIGHT - _BOTTOM, _TOP, is_log=True)
+    bars = []
+    for left, right, count in zip(edges, edges[1:], counts, strict=False):
+        if count > 0:
+            start, end, top = x_axis.place(left), x_axis.place(right), y_axis.place(count)
+            hint = element("title", f"{left:,} to {right - 1:,}: {count:,} {y_label}")
+            width = max(end - start - 0.6, 0.6)
+            bars.append(element("rect", hint, class_="f0", x=start, y=top, width=width, height=y_axis.start - top))
+    return figure(title, [_frame(x_axis, y_axis, x_label), bars], element("p", f"{y_label} (log)", class_="legend"))
+
+
+def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, int] | None = None) -> Markup:
+    """A bar of parts with a table of their values and shares; colours in order where none are given."""
+    total = sum(parts.values())
+    colours = colour_of or {name: i for i, name in enumerate(parts)}
+    pieces = [
+        element("span", class_=f"b{colours[name] % NUM_COLOURS}", style=f"flex:{number(value / total * 1000)}",
+                title=f"{name}: {significant(value)} {unit}")
+        for name, value in parts.items() if value > 0
+    ]  # fmt: skip
+    rows = [
+        element("tr", element("td", swatch(colours[name]), name), element("td", f"{significant(value, 3)} {unit}"),
+                element("td", f"{value / total:.1%}"))
+        for name, value in parts.items()
+    ]  # fmt: skip
+    return element("div", element("div", pieces, class_="bar", role="img"), element("table", rows, class_="numbers"))
+
+
+def figure(title: str, content: Child, legend: Markup | None = None) -> Markup:
+    """A titled SVG of the usual size."""
+    drawing = element("svg", content, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    return element("figure", element("figcaption", title), drawing, legend)
+
+
+def swatch(colour: int) -> Markup:
+    """A small square of a colour, for a legend."""
+    return element("i", class_=f"swatch b{colour % NUM_COLOURS}")
+
+
+def _legend(colour_of: Mapping[str, int]) -> Markup:
+    items = [element("span", swatch(colour), label) for label, colour in colour_of.items()]
+    return element("p", items, class_="legend")
+
+
+def _frame(x_axis: Axis, y_axis: Axis, x_label: str) -> list[Markup]:
+    """Grid lines, tick labels and the name of the x axis."""
+    bottom = HEIGHT - _BOTTOM
+    parts = []
+    for value, label in y_axis.ticks():
+        y = y_axis.place(value)
+        parts += [
+            leaf("line", class_="grid", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y),
+            element("text", label, x=_LEFT - 6, y=y + 4, text_anchor="end"),
+        ]
+    for value, label in x_axis.ticks():
+        x = x_axis.place(value)
+        parts += [
+            leaf("line", class_="grid", x1=x, x2=x, y1=bottom, y2=bottom + 4),
+            element("text", label, x=x, y=bottom + 16, text_anchor="middle"),
+        ]
+    parts.append(leaf("line", class_="axis", x1=_LEFT, x2=WIDTH - _RIGHT, y1=bottom, y2=bottom))
+    parts.append(element("text", x_label, x=(_LEFT + WIDTH - _RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle"))
+    return parts
+
+
+def _curve(line: Line, x_axis: Axis, y_axis: Axis) -> list[Markup]:
+    colour = line.colour % NUM_COLOURS
+    parts = [_band(line, x_axis, y_axis, colour)] if line.low and line.high else []
+    style = f"s{colour} {line.style}".strip()
+    for stretch in unbroken(line.x, line.y):
+        points = [(x_axis.place(x), y_axis.place(y)) for x, y in stretch]
+        parts.append(leaf("polyline", class_=style, points=_points(points)))
+        if len(stretch) == 1:
+            parts.append(leaf("circle", class_=f"f{colour}", cx=points[0][0], cy=points[0][1], r=3))
+    return parts + (_hints(line, x_axis, y_axis, colour) if line.has_hints else [])
+
+
+def _band(line: Line, x_axis: Axis, y_axis: Axis, colour: int) -> Markup:
+    bounds = zip(line.x, line.low, line.high, strict=True)
+    known = [(x, low, high) for x, low, high in bounds if math.isfinite(low) and math.isfinite(high)]
+    upper = [(x_axis.place(x), y_axis.place(high)) for x, _, high in known]
+    lower = [(x_axis.place(x), y_axis.place(low)) for x, low, _ in reversed(known)]
+    return leaf("polygon", class_=f"f{colour} band", points=_points(upper + lower))
+
+
+def _hints(line: Line, x_axis: Axis, y_axis: Axis, colour: int) -> list[Markup]:
+    """Circles that show themselves and their value under the pointer."""
+    points = [point for stretch in unbroken(line.x, line.y) for point in stretch]
+    every = max(1, -(-len(points) // _MOST_HINTS))
+    return [
+        element("circle", element("title", f"{line.label} {significant(y)} at {significant(x)}"),
+                class_=f"f{colour} hint", cx=x_axis.place(x), cy=y_axis.place(y), r=4)
+        for x, y in points[::every]
+    ]  # fmt: skip
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{number(x)},{number(y)}" for x, y in points)

@@ -1,0 +1,68 @@
+"""The page of a run: one file that needs no network, made of whatever the run has recorded so far."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from nestrec.report import sections
+from nestrec.report.markup import Markup, element
+from nestrec.report.run_folder import RunRecords, load_run
+from nestrec.report.style import STYLE
+
+REPORT_FILE = "report.html"
+
+_SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
+    "Results": sections.results,
+    "Training": sections.training,
+    "Speed": sections.speed,
+    "Timeline": sections.timeline,
+    "Data": sections.dataset,
+    "Events": sections.events,
+    "Versions": sections.versions,
+    "Configuration": sections.configuration,
+}
+
+
+def write_report(run: Path) -> Path:
+    """Write RUN/report.html and return its path; an earlier report is replaced in one move."""
+    page = render(load_run(run))
+    path, unfinished = run / REPORT_FILE, run / f"{REPORT_FILE}.{os.getpid()}.tmp"
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def render(run: RunRecords) -> str:
+    """The whole page as text."""
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", f"{run.name} · nestrec"),
+        element("style", Markup(STYLE)),
+    )
+    body = [_section(title, build, run) for title, build in _SECTIONS.items()]
+    page = element("html", head, element("body", element("main", _header(run), body)), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _header(run: RunRecords) -> Markup:
+    versions = run.versions
+    last = run.steps[-1] if run.steps else None
+    facts = [
+        run.card.get("name"),
+        f"step {last['step']:,}, epoch {last.get('epoch', '?')}" if last else "not started",
+        versions.get("device"),
+        f"started {versions['started']}" if "started" in versions else None,
+        f"nestrec {versions['nestrec']}" if "nestrec" in versions else None,
+    ]
+    line = element("p", " · ".join(str(fact) for fact in facts if fact))
+    problems = element("p", "; ".join(run.problems), class_="problem") if run.problems else None
+    return element("header", element("h1", run.name), line, problems)
+
+
+def _section(title: str, build: Callable[[RunRecords], Markup | None], run: RunRecords) -> Markup | None:
+    try:
+        content = build(run)
+    except Exception as error:  # files of a run may hold anything; a damaged one costs its own section, not the page
+        content = element("p", f"Cannot be shown, its file is damaged: {error!r}", class_="problem")
+    return element("section", element("h2", title), content) if content is not None else None

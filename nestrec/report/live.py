@@ -1,0 +1,120 @@
+"""Training as it goes: a bar and figures on a terminal, a plain line every few seconds elsewhere."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from nestrec.base.clock import Clock, RealClock
+from nestrec.report.evaluations import mean_of_metric, popularity_ratio
+from nestrec.report.formats import as_number, compact, duration, memory
+from nestrec.report.stages import StageProgress, progress_for
+from nestrec.training.listener import Listener
+from nestrec.training.tasks.task import Evaluation
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "samples_per_s": lambda value: f"{compact(value)} samples/s",
+    "tokens_per_s": lambda value: f"{compact(value)} tokens/s",
+    "memory_mib": memory,
+}
+
+
+class LiveProgress(Listener):
+    """Shows the progress of a run while its block lasts; the time left is judged by the steps made since the start."""
+
+    def __init__(
+        self,
+        *,
+        num_epochs: int | None = None,
+        console: Console | None = None,
+        clock: Clock | None = None,
+        line_every_s: float = 10.0,
+    ):
+        self._num_epochs, self._line_every_s = num_epochs, line_every_s
+        self._console, self._clock = console or Console(), clock or RealClock()
+        self._total = self._first = self._step = 0
+        self._epoch: int | None = None
+        self._values: Mapping[str, Any] = {}
+        self._start_s = self._clock.now_s()
+        self._next_line_s = -math.inf
+        self._is_line_pending = False
+        self._live = Live(get_renderable=self._picture, console=self._console)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+        if self._is_line_pending:
+            self._print_line()
+
+    def started(self, total_steps: int, first_step: int) -> None:
+        self._total, self._first, self._step = total_steps, first_step, first_step
+        self._start_s = self._clock.now_s()
+        if first_step:
+            self._print(f"resumed from step {first_step}")
+
+    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        self._step, self._epoch, self._values = step, epoch, values
+        if self._console.is_terminal:
+            return
+        self._is_line_pending = True
+        if self._clock.now_s() >= self._next_line_s:
+            self._print_line()
+
+    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        plain = evaluation.to_plain()
+        headline, metrics = plain["headline"], plain["metrics"]
+        values = [f"{system} {mean_of_metric(metrics, system, headline):.4f}" for system in metrics]
+        ratio = popularity_ratio(metrics, "model", headline)
+        times = f" ({ratio:.2f}x popularity)" if math.isfinite(ratio) else ""
+        self._print(f"{plain['part']} after epoch {epoch}, {headline}: {', '.join(values)}{times}")
+
+    def warned(self, message: str) -> None:
+        self._print(f"warning: {message}")
+
+    def stage(self, title: str) -> StageProgress:
+        """A bar of its own for a checkpoint or an evaluation, shown while it lasts if that is over two seconds."""
+        return progress_for(title, console=self._console, clock=self._clock)
+
+    def _print_line(self) -> None:
+        self._next_line_s, self._is_line_pending = self._clock.now_s() + self._line_every_s, False
+        self._print(f"{self._place()}step {self._step}/{self._total}  {self._figures()}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _picture(self) -> RenderableType:
+        row = Table.grid(padding=(0, 1), expand=False)
+        bar = ProgressBar(total=max(self._total, 1), completed=self._step, width=40)
+        row.add_row(f"{self._place()}step {self._step:,}/{self._total:,}", bar)
+        return Group(row, Text(self._figures(), style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def _place(self) -> str:
+        """The epoch that is being made, counted from 1."""
+        if self._epoch is None:
+            return ""
+        if self._num_epochs is None:
+            return f"epoch {self._epoch + 1}  "
+        return f"epoch {min(self._epoch + 1, self._num_epochs)}/{self._num_epochs}  "
+
+    def _figures(self) -> str:
+        shown = [show(as_number(self._values[name])) for name, show in _SHOWN.items() if name in self._values]
+        return "  ".join([*shown, f"ETA {duration(self._left_s())}"])
+
+    def _left_s(self) -> float:
+        made = self._step - self._first
+        if made <= 0:
+            return math.nan
+        return (self._clock.now_s() - self._start_s) / made * max(0, self._total - self._step)

@@ -1,0 +1,199 @@
+"""The checks behind `nestrec doctor`: each tries a part of the software or the machine and says what it found.
+
+A probe raises `Absent` where the part is not there, and anything else where it is there and does not work.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+_IMPORT_LIMIT_S = 10
+_COMMAND_LIMIT_S = 5
+_GIB = 1 << 30
+
+
+class Absent(Exception):
+    """Not there; the message says what was looked for."""
+
+
+def python() -> str:
+    return f"{platform.python_version()} ({platform.python_implementation()}, {platform.platform()})"
+
+
+def pytorch() -> str:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return f"{torch.__version__} ({build}), {torch.get_num_threads()} threads"
+
+
+def cpu() -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    free_gib, total_gib = memory.available / _GIB, memory.total / _GIB
+    return f"{usable} cores usable of {os.cpu_count()}, {free_gib:.1f} of {total_gib:.1f} GiB memory free"
+
+
+def disk() -> str:
+    usage = shutil.disk_usage(Path.cwd())
+    if usage.free < _GIB:
+        raise OSError(f"only {usage.free / _GIB:.2f} GiB free here")
+    return f"{usage.free / _GIB:.0f} of {usage.total / _GIB:.0f} GiB free here"
+
+
+def cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        raise Absent("PyTorch was built without CUDA")
+    if not torch.cuda.is_available():
+        raise Absent(f"no usable device (driver {_driver() or 'not found'})")
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        devices.append(f"{about.name}, {about.total_memory / _GIB:.0f} GiB, capability {about.major}.{about.minor}")
+    torch.ones(8, device="cuda").sum().item()
+    return f"{'; '.join(devices)}; driver {_driver() or 'unknown'}"
+
+
+def triton() -> str:
+    if importlib.util.find_spec("triton") is None:
+        raise Absent("not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Absent("installed, but there is no GPU to compile for")
+    import triton
+
+    from nestrec.report.triton_probe import add_one
+
+    if add_one(torch.zeros(64, device="cuda")).tolist() != [1.0] * 64:
+        raise RuntimeError("a compiled kernel gave a wrong result")
+    return f"{triton.__version__}, a kernel was compiled and run"
+
+
+def numba() -> str:
+    import numba
+
+    def add_one(x: int) -> int:
+        return x + 1
+
+    if numba.njit(nogil=True)(add_one)(1) != 2:
+        raise RuntimeError("a compiled function gave a wrong result")
+    return f"{numba.__version__}, a function was compiled and run"
+
+
+def pyarrow() -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1, 2]}), sink)
+    if pyarrow.parquet.read_table(pyarrow.BufferReader(sink.getvalue())).num_rows != 2:
+        raise RuntimeError("a table did not survive Parquet")
+    return f"{pyarrow.__version__}, Parquet written and read"
+
+
+def gloo() -> str:
+    """Two ranks in two threads sum a tensor; no global process group is touched."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise Absent("PyTorch was built without Gloo")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
+        sums = list(pool.map(lambda rank: _sum_over_gloo(f"{folder}/store", rank), range(2)))
+    if sums != [3.0, 3.0]:
+        raise RuntimeError("a sum over two ranks was wrong")
+    return "two ranks summed a tensor"
+
+
+def nccl() -> str:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_nccl_available():
+        raise Absent("PyTorch was built without NCCL")
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    if not torch.cuda.is_available():
+        raise Absent(f"{version} is there, but no GPU")
+    return f"{version}, {torch.cuda.device_count()} GPU(s) to connect"
+
+
+def symmetric_memory() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Absent("no GPU")
+    from torch.distributed import _symmetric_memory as symmetric
+
+    symmetric.empty(64, device=torch.device("cuda"))
+    return "memory was allocated"
+
+
+def limited_links() -> str:
+    """A network namespace with a limited link, made and lost within one short process."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        raise Absent("not root")
+    missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    if missing:
+        raise Absent(f"no command {', '.join(missing)}")
+    script = (
+        "ip link add doctor0 type veth peer name doctor1 && "
+        "tc qdisc add dev doctor0 root tbf rate 100mbit burst 1mb latency 50ms"
+    )
+    _command(["unshare", "--net", "sh", "-c", script])
+    return "a namespace with a link of 100 Mbit/s was made"
+
+
+def tensorboard() -> str:
+    return _imported("tensorboard")
+
+
+def torchrec() -> str:
+    return _imported("torchrec")
+
+
+def ray() -> str:
+    return _imported("ray")
+
+
+def _imported(package: str) -> str:
+    """Version of a package that another process could import."""
+    if importlib.util.find_spec(package) is None:
+        raise Absent("not installed")
+    code = f"import {package}; print(getattr({package}, '__version__', 'of unknown version'))"
+    return _command([sys.executable, "-c", code], limit_s=_IMPORT_LIMIT_S).splitlines()[-1]
+
+
+def _sum_over_gloo(store_path: str, rank: int) -> float:
+    import torch
+    from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+
+    group = ProcessGroupGloo(FileStore(store_path, 2), rank, 2, timedelta(seconds=_COMMAND_LIMIT_S))
+    tensor = torch.tensor([rank + 1.0])
+    group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+    return tensor.item()
+
+
+def _driver() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return next(iter(_command(query).splitlines()), "").strip()
+
+
+def _command(words: list[str], limit_s: float = _COMMAND_LIMIT_S) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise RuntimeError(f"{words[0]} failed with code {done.returncode}: {last}")
+    return done.stdout

@@ -1,0 +1,76 @@
+"""Quality rows as a Markdown page."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nestrec.report.quality import METRICS
+
+Row = Mapping[str, Any]
+
+
+def quality_markdown(frame: Mapping[str, Any], comparisons: Sequence[Row] = ()) -> str:
+    """The text of docs/results/quality.md, from the frame of docs/results/quality.json."""
+    rows, metrics = frame["rows"], _metrics(frame["rows"])
+    heads = ["recipe", "dataset", "model", "seeds", "users", "trained on", *metrics]
+    paragraphs = [
+        "# Quality",
+        f"Written on {frame['date']} by `{frame['command']}`. Values are means over users of each user's average over "
+        "seeds; brackets are 95% bootstrap intervals over users, ± is the standard deviation between seeds.",
+        _table(heads, [_row(row, metrics) for row in rows]),
+    ]
+    if any(row.get("baselines") for row in rows):
+        paragraphs += ["## Baselines", _table(["dataset", "system", *metrics], _baselines(rows))]
+    if comparisons:
+        names = [name for name in METRICS if any(f"{name}_difference" in row for row in comparisons)]
+        heads = ["recipe", "against", "dataset", "seeds", "users", *names]
+        paragraphs += ["## Paired differences", "First minus second, paired over users.",
+                       _table(heads, [_difference(row, names) for row in comparisons])]  # fmt: skip
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _metrics(rows: Sequence[Row]) -> list[str]:
+    return [name for name in METRICS if any(name in row for row in rows)]
+
+
+def _row(row: Row, metrics: Sequence[str]) -> list[str]:
+    about = [row["recipe"], row["dataset"], row["model"], _seeds(row["seeds"]), f"{row['users']:,}", row["device"]]
+    return [*about, *(_value(row, name) for name in metrics)]
+
+
+def _value(row: Row, name: str) -> str:
+    if name not in row:
+        return "-"
+    low, high = row[f"{name}_interval"]
+    spread = row.get(f"{name}_seed_sd")
+    return f"{row[name]:.4f} [{low:.4f}, {high:.4f}]" + (f" ± {spread:.4f}" if spread is not None else "")
+
+
+def _baselines(rows: Sequence[Row]) -> list[list[str]]:
+    """Baselines do not depend on the recipe: each once for a dataset."""
+    found: dict[tuple[str, str], list[str]] = {}
+    metrics = _metrics(rows)
+    for row in rows:
+        for system, values in row.get("baselines", {}).items():
+            shown = [f"{values[name]:.4f}" if name in values else "-" for name in metrics]
+            found.setdefault((row["dataset"], system), [row["dataset"], system, *shown])
+    return list(found.values())
+
+
+def _difference(row: Row, metrics: Sequence[str]) -> list[str]:
+    seeds = f"{_seeds(row['seeds'])} / {_seeds(row['against_seeds'])}"
+    about = [row["recipe"], row["against"], row["dataset"], seeds, f"{row['users']:,}"]
+    cells = []
+    for name in metrics:
+        low, high = row.get(f"{name}_difference_interval", (0.0, 0.0))
+        known = f"{name}_difference" in row
+        cells.append(f"{row[f'{name}_difference']:+.4f} [{low:+.4f}, {high:+.4f}]" if known else "-")
+    return [*about, *cells]
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return ", ".join(str(seed) for seed in seeds)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

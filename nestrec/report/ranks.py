@@ -1,0 +1,92 @@
+"""The ranks that a run's test left behind: where each user's target stood under each system."""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.errors import DamagedError, UserError
+
+RANKS_FILE = Path("eval") / "test.npz"
+_PREFIX = "rank/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """Test ranks of one run, in order of users."""
+
+    folder: Path
+    """The run."""
+    recipe: str
+    """Name in its config."""
+    dataset: str
+    """Name on the dataset card."""
+    model: str
+    """Kind of the encoder."""
+    device: str
+    """What it was trained on."""
+    seed: int
+    """Of the run."""
+    max_k: int
+    """Ranks beyond it are recorded as 0."""
+    users: NDArray[np.int64]
+    """Sorted."""
+    ranks: Mapping[str, NDArray[np.int64]]
+    """Of each system and user: 1-based rank of the target, 0 beyond `max_k`."""
+
+
+def load_ranks(run: Path) -> Ranks:
+    """Read RUN/eval/test.npz and what the run was."""
+    config, card, versions = (_load_json(run / name) for name in ("config.json", "card.json", "versions.json"))
+    arrays = _load_arrays(run)
+    order = np.argsort(arrays["users"], kind="stable")
+    try:
+        return Ranks(
+            folder=run,
+            recipe=config["name"],
+            dataset=card["name"],
+            model=config["task"]["encoder"]["kind"],
+            device=str(versions.get("device", "unknown")),
+            seed=config["training"]["seed"],
+            max_k=max(config["task"]["evaluation"]["ks"]),
+            users=arrays["users"][order],
+            ranks={name.removeprefix(_PREFIX): arrays[name][order] for name in arrays if name.startswith(_PREFIX)},
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        problem = f"is not a run of next-item retrieval: {error!r}"
+        raise UserError(problem, field="run", value=str(run), remedy="name runs whose task is retrieval") from error
+
+
+def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
+    path = run / RANKS_FILE
+    if not path.is_file():
+        raise UserError("has no test result", field="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise _damaged(path, str(error)) from error
+    if "users" not in arrays or f"{_PREFIX}model" not in arrays:
+        raise _damaged(path, "holds no ranks of users")
+    if any(array.shape != arrays["users"].shape for name, array in arrays.items() if name.startswith(_PREFIX)):
+        raise _damaged(path, "does not hold one rank for each user")
+    return arrays
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"has no {path.name}", field="run", value=str(path.parent), remedy="name a run folder")
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    return value
+
+
+def _damaged(path: Path, problem: str) -> DamagedError:
+    return DamagedError(problem, field="file", value=str(path), remedy="repeat the evaluation")

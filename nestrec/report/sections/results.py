@@ -1,0 +1,80 @@
+"""The headline numbers: the model beside its baselines, with intervals."""
+
+import math
+from typing import Any
+
+from nestrec.report.evaluations import as_interval, has_popularity, mean_of_metric, metric_names, popularity_ratio
+from nestrec.report.markup import Markup, element
+from nestrec.report.run_folder import Record, RunRecords, best_evaluation, headline_evaluation
+
+
+def results(run: RunRecords) -> Markup | None:
+    """Tiles with the headline metric, and the table of all metrics and systems."""
+    evaluation = headline_evaluation(run)
+    if evaluation is None:
+        return element("p", "No evaluation yet.", class_="quiet")
+    return element("div", _tiles(run, evaluation), _table(evaluation), _explanation(evaluation))
+
+
+def _tiles(run: RunRecords, evaluation: Record) -> Markup:
+    headline, metrics = evaluation["headline"], evaluation["metrics"]
+    tiles = []
+    for system in ("model", *(name for name in metrics if name != "model")):
+        if headline in metrics.get(system, {}):
+            mean, low, high = as_interval(metrics[system][headline])
+            value = element("b", _figure(mean))
+            tiles.append(_tile(f"{system}, {headline} ({evaluation['part']})", value, _interval(low, high)))
+    ratio = popularity_ratio(metrics, "model", headline)
+    if math.isfinite(ratio):
+        tiles.insert(1, _tile("model over popularity", element("b", f"{ratio:.2f}x"), f"in {headline}"))
+    best = best_evaluation(run)
+    if best is not None:
+        score = mean_of_metric(best["metrics"], "model", best["headline"])
+        where = f"epoch {best.get('epoch', '?')}, step {best['step']:,}"
+        tiles.append(_tile(f"best {best['headline']} (valid)", element("b", _figure(score)), where))
+    return element("div", tiles, class_="tiles")
+
+
+def _table(evaluation: Record) -> Markup:
+    metrics, headline = evaluation["metrics"], evaluation["headline"]
+    names = metric_names(metrics, headline)
+    with_ratio = has_popularity(metrics, headline)
+    heads = ["", *names[:1], *(["over popularity"] if with_ratio else []), *names[1:]]
+    rows = []
+    for system, values in metrics.items():
+        cells = [_cell(values.get(name)) for name in names]
+        ratio = [_ratio_cell(popularity_ratio(metrics, system, headline))] if with_ratio else []
+        row = [element("th", system), *cells[:1], *ratio, *cells[1:]]
+        rows.append(element("tr", row, class_="model" if system == "model" else None))
+    head = element("thead", element("tr", [element("th", name) for name in heads]))
+    return element("div", element("table", head, element("tbody", rows), class_="results"), class_="wide")
+
+
+def _cell(value: Any) -> Markup:
+    if value is None:
+        return element("td", "-")
+    mean, low, high = as_interval(value)
+    return element("td", _figure(mean), element("small", _interval(low, high)))
+
+
+def _ratio_cell(ratio: float) -> Markup:
+    return element("td", f"{ratio:.2f}x" if math.isfinite(ratio) else "-")
+
+
+def _explanation(evaluation: Record) -> Markup:
+    place = f"step {evaluation['step']:,}, epoch {evaluation.get('epoch', '?')}"
+    return element(
+        "p", f"Measured on the {evaluation['part']} part at {place}. Brackets: 95% intervals.", class_="quiet"
+    )
+
+
+def _tile(label: str, value: Markup, note: str) -> Markup:
+    return element("div", element("span", label), value, element("small", note), class_="tile")
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "-"
+
+
+def _interval(low: float, high: float) -> str:
+    return f"[{low:.4f}, {high:.4f}]" if math.isfinite(low) and math.isfinite(high) else ""

@@ -1,0 +1,68 @@
+"""Tables for the terminal."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from nestrec.report.evaluations import as_interval, has_popularity, metric_names, popularity_ratio
+from nestrec.report.formats import significant
+
+
+def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None) -> Table:
+    """Systems as rows and metrics as columns, each with its interval; beside the headline metric, how many times that
+    of popularity it is.
+
+    `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high].
+    """
+    metrics, headline = evaluation["metrics"], evaluation["headline"]
+    names = metric_names(metrics, headline)
+    with_ratio = has_popularity(metrics, headline)
+    table = Table(title=Text(title or f"{evaluation['part']} part, 95% intervals"), title_justify="left")
+    heads = ["", *names[:1], *(["over\npopularity"] if with_ratio else []), *names[1:]]
+    for head in heads:
+        table.add_column(Text(head), justify="right" if head else "left", no_wrap=True)
+    for system, values in metrics.items():
+        cells = [_interval_cell(values.get(name)) for name in names]
+        ratio = [_ratio_cell(popularity_ratio(metrics, system, headline))] if with_ratio else []
+        row = [Text(system), *cells[:1], *ratio, *cells[1:]]
+        table.add_row(*row, style="bold" if system == "model" else None)
+    return table
+
+
+def bench_table(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Table:
+    """Any rows of plain data: a column for each field in the order in which fields first appear."""
+    table = Table(title=Text(title) if title else None, title_justify="left")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        is_numeric = bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        table.add_column(Text(name), justify="right" if is_numeric else "left")
+    for row in rows:
+        table.add_row(*(Text(_shown(row.get(name))) for name in names))
+    return table
+
+
+def _interval_cell(value: Any) -> Text:
+    if value is None:
+        return Text("-")
+    mean, low, high = as_interval(value)
+    interval = f"\n{low:.4f}..{high:.4f}" if math.isfinite(low) and math.isfinite(high) else ""
+    return Text.assemble(f"{mean:.4f}", (interval, "dim not bold"))
+
+
+def _ratio_cell(ratio: float) -> Text:
+    return Text(f"{ratio:.2f}x" if math.isfinite(ratio) else "-")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return significant(value) if isinstance(value, float) else json.dumps(value, default=str)

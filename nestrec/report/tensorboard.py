@@ -1,0 +1,67 @@
+"""A run for TensorBoard."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+from nestrec.report.formats import as_number
+from nestrec.training.listener import Listener
+from nestrec.training.tasks.task import Evaluation
+
+_SCALARS = {
+    "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
+    "samples_per_s": "speed/samples_per_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "step_ms": "speed/step_ms",
+    "memory_mib": "speed/memory_mib",
+}
+
+
+class TensorBoardWriter(Listener):
+    """Writes what it hears into `folder`. Nothing is written before the run has started or was evaluated."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def started(self, total_steps: int, first_step: int) -> None:
+        """Steps after `first_step` that an earlier process wrote are hidden, so that a resumed run shows none twice."""
+        self._writer = SummaryWriter(str(self._folder), purge_step=first_step + 1)
+
+    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        for name, tag in _SCALARS.items():
+            self._scalar(tag, values.get(name), step)
+        for part, milliseconds in values.get("parts", {}).items():
+            self._scalar(f"step_parts_ms/{part}", milliseconds, step)
+
+    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        for system, metrics in evaluation.metrics.items():
+            for metric, value in metrics.items():
+                self._scalar(f"{evaluation.part}/{metric}/{system}", value.mean, step)
+        self._open().flush()
+
+    def _scalar(self, tag: str, value: Any, step: int) -> None:
+        if not math.isnan(number := as_number(value)):
+            self._open().add_scalar(tag, number, step)
+
+    def _open(self) -> SummaryWriter:
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder))
+        return self._writer
