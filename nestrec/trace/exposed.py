@@ -76,6 +76,10 @@ class Timeline:
                 by_lane[span.rank, span.lane].append(span)
         self._pieces = {lane: _innermost(spans_of_lane) for lane, spans_of_lane in by_lane.items()}
         self._starts = {lane: [piece.start_ns for piece in pieces] for lane, pieces in self._pieces.items()}
+        self._work_of: dict[tuple[int, int | None], list[_Piece]] = defaultdict(list)
+        for piece in itertools.chain(*self._pieces.values()):
+            if piece.span.kind != "wait":
+                self._work_of[piece.span.rank, piece.span.step].append(piece)
         self._all_entered_ns = _all_entered(self._span_of.values())
 
     def steps(self, rank: int = 0) -> list[int]:
@@ -97,10 +101,8 @@ class Timeline:
     def raw(self, step: int, rank: int = 0) -> RawParts:
         """What the spans that worked for a step took on all lanes of a rank, whenever they ran."""
         charged: dict[str, int] = defaultdict(int)
-        for (of_rank, _), pieces in self._pieces.items():
-            for piece in pieces:
-                if of_rank == rank and piece.span.step == step and piece.span.kind != "wait":
-                    self._charge_work(piece.span, piece.start_ns, piece.end_ns, charged)
+        for piece in self._work_of.get((rank, step), []):
+            self._charge_work(piece.span, piece.start_ns, piece.end_ns, charged)
         return RawParts(
             compute_ns=charged["compute"], lookup_ns=charged["lookup"], communication_ns=charged["communication"]
         )
@@ -111,7 +113,8 @@ class Timeline:
         """Charge what a lane did from `start_ns` to `end_ns`; `waits` are the waits that led here."""
         pieces = self._pieces.get(lane, [])
         first = max(0, bisect.bisect_right(self._starts.get(lane, []), start_ns) - 1)
-        for piece in pieces[first:]:
+        for index in range(first, len(pieces)):
+            piece = pieces[index]
             if piece.start_ns >= end_ns:
                 break
             start, end = max(start_ns, piece.start_ns), min(end_ns, piece.end_ns)

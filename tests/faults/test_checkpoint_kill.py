@@ -10,7 +10,7 @@ import pytest
 
 from nestrec.checkpoint import Checkpoints, verify
 from nestrec.testing.contents import assert_same, make_content
-from nestrec.testing.faults import FailPoint, run_with_faults
+from nestrec.testing.faults import FailPoint, random_kills, run_with_faults
 
 PLACES = ["before_first_file", "between_files", "before_manifest", "before_rename", "after_rename", "during_retention"]
 
@@ -89,3 +89,56 @@ def test_a_full_disk_is_an_error_that_leaves_the_last_checkpoint(tmp_path: Path)
 def test_a_file_beyond_the_size_limit_is_an_error_that_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
     check_full_disk(tmp_path, "File too large", preamble=limit)
+
+
+SAVE_AND_LOG = """
+import sys
+import torch
+from nestrec.checkpoint import Checkpoints, Content
+checkpoints = Checkpoints(sys.argv[1] + "/checkpoints", keep=2, max_deltas=2)
+restored = checkpoints.restore_latest()
+total = restored.tensors["total"] if restored else torch.zeros((), dtype=torch.int64)
+rows = {}
+for chunk in restored.rows("items") if restored else []:
+    rows |= dict(zip(chunk["keys"].tolist(), chunk["weight"].tolist(), strict=True))
+with open(sys.argv[1] + "/lines.txt", "a") as log:
+    for step in range(restored.step + 1 if restored else 1, int(sys.argv[2]) + 1):
+        base = checkpoints.base_for_next()
+        total = total + step
+        rows[step % 7] = rows.get(step % 7, 0.0) + step
+        touched = [step % 7] if base is not None else list(rows)
+        chunk = {"keys": torch.tensor(touched), "weight": torch.tensor([rows[key] for key in touched])}
+        ballast = torch.full((50_000,), step)
+        content = Content(tensors={"total": total, "ballast": ballast}, tables={"items": [chunk]}, base=base)
+        checkpoints.save_async(step, content)
+        print(step, file=log, flush=True)
+checkpoints.close()
+"""
+
+
+def check_random_kills(folder: Path, seed: int, num_kills: int) -> None:
+    """Training by hand, killed at random moments: the end is that of an undisturbed run."""
+    num_steps = 12 * num_kills
+    kills = random_kills(folder / "lines.txt", seed=seed, num_kills=num_kills, num_lines=num_steps - 6, delay_s=0.02)
+    command = [sys.executable, "-c", SAVE_AND_LOG, str(folder), str(num_steps)]
+    history = run_with_faults(command, kills)
+    assert len(history) == num_kills + 1
+    restored = Checkpoints(folder / "checkpoints").restore_latest()
+    assert restored is not None
+    assert restored.step == num_steps
+    assert int(restored.tensors["total"]) == num_steps * (num_steps + 1) // 2
+    found: dict[int, float] = {}
+    for chunk in restored.rows("items"):
+        found |= dict(zip(chunk["keys"].tolist(), chunk["weight"].tolist(), strict=True))
+    assert found == {key: float(sum(range(key or 7, num_steps + 1, 7))) for key in range(7)}
+
+
+def test_5_random_kills_change_nothing(tmp_path: Path) -> None:
+    check_random_kills(tmp_path, seed=0, num_kills=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_50_random_kills_change_nothing(tmp_path: Path, seed: int) -> None:
+    check_random_kills(tmp_path, seed=seed, num_kills=10)
