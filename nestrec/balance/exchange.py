@@ -26,8 +26,7 @@ from nestrec.distributed.topology import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """A rank's samples after the exchange, and what it was worth; all but `rows` and `lengths` is the same on every
-    rank."""
+    """A rank's samples after the exchange, and what it was worth (the same figures on every rank)."""
 
     rows: Rows
     """in the order of the global batch"""
@@ -91,8 +90,7 @@ def _gather(
 
 
 def _move(communicator: Communicator, rows: Rows, every: _Gathered, groups: Groups) -> Rows:
-    """Column by column in order of name, the same on every rank. Sources come in rank order, so the batch's order is
-    kept."""
+    """Column by column, in order of name on every rank. Sources come in rank order, which keeps the batch's order."""
     target = assignment_of(groups, every.ids.size)[every.home_rank == communicator.rank]
     by_target = np.argsort(target, kind="stable")
     mine = groups[communicator.rank]

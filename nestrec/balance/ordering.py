@@ -11,6 +11,20 @@ Groups = list[NDArray[np.int64]]
 
 _BITS = 11
 _BUCKETS = 1 << _BITS
+_FEW = 48
+"""Up to so many items are sorted by insertion: clearing the buckets would take longer."""
+
+
+@njit(cache=True, nogil=True)
+def _descending_few(cost: NDArray[np.float64]) -> NDArray[np.int64]:
+    order = np.empty(cost.size, dtype=np.int64)
+    for i in range(cost.size):
+        place = i
+        while place > 0 and cost[order[place - 1]] < cost[i]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = i
+    return order
 
 
 @njit(cache=True, nogil=True)
@@ -20,6 +34,8 @@ def descending(cost: NDArray[np.float64]) -> NDArray[np.int64]:
     A radix sort over the bits of the floats (which order as integers do): it is stable by construction, and quicker
     than a stable comparison sort, which alone would take half of the time a partition may take.
     """
+    if cost.size <= _FEW:
+        return _descending_few(cost)
     order = np.arange(cost.size)
     keys = ~(cost + 0.0).view(np.uint64)
     other_order = np.empty_like(order)

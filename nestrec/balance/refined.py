@@ -1,7 +1,7 @@
 """`refined`: a good partition, then swaps between the most and the least loaded ranks until nothing helps. Our own.
 
 It starts from largest differencing, which spreads the long samples evenly over the ranks and thereby leaves each with
-samples from which equal micro-batches can be made; where that and the swaps do not reach the lower bound, it also
+samples from which equal micro-batches can be made; where that and the swaps stay above the lower bound, it also
 starts from longest first, and keeps the better. A swap moves the difference d of two costs from a rank to a less
 loaded one; the best d is half of the difference of their loads, and two pointers over the sorted samples of both find
 the closest. Every rank also has an empty place of cost 0, so that a move is a swap too.
@@ -21,6 +21,8 @@ from nestrec.balance.ordering import Groups, descending, groups_of
 
 TOLERANCE = 1e-4
 """Ranks this close to the mean load (relative) are left alone."""
+GOOD_ENOUGH = 1e-3
+"""No second start where the first comes this close to the lower bound (relative)."""
 MAX_STEPS = 400_000
 """Pointer steps of each search for swaps, a few nanoseconds each."""
 
@@ -35,7 +37,7 @@ def refined(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] 
         top = swap_until_even(cost, order, assignment, num_ranks, TOLERANCE, MAX_STEPS)
         if top < lowest:
             best, lowest = assignment, top
-        if lowest <= bound * (1.0 + TOLERANCE):
+        if lowest <= bound * (1.0 + GOOD_ENOUGH):
             break
     assert best is not None
     return groups_of(best, num_ranks)

@@ -1,0 +1,65 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from nestrec.balance import POLICIES
+from nestrec.base.errors import UserError
+from nestrec.bench import balance
+from nestrec.data.synthetic import generate, preset
+
+FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
+
+
+def test_rows_hold_every_policy_cost_and_noise_with_all_fields() -> None:
+    rows = balance.run("turbogr-kuai", 4, 8, rounds=2)
+    found = {(row["policy"], row["cost"], row["noise"]) for row in rows}
+    assert len(found) == len(rows) == len(POLICIES) * len(balance.COSTS) * 3
+    assert all(set(row) >= FIELDS and not row["measured"] for row in rows)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    first, second = (balance.run("freescale", 4, 16, rounds=2, seed=3) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert {**a, "partition_ms": 0} == {**b, "partition_ms": 0}
+
+
+def test_the_baseline_is_as_uneven_as_the_comparison_needs() -> None:
+    rows = balance.run("turbogr-kuai", 16, 8, rounds=30)
+    assert balance.void_lines(rows) == []
+    even = [{**row, "imbalance": 0.34} for row in rows if row["policy"] == "fixed" and row["noise"] == "none"]
+    assert len(balance.void_lines(even)) == len(balance.COSTS)
+
+
+def test_lengths_come_from_text_array_or_dataset(tmp_path: Path) -> None:
+    values = np.arange(1, 41)
+    np.savetxt(tmp_path / "lengths.txt", values, fmt="%d")
+    np.save(tmp_path / "lengths.npy", values)
+    shape = preset("tiny", num_users=50)
+    generate(shape, tmp_path / "dataset")
+    for name in ("lengths.txt", "lengths.npy"):
+        batches = balance.global_batches(str(tmp_path / name), 20, seed=0, rounds=4)
+        assert np.sort(batches[:2].reshape(-1)).tolist() == values.tolist()
+        assert np.sort(batches[2:].reshape(-1)).tolist() == values.tolist()
+    assert balance.read_lengths(tmp_path / "dataset").size == 50
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'freescale'"):
+        balance.run("freescal", 2, 2)
+    with pytest.raises(UserError, match="ranks = 0"):
+        balance.run("freescale", 0, 2)
+    (tmp_path / "negative.txt").write_text("5\n-1\n")
+    with pytest.raises(UserError, match="none negative"):
+        balance.run(str(tmp_path / "negative.txt"), 2, 2)
+
+
+def test_the_table_names_published_figures_as_measured_by_others() -> None:
+    rows = balance.run("turbogr-kuai", 16, 8, rounds=2) + balance.published("turbogr-kuai", 16)
+    assert all(set(row) >= FIELDS for row in rows)
+    text = io.StringIO()
+    balance.show(rows, Console(file=text, width=140))
+    for expected in ("TurboGR Table 3", "47.01%", "10,726", "refined", "predicted", "measured by their authors"):
+        assert expected in text.getvalue()
