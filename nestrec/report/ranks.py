@@ -67,7 +67,8 @@ def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         raise UserError("has no test result", field="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here: numpy leaves its own handle open when the archive is damaged.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise _damaged(path, str(error)) from error

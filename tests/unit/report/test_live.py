@@ -1,0 +1,123 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.report import LiveProgress, progress_for
+from nestrec.training.metrics import Interval
+from nestrec.training.tasks.task import Evaluation
+
+VALUES = {"loss": 3.21, "samples_per_s": 1234.0, "tokens_per_s": 56789.0, "memory_mib": 2048.0, "step_ms": 9.0}
+EVALUATION = Evaluation(
+    "valid",
+    "ndcg@10",
+    {"model": {"ndcg@10": Interval(0.2, 0.1, 0.3)}, "popularity": {"ndcg@10": Interval(0.05, 0.0, 0.1)}},
+)
+
+
+def plain_console() -> tuple[Console, StringIO]:
+    file = StringIO()
+    return Console(file=file, force_terminal=False, width=40), file
+
+
+def terminal() -> tuple[Console, StringIO]:
+    file = StringIO()
+    return Console(file=file, force_terminal=True, width=120, height=30), file
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
+    (console, file), clock = plain_console(), SimulatedClock()
+    with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
+        progress.started(300, 0)
+        for step in range(1, 26):
+            clock.sleep(1)
+            progress.stepped(step, 0, VALUES)
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["step 1/300", "step 11/300", "step 21/300", "step 25/300"]
+    assert lines[0] == "epoch 1/3  step 1/300  loss 3.2100  1.23k samples/s  56.8k tokens/s  2 GiB  ETA 4m 59s"
+    assert "\x1b" not in file.getvalue()
+
+
+def test_the_time_left_of_a_resumed_run_counts_new_steps_only() -> None:
+    (console, file), clock = plain_console(), SimulatedClock()
+    with LiveProgress(console=console, clock=clock) as progress:
+        progress.started(120, 100)
+        clock.sleep(10)
+        progress.stepped(110, 4, VALUES)
+    assert "resumed from step 100" in file.getvalue()
+    assert "ETA 10s" in file.getvalue()
+
+
+def test_evaluations_and_warnings_are_lines_of_their_own() -> None:
+    console, file = plain_console()
+    with LiveProgress(console=console, clock=SimulatedClock()) as progress:
+        progress.evaluated(EVALUATION, 40, 2)
+        progress.warned("[bold] is not markup here")
+    assert file.getvalue().splitlines() == [
+        "valid after epoch 2, ndcg@10: model 0.2000, popularity 0.0500 (4.00x popularity)",
+        "warning: [bold] is not markup here",
+    ]
+
+
+def test_a_terminal_shows_the_newest_figures() -> None:
+    console, file = terminal()
+    clock = SimulatedClock()
+    with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
+        progress.started(300, 0)
+        clock.sleep(2)
+        progress.stepped(150, 1, VALUES)
+        with progress.stage("checkpoint") as stage:
+            stage("rows", 0.5)
+        progress.evaluated(EVALUATION, 150, 2)
+    assert "epoch 2/3  step 150/300" in file.getvalue()
+    assert "56.8k tokens/s" in file.getvalue()
+    assert "(4.00x popularity)" in file.getvalue()
+
+
+def test_figures_that_are_missing_or_not_finite_do_not_stop_the_run() -> None:
+    console, file = plain_console()
+    with LiveProgress(console=console, clock=SimulatedClock()) as progress:
+        progress.stepped(0, 0, {"loss": float("nan"), "memory_mib": None})
+    assert "loss nan" in file.getvalue()
+
+
+def test_quick_stages_show_nothing() -> None:
+    (console, file), clock = plain_console(), SimulatedClock()
+    with progress_for("prepare", console=console, clock=clock) as progress:
+        progress("reading", 0.5)
+        clock.sleep(1.9)
+        progress("reading", 1.0)
+    assert file.getvalue() == ""
+
+
+def test_long_stages_print_plain_lines_without_a_terminal() -> None:
+    (console, file), clock = plain_console(), SimulatedClock()
+    with progress_for("prepare", console=console, clock=clock) as progress:
+        for second in range(25):
+            progress("sorting", second / 25)
+            clock.sleep(1)
+    assert file.getvalue().splitlines() == [
+        "prepare: sorting: 8%, 2s",
+        "prepare: sorting: 48%, 12s",
+        "prepare: sorting: 88%, 22s",
+        "prepare: done in 25s",
+    ]
+
+
+def test_long_stages_show_a_bar_on_a_terminal() -> None:
+    (console, file), clock = terminal(), SimulatedClock()
+    with progress_for("evaluate", console=console, clock=clock) as progress:
+        progress("users", 0.25)
+        clock.sleep(5)
+    assert "evaluate: users" in file.getvalue()
+    assert "25%" in file.getvalue()
+
+
+def test_a_stage_that_fails_does_not_say_that_it_is_done() -> None:
+    (console, file), clock = plain_console(), SimulatedClock()
+    progress = progress_for("prepare", console=console, clock=clock)
+    clock.sleep(5)
+    with pytest.raises(ValueError, match="broken"), progress:
+        raise ValueError("broken")
+    assert file.getvalue() == ""

@@ -1,0 +1,124 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.report.quality import comparison_rows, quality_rows
+from nestrec.report.quality_page import quality_markdown
+from nestrec.testing.made_up_run import make_config, make_versions
+
+USERS = [30, 10, 20, 40]
+
+
+def write_ranks(
+    folder: Path, recipe: str, seed: int, ranks: list[int], *, users: list[int] = USERS, ks: tuple[int, ...] = (10, 50)
+) -> Path:
+    """A run whose model put the target of `users[i]` at `ranks[i]`; popularity finds the first user's only."""
+    (folder / "eval").mkdir(parents=True)
+    config: dict[str, Any] = make_config(recipe, seed)
+    config["task"]["evaluation"]["ks"] = list(ks)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "versions.json").write_text(json.dumps(make_versions()))
+    (folder / "card.json").write_text('{"name": "four users"}')
+    popularity = np.where(np.arange(len(users)) == 0, 1, 0)
+    arrays = {"users": np.array(users), "rank/model": np.array(ranks), "rank/popularity": popularity}
+    np.savez(folder / "eval" / "test.npz", **arrays)  # type: ignore[arg-type]
+    return folder
+
+
+def test_rows_equal_a_computation_by_hand(tmp_path: Path) -> None:
+    runs = [
+        write_ranks(tmp_path / "b", "hstu", 2, [0, 1, 12, 7]),
+        write_ranks(tmp_path / "a", "hstu", 1, [1, 3, 0, 50]),
+    ]
+    (row,) = quality_rows(runs)
+    assert row["recipe"] == "hstu"
+    assert row["dataset"] == "four users"
+    assert row["model"] == "hstu"
+    assert row["seeds"] == [1, 2]
+    assert row["users"] == 4
+    # Seed 1 finds two of four users within 10, seed 2 two; within 50 three and three.
+    assert row["recall@10"] == pytest.approx(0.5)
+    assert row["recall@10_of_seeds"] == pytest.approx([0.5, 0.5])
+    assert row["hr@50"] == pytest.approx(0.75)
+    ndcg_1 = (1 + 1 / 2) / 4
+    ndcg_2 = (1 + 1 / math.log2(8)) / 4
+    assert row["ndcg@10_of_seeds"] == pytest.approx([ndcg_1, ndcg_2])
+    assert row["ndcg@10"] == pytest.approx((ndcg_1 + ndcg_2) / 2)
+    assert row["ndcg@10_seed_sd"] == pytest.approx(abs(ndcg_1 - ndcg_2) / math.sqrt(2))
+    assert row["mrr@10"] == pytest.approx((1 + 1 / 3 + 1 + 1 / 7) / 8)
+    low, high = row["recall@10_interval"]
+    assert 0 <= low < 0.5 < high <= 1
+    assert row["baselines"]["popularity"]["recall@10"] == pytest.approx(0.25)
+
+
+def test_users_are_matched_by_id_not_by_place(tmp_path: Path) -> None:
+    first = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
+    second = write_ranks(tmp_path / "b", "sasrec", 1, [0, 0, 2, 1], users=USERS[::-1])
+    (row,) = comparison_rows([first, second], [("hstu", "sasrec")])
+    assert row["ndcg@10_difference"] == 0
+    assert row["ndcg@10_difference_interval"] == [0, 0]
+
+
+def test_a_paired_difference_averages_seeds_before_it_compares(tmp_path: Path) -> None:
+    better = [write_ranks(tmp_path / f"h{seed}", "hstu", seed, [1, 1, 1, 1]) for seed in (1, 2)]
+    worse = [
+        write_ranks(tmp_path / "s1", "sasrec", 1, [1, 0, 0, 1]),
+        write_ranks(tmp_path / "s2", "sasrec", 2, [0, 0, 1, 1]),
+    ]
+    (row,) = comparison_rows([*worse, *better], [("hstu", "sasrec")])
+    assert (row["recipe"], row["against"]) == ("hstu", "sasrec")
+    assert (row["seeds"], row["against_seeds"]) == ([1, 2], [1, 2])
+    assert row["recall@10_difference"] == pytest.approx((0.5 + 1 + 0.5 + 0) / 4)
+    low, high = row["recall@10_difference_interval"]
+    assert 0 <= low < 0.5 < high <= 1
+
+
+def test_metrics_beyond_the_ranked_depth_are_left_out(tmp_path: Path) -> None:
+    (row,) = quality_rows([write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0], ks=(10,))])
+    assert "ndcg@10" in row
+    assert "hr@50" not in row
+    assert row["ndcg@10_seed_sd"] is None
+
+
+def test_runs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
+    with pytest.raises(UserError, match="same seed"):
+        quality_rows([run, write_ranks(tmp_path / "b", "hstu", 1, [1, 2, 0, 0])])
+    other = write_ranks(tmp_path / "c", "sasrec", 1, [1, 2, 0], users=[1, 2, 3])
+    assert len(quality_rows([run, other])) == 2
+    with pytest.raises(UserError, match="same users"):
+        comparison_rows([run, other], [("hstu", "sasrec")])
+    with pytest.raises(UserError, match="has no run"):
+        comparison_rows([run], [("hstu", "fuxi")])
+
+
+def test_a_run_without_a_whole_test_result_is_refused(tmp_path: Path) -> None:
+    run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
+    file = run / "eval" / "test.npz"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DamagedError):
+        quality_rows([run])
+    file.unlink()
+    with pytest.raises(UserError, match="no test result"):
+        quality_rows([run])
+
+
+def test_the_page_names_its_source_and_shows_intervals_and_spread(tmp_path: Path) -> None:
+    runs = [
+        write_ranks(tmp_path / f"{name}{seed}", name, seed, [1, 2 * seed, 0, 0])
+        for name in ("hstu", "sasrec")
+        for seed in (1, 2)
+    ]
+    rows = quality_rows(runs)
+    frame = {"command": "nestrec bench quality", "date": "2026-05-04", "rows": rows}
+    text = quality_markdown(frame, comparison_rows(runs, [("hstu", "sasrec")]))
+    low, high = rows[0]["ndcg@10_interval"]
+    assert f"{rows[0]['ndcg@10']:.4f} [{low:.4f}, {high:.4f}] ± {rows[0]['ndcg@10_seed_sd']:.4f}" in text
+    assert "`nestrec bench quality`" in text
+    assert "+0.0000 [+0.0000, +0.0000]" in text
+    assert text.count("popularity") == 1

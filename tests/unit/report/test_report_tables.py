@@ -1,0 +1,65 @@
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nestrec.report import bench_table, evaluation_table
+
+
+def shown(table: Table) -> str:
+    console = Console(file=StringIO(), width=160, force_terminal=False)
+    console.print(table)
+    file = console.file
+    assert isinstance(file, StringIO)
+    return file.getvalue()
+
+
+def line_with(text: str, start: str) -> str:
+    return next(line for line in text.splitlines() if start in line)
+
+
+def make_evaluation(**extra: Any) -> dict[str, Any]:
+    metrics = {
+        "model": {"hr@10": [0.3, 0.29, 0.31], "ndcg@10": [0.2, 0.19, 0.21]},
+        "popularity": {"hr@10": [0.1, 0.09, 0.11], "ndcg@10": [0.05, 0.04, 0.06]},
+        **extra,
+    }
+    return {"part": "test", "headline": "ndcg@10", "metrics": metrics}
+
+
+def test_an_evaluation_has_a_row_a_system_with_intervals_and_ratio() -> None:
+    text = shown(evaluation_table(make_evaluation()))
+    head = line_with(text, "hr@10")
+    assert head.index("ndcg@10") < head.index("hr@10")
+    assert "4.00x" in line_with(text, "model")
+    assert "1.00x" in line_with(text, "│ popularity ")
+    assert "0.1900..0.2100" in text
+
+
+def test_other_protocols_are_not_compared_with_full_ranking() -> None:
+    text = shown(evaluation_table(make_evaluation(**{"model, sampled": {"ndcg@10": [0.6, 0.5, 0.7]}})))
+    row = line_with(text, "model, sampled")
+    assert "0.6000" in row
+    assert "x" not in row
+
+
+def test_without_popularity_there_is_no_ratio() -> None:
+    evaluation = {
+        "part": "test",
+        "headline": "auc",
+        "metrics": {"model": {"auc": [0.7, 0.6, 0.8]}, "[b]": {"auc": 0.6}},
+    }
+    text = shown(evaluation_table(evaluation))
+    assert "popularity" not in text
+    assert "[b]" in text
+
+
+def test_bench_rows_may_differ_in_fields() -> None:
+    rows = [{"name": "[red]a", "ms": 1.23456, "n": 1000}, {"name": "b", "ms": None, "parts": {"x": 1}}]
+    text = shown(bench_table(rows, title="bench"))
+    assert "[red]a" in text
+    assert "1.235" in text
+    assert "1,000" in text
+    assert '{"x": 1}' in line_with(text, "b    ")
+    assert shown(bench_table([])).strip() == ""
