@@ -63,7 +63,7 @@ def noise_gaussian(num_samples: int, amount: float, seed: int) -> NDArray[np.flo
 
 
 def noise_floor(cost: NDArray[np.float64], num_ranks: int, deviation: float, seed: int = 0) -> float:
-    """Expected imbalance that no partition can go below when it cannot foresee independent noise of this deviation.
+    """About the least expected imbalance of a partition that cannot foresee independent noise of this deviation.
 
     The mean loads are then equal and so are their variances (unequal variances only raise the expected maximum); many
     samples a rank make the loads normal.

@@ -2,8 +2,8 @@
 
 The published value of alpha is not known. Here it follows from the cost model (the slope of log cost against log
 length) unless given, and both alpha and the runs can be tuned from measured times, as FreeScale's AutoTune nudges the
-local batch: a `PowerTuning` is agreed by all ranks and changed only at a logged step. A cost a * L + b * L^2 is no power
-of L, so without tuning long and short ranks differ.
+local batch: a `PowerTuning` is agreed by all ranks and changed only at a logged step. A cost a * L + b * L^2 is no
+power of L, so without tuning long and short ranks differ.
 """
 
 from collections.abc import Sequence

@@ -65,7 +65,7 @@ PUBLISHED: tuple[Row, ...] = (
 
 LEGEND = """imbalance: (max - mean) / max of cost, predicted; published rows are waiting measured by their authors.
 uniform, gaussian: the same when the true cost of each sample carries noise that no policy foresees.
-window: an upper bound of the waiting inside a frozen window, reached if all ranks computed micro-batches in lock step."""
+window: upper bound of the waiting inside a frozen window, reached if all ranks computed micro-batches in step."""
 
 LEAST_BASELINE = {"turbogr-kuai": (0.35, 6000.0), "freescale": (0.20, 0.0)}
 """Imbalance and token gap that `fixed` must show at least for a comparison to mean anything."""
@@ -83,7 +83,7 @@ def run(lengths: str, ranks: int, batch: int, *, seed: int = 0, rounds: int = 50
     common = {"lengths": lengths, "ranks": ranks, "batch": batch, "rounds": rounds, "micro_batches": micro_batches}
     rows = []
     for cost_name, model in COSTS.items():
-        floors = _floors(model.of(tokens[0]), ranks)
+        floors = _floors([model.of(lengths_of_batch) for lengths_of_batch in tokens], ranks)
         for policy in POLICIES:
             for figures in _evaluate(policy, model, tokens, ranks, seed, micro_batches):
                 floor = floors[figures["noise"]]
@@ -204,10 +204,13 @@ def _window(cost: NDArray[np.float64], groups: Groups, micro_batches: int) -> fl
     return window_imbalance(np.stack(costs))
 
 
-def _floors(cost: NDArray[np.float64], ranks: int) -> dict[str, float]:
-    """What no policy can go below under each kind of noise (for a typical batch)."""
+def _floors(costs: Sequence[NDArray[np.float64]], ranks: int) -> dict[str, float]:
+    """About what no policy can go below under each kind of noise."""
     deviations = {"none": 0.0, "uniform": NOISE / 3**0.5, "gaussian": NOISE}
-    return {noise: noise_floor(cost, ranks, deviation) for noise, deviation in deviations.items()}
+    return {
+        noise: float(np.mean([noise_floor(cost, ranks, deviation) for cost in costs]))
+        for noise, deviation in deviations.items()
+    }
 
 
 def _by_setting(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
