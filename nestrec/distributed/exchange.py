@@ -5,6 +5,7 @@ Data crosses as bytes, so that every type takes the same path on every backend. 
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,15 +33,19 @@ def all_to_all_rows(
     """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
     if communicator.group is None:
         return rows
-    rows = rows.contiguous()
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    row_bytes = rows.element_size() * rows[:1].numel() if len(rows) else received.element_size() * received[:1].numel()
+    row_bytes = rows.element_size() * math.prod(rows.shape[1:])
+    sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
+    sizes = [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts]
     with peers_watched(communicator, "all_to_all"):
-        dist.all_to_all_single(
-            received.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8),
-            [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts], group=communicator.group,
-        )  # fmt: skip
+        dist.all_to_all_single(into, sent, *sizes, group=communicator.group)
     return received
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.view(-1).view(torch.uint8)
 
 
 def all_to_all_fixed(communicator: Communicator, rows: torch.Tensor) -> torch.Tensor:

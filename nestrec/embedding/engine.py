@@ -68,10 +68,12 @@ class EmbeddingEngine:
 
         They may share memory with the working set: they are valid until `update`.
         """
-        return {
-            name: self._return_to_sources(table, working.tables[name].vectors(table))
-            for name, table in routed.parts[part].tables.items()
-        }
+        found = {}
+        for name, table in routed.parts[part].tables.items():
+            vectors = working.tables[name].vectors(table)
+            self._count(self.statistics.vectors, table.receive_counts, vectors)
+            found[name] = self._return_to_sources(table, vectors)
+        return found
 
     def accumulate(
         self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], part: int = 0
@@ -180,7 +182,6 @@ class EmbeddingEngine:
             shard.store.close()
 
     def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:
-        self._count(self.statistics.vectors, table.receive_counts, vectors)
         return all_to_all_rows(self.topology.vectors, vectors, table.receive_counts, table.send_counts)
 
     def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:

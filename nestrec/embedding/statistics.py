@@ -1,4 +1,4 @@
-"""What has crossed between ranks and stores so far."""
+"""What training has moved between ranks and stores so far; evaluation is not counted."""
 
 from dataclasses import dataclass, field
 

@@ -21,6 +21,7 @@ bit.
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from nestrec.embedding.layout import RowLayout
@@ -49,6 +50,11 @@ def adam_learning_rate(optimizer: RowOptimizerConfig, step: int, learning_rate: 
     return learning_rate * math.sqrt(1 - optimizer.beta2**step) / (1 - optimizer.beta1**step)
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Square root, correctly rounded: torch's own on a CPU (MKL) may be off in the last bit."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+
+
 def mean_of_squares(grad: torch.Tensor) -> torch.Tensor:
     """(n, 1) mean of g^2 over a row, summed by halves: elements i and i + half first."""
     total = grad * grad
@@ -69,14 +75,14 @@ def _adagrad(
     views: Views, grad: torch.Tensor, optimizer: RowOptimizerConfig, step: int, learning_rate: float
 ) -> torch.Tensor:
     views["state_sum"].add_(grad * grad)
-    return learning_rate * (grad / (views["state_sum"].sqrt() + optimizer.eps))
+    return learning_rate * (grad / (root(views["state_sum"]) + optimizer.eps))
 
 
 def _rowwise_adagrad(
     views: Views, grad: torch.Tensor, optimizer: RowOptimizerConfig, step: int, learning_rate: float
 ) -> torch.Tensor:
     views["state_sum"].add_(mean_of_squares(grad))
-    return learning_rate * (grad / ((views["state_sum"] / optimizer.moment_scale).sqrt() + optimizer.eps))
+    return learning_rate * (grad / (root(views["state_sum"] / optimizer.moment_scale) + optimizer.eps))
 
 
 def _adam(
@@ -98,7 +104,7 @@ def _adam_change(
 ) -> torch.Tensor:
     views["state_m"].add_((1 - optimizer.beta1) * (grad - views["state_m"]))
     views["state_v"].add_((1 - optimizer.beta2) * (square - views["state_v"]))
-    return learning_rate * (views["state_m"] / (views["state_v"].sqrt() + optimizer.eps))
+    return learning_rate * (views["state_m"] / (root(views["state_v"]) + optimizer.eps))
 
 
 _RULES: dict[str, Callable[[Views, torch.Tensor, RowOptimizerConfig, int, float], torch.Tensor]] = {

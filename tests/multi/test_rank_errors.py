@@ -1,0 +1,55 @@
+"""A mistake or a loss on one rank is a clear error on every rank."""
+
+import pytest
+from engine_jobs import (
+    bad_key_on_last_rank,
+    dense_sums,
+    die_in_step,
+    disagree,
+    other_config_on_last_rank,
+    own_error,
+    top_k,
+    train,
+)
+
+from nestrec.distributed import Topology
+from nestrec.testing.ranks import RankFailure, RankPool
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (other_config_on_last_rank, "tables"),
+        (bad_key_on_last_rank, "is not a key of table 'item', which holds 0 to 59 (found on rank 3)"),
+        (own_error, "is full (rank 1, value 7)"),
+        (disagree, "rank 2 differs from rank 0"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_the_same_user_error_on_all(pools, job, words):
+    outcomes = pools[4].outcomes(job)
+    assert all(isinstance(o, RankFailure) and o.kind == "UserError" and words in o.text for o in outcomes)
+    assert len({o.text.split("Traceback")[0] for o in outcomes}) == 1
+    assert pools[4].run(train, "sgd", 2)[0]["losses"] == pytest.approx(train(Topology.single(), "sgd", 2)["losses"])
+
+
+def test_a_dead_peer_is_a_peer_lost_error_on_every_survivor():
+    pool = RankPool(3, timeout_s=20)
+    outcomes = pool.outcomes(die_in_step, timeout_s=40)
+    pool.close()
+    assert [o.kind for o in outcomes] == ["PeerLostError", "died", "PeerLostError"]
+
+
+@pytest.mark.parametrize("with_exclusion", [False, True])
+def test_top_k_on_shards_is_top_k_on_one_rank(pools, with_exclusion):
+    scores, keys = top_k(Topology.single(), with_exclusion)
+    assert keys[4].tolist() == sorted(keys[4].tolist())
+    for world in (2, 4):
+        results = pools[world].run(top_k, with_exclusion)
+        assert [row for _, k in results for row in k.tolist()] == keys.tolist()
+        assert sum(len(s) for s, _ in results) == len(scores)
+
+
+def test_dense_gradients_are_summed_in_fixed_buckets_and_missing_ones_count_as_zero(pools):
+    for grads, issued in pools[4].run(dense_sums):
+        assert [g.tolist() for g in grads] == [[1111.0] * 3, [1111.0] * 5, [1101.0] * 2]
+        assert issued == ["dense.all_reduce"] * 2

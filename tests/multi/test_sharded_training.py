@@ -1,0 +1,145 @@
+"""Sharded training is unsharded training, on any number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+from engine_jobs import LEARNING_RATE, NUM_ROWS, global_batch, sample_loss, tables, train
+
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine
+
+KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
+USERS = np.arange(-20, 20) * 2**57
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+class RowWise(torch.optim.Optimizer):
+    """The row-wise twins, on dense gradients of the rows that a batch used."""
+
+    def __init__(self, parameters, kind):
+        super().__init__(parameters, {"kind": kind})
+        self.t = 0
+
+    def step(self):
+        self.t += 1
+        for p in self.param_groups[0]["params"]:
+            used = torch.zeros(len(p), dtype=torch.bool).index_fill_(0, p.used, True)
+            g = p.grad[used]
+            s = self.state[p].setdefault("v", torch.zeros(len(p), 1, dtype=p.dtype))
+            if self.param_groups[0]["kind"] == "rowwise_adagrad":
+                s[used] += (g**2).mean(1, keepdim=True)
+                p.data[used] -= LEARNING_RATE * g / (s[used].sqrt() + 1e-8)
+            else:
+                m = self.state[p].setdefault("m", torch.zeros_like(p.data))
+                m[used] = 0.9 * m[used] + 0.1 * g
+                s[used] = 0.999 * s[used] + 0.001 * (g**2).mean(1, keepdim=True)
+                rate = LEARNING_RATE * (1 - 0.999**self.t) ** 0.5 / (1 - 0.9**self.t)
+                p.data[used] -= rate * m[used] / (s[used].sqrt() + 1e-8)
+
+
+def unsharded(kind: str, num_steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same training with torch.nn.Embedding and torch's own optimisers."""
+    engine = EmbeddingEngine(tables(kind), Topology.single())
+    begin = engine.lookup_readonly({"history": np.arange(NUM_ROWS), "target": np.empty(0, np.int64), "user": USERS})
+    is_sparse = kind == "adam"
+    item = torch.nn.Embedding.from_pretrained(begin["history"].clone(), freeze=False, sparse=is_sparse)
+    user = torch.nn.Embedding.from_pretrained(begin["user"].clone(), freeze=False, sparse=is_sparse)
+    both = [item.weight, user.weight]
+    if kind.startswith("rowwise"):
+        optimizer = RowWise(both, kind)
+    else:
+        optimizer = {
+            "sgd": lambda: torch.optim.SGD(both, LEARNING_RATE),
+            "adagrad": lambda: torch.optim.Adagrad(both, LEARNING_RATE, eps=1e-8),
+            "adam": lambda: torch.optim.SparseAdam(both, LEARNING_RATE),
+        }[kind]()
+    losses = []
+    for step in range(1, num_steps + 1):
+        batch = {name: torch.from_numpy(keys) for name, keys in global_batch(step).items()}
+        users = batch["user"] // 2**57 + 20
+        item.weight.used = torch.cat([batch["history"].reshape(-1), batch["target"]])
+        user.weight.used = users
+        loss = sample_loss(item(batch["history"]), item(batch["target"]), user(users))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"item": item.weight.detach(), "user": user.weight.detach()}, losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_equals_unsharded_over_100_steps_for_every_row_optimizer(pools, kind):
+    expected, expected_losses = unsharded(kind, 100)
+    runs = {
+        1: [train(Topology.single(), kind, 100)],
+        2: pools[2].run(train, kind, 100),
+        4: pools[4].run(train, kind, 100),
+    }
+    for ranks in runs.values():
+        for result in ranks:
+            for name, vectors in expected.items():
+                assert relative(result["vectors"][name], vectors) < 1e-9
+            np.testing.assert_allclose(result["losses"], expected_losses, rtol=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_runs_of_one_layout_are_equal_to_the_bit(pools, world):
+    first, second = (pools[world].run(train, "adam", 20, 3) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a["digests"] == b["digests"] == first[0]["digests"]
+        assert a["losses"] == b["losses"]
+
+
+def test_float32_agrees_with_one_rank_to_rounding(pools):
+    alone = train(Topology.single(), "rowwise_adagrad", 50, dtype="float32")
+    for world in (2, 4):
+        result = pools[world].run(train, "rowwise_adagrad", 50, 1, "float32")[0]
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["rowwise_adagrad", "adam"])
+def test_micro_batches_sum_to_the_batch(pools, kind):
+    whole = pools[2].run(train, kind, 30, 1)[0]
+    parts = pools[2].run(train, kind, 30, 3)[0]
+    for name, vectors in whole["vectors"].items():
+        assert relative(parts["vectors"][name], vectors) < 1e-9
+
+
+@pytest.mark.parametrize("shares", [[12, 0, 0, 0], [0, 0, 12, 0], [5, 0, 1, 6]])
+def test_ranks_without_samples_take_part_and_nothing_is_lost(pools, shares):
+    expected = train(Topology.single(), "adagrad", 10)
+    for result in pools[4].run(train, "adagrad", 10, 2, "float64", "device", "", shares):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-9)
+        for name, vectors in expected["vectors"].items():
+            assert relative(result["vectors"][name], vectors) < 1e-9
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_stores_give_the_same_bits(pools, world, tmp_path):
+    def run(store: str) -> dict:
+        if world == 1:
+            return train(Topology.single(), "adam", 30, 2, store=store, folder=str(tmp_path))
+        return pools[world].run(train, "adam", 30, 2, "float64", store, str(tmp_path))[0]
+
+    device, dram, disk = (run(store) for store in ("device", "dram", "disk"))
+    assert device["digests"] == dram["digests"] == disk["digests"]
+    assert device["losses"] == dram["losses"] == disk["losses"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools):
+    issued = [result["issued"] for result in pools[4].run(train, "sgd", 5, 2)]
+    assert len(issued[0]) > 5 * 2 * 4
+    assert all(other == issued[0] for other in issued)
+
+
+def test_bytes_sent_equal_bytes_of_keys_and_vectors_that_leave_a_rank(pools):
+    results = pools[2].run(train, "sgd", 5)
+    keys, vectors, gradients = (
+        sum(getattr(r["sent"], leg).bytes_sent for r in results) for leg in ("keys", "vectors", "gradients")
+    )
+    assert vectors == gradients > keys > 0
+    assert vectors % 24 == keys % 8 == 0

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from nestrec.base.errors import PeerLostError, UserError
+from nestrec.distributed import DenseSync, Topology
+from nestrec.distributed.exchange import (
+    agree,
+    all_gather_json,
+    all_gather_rows,
+    all_to_all_rows,
+    barrier,
+    broadcast_json,
+    peers_watched,
+    raise_together,
+)
+
+
+def test_one_process_needs_no_group_and_copies_nothing():
+    topology = Topology.single()
+    rows = torch.arange(6).view(3, 2)
+    assert all_to_all_rows(topology.vectors, rows, [3], [3]) is rows
+    assert all_gather_rows(topology.vectors, topology.keys, rows)[0] is rows
+    assert all_gather_json(topology.control, {"a": [1, None, "é"]}) == [{"a": [1, None, "é"]}]
+    assert broadcast_json(topology.control, 3) == 3
+    agree(topology.control, "x", 1)
+    barrier(topology.control)
+    raise_together(topology.control, None)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 3.0)
+    DenseSync([parameter], topology.dense).reduce()
+    assert parameter.grad.tolist() == [3.0, 3.0]
+    assert topology.log.entries() == []
+    assert (topology.shard, topology.replica, topology.num_shards) == (0, 0, 1)
+
+
+def test_an_environment_without_ranks_is_one_process(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Topology.from_environment().world == 1
+
+
+def test_a_failed_collective_is_a_lost_peer_that_names_the_collective():
+    topology = Topology.single()
+    lost = pytest.raises(PeerLostError, match=r"lost in keys\.all_to_all: connection closed")
+    with lost, peers_watched(topology.keys, "all_to_all"):
+        raise RuntimeError("connection closed\nmore")
+    assert topology.log.entries() == ["keys.all_to_all"]
+
+
+def test_an_error_of_this_rank_is_raised():
+    with pytest.raises(UserError, match="is full"):
+        raise_together(Topology.single().control, UserError("is full", field="disk", value=1, remedy="free space"))

@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from nestrec.embedding.dedup import dedup
+from nestrec.embedding.hashing import owner_of
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(arrays(np.int64, st.integers(0, 300), elements=st.one_of(INT64, st.integers(0, 20))), st.integers(1, 5))
+def test_distinct_keys_are_grouped_by_owner_in_order_of_first_appearance(keys, num_shards):
+    found = dedup(keys, num_shards)
+    assert (found.keys[found.inverse] == keys).all()
+    owners = owner_of(found.keys, num_shards)
+    assert (np.diff(owners) >= 0).all()
+    assert found.counts.tolist() == np.bincount(owners, minlength=num_shards).tolist()
+    for shard in range(num_shards):
+        mine = found.keys[owners == shard].tolist()
+        assert mine == list(dict.fromkeys(k for k in keys.tolist() if k in set(mine)))
+
+
+@pytest.mark.parametrize("size", [5000, 200_000])
+def test_a_large_batch_is_what_numpy_finds(size):
+    keys = np.random.default_rng(0).integers(-(2**62), 2**62, size) // 2**46
+    found = dedup(keys, 3)
+    assert sorted(found.keys.tolist()) == np.unique(keys).tolist()
+    assert (found.keys[found.inverse] == keys).all()
+
+
+def test_owners_are_even_and_fixed():
+    keys = np.arange(100_000)
+    shares = np.bincount(owner_of(keys, 7)) / len(keys)
+    assert abs(shares - 1 / 7).max() < 0.005
+    assert owner_of(np.array([0, 1, -1, 2**63 - 1]), 1000).tolist() == [535, 465, 936, 39]

@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from nestrec.ops.gather_rows import gather_rows, sum_by_index, sum_by_index_reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(0,), (1,), (40, 7), (3, 0, 2)])
+def test_gather_and_its_gradient_are_the_definition(shape, dtype):
+    torch.manual_seed(0)
+    rows = torch.randn(13, 5, dtype=dtype, requires_grad=True)
+    index = torch.randint(0, 13, shape, dtype=torch.int32)
+    out = gather_rows(rows, index)
+    assert torch.equal(out, rows[index.long()])
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected = sum_by_index_reference(grad.reshape(-1, 5), index.reshape(-1), 13)
+    assert torch.equal(rows.grad, expected)
+
+
+def test_sums_do_not_depend_on_the_number_of_threads():
+    index = torch.randint(0, 100, (50_000,), dtype=torch.int32)
+    grad = torch.randn(50_000, 16)
+    before, sums = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        sums.append(sum_by_index(grad, index, 100))
+    torch.set_num_threads(before)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
+def test_parts_in_order_sum_to_the_bits_of_the_whole():
+    from nestrec.ops.gather_rows import add_by_index
+
+    index, grad = torch.randint(0, 9, (64,), dtype=torch.int32), torch.randn(64, 3)
+    out = torch.zeros(9, 3)
+    for start in range(0, 64, 16):
+        add_by_index(out, index[start : start + 16], grad[start : start + 16])
+    assert torch.equal(out, sum_by_index_reference(grad, index, 9))
+
+
+def test_16_bit_gradients_are_summed_in_float32():
+    rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    gather_rows(rows, torch.zeros(1000, dtype=torch.int32)).float().sum().backward()
+    assert rows.grad.tolist() == [[1000.0, 1000.0]]
