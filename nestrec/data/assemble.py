@@ -148,7 +148,7 @@ def _write(work: Assembly, partitions: Partitions, kept: Kept) -> Card:
     item_sides = [_side(work, s, work.parser.items, f"item{i}", item_bounds) for i, s in enumerate(work.source.items)]
     files.append(write_items(work.folder, _item_tables(work, kept, item_bounds, item_sides)))
     files += _write_vocabularies(work, user_sides, item_sides)
-    files += work.quarantine.close()
+    files += work.quarantine.files()
     for side in (*user_sides, *item_sides):
         side.delete()
     partitions.delete()

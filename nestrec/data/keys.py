@@ -38,7 +38,7 @@ class KeyTable:
         numbers = as_numbers(ids)
         if numbers is not None:
             return self._encode_numbers(numbers)
-        encoded = ids.dictionary_encode()
+        encoded = ids.cast(pa.string()).dictionary_encode()
         codes = np.array([self._encode_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
@@ -47,7 +47,7 @@ class KeyTable:
         numbers = as_numbers(ids)
         if numbers is not None:
             return _find(self._slots, self._codes, numbers)
-        encoded = ids.dictionary_encode()
+        encoded = ids.cast(pa.string()).dictionary_encode()
         codes = np.array([self._find_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
@@ -101,18 +101,18 @@ class KeyTable:
 
 def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
     """The ids as int64 where every one of them is an integer of at most 18 digits in plain decimal form."""
-    if pa.types.is_integer(ids.type):
-        ids = ids.cast(pa.string())
     try:
-        numbers = ids.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        numbers = np.asarray(ids.cast(pa.int64()).to_numpy(zero_copy_only=False))
     except pa.ArrowInvalid:
         return None
-    num_characters = pc.binary_length(ids).to_numpy(zero_copy_only=False)
     magnitude = np.abs(numbers)
     if magnitude.size and (magnitude.max() >= _POWERS_OF_10[-1] or magnitude.min() < 0):
         return None
+    if pa.types.is_integer(ids.type):
+        return numbers
+    num_characters = pc.binary_length(ids.cast(pa.string())).to_numpy(zero_copy_only=False)
     plain = np.searchsorted(_POWERS_OF_10, magnitude, side="right") + 1 + (numbers < 0)
-    return np.asarray(numbers) if np.array_equal(plain, num_characters) else None
+    return numbers if np.array_equal(plain, num_characters) else None
 
 
 def is_plain_number(text: str) -> bool:

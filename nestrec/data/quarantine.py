@@ -2,9 +2,8 @@
 
 import csv
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 from nestrec.base.errors import DataError
 from nestrec.data.card import FileEntry, describe_file
@@ -21,21 +20,22 @@ class Quarantine:
     def __init__(self, folder: Path):
         self.reasons: Counter[str] = Counter()
         self._path = folder / QUARANTINE_FILE
-        self._stream: TextIO | None = None
         self._example = ""
 
     @property
     def num_rows(self) -> int:
         return self.reasons.total()
 
-    def add(self, file: str, rows: Iterable[BadRow]) -> None:
-        for row in rows:
-            if self._stream is None:
-                self._stream = self._path.open("w", newline="", encoding="utf-8")
-                csv.writer(self._stream).writerow(["file", "line", "reason", "text"])
-                self._example = f"{file}, line {row.line}: {row.reason}: {row.text[:80]!r}"
-            csv.writer(self._stream).writerow([file, row.line, row.reason, row.text[:TEXT_CHARACTERS]])
-            self.reasons[row.reason] += 1
+    def add(self, file: str, rows: Sequence[BadRow]) -> None:
+        if not rows:
+            return
+        with self._path.open("a", newline="", encoding="utf-8") as stream:
+            writer = csv.writer(stream)
+            if not self.num_rows:
+                writer.writerow(["file", "line", "reason", "text"])
+                self._example = f"{file}, line {rows[0].line}: {rows[0].reason}: {rows[0].text[:80]!r}"
+            writer.writerows([file, row.line, row.reason, row.text[:TEXT_CHARACTERS]] for row in rows)
+        self.reasons.update(row.reason for row in rows)
 
     def check(self, num_rows_read: int, max_bad_share: float, num_bad_before: int = 0) -> None:
         """Raise if, after the first `num_bad_before` bad rows, more than `max_bad_share` of the rows read are bad."""
@@ -50,9 +50,8 @@ class Quarantine:
             remedy="check the format and its columns, or allow more bad rows with --max-bad-share",
         )
 
-    def close(self) -> list[FileEntry]:
-        """Close the file; its entry, if there is one."""
-        if self._stream is None:
+    def files(self) -> list[FileEntry]:
+        """The entry of the file, if there is one."""
+        if not self.num_rows:
             return []
-        self._stream.close()
         return [describe_file(self._path.parent, self._path, self.num_rows)]

@@ -62,6 +62,12 @@ class Delimited:
     """Whether fields may stand in double quotes."""
     encoding: str = "utf-8"
     """Of the file's bytes."""
+    skip_lines: int = 0
+    """Lines before the first row, where `names` are given."""
+
+    @property
+    def num_header_lines(self) -> int:
+        return self.skip_lines if self.names else 1
 
 
 @dataclass(slots=True)
@@ -87,7 +93,7 @@ def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
     if len(how.separator) > 1:  # Arrow's reader knows separators of one byte
         yield from _read_split(path, names, how)
         return
-    lines = _Lines(1 if how.names else 2)
+    lines = _Lines(how.num_header_lines + 1)
     rejected: list[BadRow] = []
 
     def reject(row: pyarrow.csv.InvalidRow) -> str:
@@ -159,7 +165,7 @@ def unreadable(path: Path, error: Exception) -> DataError:
 
 def _read_split(path: Path, names: tuple[str, ...], how: Delimited) -> Iterator[RawBatch]:
     """Rows of a file whose separator has several characters, line by line; `a::b: c` has two fields."""
-    skip = 0 if how.names else 1
+    skip = how.num_header_lines
     for lines, first, done in read_lines(path, how.encoding):
         text = pa.array([line.rstrip("\r\n") for line in lines[skip:]], pa.string())
         numbers = np.arange(first + skip, first + len(lines), dtype=np.int64)
@@ -185,7 +191,7 @@ def _csv_batches(
         reader = pyarrow.csv.open_csv(
             stream,
             read_options=pyarrow.csv.ReadOptions(
-                block_size=BLOCK_BYTES, use_threads=False, column_names=list(fields), skip_rows=0 if how.names else 1
+                block_size=BLOCK_BYTES, use_threads=False, column_names=list(fields), skip_rows=how.num_header_lines
             ),
             parse_options=pyarrow.csv.ParseOptions(
                 delimiter=how.separator,

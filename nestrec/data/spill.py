@@ -11,21 +11,21 @@ CHUNK_BYTES = 16 << 20
 
 
 class RecordFile:
-    """A file of fixed-size records, appended to and then read in chunks."""
+    """A file of fixed-size records, appended to and then read in chunks. It is open only while it is used."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]):
         self.path, self.dtype = path, dtype
         self.num_records = 0
-        self._stream = path.open("wb")
+        path.write_bytes(b"")
 
     def append(self, records: NDArray[Any]) -> None:
         assert records.dtype == self.dtype
-        self._stream.write(np.ascontiguousarray(records).data)
+        with self.path.open("ab") as stream:
+            np.ascontiguousarray(records).tofile(stream)
         self.num_records += records.size
 
     def chunks(self) -> Iterator[NDArray[Any]]:
         """All records in order, in bounded pieces."""
-        self._stream.flush()
         count = max(1, CHUNK_BYTES // self.dtype.itemsize)
         with self.path.open("rb") as stream:
             while (chunk := np.fromfile(stream, dtype=self.dtype, count=count)).size:
@@ -33,18 +33,15 @@ class RecordFile:
 
     def load(self) -> NDArray[Any]:
         """All records at once."""
-        self._stream.flush()
         return np.fromfile(self.path, dtype=self.dtype)
 
     def replace(self, records: NDArray[Any]) -> None:
         """Put other records in place of all."""
-        self._stream.close()
-        self._stream = self.path.open("wb")
+        self.path.write_bytes(b"")
         self.num_records = 0
         self.append(records)
 
     def delete(self) -> None:
-        self._stream.close()
         self.path.unlink(missing_ok=True)
 
 

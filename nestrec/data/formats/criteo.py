@@ -49,7 +49,7 @@ def write_criteo(folder: Path, path: Path, options: PrepareOptions, progress: Pr
     quarantine.check(num_read, options.max_bad_share)
     if not num_rows:
         raise DataError("has no usable rows", field="input", value=str(path), remedy="check the format")
-    files = [*writer.close(), *quarantine.close()]
+    files = [*writer.close(), *quarantine.files()]
     counts = Counts(users=num_rows, items=0, events=num_rows, rows_read=num_read, duplicates_kept=duplicates.finish(),
                     quarantined=dict(sorted(quarantine.reasons.items())))  # fmt: skip
     return _finish(folder, path, counts, files, options)

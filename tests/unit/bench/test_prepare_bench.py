@@ -1,0 +1,25 @@
+"""Preparation of large logs in bounded memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nestrec.bench.prepare import measure_prepare
+
+
+def test_a_small_log_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
+    rows = measure_prepare([50_000], output=tmp_path / "prepare.json", command="nestrec bench prepare", num_items=1000)
+    assert rows == json.loads((tmp_path / "prepare.json").read_text())["rows"]
+    assert rows[0]["events"] > 30_000
+    assert rows[0]["peak_memory_mib"] >= rows[0]["memory_after_import_mib"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_million_events_stay_below_one_and_a_half_gibibytes_and_memory_is_flat() -> None:
+    small, large = measure_prepare([2_500_000, 10_000_000])
+    print(small, large)
+    assert large["events"] > 9_500_000
+    assert large["peak_memory_mib"] < 1536
+    assert large["peak_memory_mib"] < 1.3 * small["peak_memory_mib"]

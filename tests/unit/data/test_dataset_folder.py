@@ -1,0 +1,86 @@
+"""A dataset appears whole or not at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.errors import DataError
+from nestrec.base.failpoints import armed
+from nestrec.data.dataset import Dataset
+from nestrec.data.folder import whole_folder
+from nestrec.data.options import PrepareOptions
+from nestrec.data.prepare import prepare
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log.csv"
+    path.write_text("user,item\n" + "".join(f"{i % 7},{i % 5}\n" for i in range(100)))
+    return path
+
+
+def fail() -> None:
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("point", ["data.after_split", "data.before_rename"])
+def test_an_error_leaves_neither_dataset_nor_leftovers(log: Path, point: str) -> None:
+    with armed(point, fail), pytest.raises(OSError, match="disk full"):
+        prepare("log", log, log.parent / "out")
+    assert [p.name for p in log.parent.iterdir()] == ["log.csv"]
+
+
+def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_succeeds(log: Path) -> None:
+    code = "import sys; from nestrec.data.prepare import prepare; prepare('log', sys.argv[1], sys.argv[2])"
+    fired = log.parent / "fired"
+    environment = {**os.environ, "NESTREC_FAIL_POINTS": "data.before_rename=kill", "NESTREC_FAIL_LOG": str(fired)}
+    ended = subprocess.run([sys.executable, "-c", code, log, log.parent / "out"], env=environment, check=False)
+    assert ended.returncode == -9
+    assert fired.read_text() == "data.before_rename\n"
+    assert not (log.parent / "out").exists()
+    prepare("log", log, log.parent / "out")
+    assert Dataset.open(log.parent / "out").num_samples == 7
+    assert not list(log.parent.glob(".out*"))
+
+
+def test_an_existing_dataset_is_replaced_only_by_force(log: Path) -> None:
+    out = log.parent / "out"
+    prepare("log", log, out)
+    before = Dataset.open(out).digest
+    with pytest.raises(DataError, match="--force"):
+        prepare("log", log, out)
+    assert Dataset.open(out).digest == before
+    prepare("log", log, out, options=PrepareOptions(force=True, min_user_events=15))
+    assert Dataset.open(out).num_samples == 2
+    assert sorted(p.name for p in out.parent.iterdir()) == ["log.csv", "out"]
+
+
+def test_a_failed_replacement_leaves_the_old_dataset(log: Path) -> None:
+    out = log.parent / "out"
+    prepare("log", log, out)
+    with armed("data.before_rename", fail), pytest.raises(OSError, match="disk full"):
+        prepare("log", log, out, options=PrepareOptions(force=True))
+    Dataset.open(out).verify()
+
+
+def test_a_folder_that_is_no_dataset_is_never_replaced(log: Path) -> None:
+    with pytest.raises(DataError, match="not a prepared dataset"):
+        prepare("log", log, log.parent, options=PrepareOptions(force=True))
+    assert log.exists()
+
+
+def test_an_empty_folder_is_filled(log: Path) -> None:
+    (log.parent / "out").mkdir()
+    prepare("log", log, log.parent / "out")
+    assert Dataset.open(log.parent / "out").num_samples == 7
+
+
+def test_two_writers_of_one_output_are_kept_apart(log: Path) -> None:
+    with whole_folder(log.parent / "out", force=False) as folder:
+        (folder / "mine").write_text("x")
+        with pytest.raises(DataError, match="another process"):
+            prepare("log", log, log.parent / "out")
+        assert (folder / "mine").exists()

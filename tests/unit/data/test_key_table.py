@@ -1,0 +1,51 @@
+"""Codes of ids against a dictionary."""
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestrec.data.keys import KeyTable, as_numbers, is_plain_number
+
+IDS = st.one_of(
+    st.integers(-(2**63), 2**63 - 1).map(str),
+    st.integers(0, 50).map(str),
+    st.sampled_from(["007", "-0", "+1", "1.0", "", " 1", "10" * 9, "1" + "0" * 18, "-9223372036854775808"]),
+    st.text(max_size=3),
+)
+
+
+@given(batches=st.lists(st.lists(IDS, max_size=40), max_size=6))
+def test_codes_equal_those_of_a_dictionary_in_order_of_first_appearance(batches: list[list[str]]) -> None:
+    table, oracle = KeyTable(), {}  # type: ignore[var-annotated]
+    for ids in batches:
+        expected = [oracle.setdefault(i, len(oracle)) for i in ids]
+        assert table.encode(pa.array(ids, pa.string())).tolist() == expected
+    assert len(table) == len(oracle)
+    assert table.all_keys().to_pylist() == list(oracle)
+    for ids in batches:
+        assert table.find(pa.array(ids, pa.string())).tolist() == [oracle[i] for i in ids]
+    assert table.find(pa.array(["never", "123456789"])).tolist() == [
+        oracle.get("never", -1),
+        oracle.get("123456789", -1),
+    ]
+
+
+def test_numbers_and_text_of_numbers_are_the_same_ids() -> None:
+    table = KeyTable()
+    assert table.encode(pa.array([5, -3, 2**62], pa.int64())).tolist() == [0, 1, 2]
+    assert table.encode(pa.array(["5", "-3", str(2**62), "05"])).tolist() == [0, 1, 2, 3]
+
+
+def test_a_million_ids_keep_their_codes() -> None:
+    ids = np.random.default_rng(0).permutation(1_000_000) * 1_000_003
+    table = KeyTable()
+    for part in np.array_split(ids, 7):
+        table.encode(pa.array(part))
+    assert np.array_equal(table.find(pa.array(ids)), np.arange(ids.size))
+    assert table.keys(np.array([17])).to_pylist() == [str(ids[17])]
+
+
+@given(text=IDS)
+def test_a_batch_of_one_agrees_with_the_check_of_one(text: str) -> None:
+    assert (as_numbers(pa.array([text], pa.string())) is not None) == is_plain_number(text)

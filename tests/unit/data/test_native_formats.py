@@ -1,0 +1,272 @@
+"""Every native layout of every format, from small files written here."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import DataError, UserError
+from nestrec.data.dataset import Dataset
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.prepare import prepare
+
+
+def open_prepared(format: str, source: Path, **options: object) -> Dataset:
+    output = source.parent / "prepared"
+    prepare(format, source, output, options=PrepareOptions(force=True, **options))  # type: ignore[arg-type]
+    dataset = Dataset.open(output)
+    dataset.verify()
+    return dataset
+
+
+def histories(dataset: Dataset) -> dict[str, list[str]]:
+    """User key to item keys in order."""
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    keys = ["", *dataset.items().column("item_key").to_pylist()]
+    items, offsets = rows.lists["item_ids"]
+    users = dataset.user_keys(rows.indices)
+    return {user: [keys[i] for i in items[a:b]] for user, a, b in zip(users, offsets[:-1], offsets[1:], strict=True)}
+
+
+def events(dataset: Dataset, column: str) -> list[float]:
+    return dataset.rows(np.arange(dataset.num_samples)).lists[column][0].tolist()
+
+
+def item(dataset: Dataset, key: str) -> dict[str, object]:
+    return next(row for row in dataset.items().to_pylist() if row["item_key"] == key)
+
+
+def names(dataset: Dataset, column: str, ids: list[int]) -> list[str]:
+    keys = dataset.vocabulary(column).column("key").to_pylist()
+    return [keys[i - 1] for i in ids]
+
+
+def test_movielens_100k_with_users_and_genre_flags(tmp_path: Path) -> None:
+    folder = tmp_path / "ml-100k"
+    folder.mkdir()
+    (folder / "u.data").write_text("196\t242\t3\t881250949\n186\t302\t5\t891717742\n196\t1\t4\t881250000\n")
+    (folder / "u.user").write_text("196|49|M|writer|55105\n186|39|F|executive|00000\n")
+    flags = ["0"] * 19
+    flags[3] = flags[5] = "1"
+    (folder / "u.item").write_bytes(
+        "|".join(["1", "Café (1995)", "01-Jan-1995", "", "http://x", *flags]).encode("latin-1")
+    )
+    dataset = open_prepared("movielens", folder)
+    assert histories(dataset) == {"196": ["1", "242"], "186": ["302"]}
+    assert events(dataset, "event_rating") == [4.0, 3.0, 5.0]
+    assert events(dataset, "actions") == [1, 0, 1]
+    assert dict(dataset.card.action_bits) == {"positive": 1}
+    film = item(dataset, "1")
+    assert film["item_title"] == "Café (1995)"
+    assert names(dataset, "item_genres", film["item_genres"]) == ["Animation", "Comedy"]  # type: ignore[arg-type]
+    ages = dataset.rows(np.array([0, 1])).scalars["user_age"].tolist()
+    assert names(dataset, "user_age", ages) == ["49", "39"]
+
+
+def test_movielens_1m_with_titles_that_hold_colons(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_text("1::260::5::978300760\n1::1::3::978300000\n2::260::2::978300000\n")
+    (tmp_path / "users.dat").write_text("1::F::1::10::48067\n")
+    (tmp_path / "movies.dat").write_bytes(b"260::Star Wars: Episode IV (1977)::Action|Sci-Fi\n1::Caf\xe9::Drama\n")
+    dataset = open_prepared("movielens", tmp_path / "ratings.dat")
+    assert histories(dataset) == {"1": ["1", "260"], "2": ["260"]}
+    assert item(dataset, "260")["item_title"] == "Star Wars: Episode IV (1977)"
+    assert item(dataset, "1")["item_title"] == "Café"
+    assert dataset.rows(np.array([0, 1])).scalars["user_gender"].tolist() == [1, 0]
+
+
+def test_movielens_20m_with_quoted_titles(tmp_path: Path) -> None:
+    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,3.5,1112486027\n1,29,4.0,1112484676\n")
+    (tmp_path / "movies.csv").write_text('movieId,title,genres\n29,"City, The (1995)",Drama|War\n2,Jumanji,Children\n')
+    dataset = open_prepared("movielens", tmp_path, min_rating=0.5)
+    assert histories(dataset) == {"1": ["29", "2"]}
+    assert events(dataset, "event_rating") == [4.0, 3.5]
+    assert item(dataset, "29")["item_title"] == "City, The (1995)"
+
+
+def test_movielens_recbole_reads_types_from_the_header(tmp_path: Path) -> None:
+    (tmp_path / "x.inter").write_text(
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\tshop:token\tprice:float\n"
+        "a\t7\t4\t10\ts1\t1.5\na\t8\t2\t5\ts2\t\n"
+    )
+    (tmp_path / "x.item").write_text(
+        "item_id:token\tmovie_title:token_seq\tclass:token_seq\n7\tToy Story\tComedy Drama\n"
+    )
+    dataset = open_prepared("movielens", tmp_path / "x.inter")
+    assert histories(dataset) == {"a": ["8", "7"]}
+    assert item(dataset, "7")["item_movie_title"] == "Toy Story"
+    assert names(dataset, "item_class", item(dataset, "7")["item_class"]) == ["Comedy", "Drama"]  # type: ignore[arg-type]
+    shops = [int(i) for i in events(dataset, "event_shop")]
+    assert names(dataset, "event_shop", shops) == ["s2", "s1"]
+    assert np.isnan(events(dataset, "event_price")[0])
+
+
+def test_movielens_says_what_it_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ratings\.dat"):
+        prepare("movielens", tmp_path, tmp_path / "out")
+
+
+def test_pairs_and_lines_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "pairs.txt").write_text("1 5\n1 3\n2 5\n1 5\n")
+    assert histories(open_prepared("sasrec_pairs", tmp_path / "pairs.txt")) == {"1": ["5", "3", "5"], "2": ["5"]}
+    (tmp_path / "lines.txt").write_text("1 5 3 5\n\n 2  5 \n")
+    assert histories(open_prepared("user_lines", tmp_path / "lines.txt")) == {"1": ["5", "3", "5"], "2": ["5"]}
+
+
+def test_user_lines_find_attributes_beside_them_and_set_empty_users_aside(tmp_path: Path) -> None:
+    (tmp_path / "Toys.txt").write_text("1 5 3\n2\n3 3\n")
+    (tmp_path / "Toys_item2attributes.json").write_text(json.dumps({"5": [10, 11], "9": [12]}))
+    dataset = open_prepared("user_lines", tmp_path / "Toys.txt", max_bad_share=0.5)
+    assert dict(dataset.card.counts.quarantined) == {"user without items": 1}
+    found = item(dataset, "5")["item_attributes"]
+    assert names(dataset, "item_attributes", found) == ["10", "11"]  # type: ignore[arg-type]
+    assert item(dataset, "3")["item_attributes"] == []
+    assert dataset.card.item_features[0].vocabulary_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("A1,B1,5.0,1400000000\nA1,B2,3.0,1300000000\n", {}),
+        ("B1,A1,5.0,1400000000\nB2,A1,3.0,1300000000\n", {"review_columns": ("item", "user", "rating", "timestamp")}),
+        ("user_id,parent_asin,rating,timestamp\nA1,B1,5.0,1400000000000\nA1,B2,3.0,1300000000000\n", {}),
+        (
+            '{"reviewerID": "A1", "asin": "B1", "overall": 5.0, "unixReviewTime": 1400000000}\n'
+            '{"reviewerID": "A1", "asin": "B2", "overall": 3, "unixReviewTime": 1300000000, "reviewText": "x"}\n',
+            {},
+        ),
+        (
+            '{"user_id": "A1", "parent_asin": "B1", "asin": "z", "rating": 5.0, "timestamp": 1400000000000}\n'
+            '{"user_id": "A1", "parent_asin": "B2", "asin": "z", "rating": 3.0, "timestamp": 1300000000000}\n',
+            {},
+        ),
+    ],
+)
+def test_amazon_reviews_of_every_edition(tmp_path: Path, text: str, options: dict[str, object]) -> None:
+    with gzip.open(tmp_path / "reviews.gz", "wt") as stream:
+        stream.write(text)
+    dataset = open_prepared("amazon_csv", tmp_path / "reviews.gz", **options)
+    assert histories(dataset) == {"A1": ["B2", "B1"]}
+    assert events(dataset, "timestamps_ms") == [1_300_000_000_000, 1_400_000_000_000]
+    assert events(dataset, "event_rating") == [3.0, 5.0]
+
+
+def test_amazon_lines_that_are_no_json_are_set_aside(tmp_path: Path) -> None:
+    good = '{"reviewerID": "A1", "asin": "B1", "overall": 5.0, "unixReviewTime": 1400000000}\n'
+    (tmp_path / "reviews.json").write_text(good + "{broken\n" + '{"asin": "B1", "overall": 1, "unixReviewTime": 1}\n')
+    counts = open_prepared("amazon_csv", tmp_path / "reviews.json", max_bad_share=1.0).card.counts
+    assert dict(counts.quarantined) == {"missing user": 1, "not a JSON object": 1}
+
+
+KUAIRAND_COLUMNS = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
+    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab\n"
+)
+
+
+def write_kuairand(folder: Path) -> Path:
+    """The layout of the 27K edition: two periods in parts, a random log, features in parts."""
+    data = folder / "KuaiRand-27K" / "data"
+    data.mkdir(parents=True)
+    rows = {
+        "log_standard_4_08_to_4_21_27k_part1": "0,10,20220408,1200,3000,1,0,0,0,0,0,1,500,900,0,0,0,0,1\n",
+        "log_standard_4_08_to_4_21_27k_part2": "0,11,20220408,1100,1000,0,1,1,1,1,1,0,7,0,1,2,1,0,4\n" * 2,
+        "log_standard_4_22_to_5_08_27k_part1": "1,10,20220422,1200,9000,0,0,0,0,0,0,0,0,900,0,0,0,0,1\n",
+        "log_standard_4_22_to_5_08_27k_part2": "0,12,20220422,1200,9000,1,0,0,0,0,0,0,8,900,0,0,0,0,1\n",
+        "log_random_4_22_to_5_08_27k": "1,13,20220422,1200,8000,1,0,0,0,0,0,0,8,900,0,0,0,1,0\n",
+    }
+    for name, text in rows.items():
+        (data / f"{name}.csv").write_text(KUAIRAND_COLUMNS + text)
+    (data / "user_features_27k.csv").write_text(
+        "user_id,user_active_degree,is_live_streamer,follow_user_num,follow_user_num_range,onehot_feat4\n"
+        '1,full_active,-124,5,"(0,10]",\n0,high_active,1,600,500+,3\n7,day_new,1,1,"(0,10]",4\n'
+    )
+    (data / "video_features_basic_27k.csv").write_text(
+        "video_id,author_id,video_type,upload_dt,upload_type,visible_status,video_duration,server_width,server_height,"
+        "music_id,music_type,tag\n"
+        '10,77,NORMAL,2022-04-05,Web,0,900.0,720,1280,9170000000,4.0,"12,65"\n12,78,AD,,Web,0,,720,1280,1,,\n'
+    )
+    (data / "video_features_statistic_27k_part1.csv").write_text("video_id,counts,show_cnt\n10,4,2.5\n")
+    (data / "video_features_statistic_27k_part2.csv").write_text("video_id,counts,show_cnt\n12,5,3.5\n")
+    return data.parent
+
+
+def test_kuairand_joins_periods_and_parts_in_time_order_and_drops_duplicates(tmp_path: Path) -> None:
+    dataset = open_prepared("kuairand", write_kuairand(tmp_path))
+    assert histories(dataset) == {"0": ["11", "10", "12"], "1": ["10"]}
+    assert dataset.card.counts.duplicates_dropped == 1
+    assert events(dataset, "actions") == [2 | 4 | 8 | 16 | 32 | 128, 1 | 64, 1, 0]
+    assert events(dataset, "event_play_time_ms") == [7, 500, 8, 0]
+    assert events(dataset, "event_comment_stay_time") == [2, 0, 0, 0]
+    tabs = [int(i) for i in events(dataset, "event_tab")]
+    assert names(dataset, "event_tab", tabs) == ["4", "1", "1", "1"]
+
+
+def test_kuairand_features_have_vocabularies_from_the_data_and_an_unknown_row(tmp_path: Path) -> None:
+    dataset = open_prepared("kuairand", write_kuairand(tmp_path))
+    users = dataset.rows(np.array([0, 1])).scalars
+    assert names(dataset, "user_active_degree", users["user_active_degree"].tolist()) == ["high_active", "full_active"]
+    assert users["user_onehot_feat4"].tolist()[1] == 0
+    assert users["user_follow_user_num"].tolist() == [600.0, 5.0]
+    assert {f.name: f.vocabulary_size for f in dataset.card.user_features}["follow_user_num_range"] == 3
+    video = item(dataset, "10")
+    assert names(dataset, "item_tag", video["item_tag"]) == ["12", "65"]  # type: ignore[arg-type]
+    assert video["item_upload_dt"] == 19087.0
+    assert names(dataset, "item_music_id", [video["item_music_id"]]) == ["9170000000"]  # type: ignore[list-item]
+    assert (item(dataset, "12")["item_music_type"], item(dataset, "12")["item_tag"]) == (0, [])
+    assert item(dataset, "11")["item_author_id"] == 0
+    assert not [f for f in dataset.card.item_features if f.name == "show_cnt"]
+
+
+def test_kuairand_random_logs_and_statistics_are_read_on_request(tmp_path: Path) -> None:
+    dataset = open_prepared("kuairand", write_kuairand(tmp_path), random_logs=True, video_statistics=True)
+    assert histories(dataset)["1"] == ["13", "10"]
+    assert events(dataset, "actions")[-2] == 1 | 256
+    assert (item(dataset, "10")["item_show_cnt"], item(dataset, "12")["item_counts"]) == (2.5, 5.0)
+
+
+def test_criteo_rows_keep_blanks_apart_and_hash_by_column(tmp_path: Path) -> None:
+    first = ["1", *["5"] * 12, "", *["aa"] * 25, ""]
+    second = ["0", *["-1"] * 13, *["aa"] * 26]
+    lines = [
+        "\t".join(first),
+        "\t".join(second),
+        "\t".join(first),
+        "\t".join(["2", *first[1:]]),
+        "\t".join(["1", "x", *first[2:]]),
+    ]
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    dataset = open_prepared("criteo", tmp_path / "train.txt", max_bad_share=1.0)
+    rows = dataset.rows(np.array([0, 1]))
+    dense = rows.lists["dense"][0].reshape(2, 13)
+    categories = rows.lists["categories"][0].reshape(2, 26)
+    assert rows.scalars["label"].tolist() == [1, 0]
+    assert dense[0, :12].tolist() == [5.0] * 12
+    assert np.isnan(dense[0, 12])
+    assert categories[0, 25] == 0
+    assert np.unique(categories[1]).size == 26
+    assert (categories[1] > 0).all()
+    assert np.array_equal(categories[0, :25], categories[1, :25])
+    counts = dataset.card.counts
+    assert (counts.events, counts.duplicates_kept) == (3, 1)
+    assert dict(counts.quarantined) == {"label is not 0 or 1": 1, "not a number": 1}
+    assert dataset.lengths.tolist() == [1, 1, 1]
+    with pytest.raises(UserError, match="duplicates"):
+        open_prepared("criteo", tmp_path / "train.txt", duplicates="drop")
+
+
+def test_log_reads_a_folder_of_files_in_order_of_name(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "b.csv").write_text("user,item\nu,2\n")
+    (tmp_path / "logs" / "a.csv").write_text("user,item\nu,1\n")
+    (tmp_path / "logs" / "notes.md").write_text("not a log")
+    assert histories(open_prepared("log", tmp_path / "logs")) == {"u": ["1", "2"]}
+
+
+def test_log_actions_by_number_and_by_value(tmp_path: Path) -> None:
+    (tmp_path / "log.tsv").write_text("u\ta\tbuy\t1\nu\tb\tview\t0\nu\tc\tbuy\t\n")
+    log = LogColumns(names=("user", "item", "what", "liked"), separator="\\t",
+                     actions={"buy": "what=buy", "like": "liked"})  # fmt: skip
+    dataset = open_prepared("log", tmp_path / "log.tsv", log=log)
+    assert events(dataset, "actions") == [3, 0, 1]

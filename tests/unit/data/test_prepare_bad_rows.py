@@ -1,0 +1,141 @@
+"""Bad rows are set aside with reason and line; duplicates are counted; too many bad rows are an error."""
+
+import csv
+import dataclasses
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import DataError, UserError
+from nestrec.data.dataset import Dataset
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.prepare import prepare
+
+LOG = LogColumns(time="time", rating="rating", actions={"click": "click"})
+ALLOW = PrepareOptions(log=LOG, max_bad_share=1.0)
+GOOD = "u1,i1,100,4,1\n"
+
+
+def quarantined(folder: Path) -> list[tuple[int, str]]:
+    with (folder / "quarantine.csv").open(newline="") as stream:
+        return [(int(row["line"]), row["reason"]) for row in csv.DictReader(stream)]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b",i1,100,4,1", "missing user"),
+        (b"u1,,100,4,1", "missing item"),
+        (b"u1,i1,,4,1", "missing time"),
+        (b"u1,i1,soon,4,1", "time is not a time"),
+        (b"u1,i1,-1,4,1", "time out of range"),
+        (b"u1,i1,7258118400,4,1", "time out of range"),
+        (b"u1,i1,1e300,4,1", "time out of range"),
+        (b"u1,i1,100,four,1", "rating is not a number"),
+        (b"u1,i1,100,,1", "missing rating"),
+        (b"u1,i1,100,inf,1", "rating is not a number"),
+        (b"u1,i1,100,4,yes", "click is not a whole number"),
+        (b"u1,i1,100,4", "wrong number of fields"),
+        (b"u1,i1,100,4,1,1", "wrong number of fields"),
+        (b"u1,\xff\xfe,100,4,1", "not UTF-8"),
+    ],
+)
+def test_a_bad_row_is_quarantined_with_its_reason_and_line(tmp_path: Path, row: bytes, reason: str) -> None:
+    text = b"user,item,time,rating,click\n" + GOOD.encode() * 3 + b"\n" + row + b"\n" + GOOD.encode() * 2
+    (tmp_path / "log.csv").write_bytes(text)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=ALLOW)
+    assert quarantined(tmp_path / "out") == [(6, reason)]
+    assert dict(card.counts.quarantined) == {reason: 1}
+    assert (card.counts.rows_read, card.counts.events) == (6, 5)
+    Dataset.open(tmp_path / "out").verify()
+
+
+def test_lines_stay_right_after_many_bad_rows_in_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestrec.data.raw.BLOCK_BYTES", 256)
+    generator = np.random.default_rng(0)
+    kinds = generator.integers(0, 12, 2000)
+    rows = {0: "u,i,oops,4,1\n", 1: "u,i,5\n", 2: "\n"}
+    lines = [rows.get(int(kind), GOOD) for kind in kinds]
+    with gzip.open(tmp_path / "log.csv.gz", "wt") as stream:
+        stream.write("user,item,time,rating,click\n" + "".join(lines))
+    prepare("log", tmp_path / "log.csv.gz", tmp_path / "out", options=ALLOW)
+    reasons = {0: "time is not a time", 1: "wrong number of fields"}
+    expected = [(line + 2, reasons[int(kind)]) for line, kind in enumerate(kinds) if kind in reasons]
+    assert sorted(quarantined(tmp_path / "out")) == expected
+
+
+def test_more_than_one_percent_of_bad_rows_is_an_error_that_names_counts_and_flag(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 98 + "u,i,x,4,1\n,i,5,4,1\n")
+    with pytest.raises(DataError, match=r"2 of 100 rows are bad.*time is not a time 1.*line 100") as caught:
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=LOG))
+    assert "max-bad-share" in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv"]
+
+
+def test_one_percent_of_bad_rows_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 99 + "u,i,x,4,1\n")
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=LOG))
+    assert card.counts.events == 99
+
+
+@pytest.mark.parametrize(("choice", "events"), [("keep", 5), ("drop", 3), ("default", 5)])
+def test_exact_duplicates_are_counted_and_kept_or_dropped(tmp_path: Path, choice: str, events: int) -> None:
+    rows = ["u,a,5,4,1", "u,a,5,4,0", "v,a,5,4,1", "u,a,5,4,1", "u,a,5,4,1"]
+    (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + "\n".join(rows))
+    options = dataclasses.replace(ALLOW, duplicates=choice)
+    counts = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options).counts
+    assert counts.duplicates_dropped + counts.duplicates_kept == 2
+    assert counts.events == events
+
+
+def test_rows_that_differ_in_an_unused_column_are_no_duplicates(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,page\nu,a,1\nu,a,2\nu,a,2\n")
+    counts = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(duplicates="drop")).counts
+    assert (counts.duplicates_dropped, counts.events) == (1, 2)
+
+
+def test_a_mistyped_column_says_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id\n1,2\n")
+    options = PrepareOptions(log=LogColumns(user="user_di", item="item_id"))
+    with pytest.raises(DataError, match="did you mean 'user_id'"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
+
+
+def test_a_mistyped_format_says_what_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'movielens'"):
+        prepare("movielense", tmp_path, tmp_path / "out")
+
+
+def test_a_missing_an_empty_and_a_damaged_input_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        prepare("log", tmp_path / "none.csv", tmp_path / "out")
+    (tmp_path / "empty.csv").write_text("user,item\n")
+    with pytest.raises(DataError, match="no usable events"):
+        prepare("log", tmp_path / "empty.csv", tmp_path / "out")
+    whole = gzip.compress(b"user,item\n" + b"".join(b"%d,%d\n" % (i, i * i % 9973) for i in range(50_000)))
+    (tmp_path / "cut.csv.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="cannot be read"):
+        prepare("log", tmp_path / "cut.csv.gz", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("unit", "text", "expected_ms"),
+    [
+        ("s", "1650000000", 1650000000000),
+        ("s", "1650000000.75", 1650000000750),
+        ("s", "1.65e9", 1650000000000),
+        ("ms", "1650000000123", 1650000000123),
+        ("us", "1650000000123456", 1650000000123),
+        ("ns", "1650000000123456789", 1650000000123),
+        ("iso", "2022-04-15T05:20:00.5+00:00", 1650000000500),
+        ("iso", "2022-04-15 05:20:00", 1650000000000),
+    ],
+)
+def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text: str, expected_ms: int) -> None:
+    (tmp_path / "log.csv").write_text(f"user,item,t\nu,a,{text}\n")
+    options = PrepareOptions(log=LogColumns(time="t", time_unit=unit))
+    prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
+    rows = Dataset.open(tmp_path / "out").rows(np.array([0]))
+    assert rows.lists["timestamps_ms"][0].tolist() == [expected_ms]

@@ -1,0 +1,127 @@
+"""Preparing any log, however shuffled, gives what plain Python gives."""
+
+import csv
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestrec.base.errors import DataError
+from nestrec.data import raw
+from nestrec.data.dataset import Dataset
+from nestrec.data.options import LogColumns, PrepareOptions
+from nestrec.data.prepare import prepare
+from nestrec.testing.prepare_oracle import Event, Expected, expected_dataset
+
+OPTIONS = PrepareOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))
+PRINTABLE = st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp"))
+IDS = st.one_of(
+    st.integers(-5, 12).map(str),
+    st.sampled_from(["007", "7", "-0", "+7", "7.0", "a,b", 'say "x"', " 7", "9" * 18, "9" * 19, "-" + "9" * 19, "é"]),
+    st.text(PRINTABLE, min_size=1, max_size=4),
+)
+EVENTS = st.builds(Event, IDS, IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0]))
+LOGS = st.lists(EVENTS, min_size=1, max_size=60)
+FILTERS = st.fixed_dictionaries(
+    {
+        "drops_duplicates": st.booleans(),
+        "min_rating": st.sampled_from([0.0, 2.5]),
+        "user_core": st.integers(0, 3),
+        "item_core": st.integers(0, 3),
+        "is_iterated": st.booleans(),
+        "min_user_events": st.integers(0, 3),
+    }
+)
+
+
+def write_csv(path: Path, log: list[Event]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([Event._fields, *log])
+
+
+def assert_equal(dataset: Dataset, expected: Expected) -> None:
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    keys = ["", *dataset.items().column("item_key").to_pylist()]
+    assert keys[1:] == expected.items
+    assert dataset.user_keys(rows.indices) == [user for user, _ in expected.users]
+    assert rows.scalars["user_id"].tolist() == list(range(dataset.num_samples))
+    flat = [event for _, events in expected.users for event in events]
+    item_ids, offsets = rows.lists["item_ids"]
+    assert np.diff(offsets).tolist() == [len(events) for _, events in expected.users] == dataset.lengths.tolist()
+    assert [keys[i] for i in item_ids] == [event.item for event in flat]
+    assert rows.lists["timestamps_ms"][0].tolist() == [event.time for event in flat]
+    assert rows.lists["event_rating"][0].tolist() == [event.rating for event in flat]
+
+
+def as_options(filters: dict[str, object]) -> PrepareOptions:
+    plain = dict(filters)
+    duplicates = "drop" if plain.pop("drops_duplicates") else "keep"
+    passes = "iterated" if plain.pop("is_iterated") else "single"
+    return dataclasses.replace(OPTIONS, duplicates=duplicates, core_passes=passes, **plain)
+
+
+@given(log=LOGS, filters=FILTERS, memory_bytes=st.sampled_from([1, 400, 1 << 20]))
+def test_prepare_of_any_log_equals_the_oracle(log: list[Event], filters: dict[str, object], memory_bytes: int) -> None:
+    expected = expected_dataset(log, **filters)  # type: ignore[arg-type]
+    options = dataclasses.replace(as_options(filters), memory_bytes=memory_bytes)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_csv(folder / "log.csv", log)
+        if not expected.users:
+            with pytest.raises(DataError):
+                prepare("log", folder / "log.csv", folder / "out", options=options)
+            return
+        card = prepare("log", folder / "log.csv", folder / "out", options=options)
+        assert_equal(Dataset.open(folder / "out"), expected)
+    found = card.counts.duplicates_dropped + card.counts.duplicates_kept
+    assert found == expected.num_duplicates
+    assert card.counts.rows_read == len(log)
+    assert sum(card.counts.filtered.values()) + card.counts.duplicates_dropped + card.counts.events == len(log)
+
+
+@given(log=LOGS)
+def test_parquet_gives_the_same_dataset_as_csv(log: list[Event]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        columns = dict(zip(Event._fields, zip(*log, strict=True), strict=True))
+        pq.write_table(pa.table({n: pa.array(list(c)) for n, c in columns.items()}), folder / "log.parquet")
+        prepare("log", folder / "log.parquet", folder / "out", options=OPTIONS)
+        assert_equal(Dataset.open(folder / "out"), expected_dataset(log))
+
+
+def test_files_do_not_depend_on_memory_or_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(5)
+    log = [Event(str(u), f"i{i}", int(t), 3.0) for u, i, t in generator.integers(0, 300, (5000, 3))]
+    write_csv(tmp_path / "log.csv", log)
+    cards = []
+    for block_bytes, memory_bytes in ((8 << 20, 256 << 20), (4096, 10_000), (70_000, 1_000_000)):
+        monkeypatch.setattr(raw, "BLOCK_BYTES", block_bytes)
+        options = dataclasses.replace(OPTIONS, memory_bytes=memory_bytes, force=True)
+        cards.append(prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options))
+    assert cards[0].files == cards[1].files == cards[2].files
+    assert_equal(Dataset.open(tmp_path / "out"), expected_dataset(log))
+
+
+def test_position_orders_events_after_time_and_before_input_order(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,time,pos\nu,a,5,2\nu,b,5,1\nu,c,4,9\nu,d,5,1\n")
+    log = LogColumns(time="time", position="pos")
+    prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=log))
+    dataset = Dataset.open(tmp_path / "out")
+    keys = dataset.items().column("item_key").to_pylist()
+    assert [keys[i - 1] for i in dataset.rows(np.array([0])).lists["item_ids"][0]] == ["c", "b", "d", "a"]
+
+
+def test_log_without_times_keeps_the_order_of_the_file_and_has_no_time_column(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item\nu,b\nv,a\nu,a\nu,c\n")
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out")
+    dataset = Dataset.open(tmp_path / "out")
+    assert dataset.rows(np.array([0])).lists["item_ids"][0].tolist() == [1, 2, 3]
+    assert not card.has_timestamps
+    assert "timestamps_ms" not in dataset.columns
+    assert "actions" not in dataset.columns
