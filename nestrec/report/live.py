@@ -96,6 +96,8 @@ class LiveProgress(Listener):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _picture(self) -> RenderableType:
+        if not self._total:
+            return Text("loading", style="dim")
         row = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=max(self._total, 1), completed=self._step, width=40)
         row.add_row(f"{self._place()}step {self._step:,}/{self._total:,}", bar)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -12,24 +13,26 @@ from nestrec.report.evaluations import as_interval, has_popularity, metric_names
 from nestrec.report.formats import significant
 
 
-def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None) -> Table:
-    """Systems as rows and metrics as columns, each with its interval; beside the headline metric, how many times that
-    of popularity it is.
+def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None, max_metrics: int | None = 6) -> Table:
+    """Systems as rows and metrics as columns; beside the headline metric, how many times that of popularity it is.
 
-    `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high].
+    `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high]. Six metrics
+    fit into 80 columns; those left out are named below the table.
     """
     metrics, headline = evaluation["metrics"], evaluation["headline"]
     names = metric_names(metrics, headline)
+    names, left_out = names[:max_metrics], names[len(names[:max_metrics]) :]
     with_ratio = has_popularity(metrics, headline)
-    table = Table(title=Text(title or f"{evaluation['part']} part, 95% intervals"), title_justify="left")
-    heads = ["", *names[:1], *(["over\npopularity"] if with_ratio else []), *names[1:]]
-    for head in heads:
-        table.add_column(Text(head), justify="right" if head else "left", no_wrap=True)
+    table = Table(title=Text(title or f"{evaluation['part']} part (± half of the 95% interval)"), title_justify="left",
+                  caption=Text(f"not shown: {', '.join(left_out)}") if left_out else None, caption_justify="left",
+                  box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+    table.add_column("", overflow="fold")
+    for head in [*names[:1], *(["over\npopularity"] if with_ratio else []), *names[1:]]:
+        table.add_column(Text(head), justify="right", no_wrap=True)
     for system, values in metrics.items():
         cells = [_interval_cell(values.get(name)) for name in names]
         ratio = [_ratio_cell(popularity_ratio(metrics, system, headline))] if with_ratio else []
-        row = [Text(system), *cells[:1], *ratio, *cells[1:]]
-        table.add_row(*row, style="bold" if system == "model" else None)
+        table.add_row(Text(system), *cells[:1], *ratio, *cells[1:], style="bold" if system == "model" else None)
     return table
 
 
@@ -50,7 +53,7 @@ def _interval_cell(value: Any) -> Text:
     if value is None:
         return Text("-")
     mean, low, high = as_interval(value)
-    interval = f"\n{low:.4f}..{high:.4f}" if math.isfinite(low) and math.isfinite(high) else ""
+    interval = f"\n±{(high - low) / 2:.4f}" if math.isfinite(low) and math.isfinite(high) else ""
     return Text.assemble(f"{mean:.4f}", (interval, "dim not bold"))
 
 

@@ -23,7 +23,7 @@ _SCALARS = {
 
 
 class TensorBoardWriter(Listener):
-    """Writes what it hears into `folder`. Nothing is written before the run has started or was evaluated."""
+    """Writes what it hears into `folder`. An evaluation may also be heard before the start or after the end of training."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -40,6 +40,7 @@ class TensorBoardWriter(Listener):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
     def started(self, total_steps: int, first_step: int) -> None:
         """Steps after `first_step` that an earlier process wrote are hidden, so that a resumed run shows none twice."""
@@ -52,10 +53,13 @@ class TensorBoardWriter(Listener):
             self._scalar(f"step_parts_ms/{part}", milliseconds, step)
 
     def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        is_alone = self._writer is None
         for system, metrics in evaluation.metrics.items():
             for metric, value in metrics.items():
                 self._scalar(f"{evaluation.part}/{metric}/{system}", value.mean, step)
         self._open().flush()
+        if is_alone:
+            self.close()
 
     def _scalar(self, tag: str, value: Any, step: int) -> None:
         if not math.isnan(number := as_number(value)):

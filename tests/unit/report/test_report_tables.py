@@ -7,8 +7,8 @@ from rich.table import Table
 from nestrec.report import bench_table, evaluation_table
 
 
-def shown(table: Table) -> str:
-    console = Console(file=StringIO(), width=160, force_terminal=False)
+def shown(table: Table, width: int = 160) -> str:
+    console = Console(file=StringIO(), width=width, force_terminal=False)
     console.print(table)
     file = console.file
     assert isinstance(file, StringIO)
@@ -33,8 +33,8 @@ def test_an_evaluation_has_a_row_a_system_with_intervals_and_ratio() -> None:
     head = line_with(text, "hr@10")
     assert head.index("ndcg@10") < head.index("hr@10")
     assert "4.00x" in line_with(text, "model")
-    assert "1.00x" in line_with(text, "│ popularity ")
-    assert "0.1900..0.2100" in text
+    assert "1.00x" in line_with(text, "popularity   0.05")
+    assert "±0.0100" in text
 
 
 def test_other_protocols_are_not_compared_with_full_ranking() -> None:
@@ -42,6 +42,15 @@ def test_other_protocols_are_not_compared_with_full_ranking() -> None:
     row = line_with(text, "model, sampled")
     assert "0.6000" in row
     assert "x" not in row
+
+
+def test_six_metrics_fit_into_eighty_columns_and_the_others_are_named() -> None:
+    values = {f"{name}@{k}": [0.1234, 0.1134, 0.1334] for k in (10, 50, 200) for name in ("hr", "ndcg", "mrr")}
+    metrics = dict.fromkeys(("model", "popularity", "last item"), values)
+    text = shown(evaluation_table({"part": "test", "headline": "ndcg@10", "metrics": metrics}), width=80)
+    assert "…" not in text
+    assert line_with(text, "model").count("0.1234") == 6
+    assert "not shown: hr@200, ndcg@200, mrr@200" in text
 
 
 def test_without_popularity_there_is_no_ratio() -> None:

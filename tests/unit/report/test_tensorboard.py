@@ -2,7 +2,6 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nestrec.report.listeners import Listeners
 from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.training.metrics import Interval
 from nestrec.training.tasks.task import Evaluation
@@ -18,11 +17,9 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_losses_speeds_and_metrics_are_written(tmp_path: Path) -> None:
     with TensorBoardWriter(tmp_path) as writer:
-        listeners = Listeners(writer)
-        listeners.started(100, 0)
-        listeners.stepped(20, 0, {"loss": 2.0, "tokens_per_s": 8.0, "parts": {"compute": 4.0}, "memory_mib": None})
-        listeners.evaluated(EVALUATION, 20, 1)
-        listeners.warned("nothing to write")
+        writer.started(100, 0)
+        writer.stepped(20, 0, {"loss": 2.0, "tokens_per_s": 8.0, "parts": {"compute": 4.0}, "memory_mib": None})
+        writer.evaluated(EVALUATION, 20, 1)
     assert scalars(tmp_path, "train/loss") == [(20, 2.0)]
     assert scalars(tmp_path, "speed/tokens_per_s") == [(20, 8.0)]
     assert scalars(tmp_path, "step_parts_ms/compute") == [(20, 4.0)]
@@ -43,7 +40,6 @@ def test_an_evaluation_alone_hides_nothing(tmp_path: Path) -> None:
     with TensorBoardWriter(tmp_path) as writer:
         writer.started(100, 0)
         writer.stepped(20, 0, {"loss": 1.0})
-    with TensorBoardWriter(tmp_path) as writer:
-        writer.evaluated(EVALUATION, 20, 1)
+    writer.evaluated(EVALUATION, 20, 1)
     assert scalars(tmp_path, "train/loss") == [(20, 1.0)]
     assert scalars(tmp_path, "valid/ndcg@10/model") == [(20, 0.25)]
