@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nestrec.base.config import to_plain
+from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import agree, all_to_all_rows
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
@@ -47,6 +48,7 @@ class EmbeddingEngine:
 
         Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
         """
+        self._check_features(parts)
         routed = route(parts, list(self.tables.values()), self.topology.keys, self.device)
         self.statistics.keys.add(
             sum(len(t.keys) for p in routed.parts for t in p.tables.values()),
@@ -180,6 +182,13 @@ class EmbeddingEngine:
         """Give back the memory and files of the stores."""
         for shard in self.shards.values():
             shard.store.close()
+
+    def _check_features(self, parts: Sequence[FeatureKeys]) -> None:
+        known = {f for t in self.tables.values() for f in t.feature_names}
+        for part in parts:
+            for name in sorted(known ^ set(part)):
+                problem = "no table reads this feature" if name in part else "a batch must hold every feature, if empty"
+                raise UserError(problem, field="feature", value=name, remedy=f"the tables read {sorted(known)}")
 
     def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:
         return all_to_all_rows(self.topology.vectors, vectors, table.receive_counts, table.send_counts)

@@ -112,6 +112,14 @@ def test_a_key_outside_a_static_table_is_an_error_that_names_it():
             engine.route({"a": np.array([3, key])})
 
 
+def test_training_must_give_every_feature_and_no_other():
+    tables = [TableConfig(name="t", dim=3, features=("a", "b")), TableConfig(name="u", dim=2)]
+    engine = EmbeddingEngine(tables, Topology.single())
+    for given in ("a", "b"), ("a", "b", "u", "c"):
+        with pytest.raises(UserError, match="feature = '[uc]'"):
+            engine.route({name: np.array([1]) for name in given})
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
