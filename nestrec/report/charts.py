@@ -8,10 +8,10 @@ from nestrec.report.axes import Axis, axis_over, counting_axis
 from nestrec.report.curves import unbroken
 from nestrec.report.formats import significant
 from nestrec.report.markup import Child, Markup, element, leaf, number
+from nestrec.report.style import GREY
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 14, 10, 38
-NUM_COLOURS = 8
 _MOST_HINTS = 120
 
 
@@ -60,9 +60,9 @@ def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_labe
 def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, int] | None = None) -> Markup:
     """A bar of parts with a table of their values and shares; colours in order where none are given."""
     total = sum(parts.values())
-    colours = colour_of or {name: i for i, name in enumerate(parts)}
+    colours = colour_of or {name: GREY if name == "other" else i % GREY for i, name in enumerate(parts)}
     pieces = [
-        element("span", class_=f"b{colours[name] % NUM_COLOURS}", style=f"flex:{number(value / total * 1000)}",
+        element("span", class_=f"b{colours[name]}", style=f"flex:{number(value / total * 1000)}",
                 title=f"{name}: {significant(value)} {unit}")
         for name, value in parts.items() if value > 0
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def figure(title: str, content: Child, legend: Markup | None = None) -> Markup:
 
 def swatch(colour: int) -> Markup:
     """A small square of a colour, for a legend."""
-    return element("i", class_=f"swatch b{colour % NUM_COLOURS}")
+    return element("i", class_=f"swatch b{colour}")
 
 
 def _legend(colour_of: Mapping[str, int]) -> Markup:
@@ -112,7 +112,7 @@ def _frame(x_axis: Axis, y_axis: Axis, x_label: str) -> list[Markup]:
 
 
 def _curve(line: Line, x_axis: Axis, y_axis: Axis) -> list[Markup]:
-    colour = line.colour % NUM_COLOURS
+    colour = line.colour
     parts = [_band(line, x_axis, y_axis, colour)] if line.low and line.high else []
     style = f"s{colour} {line.style}".strip()
     for stretch in unbroken(line.x, line.y):

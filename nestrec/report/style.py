@@ -1,7 +1,11 @@
 """The look of a report page, in light and dark."""
 
-_LIGHT = ("#2766b0", "#d2691e", "#2f8f57", "#a4478c", "#8a751d", "#2b8fa3", "#bf3f3f", "#8b909a")
-_DARK = ("#6ea8f0", "#f0975a", "#62c68b", "#d987c4", "#cdb658", "#63c3d6", "#ee7f7f", "#7d838f")
+GREY = 11
+"""The colour of what is not a part or a system of its own."""
+_LIGHT = ("#2766b0", "#d2691e", "#2f8f57", "#a4478c", "#b8960c", "#2b8fa3", "#bf3f3f", "#5b4db8", "#7a9a1e", "#d6568a",
+          "#7b5a45", "#8b909a")  # fmt: skip
+_DARK = ("#6ea8f0", "#f0975a", "#62c68b", "#d987c4", "#cdb658", "#63c3d6", "#ee7f7f", "#9d92f0", "#b4d05a", "#f294b8",
+         "#c09c84", "#7d838f")  # fmt: skip
 _LIGHT_GROUND = "--page:#f6f7f9;--card:#fff;--ink:#1d2129;--soft:#5b6472;--rule:#dde1e7;--grid:#e8ebf0;"
 _DARK_GROUND = "--page:#14161a;--card:#1d2026;--ink:#e6e9ee;--soft:#9aa3b2;--rule:#343a44;--grid:#2a2f38;"
 

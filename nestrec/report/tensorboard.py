@@ -23,7 +23,7 @@ _SCALARS = {
 
 
 class TensorBoardWriter(Listener):
-    """Writes what it hears into `folder`. An evaluation may also be heard before the start or after the end of training."""
+    """Writes what it hears into `folder`. An evaluation may also come before or after training."""
 
     def __init__(self, folder: Path):
         self._folder = folder

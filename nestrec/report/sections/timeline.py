@@ -7,10 +7,11 @@ from nestrec.report.charts import stacked_bar, swatch
 from nestrec.report.formats import significant
 from nestrec.report.markup import Markup, element
 from nestrec.report.run_folder import RunRecords
+from nestrec.report.style import GREY
 from nestrec.trace import Span, Timeline
 
-_COLOUR = {"compute": 0, "lookup": 2, "communication": 1, "wait": 7, "other": 5}
-_PART_COLOUR = {"compute": 0, "exposed communication": 1, "exposed lookup": 2, "idle": 7}
+_COLOUR = {"compute": 0, "lookup": 2, "communication": 1, "wait": GREY, "other": 5}
+_PART_COLOUR = {"compute": 0, "exposed communication": 1, "exposed lookup": 2, "idle": GREY}
 _WIDTH, _MOST_SPANS, _MOST_LANES = 1000, 1500, 24
 
 

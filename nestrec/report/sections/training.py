@@ -6,6 +6,7 @@ from nestrec.report.evaluations import as_interval, metric_names
 from nestrec.report.formats import as_number
 from nestrec.report.markup import Markup, element
 from nestrec.report.run_folder import Record, RunRecords
+from nestrec.report.style import GREY
 
 _METRICS_AT_FIRST = 2
 
@@ -26,7 +27,7 @@ def _loss_chart(steps: list[Record]) -> list[Markup]:
         return []
     x = [as_number(record["step"]) for record in steps]
     y = [as_number(record.get("loss")) for record in steps]
-    raw = Line("as recorded", *thinned(x, y), colour=7, style="faint")
+    raw = Line("as recorded", *thinned(x, y), colour=GREY, style="faint")
     return [line_chart("Training loss", [raw, Line("smoothed", *thinned(x, smoothed(y, len(y) / 50)))], x_label="step")]
 
 
@@ -48,5 +49,5 @@ def _metric_chart(metric: str, x: list[float], evaluations: list[Record], x_labe
         mean, low, high = ([value[part] for value in values] for part in range(3))
         is_model = system.startswith("model")
         band = {"low": low, "high": high} if is_model else {}
-        lines.append(Line(system, x, mean, colour=i, style="" if is_model else "dashed", **band))
+        lines.append(Line(system, x, mean, colour=i % GREY, style="" if is_model else "dashed", **band))
     return line_chart(f"{metric} (valid)", lines, x_label=x_label, from_zero=True)
