@@ -28,6 +28,7 @@ from nestrec.data.core_filter import CoreFilter, Kept, apply_filter
 from nestrec.data.event_sort import is_duplicate, order_events
 from nestrec.data.events import EventParser
 from nestrec.data.finish import finish_sequences, write_items
+from nestrec.data.gather import add_counts
 from nestrec.data.keys import KeyTable
 from nestrec.data.options import PrepareOptions
 from nestrec.data.progress import Progress
@@ -90,7 +91,7 @@ def _read(work: Assembly) -> tuple[RecordFile, NDArray[np.int64]]:
         work.num_rows_read += batch.num_rows + len(batch.bad)
         spilled.append(records)
         user_counts = _grown(user_counts, len(work.parser.users))
-        user_counts += np.bincount(records["user"], minlength=user_counts.size)
+        add_counts(records["user"], user_counts)
         work.progress("read", done)
     return spilled, user_counts[: len(work.parser.users)]
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.config import config
+from nestrec.data.gather import add_counts
 
 Pairs = Callable[[], Iterator[tuple[NDArray[Any], NDArray[Any]]]]
 """A fresh pass over (user codes, item codes) of all events, in pieces."""
@@ -58,6 +59,6 @@ def _count(pairs: Pairs, users: NDArray[np.bool_], items: NDArray[np.bool_]) -> 
     user_counts, item_counts = np.zeros(users.size, np.int64), np.zeros(items.size, np.int64)
     for event_users, event_items in pairs():
         is_kept = users[event_users] & items[event_items]
-        user_counts += np.bincount(event_users[is_kept], minlength=users.size)
-        item_counts += np.bincount(event_items[is_kept], minlength=items.size)
+        add_counts(event_users[is_kept], user_counts)
+        add_counts(event_items[is_kept], item_counts)
     return Kept(users, items, user_counts, item_counts)

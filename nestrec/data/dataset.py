@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DamagedError, DataError, did_you_mean
+from nestrec.base.errors import DataError, did_you_mean
 from nestrec.data.card import CARD_FILE, Card, describe_file
 from nestrec.data.gather import copy_segments, offsets_of_lengths
 from nestrec.data.row_groups import Part, RowGroup, RowGroupCache, damaged
@@ -106,8 +106,8 @@ class Dataset:
             out_rows = np.flatnonzero(group_of == group)
             local = indices[out_rows] - self.row_group_bounds[group]
             places.append((self._cache.get(int(group)), local, out_rows))
-        if not places:
-            places.append((self._cache.get(0), indices, indices) if self.num_row_groups else _no_place(self))
+        if not places:  # the columns and their types are those of any row group
+            places.append((self._cache.get(0), indices, indices))
         return _gather(indices, places)
 
     def user_keys(self, indices: NDArray[np.int64]) -> list[str]:
@@ -162,13 +162,10 @@ def _check_files(folder: Path, card: Card) -> None:
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        return pq.read_table(path)
+        with pq.ParquetFile(path) as file:
+            return file.read()
     except (OSError, pa.ArrowException) as error:
         raise damaged(path, error) from error
-
-
-def _no_place(dataset: Dataset) -> Any:
-    raise DamagedError("holds no rows", field="dataset", value=str(dataset.folder), remedy="prepare the dataset again")
 
 
 def _gather(indices: NDArray[np.int64], places: list[tuple[RowGroup, NDArray[np.int64], NDArray[np.int64]]]) -> Rows:

@@ -1,4 +1,4 @@
-"""Copying of variable-length segments between flat arrays."""
+"""Loops over flat arrays that numpy would do with large temporaries."""
 
 from typing import Any
 
@@ -12,6 +12,13 @@ def offsets_of_lengths(lengths: NDArray[Any]) -> NDArray[np.int64]:
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+@njit(cache=True, nogil=True)
+def add_counts(ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
+    """Count each id; unlike `bincount`, it costs nothing for ids that do not occur."""
+    for i in ids:
+        counts[i] += 1
 
 
 @njit(cache=True, nogil=True)

@@ -34,7 +34,7 @@ class KeyTable:
         return self._size
 
     def encode(self, ids: pa.Array) -> NDArray[np.int64]:
-        """Codes of the ids (text or int64, no nulls); unknown ids get the next codes."""
+        """Codes of the ids (text or whole numbers, no nulls); unknown ids get the next codes."""
         numbers = as_numbers(ids)
         if numbers is not None:
             return self._encode_numbers(numbers)
@@ -103,12 +103,12 @@ def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
     """The ids as int64 where every one of them is an integer of at most 18 digits in plain decimal form."""
     try:
         numbers = np.asarray(ids.cast(pa.int64()).to_numpy(zero_copy_only=False))
-    except pa.ArrowInvalid:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
     magnitude = np.abs(numbers)
     if magnitude.size and (magnitude.max() >= _POWERS_OF_10[-1] or magnitude.min() < 0):
         return None
-    if pa.types.is_integer(ids.type):
+    if not pa.types.is_string(ids.type):
         return numbers
     num_characters = pc.binary_length(ids.cast(pa.string())).to_numpy(zero_copy_only=False)
     plain = np.searchsorted(_POWERS_OF_10, magnitude, side="right") + 1 + (numbers < 0)

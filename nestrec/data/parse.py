@@ -18,6 +18,8 @@ GOOD, BLANK, BAD = 0, 1, 2
 
 def parse_integers(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """int64 values and states. A whole number written as `12.0` is good."""
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
     fast = _cast(column, pa.int64())
     if fast is not None:
         return fast, np.zeros(fast.size, dtype=np.uint8)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError
+from nestrec.data.encoding import MARK, MARKING, Utf8Stream
 
 BLOCK_BYTES = 8 << 20
 ROWS_A_BATCH = 1 << 17
@@ -28,6 +29,11 @@ class BadRow:
     line: int
     reason: str
     text: str
+
+
+def bad_row(line: int, reason: str, text: str) -> BadRow:
+    """A bad row whose text may hold marks."""
+    return BadRow(line, reason, text.replace(MARK, "\ufffd"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,17 @@ class RawBatch:
     def text_of(self, row: int) -> str:
         """A row as text, for people."""
         return ",".join(str(column[row].as_py()) for column in self.columns.values())
+
+    def without_marked_rows(self) -> "RawBatch":
+        """Rows whose text could not be decoded become bad rows."""
+        is_marked = np.zeros(self.num_rows, dtype=np.bool_)
+        for column in self.columns.values():
+            is_marked |= pc.match_substring(column, MARK).to_numpy(zero_copy_only=False)
+        if not is_marked.any():
+            return self
+        more = tuple(bad_row(int(self.lines[i]), "not UTF-8", self.text_of(int(i))) for i in np.flatnonzero(is_marked))
+        kept = {name: column.filter(pa.array(~is_marked)) for name, column in self.columns.items()}
+        return RawBatch(self.file, self.lines[~is_marked], kept, self.bad + more, self.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +115,20 @@ def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
 
     def reject(row: pyarrow.csv.InvalidRow) -> str:
         line = row.number
-        rejected.append(BadRow(line, "wrong number of fields", row.text))
+        rejected.append(bad_row(line, "wrong number of fields", row.text))
         lines.bad_lines.append(line)
         return "skip"
 
     with pa.OSFile(str(path)) as file:
-        stream = pa.CompressedInputStream(file, "gzip") if path.suffix == ".gz" else file
-        if how.encoding != "utf-8":
-            stream = pa.transcoding_input_stream(stream, how.encoding, "utf-8")
+        binary = pa.CompressedInputStream(file, "gzip") if path.suffix == ".gz" else file
+        stream = Utf8Stream(binary, how.encoding)
         for batch in _csv_batches(path, stream, names, how, reject):
             columns = dict(zip(names, batch.columns, strict=True))
             kept, batch_lines = _without_blank_lines(columns, lines.take(batch.num_rows))
-            yield _checked(path, kept, batch_lines, tuple(rejected), file.tell() / max(1, path.stat().st_size))
+            done = file.tell() / max(1, path.stat().st_size)
+            found = RawBatch(path.name, batch_lines, kept, tuple(rejected), done)
             rejected.clear()
+            yield found.without_marked_rows() if stream.has_marks else found
     if rejected:
         yield RawBatch(path.name, np.zeros(0, np.int64), {n: pa.array([], pa.string()) for n in names}, tuple(rejected))
 
@@ -123,7 +141,7 @@ def read_parquet(path: Path) -> Iterator[RawBatch]:
             for batch in file.iter_batches(batch_size=ROWS_A_BATCH, use_threads=False):
                 lines = np.arange(start + 1, start + 1 + batch.num_rows, dtype=np.int64)
                 start += batch.num_rows
-                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                columns = {n: _plain(c) for n, c in zip(batch.schema.names, batch.columns, strict=True)}
                 yield RawBatch(path.name, lines, columns, done=start / max(1, file.metadata.num_rows))
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from error
@@ -134,7 +152,7 @@ def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[list[str],
     try:
         with path.open("rb") as file:
             binary: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            text = io.TextIOWrapper(binary, encoding=encoding, errors="replace")
+            text = io.TextIOWrapper(binary, encoding=encoding, errors=MARKING)
             start = 1
             while lines := text.readlines(BLOCK_BYTES):
                 yield lines, start, file.tell() / max(1, path.stat().st_size)
@@ -159,7 +177,7 @@ def header_names(line: str, how: Delimited) -> tuple[str, ...]:
 
 def unreadable(path: Path, error: Exception) -> DataError:
     """The error for an input file that cannot be read."""
-    remedy = "check that the file is whole and of the named format"
+    remedy = "check that the file is whole and of the named format (has_quotes=false if a quote is a plain character)"
     return DataError(f"cannot be read: {error}", field="input", value=str(path), remedy=remedy)
 
 
@@ -175,13 +193,13 @@ def _read_split(path: Path, names: tuple[str, ...], how: Delimited) -> Iterator[
         is_blank = pc.binary_length(text).to_numpy(zero_copy_only=False) == 0
         is_good = counts == len(names)
         bad = [
-            BadRow(int(numbers[i]), "wrong number of fields", text[i].as_py())
+            bad_row(int(numbers[i]), "wrong number of fields", text[i].as_py())
             for i in np.flatnonzero(~is_good & ~is_blank)
         ]
         flat = fields.filter(pa.array(is_good)).flatten()
         places = np.arange(int(is_good.sum()), dtype=np.int64) * len(names)
         columns = {name: flat.take(pa.array(places + i)) for i, name in enumerate(names)}
-        yield RawBatch(path.name, numbers[is_good], columns, tuple(bad), done)
+        yield RawBatch(path.name, numbers[is_good], columns, tuple(bad), done).without_marked_rows()
 
 
 def _csv_batches(
@@ -200,7 +218,7 @@ def _csv_batches(
                 invalid_row_handler=reject,
             ),
             convert_options=pyarrow.csv.ConvertOptions(
-                column_types={name: pa.binary() for name in fields}, strings_can_be_null=False
+                column_types={name: pa.string() for name in fields}, check_utf8=False, strings_can_be_null=False
             ),
         )
         yield from reader
@@ -220,28 +238,13 @@ def _without_blank_lines(
     return {name: column.filter(keep) for name, column in columns.items()}, lines[~is_blank]
 
 
-def _checked(
-    path: Path, columns: dict[str, pa.Array], lines: NDArray[np.int64], bad: tuple[BadRow, ...], done: float
-) -> RawBatch:
-    """Text columns of bytes; rows that are not UTF-8 are bad."""
-    try:
-        return RawBatch(path.name, lines, {n: c.cast(pa.string()) for n, c in columns.items()}, bad, done)
-    except pa.ArrowInvalid:
-        rows = list(zip(*(column.to_pylist() for column in columns.values()), strict=True))
-        good = np.array([all(_is_utf8(cell) for cell in row) for row in rows])
-        text = [b",".join(row).decode(errors="replace") for row in rows]
-        more = tuple(BadRow(int(lines[i]), "not UTF-8", text[i]) for i in np.flatnonzero(~good))
-        kept = {n: c.filter(pa.array(good)).cast(pa.string()) for n, c in columns.items()}
-        return RawBatch(path.name, lines[good], kept, bad + more, done)
+def _plain(column: pa.Array) -> pa.Array:
+    """Text of any Arrow type as plain strings."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_text = pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
+    return column.cast(pa.string()) if is_text or pa.types.is_binary(column.type) else column
 
 
 def _offsets(column: pa.Array) -> NDArray[np.int32]:
     return np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
-
-
-def _is_utf8(cell: bytes) -> bool:
-    try:
-        cell.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

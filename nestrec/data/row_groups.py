@@ -49,7 +49,9 @@ class Part:
     def read_column(self, name: str) -> NDArray[Any]:
         """A scalar column of the whole part."""
         try:
-            column = pq.read_table(self.path, columns=[name], use_threads=False).column(name)
+            # Not `pq.read_table`, which takes a folder called `a=b` for a column.
+            with pq.ParquetFile(self.path, metadata=self.metadata) as file:
+                column = file.read(columns=[name], use_threads=False).column(name)
         except (OSError, pa.ArrowException) as error:
             raise damaged(self.path, error) from error
         return np.asarray(column.combine_chunks().to_numpy(zero_copy_only=False))

@@ -23,7 +23,7 @@ from nestrec.data import schema
 from nestrec.data.card import Card, Counts, Feature
 from nestrec.data.finish import finish_sequences, write_items
 from nestrec.data.folder import whole_folder
-from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.gather import add_counts, offsets_of_lengths
 from nestrec.data.progress import Progress, silent
 from nestrec.data.synthetic_walk import permute, walk
 from nestrec.data.writer import UserBlock, UsersWriter
@@ -180,7 +180,7 @@ def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progr
         writer = UsersWriter(folder, fields)
         for block in blocks(shape):
             writer.append(_user_block(block))
-            counts += np.bincount(block.item_ids, minlength=counts.size)
+            add_counts(block.item_ids, counts)
             progress("draw users", (block.first_user + block.lengths.size) / shape.num_users)
         files = [*writer.close(), write_items(folder, _item_batches(shape, counts))]
         card = Card(

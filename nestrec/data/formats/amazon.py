@@ -83,7 +83,8 @@ def _read_json(path: Path) -> Iterator[RawBatch]:
                 numbers.append(number)
         cells = list(zip(*rows, strict=True)) or [(), (), (), ()]
         columns = {name: pa.array(column, pa.string()) for name, column in zip(NAMES_OF, cells, strict=True)}
-        yield RawBatch(path.name, np.array(numbers, dtype=np.int64), columns, tuple(bad), done)
+        batch = RawBatch(path.name, np.array(numbers, dtype=np.int64), columns, tuple(bad), done)
+        yield batch.without_marked_rows()
 
 
 def _parse(line: str) -> dict[str, Any] | None:

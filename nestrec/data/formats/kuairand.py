@@ -14,7 +14,7 @@ from nestrec.data.options import LogColumns, PrepareOptions
 from nestrec.data.raw import Delimited, first_line, header_names
 from nestrec.data.schema import KUAIRAND_BITS
 from nestrec.data.side import SideColumn, SideKind, SideSource
-from nestrec.data.source import LogSource, delimited_files, plain_name, require_input, side_files
+from nestrec.data.source import LogSource, delimited_files, require_input, side_files
 
 ACTIONS = {
     "click": "is_click",
@@ -63,7 +63,7 @@ def open_kuairand(path: Path, options: PrepareOptions) -> LogSource:
     if options.video_statistics:
         items += _side(_files(folder, "video_features_statistic"), "video_id", {})
     return LogSource(
-        plain_name(folder if folder == path else path),
+        path.name,
         "kuairand",
         EventColumns(LOG, dict(KUAIRAND_BITS)),
         delimited_files(logs, Delimited()),

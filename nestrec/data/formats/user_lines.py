@@ -47,7 +47,7 @@ def _read(path: Path) -> Iterator[RawBatch]:
         row_of_item = np.repeat(np.arange(len(lines)), counts - 1)
         users = flat.take(pa.array(starts)).take(pa.array(row_of_item))
         columns = {"user": users, "item": flat.filter(pa.array(is_item))}
-        yield RawBatch(path.name, numbers[row_of_item], columns, tuple(bad), done)
+        yield RawBatch(path.name, numbers[row_of_item], columns, tuple(bad), done).without_marked_rows()
 
 
 def _attributes_file(path: Path, options: PrepareOptions) -> Path | None:

@@ -76,6 +76,28 @@ def test_movielens_1m_with_titles_that_hold_colons(tmp_path: Path) -> None:
     assert dataset.rows(np.array([0, 1])).scalars["user_gender"].tolist() == [1, 0]
 
 
+def test_bytes_that_are_no_text_are_set_aside_in_every_text_format(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_bytes(b"1::2::5::978300760\n1::\xff::3::978300000\n")
+    (tmp_path / "lines.txt").write_bytes(b"1 2 \xff 3\n")
+    review = b'{"reviewerID": "A%s", "asin": "B", "overall": 5, "unixReviewTime": 1}\n'
+    (tmp_path / "reviews.json").write_bytes(review % b"1" + review % b"\xff")
+    for format, name in (("movielens", "ratings.dat"), ("user_lines", "lines.txt"), ("amazon_csv", "reviews.json")):
+        counts = open_prepared(format, tmp_path / name, max_bad_share=1.0).card.counts
+        assert dict(counts.quarantined) == {"not UTF-8": 1}
+        assert counts.events == counts.rows_read - 1
+
+
+def test_text_that_crosses_a_block_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestrec.data.raw.BLOCK_BYTES", 64)
+    keys = [f"ключ-{i}-é" for i in range(200)]
+    text = "user,item\n" + "".join(f"u,{key}\n" for key in keys)
+    for encoding in ("utf-8", "cp1251", "utf-16"):
+        wanted = keys if encoding != "cp1251" else [key.replace("é", "я") for key in keys]
+        (tmp_path / "log.csv").write_bytes((text if wanted is keys else text.replace("é", "я")).encode(encoding))
+        dataset = open_prepared("log", tmp_path / "log.csv", log=LogColumns(encoding=encoding))
+        assert dataset.items().column("item_key").to_pylist() == wanted
+
+
 def test_movielens_20m_with_quoted_titles(tmp_path: Path) -> None:
     (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,3.5,1112486027\n1,29,4.0,1112484676\n")
     (tmp_path / "movies.csv").write_text('movieId,title,genres\n29,"City, The (1995)",Drama|War\n2,Jumanji,Children\n')

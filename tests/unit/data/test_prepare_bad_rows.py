@@ -3,10 +3,15 @@
 import csv
 import dataclasses
 import gzip
+import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
@@ -40,6 +45,8 @@ def quarantined(folder: Path) -> list[tuple[int, str]]:
         (b"u1,i1,100,4", "wrong number of fields"),
         (b"u1,i1,100,4,1,1", "wrong number of fields"),
         (b"u1,\xff\xfe,100,4,1", "not UTF-8"),
+        (b"u1,caf\xc3,100,4,1", "not UTF-8"),
+        (b"\xff,5", "wrong number of fields"),
     ],
 )
 def test_a_bad_row_is_quarantined_with_its_reason_and_line(tmp_path: Path, row: bytes, reason: str) -> None:
@@ -118,6 +125,55 @@ def test_a_missing_an_empty_and_a_damaged_input_are_clear_errors(tmp_path: Path)
     (tmp_path / "cut.csv.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="cannot be read"):
         prepare("log", tmp_path / "cut.csv.gz", tmp_path / "out")
+
+
+CELLS = st.one_of(
+    st.sampled_from([b"u", b"7", b"", b"5", b'"', b"\xff", b"1e5", b"-3", b"a b", b"\r"]), st.binary(max_size=4)
+)
+
+
+@given(rows=st.lists(st.lists(CELLS, min_size=1, max_size=4).map(b",".join), max_size=15), has_quotes=st.booleans())
+def test_any_bytes_give_a_dataset_that_adds_up_or_a_clear_error(rows: list[bytes], has_quotes: bool) -> None:
+    log = LogColumns(time="time", names=("user", "item", "time"), has_quotes=has_quotes)
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "log.csv").write_bytes(b"\n".join(rows))
+        try:
+            options = PrepareOptions(log=log, max_bad_share=1.0)
+            counts = prepare("log", Path(name) / "log.csv", Path(name) / "out", options=options).counts
+        except DataError:
+            assert not (Path(name) / "out").exists()
+            return
+        assert counts.events + sum(counts.quarantined.values()) == counts.rows_read
+        assert int(Dataset.open(Path(name) / "out").lengths.sum()) == counts.events
+
+
+def test_line_ends_and_byte_order_marks_of_other_systems_are_read(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(b"\xef\xbb\xbfuser,item\r\nu,a\r\nu,b\r\n")
+    prepare("log", tmp_path / "log.csv", tmp_path / "out")
+    assert Dataset.open(tmp_path / "out").items().column("item_key").to_pylist() == ["a", "b"]
+
+
+def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
+    columns = {
+        "user": pa.array(["u", "v", "u", None]).dictionary_encode(),
+        "item": pa.array([5.0, 6.0, 7.0, 8.0]),
+        "time": pa.array([1000, 2000, 500, 0], pa.timestamp("ms")),
+        "click": pa.array([True, False, None, True]),
+        "page": pa.array(["x", "y", "x", "y"], pa.large_string()),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    log = LogColumns(time="time", actions={"click": "click"}, categories=("page",))
+    card = prepare(
+        "log", tmp_path / "log.parquet", tmp_path / "out", options=PrepareOptions(log=log, max_bad_share=1.0)
+    )
+    assert dict(card.counts.quarantined) == {"missing user": 1}
+    dataset = Dataset.open(tmp_path / "out")
+    rows = dataset.rows(np.array([0]))
+    keys = dataset.items().column("item_key").to_pylist()
+    assert [keys[i - 1] for i in rows.lists["item_ids"][0]] == ["7", "5"]
+    assert rows.lists["timestamps_ms"][0].tolist() == [500, 1000]
+    assert rows.lists["actions"][0].tolist() == [0, 1]
+    assert rows.lists["event_page"][0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Bytes of any encoding to UTF-8, with a mark where they cannot be decoded, so that a bad row does not stop a file."""
+
+import codecs
+from typing import Any
+
+MARK = "\ufdd0"
+"""A noncharacter, which no text may hold, in place of bytes that cannot be decoded."""
+MARKING = "nestrec.mark"
+"""Name of the error handler that puts it there."""
+
+
+def _mark(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return MARK, error.end
+
+
+codecs.register_error(MARKING, _mark)
+
+
+class Utf8Stream:
+    """A binary stream that reads another one as UTF-8."""
+
+    def __init__(self, inner: Any, encoding: str):
+        self._inner = inner
+        self._is_ascii_alike = codecs.lookup(encoding).name in ("utf-8", "iso8859-1", "ascii")
+        self._decoder = codecs.getincrementaldecoder(encoding)(errors=MARKING)
+        self.closed = False
+        self.has_marks = False
+        """Whether something could not be decoded so far."""
+
+    def read(self, size: int = -1) -> bytes:
+        while True:
+            data: bytes = self._inner.read(size)
+            is_between = self._decoder.getstate()[0] == b""
+            if self._is_ascii_alike and is_between and data.isascii():
+                return data
+            text = self._decoder.decode(data, final=not data)
+            self.has_marks = self.has_marks or MARK in text
+            if text or not data:
+                return text.encode()
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed = True
