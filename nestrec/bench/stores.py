@@ -1,7 +1,7 @@
 """Gather and scatter of rows in each store, beside torch.index_select on a dense tensor in the same run.
 
-Rounds are interleaved, so that all see the same machine; a figure is the median of its rounds. A moved row counts its bytes
-once; the copy figure is a plain copy of as many bytes, counted the same way.
+Rounds are interleaved, so that all see the same machine; a figure is the median of its rounds. A moved row counts its
+bytes once; the copy figure is a plain copy of as many bytes, counted the same way.
 """
 
 import statistics
@@ -147,8 +147,9 @@ def _rows(operations: list[_Operation], seconds: list[float], bench: StoresBench
     return [
         {
             "op": o.name, "store": o.store, "keys": o.num_rows, "dim": bench.dim, "dtype": "float32",
-            "gb_per_s": round(rate, 3), "copy_gb_per_s": round(copy, 3), "of_index_select": round(rate / index_select, 3),
-            "ms": round(1e3 * s, 3), "threads": torch.get_num_threads(), "zipf": bench.zipf, "device": bench.device,
+            "gb_per_s": round(rate, 3), "copy_gb_per_s": round(copy, 3),
+            "of_index_select": round(rate / index_select, 3), "ms": round(1e3 * s, 3),
+            "threads": torch.get_num_threads(), "zipf": bench.zipf, "device": bench.device,
             "table_rows": bench.disk_rows if o.store == "disk" else bench.num_rows,
         }
         for o, s, rate in zip(operations, seconds, rates, strict=True)
