@@ -16,6 +16,7 @@ from nestrec.base.random import GOLDEN64, fold
 from nestrec.embedding.hashing import mix64
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.table import InitConfig, TableConfig
+from nestrec.embedding.transfer import to_device
 
 _LANE_STD = float(np.sqrt((65536.0**2 - 1) / 3))
 _CHUNK_ROWS = 1 << 16
@@ -57,7 +58,7 @@ def initial_vectors_torch(keys: torch.Tensor, table: TableConfig) -> torch.Tenso
     compute = table.state_dtype
     out = torch.zeros(len(keys), table.dim, dtype=compute, device=keys.device)
     if table.init.kind != "zeros":
-        multiplier = torch.tensor(multiplier_of(table.init), dtype=compute, device=keys.device)
+        multiplier = torch.full((), multiplier_of(table.init), dtype=compute, device=keys.device)
         elements = torch.arange(table.dim, device=keys.device)
         for start in range(0, len(keys), _CHUNK_ROWS):
             rows = slice(start, start + _CHUNK_ROWS)
@@ -73,7 +74,7 @@ def initial_rows(keys: NDArray[np.int64], table: TableConfig, layout: RowLayout,
     if device.type == "cpu":
         vectors = initial_vectors(keys, table)
     else:
-        vectors = initial_vectors_torch(torch.from_numpy(keys).to(device), table)
+        vectors = initial_vectors_torch(to_device(keys, device), table)
     layout.view(rows, "weight").copy_(vectors)
     for column in layout.columns[1:]:
         if column.initial:

@@ -16,6 +16,7 @@ from nestrec.distributed.exchange import all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.dedup import Deduplicated, dedup
 from nestrec.embedding.table import TableConfig
+from nestrec.embedding.transfer import to_device
 
 FeatureKeys = Mapping[str, NDArray[np.int64] | torch.Tensor]
 _HEADER = 3
@@ -176,7 +177,7 @@ def _assemble(
         asked = [np.concatenate(part[t]) if len(part[t]) > 1 else part[t][0] for part in received]
         owned[table.name], slots = _owner_dedup(asked, len(received[0][t]))
         for p, source in enumerate(sources):
-            place = None if slots is None else torch.from_numpy(slots[p]).to(device)
+            place = None if slots is None else to_device(slots[p], device)
             send, receive = tuple(source.tables[t].counts.tolist()), tuple(counts[:, p, t].tolist())
             routed[p][table.name] = RoutedTable(source.tables[t].keys, send, receive, place)
     parts = [RoutedPart(_indices(s, tables, device), r) for s, r in zip(sources, routed, strict=True)]
@@ -196,10 +197,10 @@ def _owner_dedup(
 def _indices(source: _SourcePart, tables: Sequence[TableConfig], device: torch.device) -> dict[str, torch.Tensor]:
     indices = {}
     for table, found in zip(tables, source.tables, strict=True):
-        inverse, start = torch.from_numpy(found.inverse), 0
+        inverse, start = to_device(found.inverse, device), 0
         for feature in table.feature_names:
             shape = source.shapes[feature]
             size = int(np.prod(shape, dtype=np.int64))
-            indices[feature] = inverse[start : start + size].view(shape).to(device)
+            indices[feature] = inverse[start : start + size].view(shape)
             start += size
     return indices

@@ -13,6 +13,7 @@ from nestrec.embedding.layout import layout_of
 from nestrec.embedding.residency import DynamicResidency, Residency, StaticResidency
 from nestrec.embedding.stores import make_store
 from nestrec.embedding.table import TableConfig
+from nestrec.embedding.transfer import to_device
 
 Keys = NDArray[np.int64]
 Chunk = dict[str, torch.Tensor]
@@ -130,5 +131,5 @@ class TableShard:
         absent = np.flatnonzero(slots < 0)
         if len(absent):
             fresh = initial_rows(keys[absent], self.table, self.layout, self._device)
-            rows.index_copy_(0, torch.from_numpy(absent).to(self._device), fresh)
+            rows.index_copy_(0, to_device(absent, self._device), fresh)
         return rows

@@ -10,6 +10,7 @@ from nestrec.embedding.optimizers import can_update_on_host, update_rows, update
 from nestrec.embedding.routing import RoutedTable
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import TableConfig
+from nestrec.embedding.transfer import to_device
 from nestrec.ops.gather_rows import add_by_index
 
 
@@ -39,11 +40,13 @@ class WorkingTable:
         if self.gradient is None:
             self.gradient = grad.new_zeros(len(self.fetched.keys), self.table.dim)
         if grad.device.type == "cpu":
-            add_by_index(self.gradient, _places(routed), grad)
+            add_by_index(self.gradient, _places(routed, grad.device), grad)
         else:
             # A source asks for a row once, so each of these adds at most one number to a place: no order to lose.
             for places, part in zip(
-                _places(routed).split(routed.receive_counts), grad.split(routed.receive_counts), strict=True
+                _places(routed, grad.device).split(routed.receive_counts),
+                grad.split(routed.receive_counts),
+                strict=True,
             ):
                 self.gradient.index_add_(0, places, part)
 
@@ -52,23 +55,23 @@ class WorkingTable:
         if self.gradient is None or not len(self.fetched.keys):
             return
         rows, refused = self.fetched.rows, np.flatnonzero(self.fetched.slots < 0)
-        keep = torch.from_numpy(refused).to(rows.device)
-        before = rows.index_select(0, keep)
+        keep = to_device(refused, rows.device) if len(refused) else None
+        before = None if keep is None else rows.index_select(0, keep)
         optimizer = self.table.optimizer
         if can_update_on_host(rows, self.layout):
             update_rows_on_host(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
                                 num_threads=self.table.store.num_threads)  # fmt: skip
         else:
             update_rows(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate)
-        if len(refused):
+        if keep is not None and before is not None:
             rows.index_copy_(0, keep, before)
         self.gradient = None
 
 
-def _places(routed: RoutedTable) -> torch.Tensor:
+def _places(routed: RoutedTable, device: torch.device) -> torch.Tensor:
     if routed.slots is not None:
         return routed.slots
-    return torch.arange(sum(routed.receive_counts), dtype=torch.int32)
+    return torch.arange(sum(routed.receive_counts), dtype=torch.int32, device=device)
 
 
 @dataclass(slots=True)

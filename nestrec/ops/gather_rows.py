@@ -54,9 +54,10 @@ def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) ->
 
 def _segment_sum(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
     """One sequential sum for each row over its positions, brought together by a stable sort: no atomics."""
-    order_P = torch.argsort(index_P, stable=True)
-    lengths_U = torch.bincount(index_P, minlength=num_rows)
-    return torch.segment_reduce(grad_PD[order_P].contiguous(), "sum", lengths=lengths_U, unsafe=True, initial=0.0)
+    sorted_P, order_P = index_P.sort(stable=True)
+    bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
+    offsets = torch.searchsorted(sorted_P, bounds)
+    return torch.segment_reduce(grad_PD.index_select(0, order_P), "sum", offsets=offsets, unsafe=True, initial=0.0)
 
 
 @njit(cache=True, nogil=True)

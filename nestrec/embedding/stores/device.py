@@ -1,9 +1,11 @@
 """Rows in the memory of the engine's device, in one tensor."""
 
+import numpy as np
 import torch
 
 from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
 from nestrec.embedding.stores.store import Slots
+from nestrec.embedding.transfer import to_device
 
 
 class DeviceStore:
@@ -26,7 +28,7 @@ class DeviceStore:
             gather_rows_host(self._slab.numpy(), slots, out.numpy(), self._num_threads)
         elif len(self._slab):
             # Rows without a slot read row 0 here; their reader overwrites them with initial rows.
-            index = torch.from_numpy(slots).to(self._slab.device, non_blocking=True).clamp_(min=0)
+            index = to_device(slots, self._slab.device).clamp(min=0)
             torch.index_select(self._slab, 0, index, out=out)
 
     def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
@@ -35,8 +37,8 @@ class DeviceStore:
             return
         kept = slots >= 0
         if not kept.all():
-            rows = rows[torch.from_numpy(kept).to(rows.device)]
-        self._slab.index_copy_(0, torch.from_numpy(slots[kept]).to(self._slab.device, non_blocking=True), rows)
+            rows = rows.index_select(0, to_device(np.flatnonzero(kept), rows.device))
+        self._slab.index_copy_(0, to_device(slots[kept], self._slab.device), rows)
 
     def statistics(self) -> dict[str, int]:
         used = self._slab.numel() * 4

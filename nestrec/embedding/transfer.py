@@ -1,0 +1,15 @@
+"""Small host arrays to the engine's device without making the host wait for the device."""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a tensor of the device; on a CPU it shares the array's memory.
+
+    Through pinned memory (which torch keeps for reuse): a copy from pageable memory would wait for all work before it.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,117 @@
+"""The engine on a GPU gives the bits of the engine on a CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.embedding.initial import initial_vectors, initial_vectors_torch
+from nestrec.jagged import Jagged, offsets_of
+from nestrec.ops.gather_rows import gather_rows, sum_by_index, sum_by_index_reference
+from nestrec.ops.pool_rows import pool_rows
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def digests(device: str, kind: str, dtype: str, store: StoreConfig) -> list[str]:
+    """Digests after training steps with given gradients, in two parts each."""
+    optimizer = RowOptimizerConfig(kind=kind)
+    tables = [
+        TableConfig(name="static", dim=37, num_rows=500, dtype=dtype, optimizer=optimizer,
+                    store=StoreConfig(kind=store.kind, folder=store.folder, cache_rows=store.cache_rows)),
+        TableConfig(name="dynamic", dim=16, dtype=dtype, optimizer=optimizer, store=store),
+    ]  # fmt: skip
+    engine = EmbeddingEngine(tables, Topology.single(device), device)
+    draw = np.random.default_rng(0)
+    for step in range(1, 20):
+        parts = [{"static": draw.integers(0, 500, 60), "dynamic": draw.integers(-90, 90, 40)} for _ in range(2)]
+        routed = engine.route(*parts)
+        working = engine.fetch(routed, step=step)
+        for part in (0, 1):
+            vectors = engine.exchange_vectors(routed, working, part)
+            grads = {n: torch.from_numpy(draw.standard_normal(v.shape)).to(device) for n, v in vectors.items()}
+            engine.accumulate(routed, working, grads, part)
+        engine.update(working, learning_rate=0.05)
+        engine.write_back(working)
+    found = [engine.digest(name) for name in engine.tables]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
+def test_training_on_a_gpu_gives_the_bits_of_a_cpu(kind, dtype):
+    assert digests("cuda", kind, dtype, StoreConfig()) == digests("cpu", kind, dtype, StoreConfig())
+
+
+@pytest.mark.parametrize("store", ["device", "dram", "disk"])
+def test_every_store_gives_the_same_bits(store, tmp_path):
+    bounded = StoreConfig(
+        kind=store, folder=str(tmp_path), cache_rows=32, eviction="lru", max_rows=100, admission_count=2
+    )
+    on_cpu = StoreConfig(eviction="lru", max_rows=100, admission_count=2)
+    assert digests("cuda", "adam", "float32", bounded) == digests("cpu", "adam", "float32", on_cpu)
+
+
+def test_initial_vectors_are_the_same_integers():
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 200_000)
+    table = TableConfig(name="t", dim=33, seed=7)
+    found = initial_vectors_torch(torch.from_numpy(keys).cuda(), table)
+    assert torch.equal(found.cpu(), initial_vectors(keys, table))
+
+
+def test_gradients_of_a_gather_are_summed_in_order_of_position():
+    torch.manual_seed(0)
+    index = torch.randint(0, 50, (3000,), dtype=torch.int32)
+    grad = torch.randn(3000, 24)
+    assert torch.equal(sum_by_index(grad.cuda(), index.cuda(), 60).cpu(), sum_by_index_reference(grad, index, 60))
+    rows = torch.randn(60, 24, device="cuda", requires_grad=True)
+    out = gather_rows(rows, index.cuda())
+    out.backward(grad.cuda())
+    assert torch.equal(rows.grad.cpu(), sum_by_index_reference(grad, index, 60))
+
+
+def test_bags_agree_with_a_cpu():
+    lengths = torch.tensor([3, 0, 500, 7])
+    index, rows = torch.randint(0, 90, (510,), dtype=torch.int32), torch.randn(90, 8)
+    on_gpu = pool_rows(rows.cuda(), index.cuda(), offsets_of(lengths).cuda())
+    torch.testing.assert_close(on_gpu.cpu(), pool_rows(rows, index, offsets_of(lengths)))
+
+
+def test_top_k_on_a_gpu_finds_the_same_keys():
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = EmbeddingEngine([TableConfig(name="t", dim=8, num_rows=3000)], Topology.single(device), device)
+        queries = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        exclude = Jagged.from_rows([torch.arange(n, 40 + n) for n in range(50)])
+        found.append(engine.top_k("t", queries, 20, exclude=exclude)[1].cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("store", ["device", "dram"])
+def test_a_step_never_waits_for_the_device(store):
+    """Host rows have to arrive before they can be stored, so only the write-back of a host store may wait."""
+    table = TableConfig(name="t", dim=32, num_rows=2000, store=StoreConfig(kind=store))
+    engine = EmbeddingEngine([table], Topology.single("cuda"), "cuda")
+
+    def step(number: int) -> None:
+        keys = np.random.default_rng(number).integers(0, 2000, 5000)
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        routed = engine.route({"t": keys})
+        working = engine.fetch(routed, step=number)
+        rows = engine.exchange_vectors(routed, working)["t"].requires_grad_()
+        gather_rows(rows, routed.index["t"]).square().sum().backward()
+        assert rows.grad is not None
+        engine.accumulate(routed, working, {"t": rows.grad})
+        engine.update(working, learning_rate=0.1)
+        if store == "dram":
+            torch.cuda.set_sync_debug_mode("default")
+        engine.write_back(working)
+
+    try:
+        for number in range(1, 6):
+            step(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
