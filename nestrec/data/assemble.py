@@ -185,6 +185,7 @@ def _user_block(  # noqa: PLR0917
     features: dict[str, pa.Array],
 ) -> UserBlock:
     lengths = kept.user_counts[codes].astype(np.int32)
+    assert records.size == int(lengths.sum())
     scalars = {
         schema.USER_ID: pa.array(np.arange(first_id, first_id + codes.size, dtype=np.int64)),
         schema.USER_KEY: parser.users.keys(codes),

@@ -241,6 +241,19 @@ def test_kuairand_features_have_vocabularies_from_the_data_and_an_unknown_row(tm
     assert not [f for f in dataset.card.item_features if f.name == "show_cnt"]
 
 
+def test_of_repeated_keys_in_a_side_table_the_first_counts(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_text("1::2::5::978300760\n")
+    (tmp_path / "movies.dat").write_text("2::First::Drama\n2::Second::War\n")
+    assert item(open_prepared("movielens", tmp_path), "2")["item_title"] == "First"
+
+
+def test_a_side_table_of_bad_rows_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_text("1::2::5::978300760\n")
+    (tmp_path / "movies.dat").write_text("2::First::Drama\n3::no genres\n")
+    with pytest.raises(DataError, match=r"1 of 2 rows are bad.*movies\.dat, line 2"):
+        open_prepared("movielens", tmp_path)
+
+
 def test_kuairand_random_logs_and_statistics_are_read_on_request(tmp_path: Path) -> None:
     dataset = open_prepared("kuairand", write_kuairand(tmp_path), random_logs=True, video_statistics=True)
     assert histories(dataset)["1"] == ["13", "10"]

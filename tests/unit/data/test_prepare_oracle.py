@@ -26,7 +26,10 @@ IDS = st.one_of(
     st.sampled_from(["007", "7", "-0", "+7", "7.0", "a,b", 'say "x"', " 7", "9" * 18, "9" * 19, "-" + "9" * 19, "é"]),
     st.text(PRINTABLE, min_size=1, max_size=4),
 )
-EVENTS = st.builds(Event, IDS, IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0]))
+SMALL_IDS = st.integers(0, 5).map(str)
+EVENTS = st.builds(Event, SMALL_IDS, SMALL_IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0])) | st.builds(
+    Event, IDS, IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0])
+)
 LOGS = st.lists(EVENTS, min_size=1, max_size=60)
 FILTERS = st.fixed_dictionaries(
     {
@@ -106,6 +109,16 @@ def test_files_do_not_depend_on_memory_or_block_size(tmp_path: Path, monkeypatch
         cards.append(prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options))
     assert cards[0].files == cards[1].files == cards[2].files
     assert_equal(Dataset.open(tmp_path / "out"), expected_dataset(log))
+
+
+@pytest.mark.parametrize(("passes", "events"), [("iterated", 4), ("single", 6)])
+def test_an_iterated_core_goes_on_until_all_have_enough(tmp_path: Path, passes: str, events: int) -> None:
+    """Item c has too few events; without it user w has too few; without w item d has too few, and then user x."""
+    pairs = ["u,a", "u,b", "v,a", "v,b", "w,c", "w,d", "x,d"]
+    (tmp_path / "log.csv").write_text("user,item\n" + "\n".join(pairs) + "\nx,e\n")
+    options = PrepareOptions(user_core=2, item_core=2, core_passes=passes)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
+    assert card.counts.events == events
 
 
 def test_position_orders_events_after_time_and_before_input_order(tmp_path: Path) -> None:
