@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-_MIN_WORK_A_THREAD = 4096
+_MIN_WORK_A_THREAD = 1024
 
 
 def for_parts(size: int, work: int, call: Callable[[int, int], None], num_threads: int = 0) -> None:

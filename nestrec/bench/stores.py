@@ -122,10 +122,20 @@ def _store_operations(
     out = torch.empty(len(slots), dim, dtype=torch.int32, device=device)
     distinct = np.random.default_rng(1).permutation(np.unique(slots))
     rows = torch.ones(len(distinct), dim, dtype=torch.int32, device=device)
-    return [
+    operations = [
         _Operation("gather", name, len(slots), 4 * dim, lambda: store.gather(slots, out)),
         _Operation("scatter", name, len(distinct), 4 * dim, lambda: store.scatter(distinct, rows)),
     ]
+    if isinstance(store, DramStore) and device.type == "cuda":
+        pinned = torch.empty(len(slots), dim, dtype=torch.int32, pin_memory=True)
+        host = pinned.numpy()
+        operations.append(
+            _Operation("gather to pinned", name, len(slots), 4 * dim, lambda: store.read(slots, host)),
+        )
+        operations.append(
+            _Operation("copy to device", "pinned", len(slots), 4 * dim, lambda: out.copy_(pinned, non_blocking=True))
+        )
+    return operations
 
 
 def _interleaved(operations: list[_Operation], rounds: int, device: torch.device) -> list[float]:

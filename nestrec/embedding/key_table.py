@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.parallel import for_parts
 from nestrec.embedding.hashing import mix64
 
 _MIN_BITS = 10
@@ -30,7 +31,7 @@ class KeyTable:
     def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slot of each key, -1 where the key is not in the table."""
         slots = np.empty(len(keys), np.int64)
-        _find(self._entries, keys, slots)
+        for_parts(len(keys), len(keys), lambda a, b: _find(self._entries, keys[a:b], slots[a:b]))
         return slots
 
     def insert(

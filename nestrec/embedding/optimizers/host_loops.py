@@ -41,7 +41,7 @@ def update_rows_on_host(
         if optimizer.kind == "sgd":
             _sgd(part, part_grad, lr)
         elif optimizer.kind.endswith("adagrad"):
-            _adagrad(part, part_grad, places[0], lr, eps, real(optimizer.moment_scale), is_row_wise)
+            _adagrad(part, part_grad, places[0], lr, eps, real(1 / optimizer.moment_scale), is_row_wise)
         else:
             lr_t = real(adam_learning_rate(optimizer, step, learning_rate))
             _adam(part, part_grad, places[0], places[1], lr_t, eps, *decays, is_row_wise)
@@ -59,7 +59,7 @@ def _mean_of_squares(grad, scratch):  # type: ignore[no-untyped-def]
         for j in range(width - half):
             scratch[j] += scratch[half + j]
         width = half
-    return scratch[0] / scratch.dtype.type(len(grad))
+    return scratch[0] * scratch.dtype.type(1 / len(grad))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -70,13 +70,13 @@ def _sgd(rows, grad, lr):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _adagrad(rows, grad, sum_at, lr, eps, scale, is_row_wise):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _adagrad(rows, grad, sum_at, lr, eps, inverse_scale, is_row_wise):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     dim = grad.shape[1]
     scratch = np.empty(dim, rows.dtype)
     for i in range(len(rows)):
         if is_row_wise:
             rows[i, sum_at] += _mean_of_squares(grad[i], scratch)
-            root = np.sqrt(rows[i, sum_at] / scale) + eps
+            root = np.sqrt(rows[i, sum_at] * inverse_scale) + eps
             for j in range(dim):
                 rows[i, j] -= lr * (grad[i, j] / root)
         else:

@@ -14,8 +14,8 @@ SparseAdam. Lazy Adam is not dense Adam: dense Adam decays the moments of every 
 no sample used, by momentum alone; here an unused row keeps weight and moments as they are, while bias correction
 counts every step.
 
-Means over a row are sums by halves, in the same order here, in the host loops and on a GPU, so results agree to the
-bit.
+Divisions by constants are multiplications by their inverses, as CUDA does them. Means over a row are sums by halves,
+in the same order here, in the host loops and on a GPU, so results agree to the bit.
 """
 
 import math
@@ -62,7 +62,7 @@ def mean_of_squares(grad: torch.Tensor) -> torch.Tensor:
         half = (total.shape[1] + 1) // 2
         upper = total[:, half:]
         total = torch.cat([total[:, : upper.shape[1]] + upper, total[:, upper.shape[1] : half]], dim=1)
-    return total / grad.shape[1]
+    return total * (1 / grad.shape[1])
 
 
 def _sgd(
@@ -82,7 +82,7 @@ def _rowwise_adagrad(
     views: Views, grad: torch.Tensor, optimizer: RowOptimizerConfig, step: int, learning_rate: float
 ) -> torch.Tensor:
     views["state_sum"].add_(mean_of_squares(grad))
-    return learning_rate * (grad / (root(views["state_sum"] / optimizer.moment_scale) + optimizer.eps))
+    return learning_rate * (grad / (root(views["state_sum"] * (1 / optimizer.moment_scale)) + optimizer.eps))
 
 
 def _adam(

@@ -21,8 +21,8 @@ from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
 
 _WAYS = 8
-_ROWS_BETWEEN_RELEASES = 8192
-_PAGE_BYTES = 4096
+_WINDOW_BYTES = 32 << 20
+_FAULT_BYTES = 65536
 
 
 class DiskStore(HostStore):
@@ -39,25 +39,26 @@ class DiskStore(HostStore):
         self._is_dirty = np.zeros((self._num_sets, _WAYS), np.bool_)
         self._tick = 0
         self._num_read = self._num_missed = 0
+        # A missed row maps the pages of its own and of the row that leaves the cache, and up to 64 KiB around each.
+        self._pass_rows = max(1, _WINDOW_BYTES // (_FAULT_BYTES + 8 * num_words))
 
     def reserve(self, num_slots: int) -> None:
         self._slab.reserve(num_slots)
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
-        for a in range(0, len(slots), _ROWS_BETWEEN_RELEASES):
-            part = slice(a, a + _ROWS_BETWEEN_RELEASES)
+        for a in range(0, len(slots), self._pass_rows):
+            part = slice(a, a + self._pass_rows)
             self._pass(slots[part], out[part], is_write=False)
 
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
-        for a in range(0, len(slots), _ROWS_BETWEEN_RELEASES):
-            part = slice(a, a + _ROWS_BETWEEN_RELEASES)
+        for a in range(0, len(slots), self._pass_rows):
+            part = slice(a, a + self._pass_rows)
             self._pass(slots[part], rows[part], is_write=True)
 
     def statistics(self) -> dict[str, int]:
         host = self._cache.nbytes + self._tags.nbytes + self._stamps.nbytes + self._is_dirty.nbytes
-        mapped = _ROWS_BETWEEN_RELEASES * 2 * max(_PAGE_BYTES, 4 * self._cache.shape[1])
         return {
-            "host_bytes": host + min(mapped, self._slab.num_bytes),
+            "host_bytes": host + min(_WINDOW_BYTES, self._slab.num_bytes),
             "device_bytes": 0,
             "disk_bytes": self._slab.num_bytes,
             "cache_reads": self._num_read,

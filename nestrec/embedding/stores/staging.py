@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 64 << 20
 HostLoop = Callable[[slice, NDArray[np.int32]], None]
 
 

@@ -116,7 +116,7 @@ def test_training_must_give_every_feature_and_no_other():
     tables = [TableConfig(name="t", dim=3, features=("a", "b")), TableConfig(name="u", dim=2)]
     engine = EmbeddingEngine(tables, Topology.single())
     for given in ("a", "b"), ("a", "b", "u", "c"):
-        with pytest.raises(UserError, match="feature = '[uc]'"):
+        with pytest.raises(UserError, match=r"feature = '[uc]'"):
             engine.route({name: np.array([1]) for name in given})
 
 

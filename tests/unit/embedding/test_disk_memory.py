@@ -1,0 +1,55 @@
+"""Memory of a table on disk is bounded as configured, measured by the system on a fresh process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys, numpy as np, torch
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, StoreConfig, TableConfig
+
+def resident_peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def train(num_rows, steps, kind):
+    store = StoreConfig(kind=kind, folder=sys.argv[1], cache_rows=1024)
+    engine = EmbeddingEngine([TableConfig(name="t", dim=1024, num_rows=num_rows, store=store)], Topology.single())
+    draw = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        routed = engine.route({"t": draw.integers(0, num_rows, 1000)})
+        working = engine.fetch(routed, step=step)
+        vectors = engine.exchange_vectors(routed, working)["t"]
+        engine.accumulate(routed, working, {"t": vectors * step})
+        engine.update(working, learning_rate=0.1)
+        engine.write_back(working)
+    return engine
+
+train(1500, 2, "disk").close()
+before = resident_peak()
+engine = train(60_000, 100, sys.argv[2])
+grown = resident_peak() - before
+numbers = engine.shards["t"].store.statistics()
+digest = engine.digest("t")
+print(json.dumps({"grown": grown, "digest": digest, **numbers}))
+engine.close()
+"""
+
+
+def measure(folder, kind: str) -> dict:
+    command = [sys.executable, "-c", PROGRAM, str(folder), kind]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_table_larger_than_its_memory_trains_within_it_and_gives_the_bits_of_dram(tmp_path):
+    disk, dram = measure(tmp_path, "disk"), measure(tmp_path, "dram")
+    table = 60_000 * 4112
+    assert disk["disk_bytes"] == table
+    assert dram["grown"] > 0.5 * table
+    few_batches = 10 * 1000 * 4112
+    assert disk["grown"] < disk["host_bytes"] + few_batches < 0.35 * table
+    assert disk["digest"] == dram["digest"]
