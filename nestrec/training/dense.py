@@ -7,6 +7,7 @@ from torch import nn
 
 from nestrec.distributed import Topology
 from nestrec.distributed.dense_sync import DenseSync
+from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.pipeline import Totals
 from nestrec.training.config import OptimizerConfig
 
@@ -16,7 +17,7 @@ class DenseUpdate:
 
     def __init__(self, model: nn.Module, cfg: OptimizerConfig, topology: Topology, device: torch.device):
         self._named = dict(model.named_parameters())
-        self._device = device
+        self._device, self._topology = device, topology
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
             weight_decay=cfg.weight_decay, foreach=True,
@@ -26,7 +27,11 @@ class DenseUpdate:
     def update(self, loss: torch.Tensor, wants_stop: bool, learning_rate: float) -> Totals:
         """Sum over ranks what they have added up, update once, and clear the gradients."""
         extra = torch.stack([loss.double(), torch.tensor(float(wants_stop), device=self._device, dtype=torch.float64)])
-        self._sync.sum_gradients(extra)
+        for parameter in self._named.values():
+            if parameter.grad is None:  # no sample reached it here; one rank must do as many do
+                parameter.grad = torch.zeros_like(parameter)
+        self._sync.reduce()
+        all_reduce_sum(self._topology.dense, extra)
         norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate

@@ -1,6 +1,6 @@
 """Who hears of the progress of a run; the console is one, a test another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nestrec.training.tasks.task import Evaluation
@@ -20,3 +20,26 @@ class Listener:
 
     def warned(self, message: str) -> None:
         """Something the user should know, such as a damaged checkpoint that was skipped."""
+
+
+class Listeners(Listener):
+    """Several listeners as one."""
+
+    def __init__(self, listeners: Sequence[Listener]):
+        self._listeners = listeners
+
+    def started(self, total_steps: int, first_step: int) -> None:
+        for listener in self._listeners:
+            listener.started(total_steps, first_step)
+
+    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        for listener in self._listeners:
+            listener.stepped(step, epoch, values)
+
+    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        for listener in self._listeners:
+            listener.evaluated(evaluation, step, epoch)
+
+    def warned(self, message: str) -> None:
+        for listener in self._listeners:
+            listener.warned(message)

@@ -1,5 +1,6 @@
-"""Metrics as arrays of one value a user or event, so that means, intervals and paired comparisons come from one place."""
+"""Metrics as arrays of one value a user or event: means, intervals and paired comparisons come from one place."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,16 +34,21 @@ def ranking_metrics(rank: NDArray[np.int64], ks: tuple[int, ...]) -> dict[str, V
     return metrics
 
 
-def bootstrap(values: Values, *, num_draws: int = 1000, seed: int = 0) -> Interval:
-    """Mean of the values and its interval under resampling."""
-    if len(values) == 0:
-        return Interval(float("nan"), float("nan"), float("nan"))
+def bootstrap(values: Mapping[str, Values], *, num_draws: int = 1000, seed: int = 0) -> dict[str, Interval]:
+    """Mean of each metric and its interval under resampling of the users, the same draws for all metrics."""
+    names = list(values)
+    stacked = np.stack([values[name] for name in names], axis=1)
+    num_users = len(stacked)
+    if num_users == 0:
+        return {name: Interval(float("nan"), float("nan"), float("nan")) for name in names}
     generator = np.random.default_rng(seed)
-    means = np.empty(num_draws)
+    means = np.empty((num_draws, len(names)))
     for i in range(num_draws):
-        means[i] = values[generator.integers(0, len(values), len(values))].mean()
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(values.mean()), float(low), float(high))
+        times_drawn = np.bincount(generator.integers(0, num_users, num_users), minlength=num_users)
+        means[i] = times_drawn @ stacked / num_users
+    low, high = np.quantile(means, [0.025, 0.975], axis=0)
+    mean = stacked.mean(axis=0)
+    return {name: Interval(float(mean[i]), float(low[i]), float(high[i])) for i, name in enumerate(names)}
 
 
 def auc(label: NDArray[np.int64], score: Values, weight: Values | None = None) -> float:

@@ -1,7 +1,7 @@
 """Where a run stands: everything besides weights that a checkpoint must hold."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nestrec.base.config import from_plain, to_plain
@@ -13,7 +13,7 @@ from nestrec.data.order import Position
 class TrainState:
     step: int = 0
     """updates made"""
-    position: Position = Position()
+    position: Position = field(default_factory=Position)
     """the next batch"""
     consumed: str = ""
     """digest of all samples trained on, in order; the same for any number of ranks"""

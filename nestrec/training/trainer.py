@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint import Checkpoints, Peers
 from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
+from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.pipeline import SCHEDULES, Rates
@@ -25,7 +27,7 @@ REPORT_EVERY_STEPS = 20
 
 
 class Trainer:
-    """Trains a recipe in a run folder; started again on the same folder, it goes on where the last checkpoint stands."""
+    """Trains a recipe in a run folder; started again on it, goes on from the last checkpoint."""
 
     def __init__(self, cfg: RunConfig, folder: Path, topology: Topology, listener: Listener | None = None):
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
@@ -58,14 +60,21 @@ class Trainer:
         self._save()
         return self.state
 
-    def evaluate(self, part: str = "test", *, best: bool = True) -> Evaluation:
-        """Measure on held-out data with the weights of the best validation score (or the current ones)."""
-        if best and (restored := self._best.restore_latest()) is not None:
-            self.state = self.session.restore(restored)
-        evaluation = self.session.task.evaluate(self.session.engine, "test" if part == "test" else "valid")
+    def evaluate(self, part: Part = "test") -> Evaluation:
+        """Measure on held-out data with the weights of the best validation score; written into the run folder."""
+        evaluation = self.measure(part, best=True)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
         return evaluation
+
+    def measure(self, part: Part, *, best: bool) -> Evaluation:
+        """Measure with the best weights or the last ones."""
+        restored = self._best.restore_latest() if best else None
+        restored = restored or self._checkpoints.restore_latest()
+        if restored is None:
+            raise UserError("has no checkpoint yet", field="RUN", value=str(self.folder.path), remedy="train it first")
+        self.state = self.session.restore(restored)
+        return self.session.task.evaluate(self.session.engine, part)
 
     def _begin(self) -> None:
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
@@ -83,10 +92,11 @@ class Trainer:
         ended_epoch = self.state.position.epoch > batch.position.epoch
         every = self.cfg.training.evaluate_every_epochs
         evaluates = ended_epoch and every > 0 and self.state.position.epoch % every == 0
-        if evaluates:
-            self._validate()
         if self.state.step % REPORT_EVERY_STEPS == 0 or evaluates:
             self._report()
+        if evaluates:
+            self._validate()
+            self._meter.start()  # the time of an evaluation is not that of steps
         if self._meter.wants_stop:
             self._save()
             raise Interrupted

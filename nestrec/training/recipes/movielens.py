@@ -59,6 +59,10 @@ RECIPES = {
     "ml_1m_hstu_large": lambda: _movielens("ml_1m_hstu_large", *ML_1M, _hstu(num_layers=8, num_heads=2)),
     "ml_1m_ordered_sasrec": lambda: _movielens("ml_1m_ordered_sasrec", *ML_1M_ORDERED, _sasrec()),
     "ml_1m_ordered_hstu": lambda: _movielens("ml_1m_ordered_hstu", *ML_1M_ORDERED, _hstu(time_bias=False)),
+    "ml_1m_ordered_sasrec_large": lambda: _movielens("ml_1m_ordered_sasrec_large", *ML_1M_ORDERED, _sasrec(64, 4, 2)),
+    "ml_1m_ordered_hstu_large": lambda: _movielens(
+        "ml_1m_ordered_hstu_large", *ML_1M_ORDERED, _hstu(64, 4, 2, time_bias=False)
+    ),
     "ml_20m_sasrec": lambda: _movielens("ml_20m_sasrec", *ML_20M, _sasrec(256, 4, 4)),
     "ml_20m_hstu": lambda: _movielens("ml_20m_hstu", *ML_20M, _hstu(256, 4, 4)),
     "ml_20m_hstu_large": lambda: _movielens("ml_20m_hstu_large", *ML_20M, _hstu(256, 16, 8)),

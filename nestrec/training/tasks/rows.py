@@ -97,4 +97,4 @@ class RowsTask(Task):
 
 def _losses(label: NDArray[np.int64], logit: NDArray[np.float64]) -> dict[str, Interval]:
     entropy = normalised_entropy(label, logit)
-    return {"log_loss": bootstrap(log_loss(label, logit)), "ne": Interval(entropy, float("nan"), float("nan"))}
+    return {**bootstrap({"log_loss": log_loss(label, logit)}), "ne": Interval(entropy, float("nan"), float("nan"))}

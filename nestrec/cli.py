@@ -1,0 +1,184 @@
+"""The command line: nestrec {demo, prepare, train, eval, report, doctor, bench}.
+
+Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from nestrec.base import exit_codes
+from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_you_mean
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+app = typer.Typer(
+    help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and takes "
+    "a few minutes on two cores.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.command(context_settings=OVERRIDES)
+def train(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (see `nestrec recipes`), or a config.json of a run.")],
+    output: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE where not given.")] = None,
+) -> None:
+    """Train a recipe, then measure its best epoch on the test part.
+
+    Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
+    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold]. Under torchrun the same
+    command trains on all ranks: [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.console import train_run
+
+    cfg = with_overrides(_recipe(recipe), _overrides(context.args, ("output",)))
+    train_run(cfg, output or Path("runs") / cfg.name)
+
+
+@app.command()
+def demo(output: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo")) -> None:
+    """Train HSTU on synthetic logs and print it beside its baselines. No data, no download, minutes on two cores."""
+    from nestrec.console import train_run
+    from nestrec.report import write_report
+    from nestrec.training.recipes import recipe
+
+    train_run(recipe("demo"), output)
+    typer.echo(f"report: {write_report(output)}")
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that `train` knows."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nestrec.training.recipes import RECIPES
+
+    table = Table("recipe", "task", "model", "data", box=None)
+    for name, make in RECIPES.items():
+        cfg = make()
+        table.add_row(name, cfg.task.kind, cfg.task.encoder.kind, cfg.data.folder)
+    Console().print(table)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    part: Annotated[str, typer.Option(help="valid or test.")] = "test",
+    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+) -> None:
+    """Measure a trained run on held-out data, beside its baselines."""
+    from nestrec.console import evaluate_run
+
+    if part not in ("valid", "test"):
+        raise UserError("is no part of the data", field="--part", value=part, remedy="give valid or test")
+    evaluate_run(run, part, best=not last)
+
+
+@app.command(context_settings=OVERRIDES)
+def prepare(
+    context: typer.Context,
+    format: Annotated[
+        str, typer.Argument(help="movielens, sasrec_pairs, user_lines, amazon_csv, kuairand, criteo, log, synthetic.")
+    ],
+    input: Annotated[
+        str, typer.Argument(help="A file, a folder of native files, or (synthetic) the name of a preset.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing dataset.")] = False,
+) -> None:
+    """Turn interaction logs into a dataset: Parquet with one row a user, an items table and a card.
+
+    Options are dotted fields, for example a CSV log with named columns: [bold]nestrec prepare log events.csv data/mine
+    --log.user uid --log.item iid --log.time ts --user_core 5[/bold]; a synthetic set: [bold]nestrec prepare synthetic
+    tiny data/tiny --num_users 500[/bold]. Bad rows are set aside in quarantine.csv with their line and reason.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.console import show_card
+    from nestrec.data.options import PrepareOptions
+    from nestrec.data.prepare import prepare as prepare_dataset
+    from nestrec.report import progress_for
+
+    overrides = _overrides(context.args, ("force",)) | ({"force": "true"} if force else {})
+    options = with_overrides(PrepareOptions(), overrides)
+    with progress_for(f"prepare {output}") as progress:
+        card = prepare_dataset(format, input, output, options=options, progress=progress)
+    show_card(card, output)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")]) -> None:
+    """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""
+    from nestrec.report import write_report
+
+    typer.echo(f"report: {write_report(run)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what this machine can do, and what is missing for the rest."""
+    from rich.console import Console
+
+    from nestrec.report.doctor import doctor_table, examine
+
+    Console().print(doctor_table(examine()))
+
+
+def main() -> None:
+    """Entry point: a user's mistake ends with a message and no traceback."""
+    try:
+        app(standalone_mode=True)
+    except NonFiniteError as error:
+        _fail(error, exit_codes.NON_FINITE)
+    except PeerLostError as error:
+        _fail(error, exit_codes.PEER_LOST)
+    except UserError as error:
+        _fail(error, exit_codes.USER_ERROR)
+
+
+def _fail(error: UserError, code: int) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(code)
+
+
+def _recipe(name: str):  # type: ignore[no-untyped-def]
+    """A named recipe, or the resolved config of an earlier run."""
+    if name.endswith(".json"):
+        import json
+
+        from nestrec.base.config import from_plain
+        from nestrec.training.config import RunConfig
+
+        return from_plain(RunConfig, json.loads(Path(name).read_text()))
+    from nestrec.training.recipes import recipe
+
+    return recipe(name)
+
+
+def _overrides(arguments: list[str], options: tuple[str, ...]) -> dict[str, str]:
+    """`--a.b 3` and `--a.b=3` as {"a.b": "3"}."""
+    found: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        name, has_value, value = rest.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise UserError(
+                "does not belong to an option", field="argument", value=name, remedy="write --dotted.name value"
+            )
+        if not has_value:
+            if not rest:
+                remedy = did_you_mean(name.removeprefix("--"), options)
+                raise UserError("needs a value", field=name, value="", remedy=f"write {name} VALUE; or {remedy}")
+            value = rest.pop(0)
+        found[name.removeprefix("--")] = value
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the commands show on a terminal while they train and measure."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from nestrec.base import exit_codes
+from nestrec.data.card import Card
+from nestrec.distributed import Topology
+from nestrec.report import LiveProgress, evaluation_table
+from nestrec.report.tensorboard import TensorBoardWriter
+from nestrec.training.config import RunConfig
+from nestrec.training.listener import Listener, Listeners
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.stopping import Interrupted
+from nestrec.training.tasks.task import Evaluation
+from nestrec.training.trainer import Trainer
+
+
+def train_run(cfg: RunConfig, folder: Path) -> None:
+    """Train, measure the best epoch on the test part, and print it beside its baselines."""
+    topology = _topology(cfg)
+    with contextlib.ExitStack() as shown:
+        listeners: list[Listener] = []
+        if topology.is_first:
+            listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
+            listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
+        trainer = Trainer(cfg, folder, topology, Listeners(listeners))
+        try:
+            trainer.train()
+        except Interrupted:
+            print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
+            sys.exit(exit_codes.INTERRUPTED)
+    evaluation = trainer.evaluate("test")
+    if topology.is_first:
+        _show(evaluation, f"{cfg.name}: test part, best validation epoch, 95% intervals")
+        print(f"run folder: {folder}")
+
+
+def evaluate_run(folder: Path, part: str, *, best: bool) -> None:
+    cfg = RunFolder(folder).config()
+    topology = _topology(cfg)
+    trainer = Trainer(cfg, folder, topology)
+    evaluation = trainer.measure("test" if part == "test" else "valid", best=best)
+    if topology.is_first:
+        _show(evaluation, f"{cfg.name}: {part} part, 95% intervals")
+
+
+def show_card(card: Card, folder: Path) -> None:
+    counts = card.counts
+    print(
+        f"{folder}: {counts.users:,} users, {counts.items:,} items, {counts.events:,} events of {counts.rows_read:,} rows read"
+    )
+    if counts.duplicates_dropped or counts.duplicates_kept:
+        print(f"exact duplicates: {counts.duplicates_dropped:,} dropped, {counts.duplicates_kept:,} kept")
+    for reason, number in counts.quarantined.items():
+        print(f"quarantined: {number:,} rows, {reason}; see {folder / 'quarantine.csv'}")
+    if card.kind == "sequences":
+        lengths = card.lengths
+        print(
+            f"events a user: mean {lengths.mean:.1f}, median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
+        )
+
+
+def _show(evaluation: Evaluation, title: str) -> None:
+    Console().print(evaluation_table(evaluation.to_plain(), title=title))
+
+
+def _topology(cfg: RunConfig) -> Topology:
+    wanted = cfg.training.device
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    return Topology.from_environment(device)
