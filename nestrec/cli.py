@@ -14,8 +14,8 @@ from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_yo
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
-    help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and takes "
-    "a few minutes on two cores.",
+    help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and "
+    "takes a few minutes on two cores.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -31,8 +31,8 @@ def train(
     """Train a recipe, then measure its best epoch on the test part.
 
     Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
-    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold]. Under torchrun the same
-    command trains on all ranks: [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
+    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold]. Under torchrun the
+    same command trains on all ranks: [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
     """
     from nestrec.base.config import with_overrides
     from nestrec.console import train_run

@@ -51,18 +51,16 @@ def evaluate_run(folder: Path, part: str, *, best: bool) -> None:
 
 def show_card(card: Card, folder: Path) -> None:
     counts = card.counts
-    print(
-        f"{folder}: {counts.users:,} users, {counts.items:,} items, {counts.events:,} events of {counts.rows_read:,} rows read"
-    )
+    kept = f"{counts.users:,} users, {counts.items:,} items, {counts.events:,} events"
+    print(f"{folder}: {kept} of {counts.rows_read:,} rows read")
     if counts.duplicates_dropped or counts.duplicates_kept:
         print(f"exact duplicates: {counts.duplicates_dropped:,} dropped, {counts.duplicates_kept:,} kept")
     for reason, number in counts.quarantined.items():
         print(f"quarantined: {number:,} rows, {reason}; see {folder / 'quarantine.csv'}")
     if card.kind == "sequences":
         lengths = card.lengths
-        print(
-            f"events a user: mean {lengths.mean:.1f}, median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
-        )
+        spread = f"median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
+        print(f"events a user: mean {lengths.mean:.1f}, {spread}")
 
 
 def _show(evaluation: Evaluation, title: str) -> None:

@@ -1,8 +1,9 @@
 """Named places where a test can make the program fail. Inert unless armed; never reachable from user options.
 
-In the same process a test arms a point with `armed("checkpoint.before_rename", raise_error)`. In another process it sets
-`NESTREC_FAIL_POINTS="name@3=kill,other=raise"`: the third time `name` is reached the process kills itself with SIGKILL.
-Each point that fires appends its name to the file named by `NESTREC_FAIL_LOG`, so that a fault test can assert that it fired.
+In the same process a test arms a point with `armed("checkpoint.before_rename", raise_error)`. In another process it
+sets `NESTREC_FAIL_POINTS="name@3=kill,other=raise"`: the third time `name` is reached the process kills itself with
+SIGKILL. Each point that fires appends its name to the file named by `NESTREC_FAIL_LOG`, so that a fault test can assert
+that it fired.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """Batches: samples assembled into arrays, on background threads, in the order of the steps."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ Partition = Callable[[NDArray[np.int64], int], list[NDArray[np.int64]]]
 def contiguous(tokens: NDArray[np.int64], num_shares: int) -> list[NDArray[np.int64]]:
     """Near equal counts in order: the baseline that balancing is compared with."""
     bounds = contiguous_shares(len(tokens), num_shares)
-    return [np.arange(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 class Batches:
@@ -116,7 +117,9 @@ class Batches:
             micro_batches=tuple(self._assembler.assemble(mine[part], position.epoch) for part in parts),
         )
 
-    def starting_at(self, position: Position, transform: Callable[[Batch], Batch] | None = None) -> Iterator[Batch]:
+    def starting_at(
+        self, position: Position, transform: Callable[[Batch], Batch] | None = None
+    ) -> Generator[Batch, None, None]:
         """Endless batches from `position` on; at most `prefetch` are assembled ahead."""
 
         def make(at: Position) -> Batch:

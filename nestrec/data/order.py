@@ -33,7 +33,8 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, block_size: int | No
         return np.argsort(by_sample, kind="stable")
     block = samples // block_size
     by_block = fold_array(fold(seed, epoch, 2), block)
-    return np.lexsort((by_sample, block, by_block))
+    order: NDArray[np.int64] = np.lexsort((by_sample, block, by_block))
+    return order
 
 
 class GlobalBatches:

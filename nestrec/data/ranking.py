@@ -1,4 +1,4 @@
-"""Samples of multi-task ranking: interleaved item and action tokens, the labels of an event predicted before its action.
+"""Samples of multi-task ranking: interleaved item and action tokens, an event's labels predicted before its action.
 
 An event gives two tokens, content then action. The labels are bits of the event's own action; they enter the input only
 behind the content token that predicts them. Columns that tell how the user reacted to the event (such as the play time)

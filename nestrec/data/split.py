@@ -11,7 +11,7 @@ Part = Literal["valid", "test"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """For each user: events [0, train_end) train; held-out events are [train_end, valid_end) and [valid_end, test_end)."""
+    """For each user: events [0, train_end) train, [train_end, valid_end) validate, [valid_end, test_end) test."""
 
     train_end: NDArray[np.int64]
     valid_end: NDArray[np.int64]
@@ -46,4 +46,5 @@ def by_time(times_ms: NDArray[np.int64], offsets: NDArray[np.int64], *, valid_fr
 
 def _events_before(times_ms: NDArray[np.int64], offsets: NDArray[np.int64], cut_ms: int) -> NDArray[np.int64]:
     before = np.concatenate([[0], np.cumsum(times_ms < cut_ms)])
-    return before[offsets[1:]] - before[offsets[:-1]]
+    counts: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
+    return counts

@@ -5,6 +5,7 @@
 Legend: B rows, C categories, D vector width.
 """
 
+import itertools
 from typing import Literal
 
 import torch
@@ -30,6 +31,8 @@ class DLRMConfig:
 
 
 class DLRM(nn.Module):
+    pair: torch.Tensor
+
     def __init__(self, cfg: DLRMConfig):
         super().__init__()
         self.cfg = cfg
@@ -53,6 +56,6 @@ class DLRM(nn.Module):
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
         layers += [nn.Linear(a, b)] + ([nn.ReLU()] if i < len(widths) - 2 else [])
     return nn.Sequential(*layers)

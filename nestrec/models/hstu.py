@@ -80,9 +80,9 @@ class HSTULayer(nn.Module):
             normaliser=self.cfg.normaliser, bias_BNN=self._bias(info, q.dtype),
         ).flatten(1)  # fmt: skip
         gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
-        return x_TD + self.output(
-            dropout(gated, info.token_key_T, self.site, self.cfg.dropout if self.training else 0.0)
-        )
+        p = self.cfg.dropout if self.training else 0.0
+        out_TD: torch.Tensor = x_TD + self.output(dropout(gated, info.token_key_T, self.site, p))
+        return out_TD
 
     def _bias(self, info: SequenceInfo, dtype: torch.dtype) -> torch.Tensor | None:
         """(B or 1, N, N) sum of the biases that the config asks for."""

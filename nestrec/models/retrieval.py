@@ -3,7 +3,6 @@
 Legend: T tokens, U rows, D channels, R negatives, N items of the catalogue.
 """
 
-
 import torch
 from torch import nn
 from torch.nn.functional import normalize

@@ -66,7 +66,8 @@ class SASRecLayer(nn.Module):
         )  # fmt: skip
         z = self.ffn_norm(normed + self.mix(attended.flatten(1)))
         hidden = dropout(self.activation(self.up(z)), info.token_key_T, self.site, p)
-        return z + dropout(self.down(hidden), info.token_key_T, self.site + 1, p)
+        out_TD: torch.Tensor = z + dropout(self.down(hidden), info.token_key_T, self.site + 1, p)
+        return out_TD
 
 
 class SASRec(nn.Module):

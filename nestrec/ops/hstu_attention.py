@@ -8,6 +8,8 @@ time; `hstu_attention` computes the same on padded blocks.
 Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N longest length.
 """
 
+import itertools
+
 import torch
 from torch.nn.functional import silu
 
@@ -25,8 +27,7 @@ def hstu_attention_reference(
 ) -> torch.Tensor:
     """The definition: a loop over sequences."""
     outputs = []
-    bounds = offsets.tolist()
-    for b, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         n = end - start
         scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
         if bias_BNN is not None:

@@ -1,4 +1,4 @@
-"""The definition of a step: every stage waits for the one before it. Every other schedule is this one rearranged in time.
+"""The definition of a step: every stage waits for the one before it. Other schedules are this one rearranged in time.
 
 stage        what happens
 route        keys deduplicated, sent to their owners

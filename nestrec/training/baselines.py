@@ -1,7 +1,16 @@
 """The two baselines that stand beside every retrieval result: popularity, and what usually follows the last item."""
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Baseline(Protocol):
+    """Ranks items without a model."""
+
+    def top(self, last_item: int, exclude: set[int], k: int) -> list[int]:
+        """The best k items that are not excluded."""
 
 
 class Popularity:

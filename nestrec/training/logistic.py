@@ -25,7 +25,8 @@ class Rates:
     @staticmethod
     def of(ids: Ints, label: Ints, size: int) -> "Rates":
         positive = np.bincount(ids, weights=label, minlength=size)
-        return Rates(positive, np.bincount(ids, minlength=size).astype(np.float64), float(label.mean()))
+        total = np.bincount(ids, minlength=size).astype(np.float64)
+        return Rates(positive.astype(np.float64), total, float(label.mean()))
 
     def logit(self, ids: Ints, own_label: Ints | None = None) -> Floats:
         """Log odds of each id's rate; with `own_label` the event itself is left out."""
@@ -33,7 +34,8 @@ class Rates:
         if own_label is not None:
             positive, total = positive - own_label, total - 1
         rate = (positive + SMOOTHING * self.overall) / (total + SMOOTHING)
-        return np.log(rate) - np.log1p(-rate)
+        odds: Floats = np.log(rate) - np.log1p(-rate)
+        return odds
 
 
 class LogisticBaseline:

@@ -45,7 +45,7 @@ class Meter:
         if not (abs(loss) < float("inf") and norm < float("inf")):
             raise NonFiniteError(
                 f"loss {loss}, gradient norm {norm} at step {step}: the run stops, the last checkpoint is intact",
-                field="step", value=step, remedy="resume with a smaller learning rate, or look at the samples of this step",
+                field="step", value=step, remedy="resume with a smaller learning rate, or look at this step's samples",
             )  # fmt: skip
         self.loss, self.wants_stop = loss, stop > 0
 

@@ -71,7 +71,7 @@ class RunFolder:
         if self._is_writer:
             folder = self.path / "eval"
             folder.mkdir(exist_ok=True)
-            np.savez_compressed(folder / f"{evaluation.part}.npz", **evaluation.details)
+            np.savez_compressed(folder / f"{evaluation.part}.npz", allow_pickle=False, **evaluation.details)
             (folder / f"{evaluation.part}.json").write_text(
                 json.dumps({"step": step, **evaluation.to_plain()}, indent=2)
             )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -63,8 +64,7 @@ class Session:
         return TrainState.from_plain(restored.state["train"])
 
 
-def make_task(cfg: TaskConfig, dataset: Dataset, *, seed: int, dtype: str) -> Task:
-    assert dtype in ("float32", "float64")
+def make_task(cfg: TaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task:
     if isinstance(cfg, RetrievalTaskConfig):
         return RetrievalTask(cfg, dataset, seed=seed, dtype=dtype)
     if isinstance(cfg, RankingTaskConfig):

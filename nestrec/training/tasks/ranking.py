@@ -1,6 +1,7 @@
 """Multi-task ranking over action bits, measured by AUC and normalised entropy on the events after a point in time."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -62,11 +63,14 @@ class RankingTask(Task):
         self._inputs = RankingInputs(dataset, cfg.inputs, seed=seed)
         num_bits = max(dataset.card.action_bits.values()).bit_length()
         self.model = RankingModel(cfg.encoder, cfg.head, num_tasks=len(cfg.inputs.labels), num_action_bits=num_bits)
-        common = {"dim": cfg.encoder.dim, "dtype": dtype, "init": cfg.table_init, "optimizer": cfg.table_optimizer}
+        items = TableConfig(
+            name="items", dim=cfg.encoder.dim, num_rows=dataset.card.counts.items + 1, features=("item",), dtype=dtype,
+            seed=seed, init=cfg.table_init, optimizer=cfg.table_optimizer, store=cfg.item_store,
+        )  # fmt: skip
+        category = replace(items, features=(), store=StoreConfig())
         self.tables = (
-            TableConfig(name="items", num_rows=dataset.card.counts.items + 1, features=("item",), seed=seed,
-                        store=cfg.item_store, **common),
-            *(TableConfig(name=c.name, num_rows=c.vocabulary_size, seed=seed + 1 + i, **common)
+            items,
+            *(replace(category, name=c.name, num_rows=c.vocabulary_size, seed=seed + 1 + i)
               for i, c in enumerate(self._inputs.columns)),
         )  # fmt: skip
         self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)

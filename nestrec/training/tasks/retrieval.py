@@ -21,7 +21,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.models.retrieval import EncoderConfig, RetrievalModel, SimilarityConfig
 from nestrec.ops.gather_rows import gather_rows
 from nestrec.ops.softmax_losses import bce, full_cross_entropy, sampled_logits, sampled_softmax
-from nestrec.training.baselines import LastItem, Popularity
+from nestrec.training.baselines import Baseline, LastItem, Popularity
 from nestrec.training.metrics import bootstrap, ranking_metrics
 from nestrec.training.tasks.task import Evaluation, Task, on_device, sequence_info, share_of_ranks, sum_over_ranks
 
@@ -75,7 +75,7 @@ class RetrievalTask(Task):
         features = ("history", "positive", "negative") if cfg.loss != "full" else ("history", "positive", "catalogue")
         self.tables = (
             TableConfig(
-                name="items", dim=cfg.encoder.dim, num_rows=dataset.card.counts.items + 1, features=features, dtype=dtype,
+                name="items", dim=cfg.encoder.dim, num_rows=dataset.card.num_item_rows, features=features, dtype=dtype,
                 seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store,
             ),
         )  # fmt: skip
@@ -184,7 +184,10 @@ class RetrievalTask(Task):
         items, offsets = rows.lists["item_ids"]
         index, train_offsets = window_index(offsets[:-1], offsets[:-1] + self._split.train_end)
         popularity = Popularity(items[index], self._dataset.card.counts.items)
-        systems = {"popularity": popularity, "last item": LastItem(items[index], train_offsets, popularity)}
+        systems: dict[str, Baseline] = {
+            "popularity": popularity,
+            "last item": LastItem(items[index], train_offsets, popularity),
+        }
         k = max(self.cfg.evaluation.ks)
         ranks = {name: np.zeros(len(queries.users), dtype=np.int64) for name in systems}
         for start in range(0, len(queries.users), self.cfg.evaluation.batch_users):

@@ -28,7 +28,8 @@ def batches_of(tokens, *, rank=0, world=1, workers=1, seed=3, **cut):
 
 
 cuts = st.one_of(
-    st.builds(lambda n: {"batch_samples": n}, st.integers(1, 17)), st.builds(lambda n: {"batch_tokens": n}, st.integers(1, 60))
+    st.builds(lambda n: {"batch_samples": n}, st.integers(1, 17)),
+    st.builds(lambda n: {"batch_tokens": n}, st.integers(1, 60)),
 )
 token_lists = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
@@ -73,7 +74,8 @@ def test_global_batches_do_not_depend_on_ranks_workers_or_the_resume_point(token
     for _ in range(start):
         position = reference.order.after(position)
     for world in (1, 2, 4, 8):
-        ranks = [batches_of(tokens, rank=r, world=world, workers=workers, **cut).starting_at(position) for r in range(world)]
+        alike = {"world": world, "workers": workers} | cut
+        ranks = [batches_of(tokens, rank=r, **alike).starting_at(position) for r in range(world)]
         expected = position
         for _ in range(min(3, num_steps - start)):
             parts = [next(rank) for rank in ranks]

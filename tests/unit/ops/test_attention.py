@@ -23,7 +23,8 @@ def same_values_and_gradients(fast, slow, inputs):
     assert torch.allclose(fast, slow, rtol=0, atol=1e-12)
     if fast.numel():
         weight = torch.randn_like(slow)
-        for a, b in zip(torch.autograd.grad(fast, inputs, weight), torch.autograd.grad(slow, inputs, weight), strict=True):
+        gradients = (torch.autograd.grad(y, inputs, weight) for y in (fast, slow))
+        for a, b in zip(*gradients, strict=True):
             assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 

@@ -1,0 +1,75 @@
+"""The shape of the project: who may import whom, and how quickly it starts."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nestrec"
+ORDER = [
+    "base", "trace", "jagged", "ops", "models", "data", "distributed", "balance", "embedding", "pipeline", "checkpoint",
+    "training", "planning", "serving", "report", "bench", "testing",
+]  # fmt: skip
+CORE = ORDER[: ORDER.index("pipeline") + 1]
+CORE_LIBRARIES = {"torch", "triton", "numpy", "numba"}
+
+
+def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def files_of(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_a_folder_imports_only_from_those_above_it(folder):
+    allowed = {*ORDER[: ORDER.index(folder) + 1]}
+    for path in files_of(folder):
+        inner = {name.split(".")[1] for name in imports_of(path) if name.startswith("nestrec.")}
+        assert inner <= allowed, f"{path.relative_to(ROOT)} imports {sorted(inner - allowed)}"
+
+
+def test_no_other_folder_imports_testing():
+    for path in PACKAGE.rglob("*.py"):
+        if "testing" not in path.relative_to(PACKAGE).parts:
+            assert not any(name.startswith("nestrec.testing") for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize("folder", CORE)
+def test_the_core_imports_few_libraries(folder):
+    allowed = CORE_LIBRARIES | ({"pyarrow"} if folder == "data" else set())
+    for path in files_of(folder):
+        outer = {name.split(".")[0] for name in imports_of(path, top_level_only=True)}
+        outer -= {"nestrec", *sys.stdlib_module_names}
+        assert outer <= allowed, f"{path.relative_to(ROOT)} imports {sorted(outer - allowed)}"
+
+
+def test_models_know_nothing_of_ranks():
+    for path in [*files_of("models"), *files_of("ops")]:
+        assert not any(name.startswith("torch.distributed") for name in imports_of(path)), path
+
+
+def test_init_files_only_re_export():
+    allowed = (ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.FunctionDef)
+    for path in PACKAGE.rglob("__init__.py"):
+        nodes = ast.parse(path.read_text()).body
+        if path.parent.name != "recipes":
+            assert all(isinstance(n, allowed[:-1]) for n in nodes), path
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import sys, nestrec, nestrec.cli; print([m for m in ('torch', 'numba', 'pyarrow', 'numpy') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.strip() == "[]"
