@@ -1,9 +1,7 @@
 """Rows in a file under a bounded cache of rows in host memory, for tables larger than memory.
 
 The cache is set-associative with least-recently-used replacement inside a set, written back when a row leaves it. The
-file is mapped; its pages are given back to the system as soon as a bounded number of rows has gone through them, so
-resident memory is the cache plus that bound. The file is scratch: it belongs to one run and is removed at its end;
-checkpoints last.
+file is scratch: it belongs to one run and is removed at its end; checkpoints last.
 """
 
 import os
@@ -14,15 +12,14 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.errors import UserError
 from nestrec.base.parallel import for_parts
 from nestrec.embedding.hashing import mix64
 from nestrec.embedding.stores.host import HostStore
-from nestrec.embedding.stores.slab import Slab
+from nestrec.embedding.stores.row_file import RowFile, pread, pwrite
 from nestrec.embedding.stores.store import Slots
 
 _WAYS = 8
-_WINDOW_BYTES = 32 << 20
-_FAULT_BYTES = 65536
 
 
 class DiskStore(HostStore):
@@ -30,8 +27,8 @@ class DiskStore(HostStore):
 
     def __init__(self, path: Path, num_words: int, device: torch.device, cache_rows: int, num_threads: int = 0) -> None:
         super().__init__(num_words, device)
-        self._slab = Slab(num_words, path)
-        self._num_threads = num_threads
+        self._file = RowFile(path, 4 * num_words)
+        self._folder, self._num_threads = path.parent, num_threads
         self._num_sets = max(1, cache_rows // _WAYS)
         self._cache = np.zeros((self._num_sets * _WAYS, num_words), np.int32)
         self._tags = np.full((self._num_sets, _WAYS), -1, np.int64)
@@ -39,49 +36,45 @@ class DiskStore(HostStore):
         self._is_dirty = np.zeros((self._num_sets, _WAYS), np.bool_)
         self._tick = 0
         self._num_read = self._num_missed = 0
-        # A missed row maps the pages of its own and of the row that leaves the cache, and up to 64 KiB around each.
-        self._pass_rows = max(1, _WINDOW_BYTES // (_FAULT_BYTES + 8 * num_words))
 
     def reserve(self, num_slots: int) -> None:
-        self._slab.reserve(num_slots)
+        self._file.reserve(num_slots)
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
-        for a in range(0, len(slots), self._pass_rows):
-            part = slice(a, a + self._pass_rows)
-            self._pass(slots[part], out[part], is_write=False)
+        self._pass(slots, out, is_write=False)
+        self._num_read += len(slots)
 
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
-        for a in range(0, len(slots), self._pass_rows):
-            part = slice(a, a + self._pass_rows)
-            self._pass(slots[part], rows[part], is_write=True)
+        self._pass(slots, rows, is_write=True)
 
     def statistics(self) -> dict[str, int]:
-        host = self._cache.nbytes + self._tags.nbytes + self._stamps.nbytes + self._is_dirty.nbytes
+        arrays = (self._cache, self._tags, self._stamps, self._is_dirty)
         return {
-            "host_bytes": host + min(_WINDOW_BYTES, self._slab.num_bytes),
+            "host_bytes": sum(a.nbytes for a in arrays),
             "device_bytes": 0,
-            "disk_bytes": self._slab.num_bytes,
+            "disk_bytes": self._file.num_bytes,
             "cache_reads": self._num_read,
             "cache_misses": self._num_missed,
         }
 
     def close(self) -> None:
-        self._slab.close()
+        self._file.close()
 
     def _pass(self, slots: Slots, rows: NDArray[np.int32], *, is_write: bool) -> None:
-        state = (self._slab.rows, self._cache, self._tags, self._stamps, self._is_dirty)
-        misses: list[int] = []
+        state = (self._cache, self._tags, self._stamps, self._is_dirty)
+        file, misses = self._file.descriptor, list[int]()
 
         def work(low: int, high: int) -> None:
-            misses.append(_through_cache(state, slots, rows, self._tick, low, high, is_write))
+            misses.append(_through_cache(file, state, slots, rows, self._tick, low, high, is_write))
 
         # Threads share the sets, not the rows, so that no two of them touch one set.
         for_parts(self._num_sets, len(slots), work, self._num_threads)
         self._tick += len(slots)
-        self._num_read += 0 if is_write else len(slots)
         self._num_missed += sum(misses)
-        if sum(misses):
-            self._slab.release_pages()
+        if min(misses) < 0:
+            remedy = "check the disk and restart from the last checkpoint"
+            raise UserError("a row could not be read or written", field="store.folder", value=str(self._folder),
+                            remedy=remedy)  # fmt: skip
 
 
 def disk_path(folder: str, table: str, shard: int) -> Path:
@@ -90,10 +83,11 @@ def disk_path(folder: str, table: str, shard: int) -> Path:
 
 
 @njit(cache=True, nogil=True)
-def _through_cache(state, slots, rows, tick, low, high, is_write):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    """Read or write rows whose set lies in [low, high); how many were not in the cache."""
-    file, cache, tags, stamps, is_dirty = state
+def _through_cache(file, state, slots, rows, tick, low, high, is_write):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    """Read or write rows whose set lies in [low, high); how many were not in the cache, -1 where the file failed."""
+    cache, tags, stamps, is_dirty = state
     num_sets, ways = tags.shape
+    row_bytes = 4 * cache.shape[1]
     missed = 0
     for i in range(len(slots)):
         slot = slots[i]
@@ -112,12 +106,13 @@ def _through_cache(state, slots, rows, tick, low, high, is_write):  # type: igno
         place = group * ways + way
         if tags[group, way] != slot:
             missed += 1
-            if is_dirty[group, way]:
-                file[tags[group, way]] = cache[place]
+            address = cache.ctypes.data + place * row_bytes
+            if is_dirty[group, way] and pwrite(file, address, row_bytes, tags[group, way] * row_bytes) != row_bytes:
+                return -1
             tags[group, way] = slot
             is_dirty[group, way] = False
-            if not is_write:
-                cache[place] = file[slot]
+            if not is_write and pread(file, address, row_bytes, slot * row_bytes) != row_bytes:
+                return -1
         stamps[group, way] = tick + i + 1
         if is_write:
             cache[place] = rows[i]
