@@ -73,12 +73,12 @@ def evaluate(
     part: Annotated[str, typer.Option(help="valid or test.")] = "test",
     last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
 ) -> None:
-    """Measure a trained run on held-out data, beside its baselines."""
+    """Measure a trained run on held-out data, beside its baselines. RUN/eval keeps the result of the best weights."""
     from nestrec.console import evaluate_run
 
     if part not in ("valid", "test"):
         raise UserError("is no part of the data", field="--part", value=part, remedy="give valid or test")
-    evaluate_run(run, part, best=not last)
+    evaluate_run(run, "test" if part == "test" else "valid", best=not last)
 
 
 @app.command(context_settings=OVERRIDES)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from nestrec.base import exit_codes
 from nestrec.data.card import Card
+from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.report import LiveProgress, evaluation_table
 from nestrec.report.tensorboard import TensorBoardWriter
@@ -40,13 +41,15 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
         print(f"run folder: {folder}")
 
 
-def evaluate_run(folder: Path, part: str, *, best: bool) -> None:
+def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
+    """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
     cfg = RunFolder(folder).config()
     topology = _topology(cfg)
     trainer = Trainer(cfg, folder, topology)
-    evaluation = trainer.measure("test" if part == "test" else "valid", best=best)
+    evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
-        _show(evaluation, f"{cfg.name}: {part} part, 95% intervals")
+        weights = "best validation epoch" if best else "last weights"
+        _show(evaluation, f"{cfg.name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
 
 
 def show_card(card: Card, folder: Path) -> None:
