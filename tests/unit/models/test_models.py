@@ -1,0 +1,118 @@
+"""Encoders: a sample's result does not depend on the batch around it, and the published details hold."""
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.base.random import as_int64
+from nestrec.data.windows import positions, sample_keys, token_keys
+from nestrec.models import DLRM, HSTU, DLRMConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
+from nestrec.models.ranking import HeadConfig, RankingModel
+from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
+
+HSTU_CONFIG = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, dropout=0.3, time_bias=True)
+SASREC_CONFIG = SASRecConfig(dim=8, ffn_dim=8, num_heads=2, max_length=12, dropout=0.3)
+ENCODERS = {"hstu": lambda: HSTU(HSTU_CONFIG), "sasrec": lambda: SASRec(SASREC_CONFIG)}
+
+
+def info_of(lengths, users, *, epoch=0):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    times = torch.cat([torch.arange(n, dtype=torch.float64) * 100 + u for n, u in zip(lengths, users, strict=True)])
+    keys = token_keys(sample_keys(1, epoch, np.array(users)), offsets)
+    return SequenceInfo(
+        offsets=torch.from_numpy(offsets), max_length=max(lengths), position_T=torch.from_numpy(positions(offsets)),
+        token_key_T=as_int64(keys), time_T=times, query_time_T=times + 50,
+    )  # fmt: skip
+
+
+def vectors_of(lengths, users, dim=8):
+    rows = [torch.randn(n, dim, generator=torch.Generator().manual_seed(u), dtype=torch.float64)
+            for n, u in zip(lengths, users, strict=True)]  # fmt: skip
+    return torch.cat(rows)
+
+
+def encoder_of(kind):
+    torch.manual_seed(0)
+    return ENCODERS[kind]().double()
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_sample_computes_the_same_alone_and_among_others_with_dropout_on(kind):
+    encoder = encoder_of(kind).train()
+    lengths, users = [5, 1, 12, 3], [7, 2, 9, 4]
+    together = encoder(vectors_of(lengths, users), info_of(lengths, users)).split(lengths)
+    for length, user, part in zip(lengths, users, together, strict=True):
+        alone = encoder(vectors_of([length], [user]), info_of([length], [user]))
+        assert torch.allclose(part, alone, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_dropout_changes_with_the_epoch_and_is_off_in_evaluation(kind):
+    encoder = encoder_of(kind).train()
+    x = vectors_of([6], [1])
+    first, second = (encoder(x, info_of([6], [1], epoch=e)) for e in (0, 1))
+    assert not torch.allclose(first, second)
+    encoder.eval()
+    first, second = (encoder(x, info_of([6], [1], epoch=e)) for e in (0, 1))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_no_state_depends_on_later_tokens(kind):
+    encoder = encoder_of(kind).eval()
+    x = vectors_of([6], [1])
+    before = encoder(x, info_of([6], [1]))
+    x[4:] += 1.0
+    after = encoder(x, info_of([6], [1]))
+    assert torch.equal(before[:4], after[:4])
+
+
+def test_hstu_follows_the_published_recipe():
+    cfg = HSTUConfig()
+    assert cfg.normaliser == 211
+    layer = HSTU(HSTUConfig(time_bias=True)).layers[0]
+    names = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert names == {
+        "uvqk": (50, 200), "output.weight": (50, 50), "output.bias": (50,), "position_table": (421,), "time_table": (129,),
+    }  # fmt: skip
+
+
+def test_hstu_without_attention_weights_is_the_residual_plus_the_bias():
+    torch.manual_seed(0)
+    encoder = HSTU(HSTUConfig(dim=8, head_dim=8, max_length=12, position_bias=False)).double().eval()
+    with torch.no_grad():
+        for layer in encoder.layers:
+            layer.uvqk.zero_()
+    x = vectors_of([4], [3])
+    expected = x * 8**0.5 + encoder.position[:4] + sum(layer.output.bias for layer in encoder.layers)
+    assert torch.allclose(encoder(x, info_of([4], [3])), expected, atol=1e-12)
+
+
+def test_normalised_similarity_gives_cosines_over_the_temperature():
+    torch.manual_seed(0)
+    model = RetrievalModel(SASREC_CONFIG, SimilarityConfig(normalise=True, temperature=0.1)).double().eval()
+    query = model(vectors_of([5], [1]), info_of([5], [1]))
+    assert torch.allclose(query.norm(dim=1), torch.full((5,), 10.0, dtype=torch.float64))
+
+
+def test_ranking_logits_of_an_event_do_not_see_its_own_action():
+    torch.manual_seed(0)
+    cfg = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, time_bias=True)
+    model = RankingModel(cfg, HeadConfig(hidden=(8,)), num_tasks=2, num_action_bits=3).double().eval()
+    content = vectors_of([5], [1])
+    action = torch.tensor([1, 0, 3, 7, 2])
+    before = model(content, action, info_of([10], [1]))
+    changed = action.clone()
+    changed[3] = 0
+    after = model(content, changed, info_of([10], [1]))
+    assert torch.equal(before[:4], after[:4])
+    assert not torch.allclose(before[4], after[4])
+
+
+def test_dlrm_tells_missing_values_from_zeros():
+    torch.manual_seed(0)
+    model = DLRM(DLRMConfig(num_dense=2, num_categories=3, dim=4)).double()
+    categories = torch.randn(1, 3, 4, dtype=torch.float64)
+    zero, missing = (model(torch.tensor([[0.0, v]], dtype=torch.float64), categories) for v in (0.0, float("nan")))
+    assert torch.isfinite(missing).all()
+    assert not torch.equal(zero, missing)
