@@ -3,6 +3,7 @@
 Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
 """
 
+import difflib
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -177,6 +178,8 @@ def _overrides(arguments: list[str], options: tuple[str, ...]) -> dict[str, str]
                 raise UserError("needs a value", field=name, value="", remedy=f"write {name} VALUE; or {remedy}")
             value = rest.pop(0)
         found[name.removeprefix("--")] = value
+        if (close := difflib.get_close_matches(name.removeprefix("--"), options, n=1)) and "." not in name:
+            raise UserError("no such option", field=name, value=value, remedy=f"did you mean --{close[0]}?")
     return found
 
 
