@@ -1,10 +1,12 @@
-"""Deduplication of keys on the host: one pass over a hash table, then a stable bucket sort by owner.
+"""Deduplication of keys on the host, grouped by owner.
 
-The distinct keys come out grouped by owner and, inside a group, in order of first appearance: a pure function of the
-key sequence. So the list of distinct keys is at once the send buffer of the key exchange, and the vectors that come
-back from the owners need no reordering.
+Keys are first split into buckets, by owner and then by bits of their hash, so many that the hash table of one bucket
+stays in a core's cache; then each bucket is deduplicated in order of first appearance. The distinct keys so come out
+grouped by owner, in an order that is a pure function of the key sequence: they are at once the send buffer of the key
+exchange, and the vectors that come back from the owners need no reordering.
 """
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.embedding.hashing import mix64
+
+_BUCKET_KEYS = 4096
+_MAX_BUCKETS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,76 +31,118 @@ class Deduplicated:
 
 def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> Deduplicated:
     """Distinct keys of a sequence; `result.keys[result.inverse]` gives the sequence back."""
-    inverse = np.empty(len(keys), np.int32)
-    unique = _first_appearance(keys, inverse)
-    if num_shards == 1:
-        return Deduplicated(unique, inverse, np.array([len(unique)], np.int64))
-    counts = np.zeros(num_shards, np.int64)
-    grouped = np.empty_like(unique)
-    _group_by_owner(unique, inverse, np.uint64(num_shards), counts, grouped)
-    return Deduplicated(grouped, inverse, counts)
+    wanted = min(_MAX_BUCKETS, len(keys) // _BUCKET_KEYS) // num_shards
+    bits = max(0, wanted.bit_length() - 1)
+    inverse, counts = np.empty(len(keys), np.int32), np.zeros(num_shards, np.int64)
+    scratch = _scratch.of(len(keys))
+    num_unique = _dedup(keys, np.uint64(bits), inverse, counts, scratch)
+    return Deduplicated(scratch[0][:num_unique].copy(), inverse, counts)
+
+
+Scratch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]
+
+
+class _ThreadScratch(threading.local):
+    """Buffers of a thread, kept from call to call: fresh memory of this size would cost as much as the work itself."""
+
+    def __init__(self) -> None:
+        self._buffers = self._make(1024)
+
+    def of(self, num_keys: int) -> Scratch:
+        """Distinct keys, keys in buckets, their positions in the sequence, and the bucket of each position."""
+        if num_keys > len(self._buffers[0]):
+            self._buffers = self._make(num_keys * 5 // 4)
+        return self._buffers
+
+    @staticmethod
+    def _make(size: int) -> Scratch:
+        return np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
+
+
+_scratch = _ThreadScratch()
 
 
 @njit(cache=True, nogil=True)
-def _first_appearance(keys, inverse):  # type: ignore[no-untyped-def]
-    # The table grows with the number of distinct keys, not of keys: real batches repeat keys, and a table that stays
-    # in the cache is what makes a probe cheap.
-    bits = 12
-    entries = np.empty((1 << bits, 2), np.int64)
-    entries[:, 1] = -1
-    unique = np.empty(max(len(keys), 1), np.int64)
-    num_unique, limit = 0, 1 << (bits - 1)
+def _dedup(keys, bits, inverse, counts, scratch):  # type: ignore[no-untyped-def]
+    distinct, bucketed, position, _ = scratch
+    per_owner = np.int64(1) << np.int64(bits)
+    ends = _into_buckets(keys, len(counts), per_owner, scratch)
+    table = np.full((4 * _BUCKET_KEYS, 2), -1, np.int64)
+    num_unique, start = 0, 0
+    for bucket in range(len(ends)):
+        first, end = num_unique, ends[bucket]
+        here = position[start:end]
+        num_unique, table = _one_bucket(bucketed[start:end], here, inverse, distinct, num_unique, table)
+        counts[bucket // per_owner] += num_unique - first
+        start = end
+    return num_unique
+
+
+@njit(cache=True, nogil=True)
+def _into_buckets(keys, num_shards, per_owner, scratch):  # type: ignore[no-untyped-def]
+    """Stable split; the end of each bucket."""
+    _, bucketed, position, bucket_of = scratch
+    shards, sub_mask = np.uint64(num_shards), np.uint64(per_owner - 1)
+    ends = np.zeros(num_shards * per_owner, np.int64)
     for i in range(len(keys)):
-        if num_unique >= limit:
-            bits += 2
-            limit = 1 << (bits - 1)
-            entries = _rehash(unique, num_unique, bits)
+        hashed = mix64(np.uint64(keys[i]))
+        # Upper bits for the bucket: the owner is a matter of the lower ones.
+        bucket = np.int32((hashed % shards) * np.uint64(per_owner) + ((hashed >> np.uint64(40)) & sub_mask))
+        bucket_of[i] = bucket
+        ends[bucket] += 1
+    total = 0
+    for b in range(len(ends)):
+        count = ends[b]
+        ends[b] = total
+        total += count
+    for i in range(len(keys)):
+        place = ends[bucket_of[i]]
+        ends[bucket_of[i]] = place + 1
+        bucketed[place] = keys[i]
+        position[place] = i
+    return ends
+
+
+@njit(cache=True, nogil=True)
+def _one_bucket(keys, position, inverse, distinct, num_unique, table):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    """Number the distinct keys of a bucket from `num_unique` on; the table may have been replaced by a larger one.
+
+    Entries are (key, number). Numbers only grow, so what other buckets left behind is told by its number.
+    """
+    first, size = num_unique, 16
+    while size < 2 * len(keys) and size < len(table):
+        size *= 2
+    for i in range(len(keys)):
         key = keys[i]
-        mask = np.int64((1 << bits) - 1)
-        place = np.int64(mix64(np.uint64(key)) >> np.uint64(64 - bits))
-        while True:
-            found = entries[place, 1]
-            if found < 0:
-                entries[place, 0] = key
-                entries[place, 1] = num_unique
-                unique[num_unique] = key
-                inverse[i] = num_unique
-                num_unique += 1
-                break
-            if entries[place, 0] == key:
-                inverse[i] = found
-                break
-            place = (place + 1) & mask
-    return unique[:num_unique].copy()
+        place = _find(table, size, key, first)
+        if table[place, 1] < first:
+            if 2 * (num_unique - first) >= size:
+                size *= 4
+                table = _rebuilt(distinct, first, num_unique, size)
+                place = _find(table, size, key, first)
+            table[place, 0] = key
+            table[place, 1] = num_unique
+            distinct[num_unique] = key
+            num_unique += 1
+        inverse[position[i]] = table[place, 1]
+    return num_unique, table
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _find(table, size, key, first):  # type: ignore[no-untyped-def]
+    """Where a key is, or would be."""
+    mask = np.int64(size - 1)
+    place = np.int64(mix64(np.uint64(key)) >> np.uint64(4)) & mask
+    while table[place, 1] >= first and table[place, 0] != key:
+        place = (place + 1) & mask
+    return place
 
 
 @njit(cache=True, nogil=True)
-def _rehash(unique, num_unique, bits):  # type: ignore[no-untyped-def]
-    entries = np.empty((1 << bits, 2), np.int64)
-    entries[:, 1] = -1
-    mask = np.int64((1 << bits) - 1)
-    for j in range(num_unique):
-        place = np.int64(mix64(np.uint64(unique[j])) >> np.uint64(64 - bits))
-        while entries[place, 1] >= 0:
-            place = (place + 1) & mask
-        entries[place, 0] = unique[j]
-        entries[place, 1] = j
-    return entries
-
-
-@njit(cache=True, nogil=True)
-def _group_by_owner(unique, inverse, num_shards, counts, grouped):  # type: ignore[no-untyped-def]
-    owners = np.empty(len(unique), np.int32)
-    for j in range(len(unique)):
-        owners[j] = np.int32(mix64(np.uint64(unique[j])) % num_shards)
-        counts[owners[j]] += 1
-    cursor = np.zeros(len(counts), np.int64)
-    for shard in range(1, len(counts)):
-        cursor[shard] = cursor[shard - 1] + counts[shard - 1]
-    place = np.empty(len(unique), np.int32)
-    for j in range(len(unique)):
-        place[j] = cursor[owners[j]]
-        cursor[owners[j]] += 1
-        grouped[place[j]] = unique[j]
-    for i in range(len(inverse)):
-        inverse[i] = place[inverse[i]]
+def _rebuilt(distinct, first, num_unique, size):  # type: ignore[no-untyped-def]
+    table = np.full((size, 2), -1, np.int64)
+    for number in range(first, num_unique):
+        place = _find(table, size, distinct[number], first)
+        table[place, 0] = distinct[number]
+        table[place, 1] = number
+    return table

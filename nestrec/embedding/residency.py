@@ -272,6 +272,10 @@ class DynamicResidency:
         """Evict where the bound asks for it; how many new rows fit."""
         if self._bound is None:
             return wanted
+        if self._store.ttl_steps is not None and self._rows.num_keys + wanted > self._bound:
+            # Rows past their time take no room, swept or not: a run resumed without them must decide the same.
+            live = self._rows.live_slots()
+            self._evict(live[step - self._rows.last_step[live] > self._store.ttl_steps], step)
         if self._rows.num_keys + wanted > self._bound and self._store.eviction in ("lru", "lfu"):
             surplus = self._rows.num_keys + wanted - (self._bound - self._bound // 16)
             self._evict(_first_by(self._rows, self._rank(), step - 1, surplus), step)

@@ -22,12 +22,17 @@ def test_distinct_keys_are_grouped_by_owner_in_order_of_first_appearance(keys, n
         assert mine == list(dict.fromkeys(k for k in keys.tolist() if k in set(mine)))
 
 
-@pytest.mark.parametrize("size", [5000, 200_000])
-def test_a_large_batch_is_what_numpy_finds(size):
-    keys = np.random.default_rng(0).integers(-(2**62), 2**62, size) // 2**46
-    found = dedup(keys, 3)
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
+@pytest.mark.parametrize("spread", [1, 40, 2**17, 2**62])
+@pytest.mark.parametrize("size", [5000, 300_000])
+def test_a_large_batch_is_what_numpy_finds(size, spread, num_shards):
+    keys = np.random.default_rng(0).integers(-spread, spread, size)
+    found = dedup(keys, num_shards)
     assert sorted(found.keys.tolist()) == np.unique(keys).tolist()
     assert (found.keys[found.inverse] == keys).all()
+    owners = owner_of(found.keys, num_shards)
+    assert (np.diff(owners) >= 0).all()
+    assert found.counts.tolist() == np.bincount(owners, minlength=num_shards).tolist()
 
 
 def test_owners_are_even_and_fixed():
