@@ -57,6 +57,10 @@ class TrainingConfig:
     """how lookup, communication and compute share the time of a step"""
     checkpoint_every_steps: int | None = None
     """save so often; a run also saves at its end, at each evaluation and when it is told to stop"""
+    checkpoint_async: bool = False
+    """write checkpoints in the background: training waits only for a copy of what is saved, which needs host memory"""
+    incremental_saves: int = 0
+    """after a full checkpoint, so many in a row hold only the rows used since the one before; 0 makes all full"""
     keep_checkpoints: int = 3
     """older ones are deleted"""
     evaluate_every_epochs: int = 1

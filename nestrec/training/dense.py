@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.distributed.dense_sync import DenseSync
 from nestrec.distributed.exchange import all_reduce_sum
@@ -49,6 +50,7 @@ class DenseUpdate:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what `tensors` gave."""
+        _check_same_model(self._named, tensors)
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(tensors[f"model/{name}"])
@@ -63,3 +65,14 @@ class DenseUpdate:
                     else tensors[key].to(parameter.device)
                     for key in keys
                 }
+
+
+def _check_same_model(named: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:
+    saved = {name.removeprefix("model/"): list(tensors[name].shape) for name in tensors if name.startswith("model/")}
+    wanted = {name: list(parameter.shape) for name, parameter in named.items()}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise UserError(
+                f"the checkpoint is of another model: it has {saved.get(name)}", field=f"shape of {name}",
+                value=wanted.get(name), remedy="train into another folder (--output), or with its config.json",
+            )  # fmt: skip

@@ -63,7 +63,9 @@ class RunFolder:
         if not (self._is_writer and self.metrics.exists()):
             return
         kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
-        self.metrics.write_text("".join(line + "\n" for line in kept))
+        rewritten = self.metrics.with_suffix(".partial")
+        rewritten.write_text("".join(line + "\n" for line in kept))
+        rewritten.replace(self.metrics)  # a crash in between must not cost the lines that are kept
 
     def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A line in metrics.jsonl, and the values of each user under eval/."""

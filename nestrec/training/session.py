@@ -1,25 +1,30 @@
 """The parts of a run, put together: data, task, tables, dense weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from nestrec.base.errors import UserError
 from nestrec.checkpoint import Content, Restored
+from nestrec.data.card import CARD_FILE
 from nestrec.data.dataset import Dataset
 from nestrec.data.synthetic import generate, preset
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import barrier
+from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
 from nestrec.training.config import DataConfig, RunConfig, TaskConfig
 from nestrec.training.dense import DenseUpdate
+from nestrec.training.saved_tables import SavedTables
 from nestrec.training.state import TrainState
 from nestrec.training.tasks.ranking import RankingTask, RankingTaskConfig
 from nestrec.training.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
 from nestrec.training.tasks.rows import RowsTask
 from nestrec.training.tasks.task import Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class Session:
     task: Task
     engine: EmbeddingEngine
     dense: DenseUpdate
+    tables: SavedTables
 
     @staticmethod
     def open(cfg: RunConfig, topology: Topology) -> "Session":
@@ -43,24 +49,29 @@ class Session:
         engine = EmbeddingEngine(task.tables, topology, topology.device)
         return Session(
             cfg=cfg, topology=topology, dataset=dataset, task=task, engine=engine,
-            dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device),
+            dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device), tables=SavedTables(engine),
         )  # fmt: skip
 
-    def content(self, state: TrainState, base: int | None = None) -> Content:
-        """Everything that a checkpoint holds; with `base` only the rows used after that step."""
-        since = -1 if base is None else base
+    def content(self, state: TrainState, base: int | None = None, *, copied: bool = False) -> Content:
+        """Everything that a checkpoint holds; with `base` only the rows used after that step.
+
+        With `copied` it is safe from later steps, else it must be written before the next one.
+        """
         owns_copy = self.topology.replica == 0
-        tables = {name: self.engine.snapshot(name, since=since) for name in self.engine.tables} if owns_copy else {}
+        tables = self.tables.rows(state.step, base, copied=copied) if owns_copy else {}
+        removed = self.tables.removed(state.step, base) if owns_copy and base is not None else {}
+        tensors = self.dense.tensors()
+        if copied:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         return Content(
-            tensors=self.dense.tensors(), state={"train": state.to_plain()}, tables=tables, base=base,
+            tensors=tensors, state={"train": state.to_plain()}, tables=tables, removed=removed, base=base,
             shard=(self.topology.shard, self.topology.num_shards),
         )  # fmt: skip
 
     def restore(self, restored: Restored) -> TrainState:
         """Take back what `content` gave, on any number of ranks."""
         self.dense.load(restored.tensors)
-        for table in self.engine.tables:
-            self.engine.load(table, restored.rows(table, shard=(self.topology.shard, self.topology.num_shards)))
+        self.tables.load(restored)
         return TrainState.from_plain(restored.state["train"])
 
 
@@ -74,15 +85,35 @@ def make_task(cfg: TaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["f
 
 def open_data(cfg: DataConfig, topology: Topology) -> Dataset:
     """The prepared dataset; a synthetic one is generated first where it is missing."""
+    # Only the first rank looks and makes: others might look while it is being made, and would not wait for it.
+    if topology.is_first:
+        _together(topology, lambda: _make_sure(cfg))
+    else:
+        raise_together(topology.control, None)
+    return _together(topology, lambda: Dataset.open(cfg.folder))
+
+
+def _together(topology: Topology, action: Callable[[], T]) -> T:
+    """The result of `action`; its error on one rank is raised on all."""
+    try:
+        result = action()
+    except UserError as error:
+        if topology.world > 1:
+            raise_together(topology.control, error)
+        raise
+    raise_together(topology.control, None)
+    return result
+
+
+def _make_sure(cfg: DataConfig) -> None:
+    """Raise, or generate, where there is no dataset."""
     if not cfg.folder:
         raise UserError(
             "no dataset is named", field="data.folder", value="", remedy=cfg.prepare or "name a prepared folder"
         )
-    if not Path(cfg.folder, "card.json").exists():
-        if cfg.synthetic is None:
-            remedy = f"make it first: {cfg.prepare}" if cfg.prepare else "make it with `nestrec prepare`"
-            raise UserError("there is no prepared dataset here", field="data.folder", value=cfg.folder, remedy=remedy)
-        if topology.is_first:
-            generate(preset(cfg.synthetic), Path(cfg.folder))
-        barrier(topology.control)
-    return Dataset.open(cfg.folder)
+    if Path(cfg.folder, CARD_FILE).exists():
+        return
+    if cfg.synthetic is None:
+        remedy = f"make it first: {cfg.prepare}" if cfg.prepare else "make it with `nestrec prepare`"
+        raise UserError("there is no prepared dataset here", field="data.folder", value=cfg.folder, remedy=remedy)
+    generate(preset(cfg.synthetic), Path(cfg.folder))

@@ -1,23 +1,21 @@
 """The training loop."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.checkpoint import Checkpoints, Peers
 from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
 from nestrec.data.split import Part
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_gather_json
 from nestrec.pipeline import SCHEDULES, Rates
 from nestrec.trace import Tracer
+from nestrec.training.agreement import agree_on_config
 from nestrec.training.compute import ModelCompute
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter
 from nestrec.training.run_folder import RunFolder
+from nestrec.training.saving import Saving
 from nestrec.training.session import Session
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
@@ -31,6 +29,7 @@ class Trainer:
 
     def __init__(self, cfg: RunConfig, folder: Path, topology: Topology, listener: Listener | None = None):
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
+        agree_on_config(cfg, topology)
         self.session = Session.open(cfg, topology)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
@@ -40,8 +39,7 @@ class Trainer:
         self.tracer = Tracer(rank=topology.rank)
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
         self.schedule = SCHEDULES[cfg.training.schedule](self.session.engine, compute, self.session.dense, self.tracer)
-        self._checkpoints = self._checkpoints_in(self.folder.checkpoints, keep=cfg.training.keep_checkpoints)
-        self._best = self._checkpoints_in(self.folder.best, keep=1)
+        self._saving = Saving(self.session, self.folder, self._listener.warned)
         self._meter = Meter()
 
     def train(self) -> TrainState:
@@ -58,6 +56,7 @@ class Trainer:
                 self._after_step(batch)
             batches.close()
         self._save()
+        self._saving.close()
         return self.state
 
     def evaluate(self, part: Part = "test") -> Evaluation:
@@ -69,19 +68,15 @@ class Trainer:
 
     def measure(self, part: Part, *, best: bool) -> Evaluation:
         """Measure with the best weights or the last ones."""
-        restored = self._best.restore_latest() if best else None
-        restored = restored or self._checkpoints.restore_latest()
-        if restored is None:
-            raise UserError("has no checkpoint yet", field="RUN", value=str(self.folder.path), remedy="train it first")
-        self.state = self.session.restore(restored)
+        self.state = self._saving.restore_best() if best else self._saving.restore_last()
         return self.session.task.evaluate(self.session.engine, part)
 
     def _begin(self) -> None:
+        found = self._saving.find_last()  # before the config is written: it may refuse to go on with another model
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
         self.folder.begin(self.cfg, card_text, self._topology.device)
-        restored = self._checkpoints.restore_latest()
-        if restored is not None:
-            self.state = self.session.restore(restored)
+        if found is not None:
+            self.state = found
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
         self._listener.started(self._total_steps(), self.state.step)
@@ -99,6 +94,7 @@ class Trainer:
             self._meter.start()  # the time of an evaluation is not that of steps
         if self._meter.wants_stop:
             self._save()
+            self._saving.close()
             raise Interrupted
         saves = self.cfg.training.checkpoint_every_steps
         if evaluates or (saves and self.state.step % saves == 0):
@@ -111,12 +107,11 @@ class Trainer:
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
         if self.state.best_step == self.state.step:
-            self._best.save(self.state.step, self.session.content(self.state))
+            self._saving.save_best(self.state)
 
     def _save(self) -> None:
         self._meter.flush()
-        base = self._checkpoints.base_for_next()
-        self._checkpoints.save(self.state.step, self.session.content(self.state, base))
+        self._saving.save(self.state)
 
     def _report(self) -> None:
         epoch, loss = self.state.position.epoch, self._meter.loss
@@ -151,8 +146,3 @@ class Trainer:
         cfg = self.cfg.training
         by_epochs = sum(self.batches.order.steps_in_epoch(e) for e in range(min(cfg.epochs, 1))) * cfg.epochs
         return min(by_epochs, cfg.max_steps) if cfg.max_steps is not None else by_epochs
-
-    def _checkpoints_in(self, folder: Path, keep: int) -> Checkpoints:
-        gather: Callable[[object], list[object]] = lambda value: all_gather_json(self._topology.control, value)  # noqa: E731
-        peers = Peers(rank=self._topology.rank, world=self._topology.world, gather=gather)
-        return Checkpoints(folder, keep=keep, peers=peers, report=self._listener.warned)

@@ -1,0 +1,72 @@
+"""What checkpoints hold of tables: rows, keys that lost theirs since the last one, keys that wait for admission."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.checkpoint import Chunk, Restored
+from nestrec.embedding import EmbeddingEngine
+
+WAITING = "/waiting"
+"""Ends the name under which a checkpoint keeps the keys of a table that wait for admission."""
+
+
+class SavedTables:
+    """Gives the tables of one rank to checkpoints and takes them back, on any number of ranks."""
+
+    def __init__(self, engine: EmbeddingEngine):
+        self._engine = engine
+        self._shard = (engine.topology.shard, engine.topology.num_shards)
+        self._waiting: dict[str, dict[int, NDArray[np.int64]]] = {
+            name: {} for name, table in engine.tables.items() if table.store.admission_count > 1
+        }
+        """Table to step to the keys that its checkpoint holds as waiting."""
+
+    def rows(self, step: int, base: int | None, *, copied: bool) -> dict[str, Iterable[Chunk]]:
+        """Rows used after the step `base`, or all; with `copied` safe from later steps, else read when written."""
+        engine, since = self._engine, -1 if base is None else base
+        tables: dict[str, Iterable[Chunk]] = {name: engine.snapshot(name, since=since) for name in engine.tables}
+        if copied:
+            tables = {name: list(chunks) for name, chunks in tables.items()}
+        for name, keys_at in self._waiting.items():
+            waiting = engine.unsettled(name)
+            keys_at[step] = waiting["keys"].numpy()
+            tables[name + WAITING] = [{column: waiting[column] for column in ("keys", "uses", "last_step")}]
+        return tables
+
+    def removed(self, step: int, base: int) -> dict[str, torch.Tensor]:
+        """Keys that the checkpoint of the step `base` holds and that of `step` must not."""
+        engine = self._engine
+        evicting = [name for name, table in engine.tables.items() if table.store.eviction != "none"]
+        gone = {name: engine.evicted_since(name, base) for name in evicting}
+        for name, keys_at in self._waiting.items():
+            gone[name + WAITING] = torch.from_numpy(np.setdiff1d(keys_at[base], keys_at[step]))
+        return gone
+
+    def build_on(self, step: int) -> None:
+        """Later incremental saves build on this step: forget what only earlier ones needed."""
+        for name in self._engine.tables:
+            self._engine.drop_eviction_log(name, step)
+        for keys_at in self._waiting.values():
+            for earlier in [at for at in keys_at if at < step]:
+                del keys_at[earlier]
+
+    def load(self, restored: Restored) -> None:
+        """Take back what a checkpoint holds for this shard; nothing else remains."""
+        for name in self._engine.tables:
+            self._engine.clear(name)
+            self._engine.load(name, restored.rows(name, shard=self._shard))
+            self._engine.load_unsettled(name, self._no_keys(restored.step))
+        for name, keys_at in self._waiting.items():
+            for chunk in restored.rows(name + WAITING, shard=self._shard):
+                self._engine.load_unsettled(name, {**chunk, "newest_step": torch.tensor([restored.step])})
+            keys_at.clear()
+            keys_at[restored.step] = self._engine.unsettled(name)["keys"].numpy()
+
+    @staticmethod
+    def _no_keys(step: int) -> Chunk:
+        """For a table without waiting keys: time to live counts from this step all the same."""
+        none = torch.empty(0, dtype=torch.int64)
+        return {"keys": none, "uses": none, "last_step": none, "newest_step": torch.tensor([step])}
