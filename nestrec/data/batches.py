@@ -1,18 +1,19 @@
 """Batches: samples assembled into arrays, on background threads, in the order of the steps."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestrec.base.config import config
-from nestrec.data.order import GlobalBatches, Position, contiguous_shares
+from nestrec.data.batch_threads import BatchThreads, Stage
+from nestrec.data.dataset import Rows
+from nestrec.data.dealing import Dealer
+from nestrec.data.order import GlobalBatches, Position
 
 
 @config
@@ -54,6 +55,10 @@ class Batch:
     global_samples: NDArray[np.int64]
     """sample numbers of the global batch, the same on every rank"""
     micro_batches: tuple[MicroBatch, ...]
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """of each of this rank's samples"""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """what is to be recorded of how the samples were dealt to the ranks; the same on every rank"""
 
 
 class Assembler(ABC):
@@ -62,29 +67,27 @@ class Assembler(ABC):
     weights: NDArray[np.float64]
     """loss weight of each sample, before any sampling of its length"""
     tokens: NDArray[np.int64]
-    """tokens of each sample"""
+    """tokens of each sample, before any sampling of its length"""
+
+    def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """Tokens of these samples that are computed in this epoch."""
+        return self.tokens[samples]
 
     def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
         """Weight of a global batch, known before anything is computed."""
         return float(self.weights[samples].sum())
 
     @abstractmethod
-    def assemble(self, samples: NDArray[np.int64], epoch: int) -> MicroBatch:
-        """The arrays of these samples."""
+    def read(self, samples: NDArray[np.int64]) -> Rows:
+        """The stored rows of these samples."""
 
-
-Partition = Callable[[NDArray[np.int64], int], list[NDArray[np.int64]]]
-"""(tokens of each sample, number of shares) to the indices of each share; every sample exactly once."""
-
-
-def contiguous(tokens: NDArray[np.int64], num_shares: int) -> list[NDArray[np.int64]]:
-    """Near equal counts in order: the baseline that balancing is compared with."""
-    bounds = contiguous_shares(len(tokens), num_shares)
-    return [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
+    @abstractmethod
+    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+        """The arrays of these samples, out of their rows, wherever those were read."""
 
 
 class Batches:
-    """The batches of one rank, assembled ahead by background threads, delivered in order."""
+    """The batches of one rank, made ahead by background threads, delivered in order."""
 
     def __init__(
         self,
@@ -92,48 +95,64 @@ class Batches:
         cfg: BatchConfig,
         *,
         seed: int,
-        rank: int,
-        world: int,
+        rank: int = 0,
+        world: int = 1,
         block_size: int | None = None,
-        over_ranks: Partition = contiguous,
-        over_micro_batches: Partition = contiguous,
+        dealer: Dealer | None = None,
     ):
-        self._assembler, self._cfg, self._rank, self._world = assembler, cfg, rank, world
-        self._over_ranks, self._over_micro_batches = over_ranks, over_micro_batches
+        """dealer: which rank computes what; by default near equal counts in the order of the batch."""
+        self._assembler, self._cfg = assembler, cfg
+        self._dealer = dealer or Dealer(rank, world)
         self.order = GlobalBatches(
             assembler.tokens, seed=seed, batch_samples=cfg.batch_samples, batch_tokens=cfg.batch_tokens,
             block_size=block_size,
         )  # fmt: skip
 
     def build(self, position: Position) -> Batch:
-        """The slow twin of `starting_at`: one batch, made now."""
-        samples = self.order.samples(position)
-        mine = samples[self._over_ranks(self._assembler.tokens[samples], self._world)[self._rank]]
-        parts = self._over_micro_batches(self._assembler.tokens[mine], self._cfg.micro_batches)
-        return Batch(
-            position=position,
-            weight=self._assembler.weight(samples, position.epoch),
-            global_samples=samples,
-            micro_batches=tuple(self._assembler.assemble(mine[part], position.epoch) for part in parts),
-        )
+        """The slow twin of `starting_at`: one batch, made now. Collective where the dealer trades."""
+        return self._assemble(self._trade(self._read(position)))
 
     def starting_at(
         self, position: Position, transform: Callable[[Batch], Batch] | None = None
     ) -> Generator[Batch, None, None]:
-        """Endless batches from `position` on; at most `prefetch` are assembled ahead."""
+        """Endless batches from `position` on; at most `prefetch` are made ahead.
 
-        def make(at: Position) -> Batch:
-            batch = self.build(at)
+        Where ranks trade samples, all of them must take the same number of batches before they close this.
+        """
+
+        def finish(stage: Stage) -> Batch:
+            batch = self._assemble(stage)
             return transform(batch) if transform else batch
 
-        with ThreadPoolExecutor(self._cfg.workers, thread_name_prefix="batches") as pool:
-            ahead: deque[Future[Batch]] = deque()
-            try:
-                while True:
-                    while len(ahead) <= self._cfg.prefetch:
-                        ahead.append(pool.submit(make, position))
-                        position = self.order.after(position)
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+        with BatchThreads(self._cfg.workers, self._read, self._trade if self._dealer.trades else None, finish) as made:
+            ahead: deque[Callable[[], Batch]] = deque()
+            while True:
+                while len(ahead) <= self._cfg.prefetch:
+                    ahead.append(made.submit(position))
+                    position = self.order.after(position)
+                yield ahead.popleft()()
+
+    def _read(self, position: Position) -> Stage:
+        samples = self.order.samples(position)
+        tokens = self._assembler.tokens_in(samples, position.epoch)
+        share = self._dealer.share(position, tokens)
+        return Stage(position, samples, tokens, share, self._assembler.read(samples[share.places]))
+
+    def _trade(self, stage: Stage) -> Stage:
+        share, rows = self._dealer.trade(stage.position, stage.share, stage.rows, stage.tokens)
+        return replace(stage, share=share, rows=rows)
+
+    def _assemble(self, stage: Stage) -> Batch:
+        mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
+        epoch, num_parts = stage.position.epoch, self._cfg.micro_batches
+        parts = self._dealer.micro_batches(stage.position, tokens, num_parts)
+        rows = [stage.rows] if num_parts == 1 else [stage.rows.take(part) for part in parts]
+        micro_batches = [self._assembler.assemble(mine[p], r, epoch) for p, r in zip(parts, rows, strict=True)]
+        return Batch(
+            position=stage.position,
+            weight=self._assembler.weight(stage.samples, epoch),
+            global_samples=stage.samples,
+            micro_batches=tuple(micro_batches),
+            tokens=tokens,
+            figures=stage.share.figures,
+        )

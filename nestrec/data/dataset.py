@@ -36,6 +36,16 @@ class Rows:
     def num_rows(self) -> int:
         return int(self.indices.size)
 
+    def take(self, places: NDArray[np.int64]) -> "Rows":
+        """The rows at these places, in this order."""
+        lists = {}
+        for name, (values, offsets) in self.lists.items():
+            out_offsets = offsets_of_lengths(np.diff(offsets)[places])
+            out = np.empty(int(out_offsets[-1]), dtype=values.dtype)
+            copy_segments(values, offsets, places, out, out_offsets, np.arange(places.size))
+            lists[name] = (out, out_offsets)
+        return Rows(self.indices[places], {name: column[places] for name, column in self.scalars.items()}, lists)
+
 
 class Dataset:
     """A prepared dataset. Reading is thread safe, so a background thread may fetch the rows of the next batches."""

@@ -5,16 +5,15 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.data.batches import Assembler, MicroBatch
-from nestrec.data.dataset import Dataset
+from nestrec.data.dataset import Dataset, Rows
 
 
-def assemble_rows(dataset: Dataset, indices: NDArray[np.int64]) -> MicroBatch:
+def assemble_rows(rows: Rows) -> MicroBatch:
     """Keys `category` (B, C); tensors dense (B, N) with NaN where missing, and label (B,)."""
-    rows = dataset.rows(indices)
-    dense = rows.lists["dense"][0].reshape(len(indices), -1)
-    categories = rows.lists["categories"][0].reshape(len(indices), -1)
+    dense = rows.lists["dense"][0].reshape(rows.num_rows, -1)
+    categories = rows.lists["categories"][0].reshape(rows.num_rows, -1)
     tensors = {"dense": torch.from_numpy(dense), "label": torch.from_numpy(rows.scalars["label"].astype(np.int64))}
-    return MicroBatch(indices, {"category": categories}, tensors, max_length=1, num_tokens=len(indices))
+    return MicroBatch(rows.indices, {"category": categories}, tensors, max_length=1, num_tokens=rows.num_rows)
 
 
 class RowsAssembler(Assembler):
@@ -25,5 +24,8 @@ class RowsAssembler(Assembler):
         self.weights = np.ones(len(indices))
         self.tokens = np.ones(len(indices), dtype=np.int64)
 
-    def assemble(self, samples: NDArray[np.int64], epoch: int) -> MicroBatch:
-        return assemble_rows(self._dataset, self._indices[samples])
+    def read(self, samples: NDArray[np.int64]) -> Rows:
+        return self._dataset.rows(self._indices[samples])
+
+    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+        return assemble_rows(rows)

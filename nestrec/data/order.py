@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from nestrec.base.random import fold, fold_array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Where a run stands: the next step to take."""
+    """Where a run stands: the next step to take. Later positions are greater."""
 
     epoch: int = 0
     step: int = 0

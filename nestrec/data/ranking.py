@@ -56,11 +56,12 @@ class RankingInputs:
         self._label_bit = [_bit(dataset.card, name) for name in cfg.labels]
         self._item_columns = {f"item_{n}": item_column(dataset.items(), f"item_{n}") for n in cfg.item_features}
 
-    def windows(
-        self, users: NDArray[np.int64], first: NDArray[np.int64], end: NDArray[np.int64], epoch: int
-    ) -> MicroBatch:
+    def read(self, users: NDArray[np.int64]) -> Rows:
+        return self._dataset.rows(users)
+
+    def windows(self, rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
         """Events [first, end) of each user. Tensors: action (E,), label (E, K), and the layout of the 2E tokens."""
-        rows = self._dataset.rows(users)
+        users = rows.indices
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = window_index(row_offsets[:-1] + first, row_offsets[:-1] + end)
         token_offsets = 2 * offsets
@@ -103,8 +104,11 @@ class RankingAssembler(Assembler):
         self.weights = (self._end - self._first).astype(np.float64)
         self.tokens = 2 * (self._end - self._first)
 
-    def assemble(self, samples: NDArray[np.int64], epoch: int) -> MicroBatch:
-        return self._inputs.windows(self._users[samples], self._first[samples], self._end[samples], epoch)
+    def read(self, samples: NDArray[np.int64]) -> Rows:
+        return self._inputs.read(self._users[samples])
+
+    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+        return self._inputs.windows(rows, self._first[samples], self._end[samples], epoch)
 
 
 def held_out_windows(split: Split, part: Part, max_events: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.data.batches import Assembler, MicroBatch
-from nestrec.data.dataset import Dataset
+from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.negatives import uniform_negatives
 from nestrec.data.split import Part, Split
 from nestrec.data.stochastic_length import kept_events, kept_length
@@ -45,12 +45,17 @@ class RetrievalAssembler(Assembler):
         self.tokens = np.minimum(split.train_end[self._users] - 1, history.max_length)
         self.weights = self.tokens.astype(np.float64)
 
-    def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
-        return float((self._kept(self._users[samples], epoch) - 1).sum())
+    def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        return self._kept(self._users[samples], epoch) - 1
 
-    def assemble(self, samples: NDArray[np.int64], epoch: int) -> MicroBatch:
-        users = self._users[samples]
-        rows = self._dataset.rows(users)
+    def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
+        return float(self.tokens_in(samples, epoch).sum())
+
+    def read(self, samples: NDArray[np.int64]) -> Rows:
+        return self._dataset.rows(self._users[samples])
+
+    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+        users = rows.indices
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = self._event_index(users, row_offsets, epoch)
         is_input = np.ones(len(index), dtype=bool)

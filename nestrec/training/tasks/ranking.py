@@ -109,7 +109,7 @@ class RankingTask(Task):
         topology = engine.topology
         for chosen in share_of_ranks(np.arange(len(windows)), self.cfg.batch_windows, topology.rank, topology.world):
             user, window_first, window_end, scored_from = windows[chosen].T
-            batch = self._inputs.windows(user, window_first, window_end, epoch=0)
+            batch = self._inputs.windows(self._inputs.read(user), window_first, window_end, epoch=0)
             logit_EK = self._logits(engine, batch)
             scored, counts = window_index(scored_from - window_first, window_end - window_first)
             event_offsets = np.concatenate([[0], np.cumsum(window_end - window_first)])

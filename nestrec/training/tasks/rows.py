@@ -85,7 +85,7 @@ class RowsTask(Task):
         out = np.zeros(len(rows))
         topology = engine.topology
         for chosen in share_of_ranks(np.arange(len(rows)), self.cfg.batch_rows, topology.rank, topology.world):
-            batch = assemble_rows(self._dataset, rows[chosen])
+            batch = assemble_rows(self._dataset.rows(rows[chosen]))
             vectors = engine.lookup_readonly(batch.keys)["category"]
             if len(chosen) == 0:
                 continue

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.data.batches import Assembler, BatchConfig, Batches, MicroBatch
+from nestrec.data.dataset import Rows
 from nestrec.data.order import GlobalBatches, Position, contiguous_shares, cuts_by_tokens, epoch_order
 
 
@@ -18,7 +19,11 @@ class Numbers(Assembler):
         self.tokens = np.asarray(tokens, dtype=np.int64)
         self.weights = self.tokens.astype(np.float64)
 
-    def assemble(self, samples, epoch):
+    def read(self, samples):
+        return Rows(samples, {}, {})
+
+    def assemble(self, samples, rows, epoch):
+        assert np.array_equal(rows.indices, samples)
         return MicroBatch(samples, {}, {}, max_length=0, num_tokens=int(self.tokens[samples].sum()))
 
 
@@ -98,7 +103,7 @@ def test_shares_are_near_equal(num_samples, num_shares):
 
 def test_an_error_of_a_worker_reaches_the_loop():
     class Broken(Numbers):
-        def assemble(self, samples, epoch):
+        def assemble(self, samples, rows, epoch):
             raise ValueError("a bad row")
 
     batches = Batches(Broken([1, 2, 3]), BatchConfig(batch_samples=2), seed=0, rank=0, world=1)
