@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow check format clean
+.PHONY: setup demo test test-slow check format torchrec clean
 
 setup: $(READY)
 
@@ -33,3 +33,16 @@ format: setup
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# TorchRec, for comparison and conversion only, in an environment of its own: its requirements would replace our torch.
+TORCHREC := .venv-torchrec
+torchrec: $(TORCHREC)/.ready
+
+$(TORCHREC)/.ready: requirements.txt
+	test -x $(TORCHREC)/bin/python || python3 -m venv $(TORCHREC)
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(TORCHREC)/bin/python -W ignore -c "import torchrec"
+	touch $@
