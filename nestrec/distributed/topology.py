@@ -60,8 +60,10 @@ class Topology:
     """Shards of this replica group; carries keys, always between hosts."""
     vectors: Communicator
     """Shards of this replica group; carries vectors and their gradients."""
+    replica_keys: Communicator
+    """Holders of copies of this shard; carries keys, always between hosts."""
     replicas: Communicator
-    """Holders of copies of this shard."""
+    """Holders of copies of this shard; carries gradients of rows."""
     dense: Communicator
     """All ranks; carries dense gradients."""
     control: Communicator
@@ -94,7 +96,8 @@ class Topology:
 
         return Topology(
             rank=0, world=1, num_replicas=1, device=torch.device(device), keys=alone("keys"), vectors=alone("vectors"),
-            replicas=alone("replicas"), dense=alone("dense"), control=alone("control"), log=log,
+            replica_keys=alone("replica_keys"), replicas=alone("replicas"), dense=alone("dense"),
+            control=alone("control"), log=log,
         )  # fmt: skip
 
     @staticmethod
@@ -133,6 +136,7 @@ class Topology:
         return Topology(
             rank=rank, world=world, num_replicas=num_replicas, device=device, log=log,
             keys=make("keys", shard_axis, "gloo"), vectors=make("vectors", shard_axis, tensors),
+            replica_keys=make("replica_keys", replica_axis, "gloo"),
             replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, tensors),
             control=make("control", everyone, "gloo"),
         )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import agree, all_to_all_rows
+from nestrec.distributed.exchange import agree, all_reduce_sum, all_to_all_rows
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
 from nestrec.embedding.residency import DynamicResidency
@@ -49,7 +49,7 @@ class EmbeddingEngine:
         Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
         """
         self._check_features(parts)
-        routed = route(parts, list(self.tables.values()), self.topology.keys, self.device)
+        routed = route(parts, list(self.tables.values()), self.topology, self.device, is_training=True)
         self.statistics.keys.add(
             sum(len(t.keys) for p in routed.parts for t in p.tables.values()),
             key_bytes_sent(routed, self.topology.shard),
@@ -92,8 +92,13 @@ class EmbeddingEngine:
             working.tables[name].add(table, received)
 
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
-        """One row optimiser step on every row of the batch, with the step of the batch."""
+        """One row optimiser step on every row of the batch, with the step of the batch.
+
+        Collective where there are replica groups: gradients are summed over the holders of a row before the step.
+        """
         for table in working.tables.values():
+            if table.gradient is not None:
+                all_reduce_sum(self.topology.replicas, table.gradient)
             table.update(working.step, learning_rate)
 
     def write_back(self, working: WorkingSet) -> None:
@@ -108,7 +113,7 @@ class EmbeddingEngine:
         """
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
-        routed = route([complete], list(self.tables.values()), self.topology.keys, self.device)
+        routed = route([complete], list(self.tables.values()), self.topology, self.device, is_training=False)
         vectors: dict[str, torch.Tensor] = {}
         for name, table in routed.parts[0].tables.items():
             shard = self.shards[name]
@@ -177,6 +182,15 @@ class EmbeddingEngine:
         """
         question = Question(k=k, exclude=exclude, candidates=candidates, row_transform=row_transform)
         return top_k(self.shards[table], self.topology, queries_BD, question)
+
+    def store_statistics(self) -> dict[str, dict[str, int]]:
+        """Table to what its shard on this rank holds and did: rows, bytes by kind of memory, evictions and more."""
+        found = {}
+        for name, shard in self.shards.items():
+            residency = shard.residency
+            counters = {f: getattr(residency.counters, f) for f in ("created", "evicted", "refused", "peak_rows")}
+            found[name] = {"rows": residency.num_rows, **counters, **shard.store.statistics()}
+        return found
 
     def close(self) -> None:
         """Give back the memory and files of the stores."""

@@ -1,7 +1,7 @@
 """Where the keys of a batch go: distinct keys at the source, grouped by owner, exchanged, distinct again at the owner.
 
 Collective over the shards of a replica group: every rank routes the same number of micro-batches (parts), empty ones
-included.
+included. With replica groups, the keys of a training batch are the union over the holders of a shard (rule 11).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import all_to_all_fixed, all_to_all_rows
-from nestrec.distributed.topology import Communicator
+from nestrec.distributed.exchange import all_gather_rows, all_to_all_fixed, all_to_all_rows
+from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.dedup import Deduplicated, dedup
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device
@@ -68,10 +68,23 @@ class _SourcePart:
     tables: list[Deduplicated]
 
 
+@dataclass(frozen=True, slots=True)
+class _Exchanged:
+    """All parts after the exchange."""
+
+    sources: list[_SourcePart]
+    asked: list[list[NDArray[np.int64]]]
+    """[part][table] keys that this shard is asked for, in order of source."""
+    counts: NDArray[np.int64]
+    """(source, part, table) how many of them."""
+
+
 def route(
-    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], communicator: Communicator, device: torch.device
-) -> Routed:
-    """Route the keys of a batch. A mistake in any rank's keys raises the same UserError on every rank."""
+    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], topology: Topology, device: torch.device, *,
+    is_training: bool,
+) -> Routed:  # fmt: skip
+    """Route the keys of a batch. A mistake in any rank's keys raises the same UserError on every rank of the group."""
+    communicator = topology.keys
     error, sources = [0] * _HEADER, []
     for keys in parts:
         flat = {name: _flat(values) for name, values in keys.items()}
@@ -81,7 +94,9 @@ def route(
     deduplicated = [_source_part(p, f, tables, communicator.size, is_bad) for p, f in zip(parts, sources, strict=True)]
     counts = _exchange_counts(deduplicated, error, tables, communicator)
     received = _exchange_keys(deduplicated, counts, communicator)
-    return _assemble(deduplicated, received, counts, tables, device)
+    replicas = topology.replica_keys if is_training else None
+    asked = [[_join(keys) for keys in part] for part in received]
+    return _assemble(_Exchanged(deduplicated, asked, counts), tables, replicas, device)
 
 
 def key_bytes_sent(routed: Routed, rank: int) -> int:
@@ -167,15 +182,20 @@ def _exchange_keys(
     ]
 
 
+def _join(pieces: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def _assemble(
-    sources: list[_SourcePart], received: list[list[list[NDArray[np.int64]]]], counts: NDArray[np.int64],
-    tables: Sequence[TableConfig], device: torch.device,
-) -> Routed:  # fmt: skip
+    exchanged: _Exchanged, tables: Sequence[TableConfig], replicas: Communicator | None, device: torch.device
+) -> Routed:
+    sources, counts = exchanged.sources, exchanged.counts
     owned: dict[str, NDArray[np.int64]] = {}
     routed: list[dict[str, RoutedTable]] = [{} for _ in sources]
     for t, table in enumerate(tables):
-        asked = [np.concatenate(part[t]) if len(part[t]) > 1 else part[t][0] for part in received]
-        owned[table.name], slots = _owner_dedup(asked, len(received[0][t]))
+        owned[table.name], slots = _owner_dedup([part[t] for part in exchanged.asked], counts.shape[0])
+        if replicas is not None and replicas.group is not None:
+            owned[table.name], slots = _union_over_replicas(owned[table.name], slots, replicas)
         for p, source in enumerate(sources):
             place = None if slots is None else to_device(slots[p], device)
             send, receive = tuple(source.tables[t].counts.tolist()), tuple(counts[:, p, t].tolist())
@@ -192,6 +212,17 @@ def _owner_dedup(
         return asked[0], None
     found = dedup(np.concatenate(asked))
     return found.keys, np.split(found.inverse, np.cumsum([len(a) for a in asked])[:-1])
+
+
+def _union_over_replicas(
+    owned: NDArray[np.int64], slots: list[NDArray[np.int32]] | None, replicas: Communicator
+) -> tuple[NDArray[np.int64], list[NDArray[np.int32]]]:
+    """The same list of keys on every holder of this shard, and the places of this holder's keys in it."""
+    everyone, counts = all_gather_rows(replicas, replicas, torch.from_numpy(owned))
+    found = dedup(everyone.numpy())
+    start = sum(counts[: replicas.rank])
+    mine = found.inverse[start : start + len(owned)]
+    return found.keys, [mine] if slots is None else [mine[part] for part in slots]
 
 
 def _indices(source: _SourcePart, tables: Sequence[TableConfig], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,82 @@
+"""The keys of a batch on the rank that asks for them: checked, deduplicated and grouped by owner, before any exchange.
+
+Without the window cache each part (micro-batch) asks for all of its distinct keys. With it, a part asks only for the
+keys that no earlier part has asked for, and the gradient of a key leaves after the last part that uses it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.embedding.dedup import Deduplicated, dedup
+from nestrec.embedding.table import TableConfig
+from nestrec.embedding.window_plan import WindowPlan, plan_window
+
+FeatureKeys = Mapping[str, NDArray[np.int64] | torch.Tensor]
+ERROR_WORDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """A part before the exchange."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Feature to the shape of its keys."""
+    tables: list[Deduplicated]
+    """For each table the keys to ask for, grouped by owner; `inverse` is the place among the part's distinct keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKeys:
+    """The keys of a batch before the exchange."""
+
+    parts: list[SourcePart]
+    windows: list[WindowPlan] | None
+    """For each table, where the window cache is on."""
+    error: list[int]
+    """[1, number of the feature, key] of a key outside its static table, or zeros."""
+
+
+def deduplicate(
+    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], num_shards: int, *, window_cache: bool
+) -> SourceKeys:
+    """Local; a mistake is not raised here but told to all ranks by the exchange."""
+    flat = [{name: _flat(values) for name, values in keys.items()} for keys in parts]
+    error = max(_range_error(part, tables) for part in flat)
+    shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in parts]
+    keys_of = [[_keys_of(part, table, is_bad=error[0] > 0) for part in flat] for table in tables]
+    if window_cache:
+        plans = [plan_window(keys, num_shards) for keys in keys_of]
+        found = [[plan.parts[p] for plan in plans] for p in range(len(parts))]
+    else:
+        plans = None
+        found = [[dedup(keys[p], num_shards) for keys in keys_of] for p in range(len(parts))]
+    return SourceKeys([SourcePart(s, f) for s, f in zip(shapes, found, strict=True)], plans, error)
+
+
+def _keys_of(flat: dict[str, NDArray[np.int64]], table: TableConfig, *, is_bad: bool) -> NDArray[np.int64]:
+    """Keys of all features of a table; none where the batch holds a mistake, which the exchange will raise."""
+    keys = [flat[f] for f in table.feature_names]
+    if is_bad:
+        return np.empty(0, np.int64)
+    return keys[0] if len(keys) == 1 else np.concatenate(keys)
+
+
+def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
+    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    return np.ascontiguousarray(array.reshape(-1), np.int64)
+
+
+def _range_error(flat: dict[str, NDArray[np.int64]], tables: Sequence[TableConfig]) -> list[int]:
+    """[1, number of the feature, key] of the first key outside its static table, or zeros."""
+    features = [(f, t) for t in tables for f in t.feature_names]
+    for number, (feature, table) in enumerate(features):
+        keys = flat[feature]
+        if table.num_rows is not None and len(keys):
+            low, high = int(keys.min()), int(keys.max())
+            if low < 0 or high >= table.num_rows:
+                return [1, number, low if low < 0 else high]
+    return [0] * ERROR_WORDS
