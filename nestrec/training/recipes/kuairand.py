@@ -12,6 +12,12 @@ LAST_DAY_MS = 1_651_248_000_000
 """2022-04-30 00:00 in UTC+8, the last day of the public sample"""
 
 
+USER_FEATURES = (
+    "active_degree", "is_video_author", "follow_user_num_range", "fans_user_num_range", "register_days_range",
+    "onehot_feat1", "onehot_feat4",
+)  # fmt: skip
+
+
 def kuairand_ranking() -> RunConfig:
     """Click, long view and like on the last day, from what the user did before."""
     return RunConfig(
@@ -21,8 +27,8 @@ def kuairand_ranking() -> RunConfig:
             inputs=RankingInputConfig(
                 labels=("click", "long_view", "like"),
                 event_features=("tab",),
-                user_features=("active_degree",),
-                item_features=(),
+                user_features=USER_FEATURES,
+                item_features=("author_id", "video_type", "upload_type", "music_type"),
                 max_events=MAX_EVENTS,
             ),
             valid_from_ms=LAST_DAY_MS - MS_A_DAY,
