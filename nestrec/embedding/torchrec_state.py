@@ -19,7 +19,7 @@ _CHUNK_ROWS = 1 << 16
 def export_embedding_collection(
     engine: EmbeddingEngine, collection: Collection = "embeddings"
 ) -> dict[str, torch.Tensor]:
-    """`embeddings.TABLE.weight` to (num_rows, dim) for every table. On one rank: the whole table must fit its memory."""
+    """`embeddings.TABLE.weight` to (num_rows, dim) for every table; on one rank, whose memory must hold them."""
     if engine.topology.num_shards > 1:
         remedy = "load a checkpoint on one rank and export from there"
         raise UserError("an export needs whole tables", field="ranks", value=engine.topology.world, remedy=remedy)
@@ -29,7 +29,7 @@ def export_embedding_collection(
 def import_embedding_collection(
     engine: EmbeddingEngine, state: Mapping[str, torch.Tensor], collection: Collection = "embeddings"
 ) -> None:
-    """Take the weights of every table from a state dict; each rank takes the rows it owns, optimiser state begins anew."""
+    """Take the weights of every table; each rank takes the rows it owns, and optimiser state begins anew."""
     for name, table in engine.tables.items():
         key = f"{collection}.{name}.weight"
         if key not in state:
