@@ -70,10 +70,20 @@ def fit_cost(
     One entry for each (rank, step): its time, the tokens of its samples, and their candidates. Give the same
     measurements on every rank (gather them first), or the ranks will not agree.
     """
-    columns = [np.ones(len(lengths)), _sums(lengths, 1), _sums(lengths, 2)]
+    asked = None if candidates is None else _sums(candidates, 1)
+    return fit_sums(np.asarray(step_times_s, dtype=np.float64), _sums(lengths, 1), _sums(lengths, 2), asked)
+
+
+def fit_sums(
+    times: NDArray[np.float64],
+    tokens: NDArray[np.float64],
+    tokens_squared: NDArray[np.float64],
+    candidates: NDArray[np.float64] | None = None,
+) -> CostModel:
+    """`fit_cost` from sums: all that a rank needs to tell of a step. One entry for each (rank, step)."""
+    columns = [np.ones(len(times)), tokens, tokens_squared]
     if candidates is not None:
-        columns.append(_sums(candidates, 1))
-    times = np.asarray(step_times_s, dtype=np.float64)
+        columns.append(candidates)
     step, token, token_squared, *rest = _non_negative_least_squares(np.stack(columns, axis=1), times)
     if token + token_squared + sum(rest) == 0:
         problem = "the times do not grow with the lengths"

@@ -19,7 +19,7 @@ from nestrec.balance.metrics import Evenness, evenness, moved_bytes
 from nestrec.balance.ordering import Groups, assignment_of
 from nestrec.balance.policies import BalanceConfig, balance
 from nestrec.data.dataset import Rows
-from nestrec.data.gather import copy_segments, offsets_of_lengths
+from nestrec.data.gather import offsets_of_lengths
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_rows
 from nestrec.distributed.topology import Communicator
 
@@ -28,6 +28,8 @@ from nestrec.distributed.topology import Communicator
 class Exchanged:
     """A rank's samples after the exchange, and what it was worth (the same figures on every rank)."""
 
+    places: NDArray[np.int64]
+    """indices of this rank's samples in the global batch"""
     rows: Rows
     """in the order of the global batch"""
     lengths: NDArray[np.int64]
@@ -67,6 +69,7 @@ def exchange_samples(
     received = _move(communicator, rows, every, groups)
     assert np.array_equal(received.indices, every.ids[mine]), "ranks disagree on the partition"
     return Exchanged(
+        places=mine,
         rows=received,
         lengths=every.lengths[mine],
         evenness=evenness(groups, every.lengths, cfg.cost.of(every.lengths, every.candidates), step_cost=cfg.cost.step),
@@ -102,23 +105,15 @@ def _move(communicator: Communicator, rows: Rows, every: _Gathered, groups: Grou
         receive = _totals(source, taken, communicator.size)
         return _all_to_all(communicator, values, send, receive)
 
+    in_order = rows.take(by_target)
     one_each, one_taken = np.ones(rows.num_rows, dtype=np.int64), np.ones(mine.size, dtype=np.int64)
-    scalars = {name: trade(rows.scalars[name][by_target], one_each, one_taken) for name in sorted(rows.scalars)}
+    scalars = {name: trade(in_order.scalars[name], one_each, one_taken) for name in sorted(rows.scalars)}
     lists = {}
     for column, name in enumerate(sorted(rows.lists)):
-        values, offsets = _take(*rows.lists[name], by_target)
+        values, offsets = in_order.lists[name]
         taken = every.list_lengths[mine, column]
         lists[name] = (trade(values, np.diff(offsets), taken), offsets_of_lengths(taken))
-    return Rows(trade(rows.indices[by_target], one_each, one_taken), scalars, lists)
-
-
-def _take(
-    values: NDArray[Any], offsets: NDArray[np.int64], samples: NDArray[np.int64]
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    out_offsets = offsets_of_lengths(np.diff(offsets)[samples])
-    out = np.empty(int(out_offsets[-1]), dtype=values.dtype)
-    copy_segments(values, offsets, samples, out, out_offsets, np.arange(samples.size))
-    return out, out_offsets
+    return Rows(trade(in_order.indices, one_each, one_taken), scalars, lists)
 
 
 def _totals(rank: NDArray[np.int64], amounts: NDArray[np.int64], num_ranks: int) -> list[int]:

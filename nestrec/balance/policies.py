@@ -5,11 +5,12 @@ increasing index order inside a rank, no rank loaded more than the most loaded o
 so every rank computes the same partition from the same lengths; ranks may be empty.
 """
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.balance.changes import CostChange
 from nestrec.balance.cost import CostModel
 from nestrec.balance.fixed import fixed
 from nestrec.balance.greedy import greedy
@@ -49,9 +50,18 @@ class BalanceConfig:
     policy: str = "fixed"
     """one of POLICIES"""
     cost: CostModel = CostModel()
-    """what a sample costs; changed only at a logged step"""
+    """what a sample costs, until it is fitted"""
+    mode: Literal["read", "exchange"] = "read"
+    """read: a rank reads whatever it computes; exchange: it reads its part of the batch, and samples are traded"""
+    fit_every_steps: int | None = None
+    """fit the cost to measured times so often, at the next report; none keeps `cost`"""
+    replay: tuple[CostChange, ...] = ()
+    """changes of the cost that a run has logged, made again at the same batches; then nothing is fitted"""
 
     def __post_init__(self) -> None:
+        if self.fit_every_steps is not None and self.fit_every_steps < 1:
+            remedy = "give a number of steps, or none"
+            raise UserError("is too few", field="balance.fit_every_steps", value=self.fit_every_steps, remedy=remedy)
         if self.policy not in POLICIES:
             remedy = did_you_mean(self.policy, POLICIES)
             raise UserError("is no balance policy", field="balance.policy", value=self.policy, remedy=remedy)

@@ -6,6 +6,7 @@ Data crosses as bytes, so that every type takes the same path on every backend. 
 import contextlib
 import json
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from nestrec.distributed.topology import Communicator
 
 @contextlib.contextmanager
 def peers_watched(communicator: Communicator, operation: str) -> Iterator[None]:
-    """Record a collective, and name what its failure means."""
+    """Record a collective and what the host spends in it, and name what its failure means."""
     communicator.log.record(communicator.name, operation)
+    start_ns = time.perf_counter_ns()
     try:
         yield
+        communicator.log.record_duration(communicator.name, time.perf_counter_ns() - start_ns)
     except (RuntimeError, dist.DistError) as error:
         problem = f"a peer was lost in {communicator.name}.{operation}: {str(error).splitlines()[0]}"
         raise PeerLostError(problem, remedy="restart all ranks from the last checkpoint") from error

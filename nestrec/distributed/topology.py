@@ -7,7 +7,7 @@ the rows of the tables; ranks with the same shard in different groups hold copie
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -25,6 +25,7 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self._entries: deque[str] = deque(maxlen=_LOG_LENGTH)
+        self._durations_ns: dict[str, deque[int]] = {}
         self.count = 0
 
     def record(self, communicator: str, operation: str) -> None:
@@ -33,6 +34,16 @@ class CollectiveLog:
 
     def entries(self) -> list[str]:
         return list(self._entries)
+
+    def record_duration(self, communicator: str, duration_ns: int) -> None:
+        self._durations_ns.setdefault(communicator, deque(maxlen=_LOG_LENGTH)).append(duration_ns)
+
+    def take_durations_ns(self, communicator: str) -> list[int]:
+        """What the host spent in each collective of a communicator since the last call, in the order of issue."""
+        durations, taken = self._durations_ns.get(communicator, deque()), []
+        while durations:
+            taken.append(durations.popleft())
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,9 @@ class Topology:
     """All ranks; carries dense gradients."""
     control: Communicator
     """All ranks; carries small host messages."""
+    samples: Communicator
+    """All ranks; carries samples between hosts, for batches to come. One thread of the data stages issues on it, beside
+    the one that issues for steps: it has a log of its own, and its Gloo holds nothing that the others wait for."""
     log: CollectiveLog = field(repr=False)
 
     @property
@@ -97,7 +111,7 @@ class Topology:
         return Topology(
             rank=0, world=1, num_replicas=1, device=torch.device(device), keys=alone("keys"), vectors=alone("vectors"),
             replica_keys=alone("replica_keys"), replicas=alone("replicas"), dense=alone("dense"),
-            control=alone("control"), log=log,
+            control=alone("control"), samples=Communicator("samples", 0, 1, None, CollectiveLog()), log=log,
         )  # fmt: skip
 
     @staticmethod
@@ -139,6 +153,7 @@ class Topology:
             replica_keys=make("replica_keys", replica_axis, "gloo"),
             replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, tensors),
             control=make("control", everyone, "gloo"),
+            samples=replace(make("samples", everyone, "gloo"), log=CollectiveLog()),
         )  # fmt: skip
 
 
