@@ -101,12 +101,7 @@ def _convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), where, raw)
     if origin is Literal:
-        if value not in get_args(hint):
-            allowed = [str(a) for a in get_args(hint)]
-            raise UserError(
-                "is not one of the choices", field=where, value=value, remedy=did_you_mean(str(value), allowed)
-            )
-        return value
+        return _convert_choice(value, get_args(hint), where, raw)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return value if isinstance(value, hint) else _convert_nested(value, hint, where)
     if origin in (tuple, list):
@@ -115,6 +110,15 @@ def _convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
         inner = get_args(hint)[1]
         return {str(k): _convert(v, inner, _join(where, str(k))) for k, v in _expect(value, Mapping, where).items()}
     return _convert_scalar(value, hint, where, raw)
+
+
+def _convert_choice(value: Any, choices: tuple[Any, ...], where: str, raw: str | None) -> Any:
+    if raw in choices:  # such as the choice "none", which reads as null
+        return raw
+    if value not in choices:
+        remedy = did_you_mean(str(value), [str(choice) for choice in choices])
+        raise UserError("is not one of the choices", field=where, value=value, remedy=remedy)
+    return value
 
 
 def _convert_nested(value: Any, hint: type, where: str) -> Any:

@@ -39,7 +39,7 @@ class Trainer:
         self.tracer = Tracer(rank=topology.rank)
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
         self.schedule = SCHEDULES[cfg.training.schedule](self.session.engine, compute, self.session.dense, self.tracer)
-        self._saving = Saving(self.session, self.folder, self._listener.warned)
+        self.saving = Saving(self.session, self.folder, self._listener.warned)
         self._meter = Meter()
 
     def train(self) -> TrainState:
@@ -56,7 +56,7 @@ class Trainer:
                 self._after_step(batch)
             batches.close()
         self._save()
-        self._saving.close()
+        self.saving.close()
         return self.state
 
     def evaluate(self, part: Part = "test") -> Evaluation:
@@ -68,11 +68,11 @@ class Trainer:
 
     def measure(self, part: Part, *, best: bool) -> Evaluation:
         """Measure with the best weights or the last ones."""
-        self.state = self._saving.restore_best() if best else self._saving.restore_last()
+        self.state = self.saving.restore_best() if best else self._saving.restore_last()
         return self.session.task.evaluate(self.session.engine, part)
 
     def _begin(self) -> None:
-        found = self._saving.find_last()  # before the config is written: it may refuse to go on with another model
+        found = self.saving.find_last()  # before the config is written: it may refuse to go on with another model
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
         self.folder.begin(self.cfg, card_text, self._topology.device)
         if found is not None:
@@ -94,7 +94,7 @@ class Trainer:
             self._meter.start()  # the time of an evaluation is not that of steps
         if self._meter.wants_stop:
             self._save()
-            self._saving.close()
+            self.saving.close()
             raise Interrupted
         saves = self.cfg.training.checkpoint_every_steps
         if evaluates or (saves and self.state.step % saves == 0):
@@ -107,11 +107,11 @@ class Trainer:
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
         if self.state.best_step == self.state.step:
-            self._saving.save_best(self.state)
+            self.saving.save_best(self.state)
 
     def _save(self) -> None:
         self._meter.flush()
-        self._saving.save(self.state)
+        self.saving.save(self.state)
 
     def _report(self) -> None:
         epoch, loss = self.state.position.epoch, self._meter.loss

@@ -32,6 +32,14 @@ class Inner:
 
 
 @config
+class Choice:
+    """A choice that a command line would read as another type."""
+
+    which: Literal["none", "true", 1] = 1
+    """One of them."""
+
+
+@config
 class Outer:
     """A whole."""
 
@@ -165,6 +173,11 @@ def test_an_override_reaches_into_a_mapping() -> None:
 def test_wrong_plain_data_names_the_field(data: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_plain(Outer, data)
+
+
+def test_the_choice_none_is_not_read_as_null() -> None:
+    assert with_overrides(Choice(), {"which": "none"}).which == "none"
+    assert with_overrides(Choice(which="none"), {"which": "1"}).which == 1
 
 
 def test_a_missing_value_is_named() -> None:

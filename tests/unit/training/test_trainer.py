@@ -1,0 +1,223 @@
+"""The loop on one rank: resumed against uninterrupted, ends of a run, mistakes. Real kills are in tests/faults."""
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import NonFiniteError, UserError
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.testing.run_digest import run_digest
+from nestrec.testing.tiny_runs import FAMILIES, config_of
+from nestrec.training.listener import Listener
+from nestrec.training.stopping import Interrupted
+from nestrec.training.trainer import Trainer
+
+BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2, "training.keep_checkpoints": 1}
+EVICTIONS: dict[str, dict[str, object]] = {
+    "ttl": {"eviction": "ttl", "ttl_steps": 2, "max_rows": 90, "admission_count": 2},
+    "lfu": {"eviction": "lfu", "max_rows": 60, "admission_count": 1},
+    "no bound": {"eviction": "none", "max_rows": "none", "admission_count": 3},
+}
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trainer_of(
+    family: str, data: Path, run: Path, more: Mapping[str, object], listener: Listener | None = None
+) -> Trainer:
+    return Trainer(config_of(family, data, more), run, Topology.single(), listener)
+
+
+def train_through_crashes(family: str, data: Path, run: Path, more: Mapping[str, object], crashes: list[int]) -> int:
+    """Start again after each crash, given as steps since the start; how many crashes there were."""
+    for count in crashes:
+        trainer = trainer_of(family, data, run, more)
+        with armed("train.step", crash, at=count), pytest.raises(Crash):
+            trainer.train()
+        trainer.saving.close()  # a process that dies takes its background save with it; here it would go on
+    trainer_of(family, data, run, more).train()
+    return len(crashes)
+
+
+def without_times(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = ("kind", "step", "epoch", "loss", "learning_rate", "metrics", "part")
+    return [{name: line[name] for name in kept if name in line} for line in lines if line["kind"] != "event"]
+
+
+@pytest.mark.parametrize("saving", [{}, BACKGROUND], ids=["full", "background"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_data: Path, tmp_path: Path, family: str, saving: dict) -> None:
+    more = {"training.max_steps": 20, "training.checkpoint_every_steps": 3, **saving}
+    trainer_of(family, tiny_data, tmp_path / "whole", more).train()
+    assert train_through_crashes(family, tiny_data, tmp_path / "cut", more, [2, 8, 7]) == 3
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("saving", [{}, BACKGROUND], ids=["full", "background"])
+@pytest.mark.parametrize("store", EVICTIONS)
+def test_what_a_dynamic_table_admits_and_evicts_is_the_same_after_a_restart(
+    tiny_data: Path, tmp_path: Path, store: str, saving: dict
+) -> None:
+    given = {f"task.table_store.{name}": value for name, value in EVICTIONS[store].items()}
+    more = {"training.max_steps": 24, "training.checkpoint_every_steps": 2, **given, **saving}
+    whole = trainer_of("rows", tiny_data, tmp_path / "whole", more)
+    whole.train()
+    train_through_crashes("rows", tiny_data, tmp_path / "cut", more, [5, 9])
+    cut = trainer_of("rows", tiny_data, tmp_path / "cut", more)
+    cut.saving.restore_last()
+    assert cut.session.engine.digest("categories") == whole.session.engine.digest("categories")
+    waiting = [t.session.engine.unsettled("categories") for t in (cut, whole)]
+    assert all((waiting[0][name] == waiting[1][name]).all() for name in ("keys", "uses", "last_step", "newest_step"))
+    tensors = [{k: v for k, v in run_digest(tmp_path / r).items() if "table" not in k} for r in ("cut", "whole")]
+    assert tensors[0] == tensors[1]
+
+
+def test_incremental_checkpoints_hold_only_what_changed(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 6, "training.checkpoint_every_steps": 1, "training.keep_checkpoints": 9, **BACKGROUND}
+    more |= {"batch.batch_samples": 1, "training.keep_checkpoints": 9, "task.num_negatives": 1}
+    trainer_of("hstu", tiny_data, tmp_path, more).train()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    bases = [checkpoints.restore(step).manifest.base for step in range(1, 7)]
+    assert [base.step if base else None for base in bases] == [None, 1, 2, None, 4, 5]
+    sizes = [sum(f.bytes for f in checkpoints.restore(s).manifest.files if f.kind == "rows") for s in range(1, 7)]
+    assert sizes[2] < sizes[3]
+    assert sizes[5] < sizes[3]
+
+
+def test_consumed_samples_are_the_global_batches_in_order(tiny_data: Path, tmp_path: Path) -> None:
+    trainer = trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 5})
+    state, expected, position = trainer.state, trainer.state, Position()
+    for _ in range(5):
+        batch, following = trainer.batches.build(position), trainer.batches.order.after(position)
+        expected, position = expected.after(batch, following), following
+    assert trainer.train().consumed == expected.consumed != state.consumed
+
+
+def test_measuring_the_best_epoch_forgets_rows_made_later(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 1, "batch.batch_samples": 2, "training.keep_checkpoints": 9}
+    first = trainer_of("hstu", tiny_data, tmp_path, more)
+    first.train()
+    early, at_start = first.session.engine.digest("items"), first.measure("test", best=True)
+    later = trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 6})
+    later.train()
+    assert later.session.engine.digest("items") != early
+    later.session.restore(Checkpoints(tmp_path / "checkpoints").restore(1))
+    assert later.session.engine.digest("items") == early
+    again = later.session.task.evaluate(later.session.engine, "test")
+    assert np.array_equal(again.details["rank/model"], at_start.details["rank/model"])
+
+
+def test_a_non_finite_loss_names_its_step_and_leaves_the_last_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 4, "training.checkpoint_every_steps": 4, "training.evaluate_every_epochs": 0}
+    trainer_of("hstu", tiny_data, tmp_path, more).train()
+    before = run_digest(tmp_path)
+    again = trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 12, "optimizer.learning_rate": 1e30})
+    with pytest.raises(NonFiniteError, match=r"at step [56]: the run stops, the last checkpoint is intact"):
+        again.train()
+    assert run_digest(tmp_path) == before
+    trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 8}).train()
+
+
+def test_told_to_stop_it_saves_and_goes_on_later(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 12}
+    trainer_of("sasrec", tiny_data, tmp_path / "whole", more).train()
+    trainer = trainer_of("sasrec", tiny_data, tmp_path / "cut", more)
+    with armed("train.step", terminate, at=4), pytest.raises(Interrupted):
+        trainer.train()
+    assert trainer.state.step == 6  # the signal came after step 4; ranks agree in step 5, it is read in step 6
+    assert Checkpoints(tmp_path / "cut" / "checkpoints").steps()[-1] == 6
+    trainer_of("sasrec", tiny_data, tmp_path / "cut", more).train()
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(tiny_data: Path, tmp_path: Path) -> None:
+    class Hears(Listener):
+        def __init__(self) -> None:
+            self.warnings: list[str] = []
+
+        def warned(self, message: str) -> None:
+            self.warnings.append(message)
+
+    more = {"training.max_steps": 6, "training.checkpoint_every_steps": 2}
+    trainer_of("ranking", tiny_data, tmp_path, more).train()
+    before = run_digest(tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000006" / "tensors-00000.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    listener = Hears()
+    trainer = trainer_of("ranking", tiny_data, tmp_path, more, listener)
+    trainer.train()
+    assert "checkpoint of step 6 is damaged and skipped" in listener.warnings[0]
+    assert run_digest(tmp_path) == before
+    assert '"resumed from step 4"' in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("field", ["task.encoder.num_layers", "task.encoder.num_heads"])
+def test_a_run_is_not_continued_with_another_model(tiny_data: Path, tmp_path: Path, field: str) -> None:
+    more = {"training.max_steps": 1}
+    trainer_of("hstu", tiny_data, tmp_path, more).train()
+    config = (tmp_path / "config.json").read_text()
+    with pytest.raises(UserError, match="the checkpoint is of another model"):
+        trainer_of("hstu", tiny_data, tmp_path, {**more, field: 3}).train()
+    assert (tmp_path / "config.json").read_text() == config
+
+
+def test_patience_ends_a_run_and_steps_bound_it(tiny_data: Path, tmp_path: Path) -> None:
+    patient = trainer_of("sasrec", tiny_data, tmp_path / "a", {"training.patience": 2, "optimizer.learning_rate": 0.0})
+    patient.train()
+    assert (patient.state.position.epoch, patient.state.best_step) == (3, 3)
+    assert Checkpoints(tmp_path / "a" / "best").steps() == [3]
+    bounded = trainer_of("sasrec", tiny_data, tmp_path / "b", {"training.max_steps": 4})
+    assert bounded.train().step == 4
+    unmeasured = trainer_of(
+        "sasrec", tiny_data, tmp_path / "c", {"training.epochs": 2, "training.evaluate_every_epochs": 0}
+    )
+    assert unmeasured.train().position == Position(2, 0)
+    assert unmeasured.state.best_step is None
+    assert unmeasured.evaluate("valid").score > 0
+
+
+def test_warm_up_grows_both_rates_linearly(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"optimizer.warmup_steps": 4, "optimizer.learning_rate": 0.4, "optimizer.table_learning_rate": 0.8}
+    trainer = trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 1})
+    assert trainer._rates().dense == pytest.approx(0.1)
+    assert trainer._rates().tables == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("hstu", {"data.folder": "/nowhere", "data.synthetic": "none"}, "there is no prepared dataset here"),
+        ("hstu", {"data.folder": ""}, "no dataset is named"),
+        ("hstu", {"task.history.max_length": 13}, "differs from task.encoder.max_length = 12"),
+        ("ranking", {"task.inputs.labels": "clik"}, "did you mean 'click'"),
+        ("ranking", {"task.encoder.max_length": 15}, "must be twice task.inputs.max_events = 8"),
+        ("ranking", {"task.valid_from_ms": 0}, "must hold 0 < valid_from_ms <= test_from_ms"),
+    ],
+)
+def test_mistakes_name_the_field_and_the_remedy(
+    tiny_data: Path, tmp_path: Path, family: str, more: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        trainer_of(family, tiny_data, tmp_path, more)
+    assert caught.value.remedy
