@@ -5,7 +5,8 @@ from nestrec.data.retrieval import HistoryConfig
 from nestrec.models import HSTUConfig, SASRecConfig
 from nestrec.models.retrieval import EncoderConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
-from nestrec.training.tasks.retrieval import RetrievalEvaluationConfig, RetrievalTaskConfig
+from nestrec.training.tasks.catalogue_ranks import RetrievalEvaluationConfig
+from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
 LENGTH = 200
 
