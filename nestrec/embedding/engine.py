@@ -8,6 +8,9 @@
     engine.update(working, learning_rate=lr)              local: one optimiser step on the rows of the batch
     engine.write_back(working)                            local: rows to the stores
 
+`route` is `deduplicate` (local), `exchange_keys` (collective) and `assemble` (local); `accumulate` is
+`exchange_gradients` (collective) and `add_gradients` (local). Pipelines call the halves on their own lanes.
+
 One rank takes the same path as many: its exchanges are no-ops.
 """
 
@@ -21,9 +24,12 @@ from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import agree, all_reduce_sum, all_to_all_rows
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
+from nestrec.embedding.overlap import Overlap
 from nestrec.embedding.residency import DynamicResidency
-from nestrec.embedding.routing import FeatureKeys, Routed, RoutedTable, key_bytes_sent, route
-from nestrec.embedding.shard import Chunk, TableShard
+from nestrec.embedding.routing import AskedKeys, Routed, RoutedTable, assemble, exchange_keys, key_bytes_sent, route
+from nestrec.embedding.row_buffers import RowBuffers
+from nestrec.embedding.shard import Chunk, FetchedRows, TableShard
+from nestrec.embedding.source_keys import FeatureKeys, SourceKeys, deduplicate
 from nestrec.embedding.statistics import EngineStatistics, Leg
 from nestrec.embedding.table import TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
@@ -43,26 +49,56 @@ class EmbeddingEngine:
         self.shards = {t.name: TableShard(t, topology.shard, topology.num_shards, self.device) for t in tables}
         self.statistics = EngineStatistics()
 
-    def route(self, *parts: FeatureKeys) -> Routed:
+    def route(self, *parts: FeatureKeys, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
 
         Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
+        window_cache: a key used by several parts of a rank crosses once in each direction (rule 6).
         """
+        source = self.deduplicate(*parts, window_cache=window_cache)
+        return self.assemble(source, self.exchange_keys(source))
+
+    def deduplicate(self, *parts: FeatureKeys, window_cache: bool = False) -> SourceKeys:
+        """What this rank will ask for. Local."""
         self._check_features(parts)
-        routed = route(parts, list(self.tables.values()), self.topology, self.device, is_training=True)
+        tables = list(self.tables.values())
+        return deduplicate(parts, tables, self.topology.num_shards, window_cache=window_cache)
+
+    def exchange_keys(self, source: SourceKeys) -> AskedKeys:
+        """Tell the owners. Collective; a mistake in any rank's keys raises the same UserError on every rank."""
+        return exchange_keys(source, list(self.tables.values()), self.topology, is_training=True)
+
+    def assemble(self, source: SourceKeys, asked: AskedKeys) -> Routed:
+        """What crosses with each part. Local."""
+        routed = assemble(source, asked, list(self.tables.values()), self.device)
         self.statistics.keys.add(
             sum(len(t.keys) for p in routed.parts for t in p.tables.values()),
             key_bytes_sent(routed, self.topology.shard),
         )
         return routed
 
-    def fetch(self, routed: Routed, *, step: int) -> WorkingSet:
-        """Rows of the batch of `step` (from 1) that this shard owns. Batches are fetched in order of step."""
+    def fetch(self, routed: Routed, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
+        """Rows of the batch of `step` (from 1) that this shard owns. Batches are fetched in order of step.
+
+        buffers: where the rows are put, by turns; none takes fresh memory.
+        """
         working = WorkingSet(step)
         for name, shard in self.shards.items():
-            fetched = shard.fetch(routed.owned[name], step)
+            keys = routed.owned[name]
+            into = None if buffers is None else buffers.take(name, step, len(keys), shard.layout, self.device)
+            fetched = shard.fetch(keys, step, into)
             working.tables[name] = WorkingTable(shard.table, shard.layout, fetched)
             self.statistics.rows_fetched += len(fetched.keys)
+        return working
+
+    def read_ahead(self, routed: Routed, *, step: int) -> WorkingSet:
+        """Rows as the stores hold them now; creates, counts and evicts nothing. They may be old when they are used."""
+        working = WorkingSet(step)
+        for name, shard in self.shards.items():
+            keys = routed.owned[name]
+            nowhere = np.full(len(keys), -1, np.int64)
+            read = FetchedRows(keys, nowhere, shard.read(keys), np.zeros(len(keys), np.bool_))
+            working.tables[name] = WorkingTable(shard.table, shard.layout, read)
         return working
 
     def exchange_vectors(self, routed: Routed, working: WorkingSet, part: int = 0) -> dict[str, torch.Tensor]:
@@ -84,27 +120,56 @@ class EmbeddingEngine:
 
         The gradients are given away: with one rank they become the sums themselves.
         """
-        communicator = self.topology.vectors
-        for name, table in routed.parts[part].tables.items():
+        self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, part), part)
+
+    def exchange_gradients(
+        self, routed: Routed, gradients: Mapping[str, torch.Tensor], part: int
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of a part that the owner receives, in order of source. Collective."""
+        received = {}
+        for name, table in routed.parts[part].gradients.items():
             grad = gradients[name].detach().to(self.tables[name].state_dtype)
-            received = all_to_all_rows(communicator, grad, table.send_counts, table.receive_counts)
+            received[name] = all_to_all_rows(self.topology.vectors, grad, table.send_counts, table.receive_counts)
             self._count(self.statistics.gradients, table.send_counts, grad)
-            working.tables[name].add(table, received)
+        return received
+
+    def add_gradients(
+        self, routed: Routed, working: WorkingSet, received: Mapping[str, torch.Tensor], part: int
+    ) -> None:
+        """Add what `exchange_gradients` gave to the sums of the working set. Local; parts in order (rule 10)."""
+        for name, table in routed.parts[part].gradients.items():
+            working.tables[name].add(table, received[name])
 
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
         """One row optimiser step on every row of the batch, with the step of the batch.
 
-        Collective where there are replica groups: gradients are summed over the holders of a row before the step.
+        Collective where there are replica groups.
         """
+        self.sum_over_replicas(working)
+        self.update_rows(working, learning_rate=learning_rate)
+
+    def sum_over_replicas(self, working: WorkingSet) -> None:
+        """Gradients summed over the holders of a row. Collective; nothing to do without replica groups."""
         for table in working.tables.values():
             if table.gradient is not None:
                 all_reduce_sum(self.topology.replicas, table.gradient)
+
+    def update_rows(self, working: WorkingSet, *, learning_rate: float) -> None:
+        """The row optimiser step alone. Local."""
+        for table in working.tables.values():
             table.update(working.step, learning_rate)
 
-    def write_back(self, working: WorkingSet) -> None:
-        """Rows and state of the batch to the stores."""
+    def write_back(self, working: WorkingSet, shared: Overlap | None = None) -> None:
+        """Rows and state of the batch to the stores.
+
+        shared: rows that the next batch has taken over, which it will write in its turn (rule 3).
+        """
         for name, table in working.tables.items():
-            self.shards[name].write_back(table.fetched)
+            slots = None if shared is None else shared.tables[name].unshared_slots
+            self.shards[name].write_back(table.fetched, slots)
+            self.statistics.rows_written += len(table.fetched.keys) - (
+                0 if shared is None else shared.num_rows_of(name)
+            )
 
     def lookup_readonly(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
         """Feature to (*shape of its keys, dim) vectors, for evaluation: inserts, counts and evicts nothing.

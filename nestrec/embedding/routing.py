@@ -1,11 +1,13 @@
-"""Where the keys of a batch go: distinct keys at the source, grouped by owner, exchanged, distinct again at the owner.
+"""Where the keys of a batch go: asked from their owners by one exchange, distinct again at the owner.
 
 Collective over the shards of a replica group: every rank routes the same number of micro-batches (parts), empty ones
-included. With replica groups, the keys of a training batch are the union over the holders of a shard (rule 11).
+included. With replica groups, the keys of a training batch are the union over the holders of a shard (rule 11). The
+exchange stands between two local halves, so that a pipeline can run each on its own lane.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +16,18 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import all_gather_rows, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.embedding.dedup import Deduplicated, dedup
+from nestrec.embedding.dedup import dedup
+from nestrec.embedding.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, SourcePart, deduplicate
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device
-
-FeatureKeys = Mapping[str, NDArray[np.int64] | torch.Tensor]
-_HEADER = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTable:
-    """One table in one part."""
+    """Rows of one table that cross in one exchange."""
 
     keys: NDArray[np.int64]
-    """Distinct keys that this rank asks for, grouped by owner: the order of the vectors that come back."""
+    """Distinct keys of this rank that take part, grouped by owner: the order of the rows on this side."""
     send_counts: tuple[int, ...]
     """Keys asked from each shard."""
     receive_counts: tuple[int, ...]
@@ -41,8 +41,15 @@ class RoutedPart:
     """A micro-batch."""
 
     index: dict[str, torch.Tensor]
-    """Feature to int32 tensor of the keys' shape: places among the table's distinct keys."""
+    """Feature to int32 tensor of the keys' shape: places among the distinct keys of the part."""
     tables: dict[str, RoutedTable]
+    """Vectors that come for this part: those of all its distinct keys, or of the new ones with the window cache."""
+    gradients: dict[str, RoutedTable]
+    """Gradients that leave after this part."""
+    places: dict[str, torch.Tensor]
+    """Window cache: table to the place in the cache of each distinct key of the part. Empty without the cache."""
+    leaving: dict[str, torch.Tensor]
+    """Window cache: table to the places in the cache of the gradients that leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class Routed:
     parts: tuple[RoutedPart, ...]
     owned: dict[str, NDArray[np.int64]]
     """Table to the distinct keys of the whole batch that this shard owns: the order of the working set."""
+    cache_rows: dict[str, int]
+    """Table to the distinct keys of this rank's batch, where the window cache is on; else empty."""
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
@@ -61,22 +70,30 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class _SourcePart:
-    """A part before the exchange."""
+class Owned:
+    """The keys of a batch and table that this shard owns."""
 
-    shapes: dict[str, tuple[int, ...]]
-    tables: list[Deduplicated]
+    keys: NDArray[np.int64]
+    slots: list[NDArray[np.int32]] | None
+    """For each part the places of the asked keys among them, in order of source; none: 0, 1, 2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchanged:
-    """All parts after the exchange."""
+class AskedKeys:
+    """What all sources ask from this shard."""
 
-    sources: list[_SourcePart]
-    asked: list[list[NDArray[np.int64]]]
-    """[part][table] keys that this shard is asked for, in order of source."""
     counts: NDArray[np.int64]
-    """(source, part, table) how many of them."""
+    """(source, part, table) numbers of keys."""
+    keys: list[list[NDArray[np.int64]]]
+    """[part][table] keys, in order of source."""
+    last_part: list[list[NDArray[np.int16]]] | None
+    """The same shape: the part that uses the key last, where the window cache is on."""
+    unions: list[Owned] | None
+    """For each table, where other ranks hold copies of this shard."""
+
+    def owned(self, table: int) -> Owned:
+        """Deduplicated over parts and sources."""
+        return self.unions[table] if self.unions else _owner_dedup([p[table] for p in self.keys], len(self.counts))
 
 
 def route(
@@ -84,19 +101,47 @@ def route(
     is_training: bool,
 ) -> Routed:  # fmt: skip
     """Route the keys of a batch. A mistake in any rank's keys raises the same UserError on every rank of the group."""
-    communicator = topology.keys
-    error, sources = [0] * _HEADER, []
-    for keys in parts:
-        flat = {name: _flat(values) for name, values in keys.items()}
-        error = max(error, _range_error(flat, tables))
-        sources.append(flat)
-    is_bad = error[0] > 0
-    deduplicated = [_source_part(p, f, tables, communicator.size, is_bad) for p, f in zip(parts, sources, strict=True)]
-    counts = _exchange_counts(deduplicated, error, tables, communicator)
-    received = _exchange_keys(deduplicated, counts, communicator)
-    replicas = topology.replica_keys if is_training else None
-    asked = [[_join(keys) for keys in part] for part in received]
-    return _assemble(_Exchanged(deduplicated, asked, counts), tables, replicas, device)
+    source = deduplicate(parts, tables, topology.num_shards, window_cache=False)
+    return assemble(source, exchange_keys(source, tables, topology, is_training=is_training), tables, device)
+
+
+def exchange_keys(
+    source: SourceKeys, tables: Sequence[TableConfig], topology: Topology, *, is_training: bool
+) -> AskedKeys:
+    """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong."""
+    counts = _exchange_counts(source, tables, topology.keys)
+    asked = [[d.keys for d in part.tables] for part in source.parts]
+    keys, last = _exchange_pieces(source.parts, asked, counts, topology.keys), None
+    if source.windows is not None:
+        parts = [[plan.last_part[p] for plan in source.windows] for p in range(len(source.parts))]
+        last = _exchange_pieces(source.parts, parts, counts, topology.keys)
+    found = AskedKeys(counts, keys, last, None)
+    if not is_training or topology.replica_keys.group is None:
+        return found
+    unions = [_union_over_replicas(found.owned(t), topology.replica_keys) for t in range(len(tables))]
+    return AskedKeys(counts, keys, last, unions)
+
+
+def assemble(source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], device: torch.device) -> Routed:
+    """Put together what is asked by this rank and from this rank. Local."""
+    owned: dict[str, NDArray[np.int64]] = {}
+    coming: list[dict[str, RoutedTable]] = [{} for _ in source.parts]
+    going: list[dict[str, RoutedTable]] = [{} for _ in source.parts]
+    for t, table in enumerate(tables):
+        mine = asked.owned(t)
+        owned[table.name], slots = mine.keys, mine.slots
+        for p, part in enumerate(source.parts):
+            place = None if slots is None else to_device(slots[p], device)
+            send, receive = tuple(part.tables[t].counts.tolist()), tuple(asked.counts[:, p, t].tolist())
+            coming[p][table.name] = RoutedTable(part.tables[t].keys, send, receive, place)
+        for p, leg in enumerate(_gradient_legs(source, asked, slots, t, device)):
+            going[p][table.name] = leg or coming[p][table.name]
+    parts = [
+        RoutedPart(_indices(part, tables, device), coming[p], going[p], *_cache_places(source, tables, p, device))
+        for p, part in enumerate(source.parts)
+    ]
+    windows = source.windows or []
+    return Routed(tuple(parts), owned, {t.name: w.num_rows for t, w in zip(tables, windows, strict=bool(windows))})
 
 
 def key_bytes_sent(routed: Routed, rank: int) -> int:
@@ -105,51 +150,19 @@ def key_bytes_sent(routed: Routed, rank: int) -> int:
     return 8 * sum(sum(t.send_counts) - t.send_counts[rank] for t in tables)
 
 
-def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    return np.ascontiguousarray(array.reshape(-1), np.int64)
-
-
-def _range_error(flat: dict[str, NDArray[np.int64]], tables: Sequence[TableConfig]) -> list[int]:
-    """[1, number of the feature, key] of the first key outside its static table, or zeros."""
-    features = [(f, t) for t in tables for f in t.feature_names]
-    for number, (feature, table) in enumerate(features):
-        keys = flat[feature]
-        if table.num_rows is not None and len(keys):
-            low, high = int(keys.min()), int(keys.max())
-            if low < 0 or high >= table.num_rows:
-                return [1, number, low if low < 0 else high]
-    return [0] * _HEADER
-
-
-def _source_part(
-    shaped: FeatureKeys,
-    flat: dict[str, NDArray[np.int64]],
-    tables: Sequence[TableConfig],
-    num_shards: int,
-    is_bad: bool,
-) -> _SourcePart:
-    empty = np.empty(0, np.int64)
-    found = []
-    for table in tables:
-        keys = [flat[f] for f in table.feature_names]
-        found.append(dedup(empty if is_bad else keys[0] if len(keys) == 1 else np.concatenate(keys), num_shards))
-    return _SourcePart({name: tuple(values.shape) for name, values in shaped.items()}, found)
-
-
 def _exchange_counts(
-    parts: list[_SourcePart], error: list[int], tables: Sequence[TableConfig], communicator: Communicator
+    source: SourceKeys, tables: Sequence[TableConfig], communicator: Communicator
 ) -> NDArray[np.int64]:
     """(source, part, table) numbers of keys that this shard is asked for; raises what any source reports."""
-    counts = np.stack([[d.counts for d in part.tables] for part in parts])
-    message = np.empty((communicator.size, _HEADER + counts.shape[0] * counts.shape[1]), np.int64)
-    message[:, :_HEADER] = error
-    message[:, _HEADER:] = counts.transpose(2, 0, 1).reshape(communicator.size, -1)
+    counts = np.stack([[d.counts for d in part.tables] for part in source.parts])
+    message = np.empty((communicator.size, ERROR_WORDS + counts.shape[0] * counts.shape[1]), np.int64)
+    message[:, :ERROR_WORDS] = source.error
+    message[:, ERROR_WORDS:] = counts.transpose(2, 0, 1).reshape(communicator.size, -1)
     received = all_to_all_fixed(communicator, torch.from_numpy(message)).numpy()
-    for rank, (is_bad, feature, key) in enumerate(received[:, :_HEADER].tolist()):
+    for rank, (is_bad, feature, key) in enumerate(received[:, :ERROR_WORDS].tolist()):
         if is_bad:
             raise _out_of_range(tables, feature, key, rank)
-    return received[:, _HEADER:].reshape(communicator.size, *counts.shape[:2])
+    return received[:, ERROR_WORDS:].reshape(communicator.size, *counts.shape[:2])
 
 
 def _out_of_range(tables: Sequence[TableConfig], feature_number: int, key: int, rank: int) -> UserError:
@@ -161,71 +174,81 @@ def _out_of_range(tables: Sequence[TableConfig], feature_number: int, key: int, 
     return UserError(problem, field=f"feature {feature!r}", value=key, remedy=remedy)
 
 
-def _exchange_keys(
-    parts: list[_SourcePart], counts: NDArray[np.int64], communicator: Communicator
-) -> list[list[list[NDArray[np.int64]]]]:
-    """[part][table][source] keys that this shard is asked for."""
+def _exchange_pieces(
+    parts: Sequence[SourcePart], values: list[list[NDArray[Any]]], counts: NDArray[np.int64], communicator: Communicator
+) -> list[list[NDArray[Any]]]:
+    """[part][table] values of the keys asked for to those of the keys asked from this shard, in order of source."""
     if communicator.size == 1:
-        return [[[d.keys] for d in part.tables] for part in parts]
-    tables = [d for part in parts for d in part.tables]
-    starts = [np.concatenate([[0], np.cumsum(d.counts)]) for d in tables]
-    pieces = [d.keys[s[r] : s[r + 1]] for r in range(communicator.size) for d, s in zip(tables, starts, strict=True)]
-    send_counts = np.sum([d.counts for d in tables], axis=0).tolist()
-    receive_counts = counts.sum(axis=(1, 2)).tolist()
+        return values
+    owners = [d.counts for part in parts for d in part.tables]
+    starts = [np.concatenate([[0], np.cumsum(c)]) for c in owners]
+    flat = [v for part in values for v in part]
+    pieces = [v[s[r] : s[r + 1]] for r in range(communicator.size) for v, s in zip(flat, starts, strict=True)]
+    send_counts, receive_counts = np.sum(owners, axis=0).tolist(), counts.sum(axis=(1, 2)).tolist()
     sent = torch.from_numpy(np.concatenate(pieces))
-    flat = all_to_all_rows(communicator, sent, send_counts, receive_counts).numpy()
-    split = np.split(flat, np.cumsum(counts.reshape(-1))[:-1])
+    received = all_to_all_rows(communicator, sent, send_counts, receive_counts).numpy()
+    split = np.split(received, np.cumsum(counts.reshape(-1))[:-1])
     num_tables = counts.shape[2]
+    steps = range(0, len(split), len(parts) * num_tables)
     return [
-        [[split[(r * len(parts) + p) * num_tables + t] for r in range(communicator.size)] for t in range(num_tables)]
+        [np.concatenate([split[start + p * num_tables + t] for start in steps]) for t in range(num_tables)]
         for p in range(len(parts))
     ]
 
 
-def _join(pieces: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def _assemble(
-    exchanged: _Exchanged, tables: Sequence[TableConfig], replicas: Communicator | None, device: torch.device
-) -> Routed:
-    sources, counts = exchanged.sources, exchanged.counts
-    owned: dict[str, NDArray[np.int64]] = {}
-    routed: list[dict[str, RoutedTable]] = [{} for _ in sources]
-    for t, table in enumerate(tables):
-        owned[table.name], slots = _owner_dedup([part[t] for part in exchanged.asked], counts.shape[0])
-        if replicas is not None and replicas.group is not None:
-            owned[table.name], slots = _union_over_replicas(owned[table.name], slots, replicas)
-        for p, source in enumerate(sources):
-            place = None if slots is None else to_device(slots[p], device)
-            send, receive = tuple(source.tables[t].counts.tolist()), tuple(counts[:, p, t].tolist())
-            routed[p][table.name] = RoutedTable(source.tables[t].keys, send, receive, place)
-    parts = [RoutedPart(_indices(s, tables, device), r) for s, r in zip(sources, routed, strict=True)]
-    return Routed(tuple(parts), owned)
-
-
-def _owner_dedup(
-    asked: list[NDArray[np.int64]], num_sources: int
-) -> tuple[NDArray[np.int64], list[NDArray[np.int32]] | None]:
-    """Distinct keys over all parts and sources, and the place of each asked key among them."""
+def _owner_dedup(asked: list[NDArray[np.int64]], num_sources: int) -> Owned:
+    """Distinct keys over all parts and sources."""
     if len(asked) == 1 and num_sources == 1:
-        return asked[0], None
+        return Owned(asked[0], None)
     found = dedup(np.concatenate(asked))
-    return found.keys, np.split(found.inverse, np.cumsum([len(a) for a in asked])[:-1])
+    return Owned(found.keys, np.split(found.inverse, np.cumsum([len(a) for a in asked])[:-1]))
 
 
-def _union_over_replicas(
-    owned: NDArray[np.int64], slots: list[NDArray[np.int32]] | None, replicas: Communicator
-) -> tuple[NDArray[np.int64], list[NDArray[np.int32]]]:
+def _union_over_replicas(owned: Owned, replicas: Communicator) -> Owned:
     """The same list of keys on every holder of this shard, and the places of this holder's keys in it."""
-    everyone, counts = all_gather_rows(replicas, replicas, torch.from_numpy(owned))
+    everyone, counts = all_gather_rows(replicas, replicas, torch.from_numpy(owned.keys))
     found = dedup(everyone.numpy())
     start = sum(counts[: replicas.rank])
-    mine = found.inverse[start : start + len(owned)]
-    return found.keys, [mine] if slots is None else [mine[part] for part in slots]
+    mine = found.inverse[start : start + len(owned.keys)]
+    return Owned(found.keys, [mine] if owned.slots is None else [mine[part] for part in owned.slots])
 
 
-def _indices(source: _SourcePart, tables: Sequence[TableConfig], device: torch.device) -> dict[str, torch.Tensor]:
+def _gradient_legs(
+    source: SourceKeys, asked: AskedKeys, slots: list[NDArray[np.int32]] | None, t: int, device: torch.device
+) -> list[RoutedTable | None]:
+    """For each part the gradients that leave after it; none: those of the vectors that came for it."""
+    num_parts, num_sources = len(source.parts), asked.counts.shape[0]
+    if source.windows is None or asked.last_part is None or slots is None:
+        return [None] * num_parts
+    plan, keys = source.windows[t], np.concatenate([part.tables[t].keys for part in source.parts])
+    slot_of = _by_source(slots, asked.counts[:, :, t])
+    last_of = _by_source([part[t] for part in asked.last_part], asked.counts[:, :, t])
+    legs: list[RoutedTable | None] = []
+    for p in range(num_parts):
+        gone = [slot_of[r][last_of[r] == p] for r in range(num_sources)]
+        place = to_device(np.concatenate(gone), device)
+        send, receive = tuple(plan.leaving_counts[p].tolist()), tuple(len(g) for g in gone)
+        legs.append(RoutedTable(keys[plan.leaving[p]], send, receive, place))
+    return legs
+
+
+def _by_source(of_parts: list[NDArray[Any]], counts: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """Values of each part in order of source to values of each source in order of part; counts: (source, part)."""
+    pieces = [np.split(values, np.cumsum(counts[:-1, p])) for p, values in enumerate(of_parts)]
+    return [np.concatenate([part[r] for part in pieces]) for r in range(len(counts))]
+
+
+def _cache_places(
+    source: SourceKeys, tables: Sequence[TableConfig], part: int, device: torch.device
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    if source.windows is None:
+        return {}, {}
+    plans = {table.name: plan for table, plan in zip(tables, source.windows, strict=True)}
+    places = {name: to_device(plan.places[part], device) for name, plan in plans.items()}
+    return places, {name: to_device(plan.leaving[part], device) for name, plan in plans.items()}
+
+
+def _indices(source: SourcePart, tables: Sequence[TableConfig], device: torch.device) -> dict[str, torch.Tensor]:
     indices = {}
     for table, found in zip(tables, source.tables, strict=True):
         inverse, start = to_device(found.inverse, device), 0

@@ -29,6 +29,8 @@ class FetchedRows:
     """Slots of the store; -1: the key has no row, and what it learns is dropped."""
     rows: torch.Tensor
     """(n, num_words) int32, weight and state, on the engine's device."""
+    is_new: NDArray[np.bool_]
+    """The row began with this batch."""
 
 
 class TableShard:
@@ -44,17 +46,21 @@ class TableShard:
             self.residency = StaticResidency(table.num_rows, shard, num_shards)
         self.store = make_store(table, self.layout, device, shard)
 
-    def fetch(self, keys: Keys, step: int) -> FetchedRows:
-        """Rows of distinct keys for the training batch of `step`; new rows are created where the table admits them."""
+    def fetch(self, keys: Keys, step: int, into: torch.Tensor | None = None) -> FetchedRows:
+        """Rows of distinct keys for the training batch of `step`; new rows are created where the table admits them.
+
+        into: (n, num_words) buffer of the device to read into; none takes fresh memory.
+        """
         admitted = self.residency.admit(keys, step)
         self.store.reserve(self.residency.num_slots)
-        rows = self._read_slots(keys, np.where(admitted.is_new, -1, admitted.slots))
+        rows = self._read_slots(keys, np.where(admitted.is_new, -1, admitted.slots), into)
         if admitted.is_new.any():
             self.store.scatter(np.where(admitted.is_new, admitted.slots, -1), rows)
-        return FetchedRows(keys, admitted.slots, rows)
+        return FetchedRows(keys, admitted.slots, rows, admitted.is_new)
 
-    def write_back(self, fetched: FetchedRows) -> None:
-        self.store.scatter(fetched.slots, fetched.rows)
+    def write_back(self, fetched: FetchedRows, slots: NDArray[np.int64] | None = None) -> None:
+        """Rows to the store. slots: those of `fetched`, with -1 for rows that need not be written."""
+        self.store.scatter(fetched.slots if slots is None else slots, fetched.rows)
 
     def read(self, keys: Keys) -> torch.Tensor:
         """(n, num_words) rows of any owned keys, as they begin where they do not exist. Changes nothing."""
@@ -125,8 +131,10 @@ class TableShard:
             given[column.name] = torch.full((len(keys), column.width), column.initial, dtype=column.dtype)
         return self.layout.rows_of(given)
 
-    def _read_slots(self, keys: Keys, slots: NDArray[np.int64]) -> torch.Tensor:
-        rows = torch.empty(len(keys), self.layout.num_words, dtype=torch.int32, device=self._device)
+    def _read_slots(self, keys: Keys, slots: NDArray[np.int64], into: torch.Tensor | None = None) -> torch.Tensor:
+        rows = into
+        if rows is None:
+            rows = torch.empty(len(keys), self.layout.num_words, dtype=torch.int32, device=self._device)
         self.store.gather(slots, rows)
         absent = np.flatnonzero(slots < 0)
         if len(absent):

@@ -29,3 +29,7 @@ class EngineStatistics:
     """Gradients, on their way to the owners."""
     rows_fetched: int = 0
     """Distinct rows that the owner took from its stores."""
+    rows_written: int = 0
+    """Rows that went back to the stores."""
+    window_bytes: int = 0
+    """Most bytes that a batch's vectors and gradients took in the window cache."""

@@ -1,0 +1,99 @@
+"""What a rank holds of a batch while it computes: vectors that have come, gradients that wait to go.
+
+    receive(i)       collective    the vectors of micro-batch i come
+    rows(i)          local         vectors of its distinct keys, in the order of its index
+    keep(i, grads)   local         their gradients
+    send(i)          collective    gradients go to the owners, which add them up
+
+Without the window cache each micro-batch stands alone. With it (rule 6), vectors stay for the later micro-batches that
+use them too, and gradients are summed here, in order of micro-batch, until the last use of their key.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from nestrec.base.failpoints import is_broken
+from nestrec.embedding.engine import EmbeddingEngine
+from nestrec.embedding.routing import Routed
+from nestrec.embedding.working_set import WorkingSet
+from nestrec.ops.gather_rows import add_by_index
+
+Rows = dict[str, torch.Tensor]
+
+
+class Window:
+    """The exchanges of one batch: `receive` and `send` in order of micro-batch, `send(i)` after `keep(i)`."""
+
+    def __init__(self, engine: EmbeddingEngine, routed: Routed, working: WorkingSet) -> None:
+        self._engine, self.routed, self.working = engine, routed, working
+        self._cache = _Cache(engine, routed) if routed.cache_rows else None
+        self._rows: dict[int, Rows] = {}
+        self._gradients: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._late: list[tuple[int, Rows]] = []
+
+    def receive(self, part: int) -> None:
+        """Collective."""
+        rows = self._engine.exchange_vectors(self.routed, self.working, part)
+        if self._cache is None:
+            self._rows[part] = rows
+        else:
+            self._cache.fill(rows)
+
+    def rows(self, part: int) -> Rows:
+        """Table to (U, dim) vectors of the part's distinct keys; once a part, after `receive(part)`."""
+        return self._rows.pop(part) if self._cache is None else self._cache.rows(part)
+
+    def keep(self, part: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients of `rows(part)`; they are given away."""
+        self._gradients[part] = gradients if self._cache is None else self._cache.add(part, gradients)
+
+    def send(self, part: int) -> None:
+        """Collective."""
+        received = self._engine.exchange_gradients(self.routed, self._gradients.pop(part), part)
+        if is_broken("pipeline.rule10"):
+            self._send_in_wrong_order(part, received)
+        else:
+            self._engine.add_gradients(self.routed, self.working, received, part)
+
+    def _send_in_wrong_order(self, part: int, received: Rows) -> None:
+        self._late.append((part, received))
+        if part == len(self.routed.parts) - 1:
+            for number, late in reversed(self._late):
+                self._engine.add_gradients(self.routed, self.working, late, number)
+
+
+class _Cache:
+    """Vectors and gradient sums of the distinct keys of a rank's batch."""
+
+    def __init__(self, engine: EmbeddingEngine, routed: Routed) -> None:
+        self._parts = routed.parts
+        self._filled = dict.fromkeys(routed.cache_rows, 0)
+        self._vectors: Rows = {}
+        self._sums: Rows = {}
+        for name, num_rows in routed.cache_rows.items():
+            table = engine.tables[name]
+            self._vectors[name] = torch.empty(num_rows, table.dim, dtype=table.weight_dtype, device=engine.device)
+            self._sums[name] = torch.zeros(num_rows, table.dim, dtype=table.state_dtype, device=engine.device)
+        held = [*self._vectors.values(), *self._sums.values()]
+        used = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        engine.statistics.window_bytes = max(engine.statistics.window_bytes, used)
+
+    def fill(self, rows: Rows) -> None:
+        for name, values in rows.items():
+            start = self._filled[name]
+            self._filled[name] = start + len(values)
+            self._vectors[name][start : start + len(values)] = values
+
+    def rows(self, part: int) -> Rows:
+        return {name: self._vectors[name].index_select(0, places) for name, places in self._parts[part].places.items()}
+
+    def add(self, part: int, gradients: Mapping[str, torch.Tensor]) -> Rows:
+        """Add the gradients of a part; the sums that are complete with it."""
+        for name, places in self._parts[part].places.items():
+            sums, grad = self._sums[name], gradients[name].detach()
+            if sums.device.type == "cpu":
+                add_by_index(sums, places, grad.to(sums.dtype))
+            else:
+                sums.index_add_(0, places, grad.to(sums.dtype))  # distinct places: no order to lose
+        return {name: self._sums[name].index_select(0, places) for name, places in self._parts[part].leaving.items()}
