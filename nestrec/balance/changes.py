@@ -46,6 +46,10 @@ class CostSchedule:
                 cost = change.cost
         return cost
 
+    def restore(self, changes: Iterable[CostChange]) -> None:
+        """Go on where a run stood that had made these changes."""
+        self._changes, self._last_asked = tuple(changes), None
+
     def add(self, change: CostChange) -> None:
         """A change applies to batches that no rank has dealt yet, or ranks would not agree on them."""
         assert self._last_asked is None or change.first > self._last_asked

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from nestrec.balance import BalanceConfig
 from nestrec.base.config import config
 from nestrec.data.batches import BatchConfig
 from nestrec.training.tasks.ranking import RankingTaskConfig
@@ -79,6 +80,8 @@ class RunConfig:
     """where the samples come from"""
     batch: BatchConfig = BatchConfig()
     """how samples form steps"""
+    balance: BalanceConfig = BalanceConfig()
+    """which rank computes which samples of a step"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """how weights follow gradients"""
     training: TrainingConfig = TrainingConfig()

@@ -1,5 +1,6 @@
 """How fast a run goes: totals read a step late, so that the device is never waited for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -9,6 +10,7 @@ from nestrec.base.clock import Clock, RealClock
 from nestrec.base.errors import NonFiniteError
 from nestrec.data.batches import Batch
 from nestrec.pipeline import Totals
+from nestrec.trace import Span
 
 
 @dataclass
@@ -62,6 +64,17 @@ class Meter:
         self._samples = self._tokens = self._steps = 0
         self._since_s = now_s
         return speeds
+
+
+def parts_ms(spans: Sequence[Span]) -> dict[str, float]:
+    """Mean milliseconds of each stage in the steps of these spans; what ran beside the steps is left out."""
+    total: dict[str, float] = {}
+    num_steps = max(1, sum(span.kind == "step" for span in spans))
+    for span in spans:
+        if span.kind not in ("step", "other"):
+            name = span.name.removeprefix("train.").removeprefix("embedding.")
+            total[name] = total.get(name, 0.0) + span.duration_ns * 1e-6 / num_steps
+    return total
 
 
 def memory_mib() -> float:

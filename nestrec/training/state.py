@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nestrec.balance.changes import CostChange
 from nestrec.base.config import from_plain, to_plain
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
@@ -23,6 +24,8 @@ class TrainState:
     """the step at which it was reached"""
     evaluations_since_best: int = 0
     """for early stopping"""
+    cost_changes: tuple[CostChange, ...] = ()
+    """changes of the cost model of samples, with the batches from which they hold"""
 
     def after(self, batch: Batch, following: Position) -> "TrainState":
         """The state after training on `batch`."""

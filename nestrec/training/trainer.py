@@ -1,7 +1,9 @@
 """The training loop."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from nestrec.base.config import to_plain
 from nestrec.base.failpoints import fail_point
 from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
@@ -10,10 +12,11 @@ from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Rates
 from nestrec.trace import Tracer
 from nestrec.training.agreement import agree_on_config
+from nestrec.training.balancing import Balancing
 from nestrec.training.compute import ModelCompute
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
-from nestrec.training.meter import Meter
+from nestrec.training.meter import Meter, parts_ms
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import Saving
 from nestrec.training.session import Session
@@ -33,10 +36,13 @@ class Trainer:
         self.session = Session.open(cfg, topology)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
-        self.batches = Batches(
-            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, rank=topology.rank, world=topology.world
-        )
         self.tracer = Tracer(rank=topology.rank)
+        self._balancing = Balancing(
+            cfg.balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
+        )
+        self.batches = Batches(
+            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self._balancing.dealer
+        )
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
         self.schedule = SCHEDULES[cfg.training.schedule](self.session.engine, compute, self.session.dense, self.tracer)
         self.saving = Saving(self.session, self.folder, self._listener.warned)
@@ -48,7 +54,8 @@ class Trainer:
         with StopRequest().listening() as stop:
             batches = self.batches.starting_at(self.state.position)
             while not self._is_finished():
-                batch = next(batches)
+                with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
+                    batch = next(batches)
                 totals = self.schedule.advance(batch, self.state.step + 1, self._rates(), stop.is_set)
                 self.state = self.state.after(batch, self.batches.order.after(batch.position))
                 self._meter.watch(self.state.step, batch, totals)
@@ -68,7 +75,7 @@ class Trainer:
 
     def measure(self, part: Part, *, best: bool) -> Evaluation:
         """Measure with the best weights or the last ones."""
-        self.state = self.saving.restore_best() if best else self._saving.restore_last()
+        self.state = self.saving.restore_best() if best else self.saving.restore_last()
         return self.session.task.evaluate(self.session.engine, part)
 
     def _begin(self) -> None:
@@ -79,11 +86,13 @@ class Trainer:
             self.state = found
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
+        self.state = replace(self.state, cost_changes=self._balancing.resume(self.state.cost_changes, self.state.step))
         self._listener.started(self._total_steps(), self.state.step)
-        self._meter.start()
+        self._start_watching()
 
     def _after_step(self, batch: Batch) -> None:
         """What may follow a step: an evaluation, a report, a save, an end."""
+        self._balancing.watch(batch)
         ended_epoch = self.state.position.epoch > batch.position.epoch
         every = self.cfg.training.evaluate_every_epochs
         evaluates = ended_epoch and every > 0 and self.state.position.epoch % every == 0
@@ -91,7 +100,7 @@ class Trainer:
             self._report()
         if evaluates:
             self._validate()
-            self._meter.start()  # the time of an evaluation is not that of steps
+            self._start_watching()  # the time of an evaluation is not that of steps
         if self._meter.wants_stop:
             self._save()
             self.saving.close()
@@ -114,21 +123,20 @@ class Trainer:
         self.saving.save(self.state)
 
     def _report(self) -> None:
-        epoch, loss = self.state.position.epoch, self._meter.loss
-        values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": self._parts_ms()}
+        epoch, loss, spans = self.state.position.epoch, self._meter.loss, self.tracer.take()
+        values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
+        values |= self._balancing.report(spans, self.state.step)
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
 
-    def _parts_ms(self) -> dict[str, float]:
-        """Mean milliseconds of each stage in the steps since the last report."""
-        total: dict[str, float] = {}
-        spans = self.tracer.take()
-        num_steps = max(1, sum(span.kind == "step" for span in spans))
-        for span in spans:
-            if span.kind != "step":
-                name = span.name.removeprefix("train.").removeprefix("embedding.")
-                total[name] = total.get(name, 0.0) + span.duration_ns * 1e-6 / num_steps
-        return total
+        change = self._balancing.decide(self.state.step, self.state.position, self.batches.order.after)
+        if change is not None:
+            self.state = replace(self.state, cost_changes=(*self.state.cost_changes, change))
+            self.folder.record("event", step=self.state.step, text=f"cost of a sample fitted: {to_plain(change)}")
+
+    def _start_watching(self) -> None:
+        self._meter.start()
+        self._balancing.start()
 
     def _rates(self) -> Rates:
         cfg = self.cfg.optimizer

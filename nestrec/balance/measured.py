@@ -1,0 +1,51 @@
+"""How even steps really were, from what every rank measured of them.
+
+A collective ends on all ranks at about the same time, and the last rank to enter it waits for nobody: what it spends
+there is the collective itself, and what another rank spends there beyond that, it waited. So durations are enough, and
+the clocks of different machines need not agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.balance.metrics import straggler
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """Figures of some successive steps, (S,) each, the same on every rank."""
+
+    straggler: Floats
+    """mean idle time of the ranks, by their own computing times, over the iteration"""
+    imbalance: Floats
+    """mean time of the ranks waiting at collectives for others, over the step"""
+
+
+def measured_steps(step_s: Floats, compute_s: Floats, waiting_s: Floats) -> MeasuredSteps:
+    """step_s: (R, S) duration of each step; compute_s: (R, S) computing in it; waiting_s: (S,) mean over ranks."""
+    iteration_s = step_s.mean(axis=0)
+    idle = [straggler(busy, float(whole)) for busy, whole in zip(compute_s.T, iteration_s, strict=True)]
+    return MeasuredSteps(np.array(idle), waiting_s / np.maximum(iteration_s, 1e-12))
+
+
+def waiting(durations: Sequence[Sequence[float]], groups: Sequence[Sequence[int]]) -> Floats:
+    """(K,) mean over ranks of the time waited in each collective, from its (R, K) durations.
+
+    groups: ranks that share a collective; each rank stands in one of them.
+    """
+    table = np.array(durations, dtype=np.float64).reshape(len(durations), -1)
+    for ranks in groups:
+        table[list(ranks)] -= table[list(ranks)].min(axis=0)
+    mean: Floats = table.mean(axis=0)
+    return mean
+
+
+def per_step(values: Floats, counts: Sequence[int]) -> Floats:
+    """(S,) sums of runs of values: the first `counts[0]` belong to the first step, and so on."""
+    step_of = np.repeat(np.arange(len(counts)), counts)[: len(values)]
+    return np.bincount(step_of, weights=values[: len(step_of)], minlength=len(counts)).astype(np.float64)
