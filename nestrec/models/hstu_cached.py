@@ -1,0 +1,158 @@
+"""HSTU for serving: new tokens of many users against the stored keys and values of their prefixes.
+
+A causal encoder never looks forward, so the keys and values of a prefix do not depend on what follows it: computing
+the rest against them gives the states of a full pass, up to rounding. What could break this is kept fixed: the
+normaliser is the constant of the recipe, and positions and times are absolute.
+
+Legend: T new tokens of all sequences, D model width, H heads, P prefix tokens, S new history tokens, K = P + S.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import layer_norm, silu
+
+from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
+from nestrec.ops.cached_attention import BiasRows, cached_attention
+from nestrec.ops.relative_bias import time_bucket
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+PrefixReader = Callable[[int, int], KeysAndValues]
+"""(layer, sequence) to the prefix's keys and values, each (H, P, D)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """New tokens of one sequence: history that follows its prefix, then candidates, all of which come next."""
+
+    prefix_length: int
+    num_history: int
+    num_candidates: int
+    time_K: torch.Tensor
+    """float64 seconds of the prefix's and the new history's tokens"""
+    query_time_S: torch.Tensor
+    """float64 seconds at which the new history tokens ask"""
+    candidate_time_s: float = 0.0
+    """when the candidates would be shown"""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_history + self.num_candidates
+
+    @property
+    def length(self) -> int:
+        return self.prefix_length + self.num_history
+
+
+def cached_forward(
+    model: HSTU, x_TD: torch.Tensor, segments: Sequence[Segment], prefix: PrefixReader
+) -> tuple[torch.Tensor, list[KeysAndValues]]:
+    """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
+    position_T = torch.cat([_positions(segment, x_TD.device) for segment in segments])
+    x_TD = x_TD * model.cfg.dim**0.5 + model.position[position_T]
+    buckets = [_Buckets(segment, model.cfg.num_time_buckets) if model.cfg.time_bias else None for segment in segments]
+    made: list[KeysAndValues] = []
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, HSTULayer)
+        x_TD, keys_values = _layer(layer, x_TD, segments, buckets, lambda b, n=number: prefix(n, b))  # type: ignore[misc]
+        made.append(keys_values)
+    return x_TD, made
+
+
+def no_prefix(model: HSTU) -> PrefixReader:
+    """The reader of sequences without a prefix."""
+    empty = model.position.new_empty(model.cfg.num_heads, 0, model.cfg.head_dim)
+    return lambda layer, sequence: (empty, empty)
+
+
+def _positions(segment: Segment, device: torch.device) -> torch.Tensor:
+    own = torch.arange(segment.prefix_length, segment.length, device=device)
+    return torch.cat([own, own.new_full((segment.num_candidates,), segment.length)])
+
+
+def _layer(
+    layer: HSTULayer,
+    x_TD: torch.Tensor,
+    segments: Sequence[Segment],
+    buckets: "Sequence[_Buckets | None]",
+    prefix: Callable[[int], KeysAndValues],
+) -> tuple[torch.Tensor, KeysAndValues]:
+    cfg = layer.cfg
+    normed = layer_norm(x_TD, x_TD.shape[1:], eps=NORM_EPS)
+    u, v, q, k = silu(normed @ layer.uvqk).chunk(4, dim=1)
+    q_THD, k_THD, v_THD = (t.reshape(-1, cfg.num_heads, cfg.head_dim) for t in (q, k, v))
+    attended_THD = torch.empty_like(v_THD, memory_format=torch.contiguous_format)
+    first = 0
+    for b, segment in enumerate(segments):
+        rows = slice(first, first + segment.num_tokens)
+        history_bias, candidate_bias = _biases(layer, segment, buckets[b], x_TD.dtype)
+        q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))
+        attended_THD[rows] = cached_attention(
+            q_HND, k_HND, v_HND, prefix(b), num_candidates=segment.num_candidates, normaliser=cfg.normaliser,
+            history_bias=history_bias, candidate_bias_K=candidate_bias,
+        ).transpose(0, 1)  # fmt: skip
+        first = rows.stop
+    attended = attended_THD.flatten(1)
+    gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
+    return x_TD + layer.output(gated), (k_THD, v_THD)
+
+
+class _Buckets:
+    """Time buckets of a segment, computed once and read by every layer."""
+
+    def __init__(self, segment: Segment, num_buckets: int):
+        self._segment, self._num_buckets = segment, num_buckets
+        self._blocks: dict[tuple[int, int], torch.Tensor] = {}
+        delta_K = segment.candidate_time_s - segment.time_K
+        own = delta_K.new_zeros(1)
+        self.candidate_K = time_bucket(torch.cat([delta_K, own]), num_buckets)
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """(end - first, P + end) int32"""
+        if (first, end) not in self._blocks:
+            segment = self._segment
+            delta = segment.query_time_S[first:end, None] - segment.time_K[None, : segment.prefix_length + end]
+            self._blocks[first, end] = time_bucket(delta, self._num_buckets).to(torch.int32)
+        return self._blocks[first, end]
+
+
+def _biases(
+    layer: HSTULayer, segment: Segment, buckets: _Buckets | None, dtype: torch.dtype
+) -> tuple[BiasRows | None, torch.Tensor | None]:
+    """Bias of the history rows, block by block, and the one row that all candidates share."""
+    position, time = layer.position_table, layer.time_table
+    if position is None and time is None:
+        return None, None
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        total = (
+            _position_rows(position, segment.prefix_length + first, segment.prefix_length + end)
+            if position is not None
+            else None
+        )
+        if time is not None:
+            assert buckets is not None
+            index = buckets.rows(first, end)
+            by_time = time.index_select(0, index.flatten()).view(index.shape)
+            total = by_time if total is None else total.add_(by_time)
+        assert total is not None
+        return total.to(dtype)
+
+    candidate = None
+    if position is not None:
+        centre = (position.numel() - 1) // 2
+        candidate = position[centre - segment.length : centre + 1]
+    if time is not None:
+        assert buckets is not None
+        by_time = time[buckets.candidate_K]
+        candidate = by_time if candidate is None else candidate + by_time
+    assert candidate is not None
+    return rows, candidate.to(dtype)
+
+
+def _position_rows(table: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """(end - first, end) bias of queries at positions [first, end) against keys at [0, end)."""
+    centre = (table.numel() - 1) // 2
+    # Row i is table[centre - i : centre - i + end]: the rows are sliding windows in reverse.
+    return table[centre - end + 1 : centre - first + end].unfold(0, end, 1).flip(0)

@@ -1,0 +1,58 @@
+"""Seconds of a batch of work, learned while serving.
+
+    seconds = a + b * tokens + c * pairs          pairs: (query token, key token) that attention multiplies
+
+Recursive least squares with forgetting; the tail is the 99th percentile of measured over predicted of late.
+"""
+
+import threading
+from collections import deque
+
+import numpy as np
+
+_FORGET = 0.995
+_WINDOW = 512
+_REFRESH_EVERY = 32
+
+
+class CostModel:
+    """Safe to ask from any thread; one thread observes."""
+
+    def __init__(self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9):
+        self._scale = np.array([1.0, 1e-3, 1e-6])  # work is measured in thousands of tokens, millions of pairs
+        self._theta = np.array([step_s, token_s, pair_s]) / self._scale
+        self._covariance = np.eye(3) * 10.0
+        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._tail = 1.5
+        self._lock = threading.Lock()
+        self.num_observed = 0
+
+    def predict_s(self, tokens: int, pairs: int, steps: int = 1) -> float:
+        """Expected seconds of work that takes `steps` batches."""
+        work = np.array([steps, tokens, pairs]) * self._scale
+        return float(max(work @ np.maximum(self._theta, 0.0), 1e-6))
+
+    @property
+    def tail(self) -> float:
+        """What a prediction is multiplied by for its 99th percentile."""
+        return self._tail
+
+    def observe(self, tokens: int, pairs: int, seconds: float) -> None:
+        """A batch took so long."""
+        work = np.array([1.0, tokens, pairs]) * self._scale
+        with self._lock:
+            if self.num_observed >= 8:
+                self._ratios.append(seconds / self.predict_s(tokens, pairs))
+            gain = self._covariance @ work / (_FORGET + work @ self._covariance @ work)
+            self._theta = self._theta + gain * (seconds - work @ self._theta)
+            self._covariance = (self._covariance - np.outer(gain, work @ self._covariance)) / _FORGET
+            np.clip(self._covariance, -1e6, 1e6, out=self._covariance)
+            self.num_observed += 1
+            if self.num_observed % _REFRESH_EVERY == 0 and self._ratios:
+                self._tail = float(np.clip(np.quantile(self._ratios, 0.99), 1.0, 10.0))
+
+
+def work_of(prefix: int, history: int, candidates: int) -> tuple[int, int]:
+    """(tokens, pairs) of new tokens against a prefix."""
+    pairs = history * prefix + history * (history + 1) // 2 + candidates * (prefix + history + 1)
+    return history + candidates, pairs

@@ -1,0 +1,191 @@
+"""How each kind of model reads histories and scores candidates: the retrieval form and the ranking form.
+
+    retrieval  one token an event; a candidate's score is its product with the state of the last token, whose query time
+               is the request's. So the last event is computed with each request, and the prefix ends before it.
+    ranking    content and action tokens of each event; each candidate is one more content token, scored by the head.
+               Every token asks at its own time, so the prefix is the whole history.
+
+Legend: T tokens, D model width, C candidates, K tasks.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.errors import UserError
+from nestrec.models.hstu import HSTU
+from nestrec.models.ranking import RankingModel
+from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.inputs import Candidates, History, window_start
+from nestrec.serving.servable import Servable
+from nestrec.training.tasks.ranking import RankingTaskConfig
+from nestrec.training.tasks.retrieval import RetrievalTaskConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A history as the model sees it."""
+
+    history: History
+    """what is left of it after sliding"""
+    records: NDArray[np.int64]
+    """(events, fields) everything about the cacheable events that enters the model"""
+    time_T: torch.Tensor
+    """float64 seconds"""
+    query_time_T: torch.Tensor
+    """float64 seconds"""
+    num_cacheable: int
+    """tokens that do not depend on the request"""
+
+    @property
+    def length(self) -> int:
+        return len(self.time_T)
+
+
+class Form(Protocol):
+    """One kind of model. Pure functions of their arguments and the model's weights."""
+
+    servable: Servable
+    encoder: HSTU
+    tokens_an_event: int
+    max_events: int
+    """longest history"""
+    outputs: tuple[str, ...]
+    """names of a candidate's scores"""
+
+    def tokens(self, history: History, now_ms: int) -> Tokens: ...
+
+    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+        """(end - first, D) input vectors of tokens; both bounds lie between events."""
+        ...
+
+    def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
+        """(C, D) tokens to be appended, or (0, D) where candidates are scored from the last state."""
+        ...
+
+    def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
+        """(C, outputs) float32; larger is better."""
+        ...
+
+
+class RetrievalForm:
+    tokens_an_event = 1
+    outputs = ("score",)
+
+    def __init__(self, servable: Servable, slide_events: int):
+        assert isinstance(servable.model, RetrievalModel)
+        assert isinstance(servable.spec.task, RetrievalTaskConfig)
+        self.servable, self._model, self._slide = servable, servable.model, slide_events
+        self.encoder = _hstu(servable)
+        self._asks_next = servable.spec.task.history.query_time == "next"
+        self._uses_time = self.encoder.cfg.time_bias
+        self.max_events = servable.spec.task.history.max_length
+
+    def tokens(self, history: History, now_ms: int) -> Tokens:
+        history = history.since(window_start(len(history), self.max_events, self._slide))
+        times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
+        after = np.append(times[1:], now_ms if self._uses_time else 0)
+        asked = after if self._asks_next else times
+        num_cacheable = max(len(history) - 1, 0)
+        records = np.stack([history.items, times, asked], axis=1)[:num_cacheable]
+        return Tokens(
+            history=history, records=records, time_T=_seconds(times), query_time_T=_seconds(asked),
+            num_cacheable=num_cacheable,
+        )  # fmt: skip
+
+    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+        return _rows(self.servable.tables["items"], tokens.history.items[first:end])
+
+    def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
+        return self.servable.tables["items"][:0]
+
+    def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
+        vectors = self._model.item_vectors(_rows(self.servable.tables["items"], candidates.items))
+        if last_D is None:
+            return vectors.new_zeros(len(candidates), 1, dtype=torch.float32)
+        return (vectors.double() @ self.query(last_D).double())[:, None].float()
+
+    def query(self, last_D: torch.Tensor) -> torch.Tensor:
+        """(D,) what is multiplied with item vectors."""
+        return self._model.item_vectors(last_D[None])[0] / self._model.similarity.temperature
+
+
+class RankingForm:
+    tokens_an_event = 2
+
+    def __init__(self, servable: Servable, slide_events: int):
+        assert isinstance(servable.model, RankingModel)
+        assert isinstance(servable.spec.task, RankingTaskConfig)
+        self.servable, self._model, self._slide = servable, servable.model, slide_events
+        self.encoder = _hstu(servable)
+        self.outputs = servable.spec.task.inputs.labels
+        self.max_events = servable.spec.task.inputs.max_events - 1
+        self._columns = [c.name for c in servable.spec.columns]
+        self._uses_time = self.encoder.cfg.time_bias
+
+    def tokens(self, history: History, now_ms: int) -> Tokens:
+        history = history.since(window_start(len(history), self.max_events, self._slide))
+        times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
+        given = [history.features[name] for name in self._columns if name in history.features]
+        seconds = _seconds(np.repeat(times, 2))
+        return Tokens(
+            history=history, records=np.stack([history.items, history.actions, times, *given], axis=1),
+            time_T=seconds, query_time_T=seconds, num_cacheable=2 * len(history),
+        )  # fmt: skip
+
+    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+        events = slice(first // 2, end // 2)
+        history = tokens.history
+        content = self._content(history.items[events], {n: v[events] for n, v in history.features.items()})
+        action = torch.from_numpy(history.actions[events]).to(content.device)
+        bit = torch.arange(self._model.action.shape[0], device=content.device)
+        action_ED = ((action[:, None] >> bit) & 1).to(content.dtype) @ self._model.action
+        return torch.stack([content, action_ED], dim=1).flatten(0, 1)
+
+    def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
+        return self._content(candidates.items, dict(candidates.features))
+
+    def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
+        content = self.candidate_tokens(candidates)
+        logits: torch.Tensor = self._model.head(torch.cat([state_CD, content], dim=1))
+        return logits.float()
+
+    def _content(self, items: NDArray[np.int64], features: dict[str, NDArray[np.int64]]) -> torch.Tensor:
+        """Sum of the vectors of item and categories, in the order of training."""
+        vectors = [_rows(self.servable.tables["items"], items)]
+        for name in self._columns:
+            table = self.servable.tables[name]
+            if name in self.servable.item_columns:
+                ids = torch.from_numpy(items).to(table.device)
+                vectors.append(table[self.servable.item_columns[name][ids]])
+            else:
+                vectors.append(_rows(table, features[name]))
+        return torch.stack(vectors).sum(0)
+
+
+def make_form(servable: Servable, slide_events: int | None = None) -> RetrievalForm | RankingForm:
+    """slide_events: events by which a full history slides; none takes an eighth of the longest history."""
+    kind = RankingForm if isinstance(servable.model, RankingModel) else RetrievalForm
+    task = servable.spec.task
+    longest = task.inputs.max_events if isinstance(task, RankingTaskConfig) else task.history.max_length
+    return kind(servable, max(1, longest // 8) if slide_events is None else slide_events)
+
+
+def _hstu(servable: Servable) -> HSTU:
+    encoder = servable.model.encoder
+    if not isinstance(encoder, HSTU):
+        raise UserError(
+            "cannot be served", field="encoder", value=type(encoder).__name__, remedy="serve a model with HSTU"
+        )
+    return encoder
+
+
+def _rows(table: torch.Tensor, ids: NDArray[np.int64]) -> torch.Tensor:
+    return table.index_select(0, torch.from_numpy(np.ascontiguousarray(ids)).to(table.device))
+
+
+def _seconds(times_ms: NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(times_ms / 1000.0)

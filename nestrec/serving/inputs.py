@@ -1,0 +1,59 @@
+"""What is known of a user when a request comes, in the ids of the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Events of a user, oldest first."""
+
+    items: Ints
+    times_ms: Ints
+    """Unix milliseconds; zeros where the model does not look at them"""
+    actions: Ints
+    """action bits; zeros where the model does not look at them"""
+    features: Mapping[str, Ints] = field(default_factory=dict)
+    """event and user categories the model asks for, one value an event"""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def since(self, first: int) -> "History":
+        """Without the first events."""
+        if first == 0:
+            return self
+        features = {name: values[first:] for name, values in self.features.items()}
+        return replace(
+            self, items=self.items[first:], times_ms=self.times_ms[first:], actions=self.actions[first:],
+            features=features,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Items to be scored at one moment."""
+
+    items: Ints
+    now_ms: int
+    features: Mapping[str, Ints] = field(default_factory=dict)
+    """event and user categories the model asks for, one value a candidate"""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def window_start(num_events: int, max_events: int, block: int) -> int:
+    """Where the kept part of a history begins: a full history slides by whole blocks.
+
+    A slide moves every position and so ends the life of a cached prefix; with blocks that happens once in `block`
+    events. With block 1 the last `max_events` are kept, as in evaluation.
+    """
+    if num_events <= max_events:
+        return 0
+    return -(-(num_events - max_events) // block) * block

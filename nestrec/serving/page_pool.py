@@ -1,0 +1,56 @@
+"""Device memory of the prefix cache: keys and values of every layer, in pages.
+
+Legend: L layers, H heads, D head dimension, P tokens.
+"""
+
+import itertools
+
+import numpy as np
+import torch
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.models.hstu_cached import KeysAndValues
+
+
+def bytes_a_token(cfg: HSTUConfig, dtype: torch.dtype) -> int:
+    """Keys and values of a token over all layers."""
+    return 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * dtype.itemsize
+
+
+class PagePool:
+    """(L, 2, H, slots, D), allocated once."""
+
+    def __init__(self, cfg: HSTUConfig, *, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype):
+        self.page_tokens = page_tokens
+        shape = (cfg.num_layers, 2, cfg.num_heads, num_pages * page_tokens, cfg.head_dim)
+        self._pool = torch.zeros(shape, device=device, dtype=dtype)
+
+    def read(self, layer: int, pages: list[int], length: int) -> KeysAndValues:
+        """The first `length` tokens in these pages: (H, P, D) each, to be used before the pages change hands."""
+        if _are_in_a_row(pages):
+            first = pages[0] * self.page_tokens if pages else 0
+            return self._pool[layer, 0, :, first : first + length], self._pool[layer, 1, :, first : first + length]
+        slots = self._slots(pages, 0, length)
+        return self._pool[layer, 0].index_select(1, slots), self._pool[layer, 1].index_select(1, slots)
+
+    def write(self, layer: int, pages: list[int], first: int, keys_THD: torch.Tensor, values_THD: torch.Tensor) -> None:
+        """Tokens from `first` on."""
+        slots = self._slots(pages, first, first + len(keys_THD))
+        for part, new in ((0, keys_THD), (1, values_THD)):
+            self._pool[layer, part].index_copy_(1, slots, new.transpose(0, 1))
+
+    def copy_out(self, pages: list[int], length: int) -> torch.Tensor:
+        """(L, 2, H, P, D) in host memory."""
+        return self._pool.index_select(3, self._slots(pages, 0, length)).cpu()
+
+    def copy_in(self, pages: list[int], stored: torch.Tensor) -> None:
+        self._pool.index_copy_(3, self._slots(pages, 0, stored.shape[3]), stored.to(self._pool.device))
+
+    def _slots(self, pages: list[int], first: int, end: int) -> torch.Tensor:
+        token = np.arange(first, end)
+        slots = np.asarray(pages, np.int64)[token // self.page_tokens] * self.page_tokens + token % self.page_tokens
+        return torch.from_numpy(slots).to(self._pool.device)
+
+
+def _are_in_a_row(pages: list[int]) -> bool:
+    return all(b == a + 1 for a, b in itertools.pairwise(pages))

@@ -1,0 +1,176 @@
+"""Book-keeping of the prefixes kept on the device: which pages hold whose keys and values.
+
+Pure: no tensor is touched here, and time comes from the clock given. A prefix lives in pages of `page_tokens` tokens.
+An entry is found by a hash, but read only where its whole identity matches, so that a collision is a miss and never
+another user's prefix. Pinned entries keep their pages; so do entries held for a ranking request that is on its way,
+until the hold ends. Everything else may be evicted, least recently used first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nestrec.base.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """Whose prefix under which model."""
+
+    user: str
+    version: str
+    """of the model"""
+    config: str
+    """whatever else the prefix depends on, such as how a full history slides"""
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A prefix, or the beginning of one."""
+
+    key: CacheKey
+    length: int = 0
+    """tokens whose keys and values are in the pages"""
+    digest: bytes = b""
+    """of everything about those tokens that enters the model"""
+    pages: list[int] = field(default_factory=list)
+    pins: int = 0
+    held_until_s: float = float("-inf")
+    expires_s: float = float("inf")
+    is_dropped: bool = False
+    """no longer to be found; its pages are free once nobody pins it"""
+
+
+DigestOf = Callable[[int], bytes | None]
+"""Digest of a request's first tokens, or none where it has fewer."""
+
+
+class PrefixCache:
+    """Entries over a fixed number of pages. One thread uses it."""
+
+    def __init__(
+        self, *, num_pages: int, page_tokens: int, slot_of: Callable[[CacheKey], bytes], clock: Clock, ttl_s: float
+    ):
+        self.num_pages, self.page_tokens, self._slot_of, self._clock, self._ttl_s = (
+            num_pages, page_tokens, slot_of, clock, ttl_s,
+        )  # fmt: skip
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._lingering: set[Entry] = set()
+        self.num_evicted = 0
+
+    def find(self, key: CacheKey, digest_of: DigestOf) -> Entry | None:
+        """The entry whose tokens are the first ones of the request; one that no longer matches is dropped."""
+        entry = self._entries.get(self._slot_of(key))
+        if entry is None or entry.key != key:
+            return None
+        if self._clock.now_s() >= entry.expires_s or digest_of(entry.length) != entry.digest:
+            if entry.pins == 0:
+                self._remove(self._slot_of(key))
+            return None
+        self._entries.move_to_end(self._slot_of(key))
+        return entry
+
+    def has(self, key: CacheKey) -> bool:
+        entry = self._entries.get(self._slot_of(key))
+        return entry is not None and entry.key == key and entry.length > 0
+
+    def create(self, key: CacheKey) -> Entry | None:
+        """A new, empty, pinned entry in place of any older one of this key; none where a pinned one is in the way."""
+        slot = self._slot_of(key)
+        old = self._entries.get(slot)
+        if old is not None:
+            if old.pins and old.key != key:
+                return None
+            self._remove(slot)
+        entry = Entry(key, pins=1, expires_s=self._clock.now_s() + self._ttl_s)
+        self._entries[slot] = entry
+        return entry
+
+    def grow(self, entry: Entry, num_tokens: int) -> bool:
+        """Give the entry pages for so many tokens; False, and nothing changed for it, where there is no room."""
+        missing = -(-num_tokens // self.page_tokens) - len(entry.pages)
+        if missing > 0 and not self._make_room(missing, entry):
+            return False
+        entry.pages += [self._free.pop() for _ in range(missing)]
+        return True
+
+    def commit(self, entry: Entry, length: int, digest: bytes) -> None:
+        """The first `length` tokens are in the pages now."""
+        assert length <= len(entry.pages) * self.page_tokens
+        entry.length, entry.digest = length, digest
+        entry.expires_s = self._clock.now_s() + self._ttl_s
+
+    def hold(self, entry: Entry, until_s: float) -> None:
+        """Do not evict before `until_s`: a ranking request is on its way."""
+        entry.held_until_s = until_s
+
+    def pin(self, entry: Entry) -> None:
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        assert entry.pins > 0
+        entry.pins -= 1
+        if entry.pins == 0 and entry.is_dropped:
+            self._release(entry)
+
+    def drop(self, key: CacheKey) -> bool:
+        """Forget a key; whether there was something to forget."""
+        slot = self._slot_of(key)
+        entry = self._entries.get(slot)
+        if entry is None or entry.key != key:
+            return False
+        self._remove(slot)
+        return True
+
+    def drop_all(self, is_doomed: Callable[[CacheKey], bool]) -> int:
+        """Forget every key that `is_doomed` names, such as those of an old model; how many."""
+        slots = [slot for slot, entry in self._entries.items() if is_doomed(entry.key)]
+        for slot in slots:
+            self._remove(slot)
+        return len(slots)
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def entries(self) -> list[Entry]:
+        """Those that can be found, least recently used first."""
+        return list(self._entries.values())
+
+    def _make_room(self, num_pages: int, for_entry: Entry) -> bool:
+        if len(self._free) >= num_pages:
+            return True
+        now_s = self._clock.now_s()
+        victims, gained = [], len(self._free)
+        for slot, entry in self._entries.items():
+            if gained >= num_pages:
+                break
+            if entry is not for_entry and entry.pins == 0 and entry.held_until_s <= now_s:
+                victims.append(slot)
+                gained += len(entry.pages)
+        if gained < num_pages:
+            return False
+        for slot in victims:
+            self._remove(slot)
+            self.num_evicted += 1
+        return True
+
+    def _remove(self, slot: bytes) -> None:
+        entry = self._entries.pop(slot)
+        entry.is_dropped = True
+        if entry.pins == 0:
+            self._release(entry)
+        else:
+            self._lingering.add(entry)
+
+    def _release(self, entry: Entry) -> None:
+        self._lingering.discard(entry)
+        self._free += entry.pages
+        entry.pages = []
+        entry.length = 0
+
+    def check(self) -> None:
+        """Every page is free or belongs to exactly one entry."""
+        used = [page for entry in (*self._entries.values(), *self._lingering) for page in entry.pages]
+        assert sorted([*used, *self._free]) == list(range(self.num_pages))

@@ -1,0 +1,109 @@
+"""Which instance serves a user: consistent hashing with bounded loads over stable slots.
+
+`slot_for` is the whole policy, a pure function: the first living slot clockwise of the user's place on the ring whose
+load is below `bound` times the mean. Slots are numbers that outlive the instances in them, so a replaced instance takes
+the users of its slot back and no others move. `Router` adds what must be remembered: the pre-infer signal and the
+ranking request of a user take the same way even when loads change in between.
+"""
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nestrec.base.clock import Clock
+from nestrec.serving.keyed_hash import KeyedHash
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Places of the slots on the circle of 64-bit numbers, in order."""
+
+    places: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    @staticmethod
+    def make(num_slots: int, keyed: KeyedHash, places_a_slot: int = 64) -> "Ring":
+        pairs = sorted(
+            (keyed.number("ring", slot, place), slot) for slot in range(num_slots) for place in range(places_a_slot)
+        )
+        return Ring(tuple(place for place, _ in pairs), tuple(slot for _, slot in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    slot: int
+    is_diverted: bool
+    """not the user's first living slot: that one was at its bound"""
+
+
+def slot_for(ring: Ring, place: int, loads: Sequence[int], is_alive: Sequence[bool], bound: float) -> Route | None:
+    """The slot of a user at `place`; none where no slot is alive.
+
+    loads: requests under way at each slot. With `bound` > 1 some living slot is always below it.
+    """
+    num_alive = sum(is_alive)
+    if num_alive == 0:
+        return None
+    total = sum(load for load, alive in zip(loads, is_alive, strict=True) if alive)
+    most = math.ceil(bound * (total + 1) / num_alive)
+    start = bisect_right(ring.places, place)
+    first = None
+    for step in range(len(ring.slots)):
+        slot = ring.slots[(start + step) % len(ring.slots)]
+        if not is_alive[slot]:
+            continue
+        first = slot if first is None else first
+        if loads[slot] + 1 <= most:
+            return Route(slot, slot != first)
+    assert first is not None
+    return Route(first, False)
+
+
+class Router:
+    """Routes of users over time, under one lock of the caller."""
+
+    def __init__(self, num_slots: int, keyed: KeyedHash, clock: Clock, *, bound: float = 1.25, sticky_s: float = 2.0):
+        self._keyed, self._clock, self._bound, self._sticky_s = keyed, clock, bound, sticky_s
+        self._ring = Ring.make(num_slots, keyed)
+        self.loads = [0] * num_slots
+        self.is_alive = [True] * num_slots
+        self._chosen: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self.num_diverted = 0
+        self.num_leaked = 0
+        """ranking requests whose pre-infer went to a slot that has died since"""
+
+    def begin(self, user: str) -> int | None:
+        """The slot of a request of this user, counted as under way until `end`; none where nothing is alive."""
+        now_s = self._clock.now_s()
+        self._forget(now_s)
+        hashed = self._keyed.digest("user", user)
+        known = self._chosen.get(hashed)
+        if known is not None and self.is_alive[known[0]]:
+            slot = known[0]
+        else:
+            self.num_leaked += known is not None
+            place = int.from_bytes(hashed[:8], "little")
+            route = slot_for(self._ring, place, self.loads, self.is_alive, self._bound)
+            if route is None:
+                return None
+            slot = route.slot
+            self.num_diverted += route.is_diverted
+            self._chosen.pop(hashed, None)
+            self._chosen[hashed] = (slot, now_s + self._sticky_s)
+        self.loads[slot] += 1
+        return slot
+
+    def end(self, slot: int) -> None:
+        self.loads[slot] -= 1
+
+    def set_alive(self, slot: int, is_alive: bool) -> None:
+        self.is_alive[slot] = is_alive
+
+    def _forget(self, now_s: float) -> None:
+        while self._chosen:
+            hashed, (_, until_s) = next(iter(self._chosen.items()))
+            if until_s > now_s:
+                return
+            del self._chosen[hashed]

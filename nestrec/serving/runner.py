@@ -1,0 +1,82 @@
+"""One batch of serving work on the device: new tokens of many users against their prefixes."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nestrec.models.hstu_cached import KeysAndValues, Segment, cached_forward
+from nestrec.serving.forms import Form, Tokens
+from nestrec.serving.inputs import Candidates
+from nestrec.serving.page_pool import PagePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is computed for one user in a batch."""
+
+    tokens: Tokens
+    first: int
+    """tokens that the pages hold already"""
+    end: int
+    """tokens that will have been computed"""
+    pages: list[int]
+    """of the user's entry"""
+    store_until: int
+    """new tokens before this one are written to the pages"""
+    candidates: Candidates | None = None
+
+
+class Runner:
+    """Runs batches of parts; the pool belongs to it."""
+
+    def __init__(self, form: Form, pool: PagePool):
+        self.form, self.pool = form, pool
+
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Part]) -> list[torch.Tensor | None]:
+        """(C, outputs) scores of each part with candidates, on the host; none for the others."""
+        inputs = [self._vectors(part) for part in parts]
+        segments = [self._segment(part, len(x)) for part, x in zip(parts, inputs, strict=True)]
+        state_TD, made = cached_forward(
+            self.form.encoder, torch.cat(inputs), segments,
+            lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
+        )  # fmt: skip
+        bounds = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
+        results = []
+        for part, start, end in zip(parts, bounds[:-1], bounds[1:], strict=True):
+            self._store(part, start, made)
+            results.append(self._scores(part, state_TD[start:end]))
+        return results
+
+    def _vectors(self, part: Part) -> torch.Tensor:
+        history = self.form.vectors(part.tokens, part.first, part.end)
+        if part.candidates is None:
+            return history
+        return torch.cat([history, self.form.candidate_tokens(part.candidates)])
+
+    def _segment(self, part: Part, num_tokens: int) -> Segment:
+        device = self.form.encoder.position.device
+        num_history = part.end - part.first
+        return Segment(
+            prefix_length=part.first, num_history=num_history, num_candidates=num_tokens - num_history,
+            time_K=part.tokens.time_T[: part.end].to(device),
+            query_time_S=part.tokens.query_time_T[part.first : part.end].to(device),
+            candidate_time_s=part.candidates.now_ms / 1000.0 if part.candidates is not None else 0.0,
+        )  # fmt: skip
+
+    def _store(self, part: Part, start: int, made: list[KeysAndValues]) -> None:
+        count = min(part.store_until, part.end) - part.first
+        if count > 0:
+            for layer, (keys, values) in enumerate(made):
+                self.pool.write(
+                    layer, part.pages, part.first, keys[start : start + count], values[start : start + count]
+                )
+
+    def _scores(self, part: Part, state_ND: torch.Tensor) -> torch.Tensor | None:
+        if part.candidates is None:
+            return None
+        num_history = part.end - part.first
+        last = state_ND[num_history - 1] if num_history else None
+        return self.form.scores(part.candidates, last, state_ND[num_history:]).cpu()

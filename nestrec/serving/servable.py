@@ -1,0 +1,116 @@
+"""A servable folder in memory. Every file is checked against its digest before anything is read from it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from nestrec.base.config import from_plain
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.checkpoint.durable import sha256_of
+from nestrec.models.ranking import RankingModel
+from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.spec import (
+    COLUMNS_FILE,
+    FORMAT,
+    INDEX_FILE,
+    ITEMS_FILE,
+    MANIFEST_FILE,
+    SPEC_FILE,
+    WEIGHTS_FILE,
+    ServableManifest,
+    ServableSpec,
+    table_file,
+)  # fmt: skip
+from nestrec.training.tasks.ranking import RankingTaskConfig
+
+
+@dataclass(frozen=True)
+class Servable:
+    """A model with its tables, ready to score. Tensors lie on one device and are never changed."""
+
+    spec: ServableSpec
+    version: str
+    model: RetrievalModel | RankingModel
+    tables: Mapping[str, torch.Tensor]
+    """table name to (num_rows, D)"""
+    item_keys: tuple[str, ...]
+    """source id of item 1, 2, ..."""
+    index_ND: torch.Tensor | None
+    """vectors of items 1 to N as the similarity sees them (retrieval)"""
+    item_columns: Mapping[str, torch.Tensor]
+    """category of each item id (ranking)"""
+
+    @cached_property
+    def item_ids(self) -> dict[str, int]:
+        return {key: i + 1 for i, key in enumerate(self.item_keys)}
+
+    @cached_property
+    def column_ids(self) -> dict[str, dict[str, int]]:
+        return {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
+
+    def ids_of(self, keys: list[Any]) -> NDArray[np.int64]:
+        """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
+        known = self.item_ids
+        return np.fromiter((known.get(k if isinstance(k, str) else str(k), 0) for k in keys), np.int64, len(keys))
+
+    @staticmethod
+    def load(folder: Path, device: torch.device | str = "cpu") -> "Servable":
+        """Verify and load; `DamagedError` where a file is missing, changed or foreign."""
+        manifest = verified_manifest(folder)
+        spec = from_plain(ServableSpec, json.loads((folder / SPEC_FILE).read_text()))
+        weights = load_file(folder / WEIGHTS_FILE)
+        model = _model(spec)
+        model.load_state_dict(weights)
+        model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
+        names = ("items", *(c.name for c in spec.columns))
+        is_ranking = isinstance(spec.task, RankingTaskConfig)
+        columns = load_file(folder / COLUMNS_FILE) if is_ranking else {}
+        index = None if is_ranking else load_file(folder / INDEX_FILE)["vectors"].to(device)
+        return Servable(
+            spec=spec, version=manifest.version, model=model, index_ND=index,
+            tables={name: load_file(folder / table_file(name))["weight"].to(device) for name in names},
+            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
+            item_columns={name: column.to(device) for name, column in columns.items()},
+        )  # fmt: skip
+
+
+def verified_manifest(folder: Path) -> ServableManifest:
+    """The manifest of a folder whose files are exactly those that were exported."""
+    try:
+        plain = json.loads((folder / MANIFEST_FILE).read_bytes())
+        if plain["format"] != FORMAT:
+            raise _damaged(MANIFEST_FILE, f"has format {plain['format']!r}; this version reads {FORMAT}")
+        manifest = from_plain(ServableManifest, plain)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(str(folder / MANIFEST_FILE), "is no manifest of an exported model") from error
+    except UserError as error:
+        raise _damaged(MANIFEST_FILE, str(error)) from error
+    listed = {entry.name for entry in manifest.files}
+    present = {path.name for path in folder.iterdir()} - {MANIFEST_FILE}
+    if listed != present:
+        raise _damaged(", ".join(sorted(listed ^ present)), "is missing, or was not exported")
+    for entry in manifest.files:
+        path = folder / entry.name
+        if path.is_symlink() or path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
+            raise _damaged(entry.name, "does not match its digest")
+    return manifest
+
+
+def _model(spec: ServableSpec) -> RetrievalModel | RankingModel:
+    task = spec.task
+    if isinstance(task, RankingTaskConfig):
+        num_bits = max(spec.action_bits.values()).bit_length()
+        return RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
+    return RetrievalModel(task.encoder, task.similarity)
+
+
+def _damaged(name: str, problem: str) -> DamagedError:
+    return DamagedError(problem, field="servable file", value=name, remedy="export the run again")

@@ -1,0 +1,103 @@
+"""Cached inference against full inference."""
+
+import itertools
+
+import pytest
+import torch
+
+from nestrec.models.hstu import HSTU, HSTUConfig
+from nestrec.models.hstu_cached import Segment, cached_forward, no_prefix
+from nestrec.models.sequence import SequenceInfo
+
+LENGTH = 40
+
+
+def make_model(**changes):
+    torch.manual_seed(5)
+    cfg = HSTUConfig(dim=12, num_layers=3, num_heads=2, head_dim=6, max_length=LENGTH, **changes)
+    model = HSTU(cfg).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def full(model, x, time, query_time):
+    info = SequenceInfo(
+        offsets=torch.tensor([0, len(x)]), max_length=len(x), position_T=torch.arange(len(x)),
+        token_key_T=torch.zeros(len(x), dtype=torch.int64), time_T=time, query_time_T=query_time,
+    )  # fmt: skip
+    return model(x, info)
+
+
+def draw_users(seed, lengths):
+    generator = torch.Generator().manual_seed(seed)
+    users = []
+    for length in lengths:
+        x = torch.randn(length, 12, generator=generator)
+        time = torch.rand(length + 1, generator=generator, dtype=torch.float64).mul(1e6).cumsum(0)
+        users.append((x, time[:-1], time[1:]))
+    return users
+
+
+def segment(user, prefix, end, candidates=0, candidate_time_s=0.0):
+    _, time, query_time = user
+    return Segment(
+        prefix_length=prefix, num_history=end - prefix, num_candidates=candidates, time_K=time[:end],
+        query_time_S=query_time[prefix:end], candidate_time_s=candidate_time_s,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("position_bias", [True, False])
+@pytest.mark.parametrize("time_bias", [True, False])
+def test_extending_step_by_step_equals_full_inference(position_bias, time_bias):
+    model = make_model(position_bias=position_bias, time_bias=time_bias)
+    users = draw_users(1, [1, 7, 23, LENGTH])
+    cuts = [[0, 1], [0, 3, 7], [0, 5, 6, 23], [0, 1, 39, 40]]
+    stored = [[] for _ in users]
+    states = [[] for _ in users]
+    for step in range(3):
+        active = [b for b in range(len(users)) if step + 1 < len(cuts[b])]
+        segments = [segment(users[b], cuts[b][step], cuts[b][step + 1]) for b in active]
+        x = torch.cat([users[b][0][s.prefix_length : s.length] for b, s in zip(active, segments, strict=True)])
+
+        def prefix(layer, sequence, active=active):
+            parts = [kv[layer] for kv in stored[active[sequence]]]
+            if not parts:
+                return no_prefix(model)(layer, sequence)
+            return tuple(torch.cat([p[i] for p in parts]).transpose(0, 1) for i in range(2))
+
+        state, made = cached_forward(model, x, segments, prefix)
+        bounds = list(itertools.accumulate([s.num_tokens for s in segments], initial=0))
+        for b, (first, end) in zip(active, itertools.pairwise(bounds), strict=True):
+            states[b].append(state[first:end])
+            stored[b].append([(k[first:end], v[first:end]) for k, v in made])
+    worst = max(
+        (torch.cat(parts) - full(model, *user)).abs().max().item() for user, parts in zip(users, states, strict=True)
+    )
+    assert worst <= 1e-5
+
+
+def test_each_candidate_equals_a_full_pass_that_ends_with_it():
+    model = make_model(position_bias=True, time_bias=True)
+    (user,) = draw_users(2, [20])
+    candidates = torch.randn(5, 12)
+    x = torch.cat([user[0], candidates])
+    now_s = float(user[2][-1]) + 12345.0
+    state, _ = cached_forward(model, x, [segment(user, 0, 20, candidates=5, candidate_time_s=now_s)], no_prefix(model))
+    now = torch.tensor([now_s], dtype=torch.float64)
+    for c in range(5):
+        whole = full(
+            model, torch.cat([user[0], candidates[c : c + 1]]), torch.cat([user[1], now]), torch.cat([user[2], now])
+        )
+        torch.testing.assert_close(state[20 + c], whole[-1], rtol=0, atol=1e-5)
+
+
+def test_the_time_bias_of_the_last_event_depends_on_the_request():
+    """The reason why the last event is recomputed with each request: its query time is not known before."""
+    model = make_model(time_bias=True)
+    (user,) = draw_users(3, [6])
+    late = (user[0], user[1], torch.cat([user[2][:-1], user[2][-1:] + 1e7]))
+    before = cached_forward(model, user[0], [segment(user, 0, 6)], no_prefix(model))[0]
+    after = cached_forward(model, late[0], [segment(late, 0, 6)], no_prefix(model))[0]
+    assert torch.equal(before[:5], after[:5])
+    assert not torch.allclose(before[5], after[5])

@@ -1,0 +1,73 @@
+"""Attention against a stored prefix."""
+
+import pytest
+import torch
+
+from nestrec.ops.cached_attention import BLOCK_ROWS, cached_attention, cached_attention_reference
+from nestrec.ops.hstu_attention import hstu_attention_reference
+
+
+def random_case(seed, prefix, history, candidates):
+    heads, dim = 2, 4
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    new = [draw(heads, history + candidates, dim) for _ in range(3)]
+    old = (draw(heads, prefix, dim), draw(heads, prefix, dim))
+    history_bias, candidate_bias = draw(history, prefix + history), draw(prefix + history + 1)
+    return new, old, history_bias, candidate_bias
+
+
+SHAPES = [
+    (0, 1, 0),
+    (0, 5, 3),
+    (4, 0, 3),
+    (4, 1, 0),
+    (7, 3, 2),
+    (1, 300, 300),
+    (300, BLOCK_ROWS, BLOCK_ROWS + 1),
+    (3, 0, 1),
+]
+
+
+@pytest.mark.parametrize(("prefix", "history", "candidates"), SHAPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_cached_attention_equals_its_definition(prefix, history, candidates, has_bias):
+    new, old, history_bias, candidate_bias = random_case(1, prefix, history, candidates)
+    bias = torch.zeros(history + candidates, prefix + history + candidates, dtype=torch.float64)
+    bias[:history, : prefix + history] = history_bias
+    bias[history:, : prefix + history] = candidate_bias[:-1]
+    bias.diagonal(prefix)[history:] = candidate_bias[-1]
+    expected = cached_attention_reference(
+        *new, old, num_candidates=candidates, normaliser=7.0, bias_NK=bias if has_bias else None
+    )
+    rows = (lambda first, end: history_bias[first:end, : prefix + end]) if has_bias else None
+    found = cached_attention(
+        *new, old, num_candidates=candidates, normaliser=7.0, history_bias=rows,
+        candidate_bias_K=candidate_bias if has_bias else None,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_history_after_a_prefix_equals_one_causal_pass():
+    new, old, _, _ = random_case(2, prefix=6, history=5, candidates=0)
+    q = torch.cat([torch.randn(2, 6, 4, dtype=torch.float64), new[0]], dim=1)
+    k, v = (torch.cat([a, b], dim=1) for a, b in zip(old, new[1:], strict=True))
+    whole = hstu_attention_reference(
+        *(t.transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 11]), normaliser=3.0
+    ).transpose(0, 1)
+    found = cached_attention(*new, old, num_candidates=0, normaliser=3.0)
+    torch.testing.assert_close(found, whole[:, 6:], rtol=1e-12, atol=1e-12)
+
+
+def test_a_candidate_does_not_see_the_others():
+    new, old, history_bias, candidate_bias = random_case(3, prefix=4, history=2, candidates=3)
+    arguments = {
+        "num_candidates": 3, "normaliser": 2.0, "candidate_bias_K": candidate_bias,
+        "history_bias": lambda first, end: history_bias[first:end, : 4 + end],
+    }  # fmt: skip
+    before = cached_attention(*new, old, **arguments)
+    for tensor in new:
+        tensor[:, 3] += 1.0
+    after = cached_attention(*new, old, **arguments)
+    assert torch.equal(before[:, [0, 1, 2, 4]], after[:, [0, 1, 2, 4]])
+    assert not torch.equal(before[:, 3], after[:, 3])
