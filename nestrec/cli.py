@@ -114,6 +114,19 @@ def prepare(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+) -> None:
+    """Write a run as a servable folder: safetensors and JSON with digests, nothing executable."""
+    from nestrec.serving.export import export_run
+
+    manifest = export_run(run, output, best=not last)
+    typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")]) -> None:
     """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""
     from nestrec.report import write_report

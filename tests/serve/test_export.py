@@ -1,0 +1,134 @@
+"""An exported model scores as `nestrec eval` does, and a changed folder is refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.data.ranking import held_out_windows
+from nestrec.data.retrieval import RetrievalQueries
+from nestrec.serving.export import export_run
+from nestrec.serving.forms import make_form
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.page_pool import PagePool
+from nestrec.serving.runner import Part, Runner
+from nestrec.serving.servable import Servable
+
+
+def make_runner(folder):
+    form = make_form(Servable.load(folder), slide_events=1)
+    dtype = form.encoder.position.dtype
+    pool = PagePool(form.encoder.cfg, num_pages=1, page_tokens=1, device=torch.device("cpu"), dtype=dtype)
+    return Runner(form, pool)
+
+
+def full_scores(runner, histories, candidates):
+    parts = []
+    for history, asked in zip(histories, candidates, strict=True):
+        tokens = runner.form.tokens(history, asked.now_ms)
+        parts.append(Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
+    return runner.run(parts)
+
+
+def test_exported_retrieval_ranks_the_catalogue_as_eval_does(retrieval):
+    evaluation = retrieval.trainer.evaluate("test")
+    dataset, task = retrieval.trainer.session.dataset, retrieval.trainer.session.task
+    runner = make_runner(retrieval.folder)
+    queries = RetrievalQueries(dataset, task._split, task.cfg.history, "test", use_times=False)
+    assert np.array_equal(evaluation.details["users"], queries.users)
+    items, offsets = dataset.rows(queries.users).lists["item_ids"]
+    times = dataset.rows(queries.users).lists["timestamps_ms"][0]
+    histories, asked, targets = [], [], []
+    for b in range(len(queries.users)):
+        target = int(offsets[b]) + int(queries._target_at[queries.users[b]])
+        past = slice(int(offsets[b]), target)
+        histories.append(
+            History(items=items[past], times_ms=times[past], actions=np.zeros(past.stop - past.start, np.int64))
+        )
+        asked.append(Candidates(items=np.arange(1, dataset.num_items + 1), now_ms=int(times[target])))
+        targets.append(int(items[target]))
+    expected = evaluation.details["rank/model"]
+    k = max(task.cfg.evaluation.ks)
+    for b, scores in enumerate(full_scores(runner, histories, asked)):
+        values = scores[:, 0].numpy().copy()
+        values[histories[b].items[-runner.form.max_events :] - 1] = -np.inf
+        order = np.lexsort((np.arange(len(values)), -values))
+        rank = int(np.flatnonzero(order == targets[b] - 1)[0]) + 1
+        assert (rank if rank <= k else 0) == expected[b]
+
+
+def test_exported_ranking_gives_the_logits_of_eval(ranking):
+    evaluation = ranking.trainer.evaluate("test")
+    dataset, task = ranking.trainer.session.dataset, ranking.trainer.session.task
+    runner = make_runner(ranking.folder)
+    windows = held_out_windows(task._split, "test", task.cfg.inputs.max_events)
+    assert len(windows) > 50
+    histories, asked, expected = [], [], []
+    place = 0
+    for user, first, end, scored_from in windows.tolist():
+        rows = dataset.rows(np.array([user]))
+        lists = {name: values for name, (values, _) in rows.lists.items()}
+        for event in range(scored_from, end):
+            past = slice(first, event)
+            actions = lists["actions"][past].astype(np.int64)
+            histories.append(
+                History(items=lists["item_ids"][past], times_ms=lists["timestamps_ms"][past], actions=actions)
+            )
+            asked.append(
+                Candidates(items=lists["item_ids"][event : event + 1], now_ms=int(lists["timestamps_ms"][event]))
+            )
+            expected.append(evaluation.details["logit"][place])
+            place += 1
+    assert place == len(evaluation.details["logit"])
+    found = torch.cat(full_scores(runner, histories, asked)).numpy()
+    assert np.abs(found - np.array(expected)).max() <= 1e-5
+
+
+def test_unknown_items_get_the_vector_that_evaluation_uses(retrieval):
+    servable = Servable.load(retrieval.folder)
+    assert servable.ids_of(["no such item", servable.item_keys[4], int(servable.item_keys[7])]).tolist() == [0, 5, 8]
+    seen = retrieval.trainer.session.engine.lookup_readonly({"history": np.array([0])})["history"]
+    assert torch.equal(servable.tables["items"][:1], seen)
+
+
+def test_an_export_holds_no_code(ranking):
+    names = {path.name for path in ranking.folder.iterdir()}
+    assert names
+    assert all(name.endswith((".json", ".safetensors")) for name in names)
+
+
+def test_every_changed_folder_is_refused(retrieval, tmp_path):
+    rng = random.Random(1)
+    files = sorted(retrieval.folder.iterdir())
+    for number in range(60):
+        copy = tmp_path / str(number)
+        copy.mkdir()
+        for file in files:
+            (copy / file.name).write_bytes(file.read_bytes())
+        victim = copy / rng.choice(files).name
+        content = bytearray(victim.read_bytes())
+        damage = rng.choice(["flip", "cut", "remove", "add"])
+        if damage == "flip":
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            victim.write_bytes(content)
+        elif damage == "cut":
+            victim.write_bytes(content[: rng.randrange(len(content))])
+        elif damage == "remove":
+            victim.unlink()
+        else:
+            (copy / "extra.py").write_text("print()")
+        if damage == "flip" and victim.name == "manifest.json":
+            try:  # a changed blank leaves the manifest what it was
+                assert Servable.load(copy).version == Servable.load(retrieval.folder).version
+            except DamagedError:
+                pass
+        else:
+            with pytest.raises(DamagedError):
+                Servable.load(copy)
+
+
+def test_an_export_never_overwrites(retrieval, tmp_path):
+    with pytest.raises(UserError, match="exists already"):
+        export_run(retrieval.run, retrieval.folder)
