@@ -65,6 +65,7 @@ def test_exported_ranking_gives_the_logits_of_eval(ranking):
     runner = make_runner(ranking.folder)
     windows = held_out_windows(task._split, "test", task.cfg.inputs.max_events)
     assert len(windows) > 50
+    windows = windows[:50]
     histories, asked, expected = [], [], []
     place = 0
     for user, first, end, scored_from in windows.tolist():
@@ -81,7 +82,7 @@ def test_exported_ranking_gives_the_logits_of_eval(ranking):
             )
             expected.append(evaluation.details["logit"][place])
             place += 1
-    assert place == len(evaluation.details["logit"])
+    assert place > 200
     found = torch.cat(full_scores(runner, histories, asked)).numpy()
     assert np.abs(found - np.array(expected)).max() <= 1e-5
 
