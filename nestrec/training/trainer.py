@@ -37,11 +37,11 @@ class Trainer:
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
         self.tracer = Tracer(rank=topology.rank)
-        self._balancing = Balancing(
+        self.balancing = Balancing(
             cfg.balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
         )
         self.batches = Batches(
-            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self._balancing.dealer
+            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer
         )
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
         self.schedule = SCHEDULES[cfg.training.schedule](self.session.engine, compute, self.session.dense, self.tracer)
@@ -86,13 +86,13 @@ class Trainer:
             self.state = found
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
-        self.state = replace(self.state, cost_changes=self._balancing.resume(self.state.cost_changes, self.state.step))
+        self.state = replace(self.state, cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step))
         self._listener.started(self._total_steps(), self.state.step)
         self._start_watching()
 
     def _after_step(self, batch: Batch) -> None:
         """What may follow a step: an evaluation, a report, a save, an end."""
-        self._balancing.watch(batch)
+        self.balancing.watch(batch)
         ended_epoch = self.state.position.epoch > batch.position.epoch
         every = self.cfg.training.evaluate_every_epochs
         evaluates = ended_epoch and every > 0 and self.state.position.epoch % every == 0
@@ -125,18 +125,18 @@ class Trainer:
     def _report(self) -> None:
         epoch, loss, spans = self.state.position.epoch, self._meter.loss, self.tracer.take()
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
-        values |= self._balancing.report(spans, self.state.step)
+        values |= self.balancing.report(spans, self.state.step)
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
 
-        change = self._balancing.decide(self.state.step, self.state.position, self.batches.order.after)
+        change = self.balancing.decide(self.state.step, self.state.position, self.batches.order.after)
         if change is not None:
             self.state = replace(self.state, cost_changes=(*self.state.cost_changes, change))
             self.folder.record("event", step=self.state.step, text=f"cost of a sample fitted: {to_plain(change)}")
 
     def _start_watching(self) -> None:
         self._meter.start()
-        self._balancing.start()
+        self.balancing.start()
 
     def _rates(self) -> Rates:
         cfg = self.cfg.optimizer

@@ -126,6 +126,8 @@ def test_measuring_the_best_epoch_forgets_rows_made_later(tiny_data: Path, tmp_p
     assert later.session.engine.digest("items") == early
     again = later.session.task.evaluate(later.session.engine, "test")
     assert np.array_equal(again.details["rank/model"], at_start.details["rank/model"])
+    later.measure("test", best=False)
+    assert later.state.step == 6
 
 
 def test_a_non_finite_loss_names_its_step_and_leaves_the_last_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
