@@ -3,7 +3,6 @@
 Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
 """
 
-import difflib
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,9 +10,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from nestrec.base import exit_codes
-from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_you_mean
+from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
+from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.bench.app import app as bench_app
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
     help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and "
     "takes a few minutes on two cores.",
@@ -21,9 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(bench_app, name="bench")
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=PASSED_ON)
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name (see `nestrec recipes`), or a config.json of a run.")],
@@ -38,7 +39,7 @@ def train(
     from nestrec.base.config import with_overrides
     from nestrec.console import train_run
 
-    cfg = with_overrides(_recipe(recipe), _overrides(context.args, ("output",)))
+    cfg = with_overrides(_recipe(recipe), parse_overrides(context.args, ("output",)))
     train_run(cfg, output or Path("runs") / cfg.name)
 
 
@@ -82,7 +83,7 @@ def evaluate(
     evaluate_run(run, "test" if part == "test" else "valid", best=not last)
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=PASSED_ON)
 def prepare(
     context: typer.Context,
     format: Annotated[
@@ -106,7 +107,7 @@ def prepare(
     from nestrec.data.prepare import prepare as prepare_dataset
     from nestrec.report import progress_for
 
-    overrides = _overrides(context.args, ("force",)) | ({"force": "true"} if force else {})
+    overrides = parse_overrides(context.args, ("force",)) | ({"force": "true"} if force else {})
     options = with_overrides(PrepareOptions(), overrides)
     with progress_for(f"prepare {output}") as progress:
         card = prepare_dataset(format, input, output, options=options, progress=progress)
@@ -173,27 +174,6 @@ def _recipe(name: str):  # type: ignore[no-untyped-def]
     from nestrec.training.recipes import recipe
 
     return recipe(name)
-
-
-def _overrides(arguments: list[str], options: tuple[str, ...]) -> dict[str, str]:
-    """`--a.b 3` and `--a.b=3` as {"a.b": "3"}."""
-    found: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        name, has_value, value = rest.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise UserError(
-                "does not belong to an option", field="argument", value=name, remedy="write --dotted.name value"
-            )
-        if not has_value:
-            if not rest:
-                remedy = did_you_mean(name.removeprefix("--"), options)
-                raise UserError("needs a value", field=name, value="", remedy=f"write {name} VALUE; or {remedy}")
-            value = rest.pop(0)
-        found[name.removeprefix("--")] = value
-        if (close := difflib.get_close_matches(name.removeprefix("--"), options, n=1)) and "." not in name:
-            raise UserError("no such option", field=name, value=value, remedy=f"did you mean --{close[0]}?")
-    return found
 
 
 if __name__ == "__main__":

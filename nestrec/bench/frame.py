@@ -37,26 +37,39 @@ def cpu_name() -> str:
 
 
 def make_frame(
-    *, bench: str, command: str, rows: Sequence[Mapping[str, Any]], emulated: bool = False
+    *,
+    bench: str,
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    emulated: bool = False,
+    measured_on: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of a result file. `emulated` says that some device or link was not real."""
+    """The content of a result file.
+
+    emulated: some device or link was not real. measured_on: the machine, where it is not this one.
+    """
     return {
         "bench": bench,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
+        "hardware": dict(measured_on) if measured_on is not None else hardware(),
         "emulated": emulated,
         "rows": [dict(row) for row in rows],
     }
 
 
-def write_frame(
-    path: Path, *, bench: str, command: str, rows: Sequence[Mapping[str, Any]], emulated: bool = False
-) -> dict[str, Any]:
-    """Write a result file and return its content; the file appears whole."""
-    frame = make_frame(bench=bench, command=command, rows=rows, emulated=emulated)
+def save_frame(path: Path, frame: Mapping[str, Any]) -> None:
+    """Write a result file; it appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     temporary.write_text(json.dumps(frame, indent=2) + "\n")
     temporary.replace(path)
+
+
+def write_frame(
+    path: Path, *, bench: str, command: str, rows: Sequence[Mapping[str, Any]], emulated: bool = False
+) -> dict[str, Any]:
+    """Write a result file of this machine and return its content."""
+    frame = make_frame(bench=bench, command=command, rows=rows, emulated=emulated)
+    save_frame(path, frame)
     return frame

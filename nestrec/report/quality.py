@@ -30,8 +30,9 @@ Row = dict[str, Any]
 def quality_rows(runs: Sequence[Path]) -> list[Row]:
     """One row for each recipe, in the order of the runs; runs of one recipe are its seeds.
 
-    Fields: recipe, dataset, model, device, seeds, users; for each metric `m` its mean `m`, `m_interval`, `m_of_seeds`,
-    `m_seed_sd`; and `baselines` of system to metric to mean.
+    Fields: recipe, dataset, model, device, seeds, users; of each seed the `epochs` made and the `best_epochs` that were
+    tested; for each metric `m` its mean `m`, `m_interval`, `m_of_seeds`, `m_seed_sd`; and `baselines` of system to
+    metric to mean.
     """
     return [_quality_row(group) for group in _by_recipe(runs).values()]
 
@@ -52,7 +53,8 @@ def comparison_rows(runs: Sequence[Path], pairs: Sequence[tuple[str, str]]) -> l
 def _quality_row(group: list[Ranks]) -> Row:
     one, metrics = group[0], _metrics_of(group)
     row: Row = {"recipe": one.recipe, "dataset": one.dataset, "model": one.model, "device": one.device,
-                "seeds": [run.seed for run in group], "users": len(one.users)}  # fmt: skip
+                "seeds": [run.seed for run in group], "users": len(one.users),
+                "epochs": [run.epochs for run in group], "best_epochs": [run.best_epoch for run in group]}  # fmt: skip
     for metric, interval in bootstrap({name: _seed_average(group, name) for name in metrics}).items():
         of_seeds = [float(_values(run, "model", metric).mean()) for run in group]
         row[metric], row[f"{metric}_interval"] = interval.mean, [interval.low, interval.high]

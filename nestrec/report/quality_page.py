@@ -3,29 +3,52 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nestrec.base.errors import UserError
 from nestrec.report.quality import METRICS
 
 Row = Mapping[str, Any]
 
 
-def quality_markdown(frame: Mapping[str, Any], comparisons: Sequence[Row] = ()) -> str:
-    """The text of docs/results/quality.md, from the frame of docs/results/quality.json."""
+FIRST, LAST = "<!-- tables -->", "<!-- end of tables -->"
+"""The lines between which the tables of a page stand; what people write around them is kept."""
+
+
+def quality_page(frame: Mapping[str, Any], page: str | None = None) -> str:
+    """The text of docs/results/quality.md, from the frame of docs/results/quality.json.
+
+    page: the page as it is, whose tables are replaced; none makes a new one.
+    """
+    before, after = ("# Quality\n\n", "\n") if page is None else _around_tables(page)
+    return f"{before}{FIRST}\n{quality_tables(frame)}\n{LAST}{after}"
+
+
+def quality_tables(frame: Mapping[str, Any]) -> str:
+    """Rows, baselines and comparisons as Markdown tables."""
     rows, metrics = frame["rows"], _metrics(frame["rows"])
-    heads = ["recipe", "dataset", "model", "seeds", "users", "trained on", *metrics]
+    heads = ["recipe", "dataset", "model", "seeds", "best epoch / epochs", "users", "trained on", *metrics]
     paragraphs = [
-        "# Quality",
         f"Written on {frame['date']} by `{frame['command']}`. Values are means over users of each user's average over "
         "seeds; brackets are 95% bootstrap intervals over users, ± is the standard deviation between seeds.",
         _table(heads, [_row(row, metrics) for row in rows]),
     ]
     if any(row.get("baselines") for row in rows):
-        paragraphs += ["## Baselines", _table(["dataset", "system", *metrics], _baselines(rows))]
+        paragraphs += ["### Baselines", _table(["dataset", "system", *metrics], _baselines(rows))]
+    comparisons = frame.get("comparisons", ())
     if comparisons:
         names = [name for name in METRICS if any(f"{name}_difference" in row for row in comparisons)]
         heads = ["recipe", "against", "dataset", "seeds", "users", *names]
-        paragraphs += ["## Paired differences", "First minus second, paired over users.",
+        paragraphs += ["### Paired differences", "First minus second, paired over users.",
                        _table(heads, [_difference(row, names) for row in comparisons])]  # fmt: skip
-    return "\n\n".join(paragraphs) + "\n"
+    return "\n\n".join(paragraphs)
+
+
+def _around_tables(page: str) -> tuple[str, str]:
+    before, first, rest = page.partition(FIRST)
+    _, last, after = rest.partition(LAST)
+    if not (first and last):
+        remedy = f"add the lines {FIRST} and {LAST}, or name a page that does not exist yet"
+        raise UserError("has no place for the tables", field="page", value=before[:40], remedy=remedy)
+    return before, after
 
 
 def _metrics(rows: Sequence[Row]) -> list[str]:
@@ -33,8 +56,8 @@ def _metrics(rows: Sequence[Row]) -> list[str]:
 
 
 def _row(row: Row, metrics: Sequence[str]) -> list[str]:
-    about = [row["recipe"], row["dataset"], row["model"], _seeds(row["seeds"]), f"{row['users']:,}", row["device"]]
-    return [*about, *(_value(row, name) for name in metrics)]
+    about = [row["recipe"], row["dataset"], row["model"], _seeds(row["seeds"]), _epochs(row), f"{row['users']:,}"]
+    return [*about, row["device"], *(_value(row, name) for name in metrics)]
 
 
 def _value(row: Row, name: str) -> str:
@@ -65,6 +88,11 @@ def _difference(row: Row, metrics: Sequence[str]) -> list[str]:
         known = f"{name}_difference" in row
         cells.append(f"{row[f'{name}_difference']:+.4f} [{low:+.4f}, {high:+.4f}]" if known else "-")
     return [*about, *cells]
+
+
+def _epochs(row: Row) -> str:
+    pairs = zip(row["best_epochs"], row["epochs"], strict=True)
+    return ", ".join("-" if best is None else f"{best} / {made}" for best, made in pairs)
 
 
 def _seeds(seeds: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DamagedError, UserError
+from nestrec.report.run_folder import load_run
 
 RANKS_FILE = Path("eval") / "test.npz"
 _PREFIX = "rank/"
@@ -38,6 +39,10 @@ class Ranks:
     """Sorted."""
     ranks: Mapping[str, NDArray[np.int64]]
     """Of each system and user: 1-based rank of the target, 0 beyond `max_k`."""
+    epochs: int | None
+    """Epochs after which the run was validated; unknown where its records are gone."""
+    best_epoch: int | None
+    """The epoch whose weights were tested."""
 
 
 def load_ranks(run: Path) -> Ranks:
@@ -45,6 +50,7 @@ def load_ranks(run: Path) -> Ranks:
     config, card, versions = (_load_json(run / name) for name in ("config.json", "card.json", "versions.json"))
     arrays = _load_arrays(run)
     order = np.argsort(arrays["users"], kind="stable")
+    epochs, best_epoch = _epochs(run)
     try:
         return Ranks(
             folder=run,
@@ -56,6 +62,8 @@ def load_ranks(run: Path) -> Ranks:
             max_k=max(config["task"]["evaluation"]["ks"]),
             users=arrays["users"][order],
             ranks={name.removeprefix(_PREFIX): arrays[name][order] for name in arrays if name.startswith(_PREFIX)},
+            epochs=epochs,
+            best_epoch=best_epoch,
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         problem = f"is not a run of next-item retrieval: {error!r}"
@@ -77,6 +85,14 @@ def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     if any(array.shape != arrays["users"].shape for name, array in arrays.items() if name.startswith(_PREFIX)):
         raise _damaged(path, "does not hold one rank for each user")
     return arrays
+
+
+def _epochs(run: Path) -> tuple[int | None, int | None]:
+    """Number of validated epochs, and the one at whose step the test was made."""
+    epoch_at = {record["step"]: record.get("epoch") for record in load_run(run).part("valid")}
+    result = run / RANKS_FILE.with_suffix(".json")
+    tested_step = _load_json(result).get("step") if result.is_file() else None
+    return max((e for e in epoch_at.values() if e is not None), default=None), epoch_at.get(tested_step)
 
 
 def _load_json(path: Path) -> dict[str, Any]:

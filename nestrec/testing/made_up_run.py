@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from nestrec.trace import Span, save_spans
 
 STEPS_AN_EPOCH = 40
 HEADLINE = "ndcg@10"
+USERS = (30, 10, 20, 40)
+"""Of a made-up test, not in order."""
 
 
 def write_run(folder: Path, *, num_epochs: int = 12, with_test: bool = True, with_trace: bool = True) -> Path:
@@ -25,6 +28,28 @@ def write_run(folder: Path, *, num_epochs: int = 12, with_test: bool = True, wit
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if with_trace:
         save_spans(folder / "trace.jsonl", make_spans())
+    return folder
+
+
+def write_ranks(
+    folder: Path,
+    recipe: str,
+    seed: int,
+    ranks: Sequence[int],
+    *,
+    users: Sequence[int] = USERS,
+    ks: tuple[int, ...] = (10, 50),
+) -> Path:
+    """A tested run whose model put the target of `users[i]` at `ranks[i]`; popularity finds the first user's only."""
+    (folder / "eval").mkdir(parents=True)
+    config: dict[str, Any] = make_config(recipe, seed)
+    config["task"]["evaluation"]["ks"] = list(ks)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "versions.json").write_text(json.dumps(make_versions()))
+    (folder / "card.json").write_text('{"name": "four users"}')
+    popularity = np.where(np.arange(len(users)) == 0, 1, 0)
+    arrays = {"users": np.array(users), "rank/model": np.array(ranks), "rank/popularity": popularity}
+    np.savez(folder / "eval" / "test.npz", **arrays)  # type: ignore[arg-type]
     return folder
 
 

@@ -1,33 +1,13 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.report.quality import comparison_rows, quality_rows
-from nestrec.report.quality_page import quality_markdown
-from nestrec.testing.made_up_run import make_config, make_versions
-
-USERS = [30, 10, 20, 40]
-
-
-def write_ranks(
-    folder: Path, recipe: str, seed: int, ranks: list[int], *, users: list[int] = USERS, ks: tuple[int, ...] = (10, 50)
-) -> Path:
-    """A run whose model put the target of `users[i]` at `ranks[i]`; popularity finds the first user's only."""
-    (folder / "eval").mkdir(parents=True)
-    config: dict[str, Any] = make_config(recipe, seed)
-    config["task"]["evaluation"]["ks"] = list(ks)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "versions.json").write_text(json.dumps(make_versions()))
-    (folder / "card.json").write_text('{"name": "four users"}')
-    popularity = np.where(np.arange(len(users)) == 0, 1, 0)
-    arrays = {"users": np.array(users), "rank/model": np.array(ranks), "rank/popularity": popularity}
-    np.savez(folder / "eval" / "test.npz", **arrays)  # type: ignore[arg-type]
-    return folder
+from nestrec.report.quality_page import quality_page
+from nestrec.testing.made_up_run import USERS, make_evaluation, write_ranks
 
 
 def test_rows_equal_a_computation_by_hand(tmp_path: Path) -> None:
@@ -115,10 +95,31 @@ def test_the_page_names_its_source_and_shows_intervals_and_spread(tmp_path: Path
         for seed in (1, 2)
     ]
     rows = quality_rows(runs)
-    frame = {"command": "nestrec bench quality", "date": "2026-05-04", "rows": rows}
-    text = quality_markdown(frame, comparison_rows(runs, [("hstu", "sasrec")]))
+    compared = comparison_rows(runs, [("hstu", "sasrec")])
+    frame = {"command": "nestrec bench quality", "date": "2026-05-04", "rows": rows, "comparisons": compared}
+    text = quality_page(frame)
     low, high = rows[0]["ndcg@10_interval"]
     assert f"{rows[0]['ndcg@10']:.4f} [{low:.4f}, {high:.4f}] ± {rows[0]['ndcg@10_seed_sd']:.4f}" in text
     assert "`nestrec bench quality`" in text
     assert "+0.0000 [+0.0000, +0.0000]" in text
     assert text.count("popularity") == 1
+
+
+def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path: Path) -> None:
+    rows = quality_rows([write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])])
+    frame = {"command": "first", "date": "2026-05-04", "rows": rows}
+    page = quality_page(frame)
+    written = page.replace("# Quality\n", "# Ours\n\nMind the gap.\n") + "\n## After\n"
+    again = quality_page(frame | {"command": "second"}, written)
+    assert again == written.replace("`first`", "`second`")
+    with pytest.raises(UserError, match="no place for the tables"):
+        quality_page(frame, "# Ours\n")
+
+
+def test_rows_tell_which_epoch_was_tested(tmp_path: Path) -> None:
+    run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
+    records = [make_evaluation(step=10 * epoch, epoch=epoch, part="valid") for epoch in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "eval" / "test.json").write_text('{"step": 20, "part": "test"}')
+    (row,) = quality_rows([run, write_ranks(tmp_path / "b", "hstu", 2, [1, 2, 0, 0])])
+    assert (row["best_epochs"], row["epochs"]) == ([2, None], [3, None])

@@ -1,0 +1,110 @@
+"""`nestrec bench NAME`: one small command a benchmark. Each prints a table and, with `--json`, writes a result file.
+
+Heavy imports stand inside the commands, so that help answers at once.
+"""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nestrec.base.overrides import PASSED_ON, parse_overrides
+
+app = typer.Typer(help="Measure, and write result files that anyone can repeat.", no_args_is_help=True)
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")]
+
+
+@app.command()
+def quality(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Tested runs, or a folder of them.")],
+    pair: Annotated[list[str] | None, typer.Option(help="RECIPE:OTHER, compared user by user; repeatable.")] = None,
+    json: JsonFile = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown page whose tables are written anew.")] = None,
+) -> None:
+    """Mean of seeds with intervals over users, baselines, and paired differences, from runs of `nestrec train`."""
+    from nestrec.bench.frame import save_frame
+    from nestrec.bench.quality import quality_frame, short_rows, write_page
+
+    frame = quality_frame(runs, pair or [], command=_command())
+    _show("quality, mean of seeds [95% interval over users]", short_rows(frame["rows"]))
+    _show("paired differences", short_rows(frame["comparisons"], "_difference"))
+    if json is not None:
+        save_frame(json, frame)
+    if page is not None:
+        write_page(page, frame)
+
+
+@app.command()
+def balance(
+    *,
+    lengths: Annotated[str | None, typer.Option(help="Preset, dataset or file; none: all published settings.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks, where lengths are given.")] = 16,
+    batch: Annotated[int, typer.Option(help="Samples a rank, where lengths are given.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Global batches to average over.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of lengths, order and noise.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Every balance policy on the same global batches, beside what the papers print."""
+    from nestrec.bench import balance as bench
+
+    if lengths is None:
+        rows = bench.run_settings(seed=seed, rounds=rounds)
+    else:
+        rows = bench.run(lengths, ranks, batch, seed=seed, rounds=rounds)
+    bench.show(rows)
+    _save("balance", rows, json)
+
+
+@app.command()
+def prepare(
+    events: Annotated[list[int] | None, typer.Option(help="Events of the log; repeatable. [default: 10000000]")] = None,
+    items: Annotated[int, typer.Option(help="Items of the log.")] = 50_000,
+    json: JsonFile = None,
+) -> None:
+    """`nestrec prepare` on a synthetic log: events a second and peak memory of a fresh process."""
+    from nestrec.bench.prepare import measure_prepare
+
+    _finish("prepare", measure_prepare(events or [10_000_000], num_items=items), json)
+
+
+@app.command(context_settings=PASSED_ON)
+def stores(context: typer.Context, json: JsonFile = None) -> None:
+    """Gather and scatter of rows in each store, beside index_select.
+
+    The fields of StoresBench are options: [bold]--num_rows 100000 --num_keys 10000 --disk_rows 10000[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.stores import StoresBench, measure_stores
+
+    bench = with_overrides(StoresBench(), parse_overrides(context.args, ("json",)))
+    _finish("stores", measure_stores(bench), json)
+
+
+def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
+    """Print the rows as a table and, where asked, write them."""
+    _show(bench, rows)
+    _save(bench, rows, json, emulated=emulated)
+
+
+def _show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+
+    from nestrec.report import bench_table
+
+    if rows:
+        Console().print(bench_table(rows, title=title))
+
+
+def _save(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
+    from nestrec.bench.frame import write_frame
+
+    if json is not None:
+        write_frame(json, bench=bench, command=_command(), rows=rows, emulated=emulated)
+
+
+def _command() -> str:
+    """What was typed."""
+    return shlex.join(["nestrec", *sys.argv[1:]])
