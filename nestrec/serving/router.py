@@ -64,9 +64,9 @@ def slot_for(ring: Ring, place: int, loads: Sequence[int], is_alive: Sequence[bo
 class Router:
     """Routes of users over time, under one lock of the caller."""
 
-    def __init__(self, num_slots: int, keyed: KeyedHash, clock: Clock, *, bound: float = 1.25, sticky_s: float = 2.0):
-        self._keyed, self._clock, self._bound, self._sticky_s = keyed, clock, bound, sticky_s
-        self._ring = Ring.make(num_slots, keyed)
+    def __init__(self, ring: Ring, keyed: KeyedHash, clock: Clock, *, bound: float = 1.25, sticky_s: float = 2.0):
+        self._ring, self._keyed, self._clock, self._bound, self._sticky_s = ring, keyed, clock, bound, sticky_s
+        num_slots = max(ring.slots) + 1
         self.loads = [0] * num_slots
         self.is_alive = [True] * num_slots
         self._chosen: OrderedDict[bytes, tuple[int, float]] = OrderedDict()

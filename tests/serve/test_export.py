@@ -1,5 +1,6 @@
 """An exported model scores as `nestrec eval` does, and a changed folder is refused."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -121,10 +122,8 @@ def test_every_changed_folder_is_refused(retrieval, tmp_path):
         else:
             (copy / "extra.py").write_text("print()")
         if damage == "flip" and victim.name == "manifest.json":
-            try:  # a changed blank leaves the manifest what it was
+            with contextlib.suppress(DamagedError):  # a changed blank leaves the manifest what it was
                 assert Servable.load(copy).version == Servable.load(retrieval.folder).version
-            except DamagedError:
-                pass
         else:
             with pytest.raises(DamagedError):
                 Servable.load(copy)

@@ -1,0 +1,77 @@
+"""Routing: affinity, bounded loads, and who moves when an instance dies."""
+
+import math
+import random
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.router import Ring, Router, slot_for
+
+KEYED = KeyedHash(b"secret")
+
+
+def home(ring, user, alive):
+    return slot_for(ring, KEYED.number("user", user), [0] * len(alive), alive, 10.0).slot
+
+
+def test_only_the_lost_slots_users_move_and_they_return():
+    ring = Ring.make(5, KEYED)
+    users = [f"user {i}" for i in range(2_000)]
+    before = {user: home(ring, user, [True] * 5) for user in users}
+    after = {user: home(ring, user, [True, True, False, True, True]) for user in users}
+    assert all(after[user] == before[user] for user in users if before[user] != 2)
+    assert len({after[user] for user in users if before[user] == 2}) == 4, "they spread over the others"
+    counts = [list(before.values()).count(slot) for slot in range(5)]
+    assert max(counts) < 1.6 * 400
+
+
+def test_no_slot_exceeds_its_bound_in_random_schedules():
+    rings = {n: Ring.make(n, KEYED) for n in range(1, 7)}
+    for seed in range(10_000):
+        rng = random.Random(seed)
+        num_slots, bound = rng.randint(1, 6), rng.choice([1.1, 1.25, 2.0])
+        clock = SimulatedClock()
+        router = Router(rings[num_slots], KEYED, clock, bound=bound, sticky_s=0.0)
+        under_way = []
+        for _ in range(25):
+            clock.sleep(rng.random())
+            action = rng.random()
+            if action < 0.6:
+                slot = router.begin(str(rng.randrange(4)))
+                if slot is None:
+                    assert not any(router.is_alive)
+                    continue
+                assert router.is_alive[slot]
+                under_way.append(slot)
+                alive_load = sum(load for load, alive in zip(router.loads, router.is_alive, strict=True) if alive)
+                assert router.loads[slot] <= math.ceil(bound * alive_load / sum(router.is_alive))
+            elif action < 0.9 and under_way:
+                router.end(under_way.pop(rng.randrange(len(under_way))))
+            else:
+                router.set_alive(rng.randrange(num_slots), rng.random() < 0.6)
+        for slot in under_way:
+            router.end(slot)
+        assert router.loads == [0] * num_slots
+
+
+def test_signal_and_request_take_the_same_way_though_loads_change():
+    clock = SimulatedClock()
+    router = Router(Ring.make(3, KEYED), KEYED, clock, bound=1.25, sticky_s=1.0)
+    first = router.begin("a")
+    router.loads[first] += 50
+    assert router.begin("a") == first
+    clock.sleep(1.0)
+    assert router.begin("a") != first
+    assert router.num_diverted == 1
+
+
+def test_a_dead_slot_is_left_at_once_and_counted():
+    clock = SimulatedClock()
+    router = Router(Ring.make(3, KEYED), KEYED, clock, sticky_s=10.0)
+    first = router.begin("a")
+    router.set_alive(first, False)
+    assert router.begin("a") != first
+    assert router.num_leaked == 1
+    for slot in range(3):
+        router.set_alive(slot, False)
+    assert router.begin("a") is None

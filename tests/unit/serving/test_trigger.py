@@ -1,0 +1,101 @@
+"""Admission of pre-inference, and the cost model behind it."""
+
+import random
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.serving.cost_model import CostModel, work_of
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.prefix_cache import CacheKey
+from nestrec.serving.trigger import Trigger, TriggerConfig
+
+
+def key_of(user):
+    return CacheKey(str(user), "1", "c")
+
+
+def decide(trigger, user, *, full_rank_s=0.1, preinfer_s=0.05, num_bytes=10, wait_s=0.0):
+    return trigger.decide(
+        key_of(user), full_rank_s=full_rank_s, tail=1.2, wait_s=wait_s, preinfer_s=preinfer_s, num_bytes=num_bytes
+    )
+
+
+def make(**changes):
+    clock = SimulatedClock()
+    return Trigger(TriggerConfig(**changes), clock, cache_bytes=100), clock
+
+
+def test_only_requests_at_risk_are_admitted():
+    trigger, _ = make(budget_ms=50.0)
+    assert decide(trigger, 1, full_rank_s=0.04).reason == "safe"
+    assert decide(trigger, 2, full_rank_s=0.042).is_admitted
+    assert decide(trigger, 3, full_rank_s=0.01, wait_s=0.05).is_admitted, "a queue puts short requests at risk"
+
+
+def test_live_bytes_are_bounded_until_consumed_or_dead():
+    trigger, clock = make(cache_share=0.5, first_life_s=1.0, compute_share=100.0, burst_s=100.0)
+    assert [decide(trigger, user).reason for user in range(6)] == ["admitted"] * 5 + ["live_cap"]
+    trigger.consumed(key_of(0))
+    assert decide(trigger, 6).is_admitted
+    clock.sleep(1.0)
+    assert decide(trigger, 7).is_admitted
+    assert trigger.live_bytes == 10
+
+
+def test_the_rate_of_pre_inference_is_bounded():
+    trigger, clock = make(compute_share=0.5, burst_s=0.1, cache_share=1e9)
+    admitted = 0
+    for user in range(10_000):
+        clock.sleep(0.001)
+        admitted += decide(trigger, user, preinfer_s=0.05).is_admitted
+    assert 0.95 * 100 <= admitted <= 100 + 2
+
+
+def test_life_follows_the_time_from_ready_to_consumed():
+    trigger, clock = make(life_margin_s=0.2, burst_s=1e9, compute_share=1e9, cache_share=1e9)
+    for user in range(32):
+        decide(trigger, user)
+        clock.sleep(0.15)
+        trigger.consumed(key_of(user))
+    assert abs(trigger.life_s - 0.35) < 1e-9
+
+
+def test_random_schedules_keep_both_bounds():
+    for seed in range(2_000):
+        rng = random.Random(seed)
+        trigger, clock = make(cache_share=rng.random(), compute_share=rng.random(), burst_s=0.2, first_life_s=2.0)
+        spent, start = 0.0, clock.now_s()
+        for _ in range(30):
+            user, seconds = rng.randrange(10), rng.random() * 0.2
+            if rng.random() < 0.7:
+                spent += seconds * decide(trigger, user, preinfer_s=seconds, num_bytes=rng.randint(1, 40)).is_admitted
+            else:
+                trigger.consumed(key_of(user))
+            clock.sleep(rng.random() * 0.3)
+            assert 0 <= trigger.live_bytes <= trigger.cfg.cache_share * 100
+            assert spent <= 0.2 + (clock.now_s() - start) * trigger.cfg.compute_share + 1e-9
+
+
+def test_the_cost_model_learns_costs_and_tail():
+    rng = random.Random(1)
+    costs = CostModel()
+    for _ in range(2_000):
+        tokens, pairs = work_of(rng.randint(0, 4000), rng.randint(0, 500), rng.randint(1, 500))
+        slow = 1.5 if rng.random() < 0.05 else 1.0
+        costs.observe(tokens, pairs, (2e-3 + 1e-5 * tokens + 2e-9 * pairs) * slow)
+    tokens, pairs = work_of(2000, 100, 256)
+    expected = 2e-3 + 1e-5 * tokens + 2e-9 * pairs
+    assert 0.9 * expected <= costs.predict_s(tokens, pairs) <= 1.2 * expected
+    assert 1.2 <= costs.tail <= 1.7
+
+
+def test_work_counts_what_attention_multiplies():
+    assert work_of(0, 3, 0) == (3, 6)
+    assert work_of(10, 0, 2) == (2, 22)
+
+
+def test_fields_of_a_keyed_hash_cannot_be_shifted():
+    keyed = KeyedHash(b"1")
+    assert keyed.digest("p", "ab", "c") != keyed.digest("p", "a", "bc")
+    assert keyed.digest("p", "1") != keyed.digest("p", 1)
+    assert keyed.digest("p", "1") != keyed.digest("q", "1")
+    assert keyed.digest("p", "1") != KeyedHash(b"2").digest("p", "1")
