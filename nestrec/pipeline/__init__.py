@@ -1,8 +1,39 @@
 """Schedules: one small file each, chosen by name. All of them arrange the same stages in time."""
 
+from collections.abc import Callable
+
+from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.dual_buffer import DualBuffer
+from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.frozen_window import FrozenWindow
+from nestrec.pipeline.nested import Nested
+from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.serial import Serial
-from nestrec.pipeline.stages import Compute, Dense, Rates, Schedule, Totals
+from nestrec.pipeline.stages import Compute, Dense, Rates, Schedule, Step, Totals
+from nestrec.pipeline.stale import Stale
+from nestrec.trace import Tracer
 
-SCHEDULES = {"serial": Serial}
+SCHEDULES: dict[str, Callable[[EmbeddingEngine, Compute, Dense, Tracer, PipelineConfig], Schedule]] = {
+    "serial": Serial,
+    "stale": Stale,
+    "dual_buffer": DualBuffer,
+    "frozen_window": FrozenWindow,
+    "nested": Nested,
+}
 
-__all__ = ["SCHEDULES", "Compute", "Dense", "Rates", "Schedule", "Serial", "Totals"]
+__all__ = [
+    "SCHEDULES",
+    "Compute",
+    "Dense",
+    "DualBuffer",
+    "Feed",
+    "FrozenWindow",
+    "Nested",
+    "PipelineConfig",
+    "Rates",
+    "Schedule",
+    "Serial",
+    "Stale",
+    "Step",
+    "Totals",
+]

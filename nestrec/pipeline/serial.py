@@ -12,47 +12,69 @@ update       owners run the row optimiser once on the working set
 write back   rows and state return to the store
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
-from nestrec.pipeline.stages import Compute, Dense, Rates, Totals
+from nestrec.data.batches import MicroBatch
+from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.window import Window
+from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.stages import Compute, Dense, Step, Totals
 from nestrec.trace import Kind, OpenSpan, Tracer
+
+T = TypeVar("T")
 
 
 class Serial:
     """One step at a time, nothing overlapped."""
 
-    def __init__(self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer):
+    def __init__(
+        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+    ) -> None:
         self._engine, self._compute, self._dense, self._tracer = engine, compute, dense, tracer
+        self._window_cache = options.window_cache
 
-    def advance(self, batch: Batch, step: int, rates: Rates, wants_stop: bool) -> Totals:
+    def advance(self, step: Step, feed: Feed) -> Totals:
         """Train on one batch; returns the loss of the global batch, not yet read from the device."""
-        engine = self._engine
-        with self._tracer.context(lane="compute", step=step), self._span("train.step", "step"):
+        engine, parts = self._engine, step.batch.micro_batches
+        with self._tracer.context(lane="compute", step=step.number), self._span("train.step", "step"):
             with self._span("train.embedding.route", "lookup", is_collective=True):
-                routed = engine.route(*[part.keys for part in batch.micro_batches])
+                routed = engine.route(*[part.keys for part in parts], window_cache=self._window_cache)
             with self._span("train.embedding.fetch", "lookup"):
-                working = engine.fetch(routed, step=step)
+                working = engine.fetch(routed, step=step.number)
+            window = Window(engine, routed, working)
             loss = torch.zeros((), device=engine.device)
-            for i, part in enumerate(batch.micro_batches):
+            for i, part in enumerate(parts):
                 with self._tracer.context(micro_batch=i):
-                    loss = loss + self._micro_batch(batch, part, i, routed, working)
-            with self._span("train.dense.update", "communication", is_collective=True):
-                totals = self._dense.update(loss, wants_stop, rates.dense)
+                    loss = loss + self._micro_batch(part, i, window, step.batch.weight)
+            with self._span("train.dense.reduce", "communication", is_collective=True):
+                sums = self._dense.reduce(loss, step.wants_stop)
+            with self._span("train.dense.update", "compute"):
+                totals = self._dense.apply(sums, step.rates.dense)
             with self._span("train.embedding.update", "compute"):
-                engine.update(working, learning_rate=rates.tables)
+                engine.update(working, learning_rate=step.rates.tables)
             with self._span("train.embedding.write_back", "lookup"):
                 engine.write_back(working)
         return totals
 
-    def _micro_batch(self, batch: Batch, part: MicroBatch, i: int, routed: Routed, working: WorkingSet) -> torch.Tensor:
+    def issue(self, collective: Callable[[], T]) -> T:
+        return collective()
+
+    def close(self) -> None:
+        """Nothing runs between steps."""
+
+    def _micro_batch(self, part: MicroBatch, i: int, window: Window, weight: float) -> torch.Tensor:
         with self._span("train.embedding.vectors", "communication", is_collective=True):
-            rows = self._engine.exchange_vectors(routed, working, part=i)
+            window.receive(i)
         with self._span("train.compute", "compute"):
-            loss, gradients = self._compute.forward_backward(part, rows, routed.parts[i].index, batch.weight)
+            on_device, rows = self._compute.transfer(part), window.rows(i)
+            loss, gradients = self._compute.forward_backward(on_device, rows, window.routed.parts[i].index, weight)
+            window.keep(i, gradients)
         with self._span("train.embedding.gradients", "communication", is_collective=True):
-            self._engine.accumulate(routed, working, gradients, part=i)
+            window.send(i)
         return loss
 
     def _span(self, name: str, kind: Kind, is_collective: bool = False) -> OpenSpan:

@@ -1,12 +1,15 @@
-"""What a schedule needs from the outside: compute on vectors, and the dense side of an update."""
+"""What a schedule is given, what it gives back, and what it needs from the outside."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from nestrec.data.batches import Batch, MicroBatch
+from nestrec.pipeline.feed import Feed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,21 @@ class Rates:
 
     dense: float
     tables: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A batch and what its update needs."""
+
+    number: int
+    """from 1"""
+    batch: Batch
+    rates: Rates
+    wants_stop: bool = False
+    """this rank was told to stop"""
+    is_fence: bool = False
+    """the tables must be whole after this step, as for an evaluation, a save or the end: no later batch has touched
+    them, all rows are written back, no lane is busy. The same on every rank"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +50,37 @@ class Totals:
 class Compute(Protocol):
     """Forward and backward of one micro-batch; dense gradients add up in the parameters."""
 
+    @property
+    def couples_samples(self) -> bool:
+        """A sample's loss depends on the other samples of its micro-batch (in-batch negatives, logit sharing)."""
+
+    def transfer(self, part: MicroBatch) -> MicroBatch:
+        """The micro-batch with its tensors on the device."""
+
     def forward_backward(
         self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """(loss as part of the global loss, gradients of the rows)."""
+        """(loss as part of the global loss, gradients of the rows); `part` is on the device."""
 
 
 class Dense(Protocol):
-    """Dense gradients summed over ranks, and the update of dense weights."""
+    """The dense side of an update, in two halves so that the sums can travel while rows are updated."""
 
-    def update(self, loss: torch.Tensor, wants_stop: bool, learning_rate: float) -> Totals: ...
+    def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
+        """Sum gradients, loss and wish over ranks. Collective; returns (loss, number of wishes)."""
+
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
+        """Update the dense weights and clear their gradients. Local."""
 
 
 class Schedule(Protocol):
     """Arranges the stages of steps in time."""
 
-    def advance(self, batch: Batch, step: int, rates: Rates, wants_stop: bool) -> Totals: ...
+    def advance(self, step: Step, feed: Feed) -> Totals:
+        """Train on the batch of `step`, which was the last one taken from `feed`; may begin with those after it."""
+
+    def issue(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller's in the order of the schedule's own (rule 5), and wait for it."""
+
+    def close(self) -> None:
+        """End the threads; only after a step that was a fence is anything saved from here on right."""

@@ -19,6 +19,13 @@ class ModelCompute:
         if device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
+    @property
+    def couples_samples(self) -> bool:
+        return self._task.couples_samples
+
+    def transfer(self, part: MicroBatch) -> MicroBatch:
+        return on_device(part, self._device)
+
     def forward_backward(
         self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -26,7 +33,7 @@ class ModelCompute:
         if part.num_tokens == 0:
             return torch.zeros((), device=self._device), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         with torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext():
-            loss = self._task.loss(on_device(part, self._device), leaves, index)
+            loss = self._task.loss(part, leaves, index)
         loss = loss / weight
         loss.backward()
         return loss.detach(), {name: _gradient(leaf) for name, leaf in leaves.items()}

@@ -5,6 +5,7 @@ from typing import Literal
 from nestrec.balance import BalanceConfig
 from nestrec.base.config import config
 from nestrec.data.batches import BatchConfig
+from nestrec.pipeline.options import PipelineConfig
 from nestrec.training.tasks.ranking import RankingTaskConfig
 from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.tasks.rows import RowsTaskConfig
@@ -54,8 +55,6 @@ class TrainingConfig:
     """of dense products on a GPU; a CPU computes in fp32"""
     dtype: Literal["float32", "float64"] = "float32"
     """of dense weights; float64 is for tests of equality"""
-    schedule: Literal["serial"] = "serial"
-    """how lookup, communication and compute share the time of a step"""
     checkpoint_every_steps: int | None = None
     """save so often; a run also saves at its end, at each evaluation and when it is told to stop"""
     checkpoint_async: bool = False
@@ -84,5 +83,7 @@ class RunConfig:
     """which rank computes which samples of a step"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """how weights follow gradients"""
+    pipeline: PipelineConfig = PipelineConfig()
+    """how lookup, communication and compute share the time of a step"""
     training: TrainingConfig = TrainingConfig()
     """how long, where, how often"""

@@ -25,20 +25,24 @@ class DenseUpdate:
         )  # fmt: skip
         self._sync = DenseSync(list(self._named.values()), topology.dense)
 
-    def update(self, loss: torch.Tensor, wants_stop: bool, learning_rate: float) -> Totals:
-        """Sum over ranks what they have added up, update once, and clear the gradients."""
-        extra = torch.stack([loss.double(), torch.tensor(float(wants_stop), device=self._device, dtype=torch.float64)])
+    def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
+        """Sum gradients over ranks in place, and (loss, wish to stop). Collective."""
+        sums = torch.stack([loss.double(), torch.tensor(float(wants_stop), device=self._device, dtype=torch.float64)])
         for parameter in self._named.values():
             if parameter.grad is None:  # no sample reached it here; one rank must do as many do
                 parameter.grad = torch.zeros_like(parameter)
         self._sync.reduce()
-        all_reduce_sum(self._topology.dense, extra)
+        all_reduce_sum(self._topology.dense, sums)
+        return sums
+
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
+        """Update once with what `reduce` has summed, and clear the gradients."""
         norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return Totals(loss=extra[0], gradient_norm=norm, wants_stop=extra[1])
+        return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimiser state by name."""

@@ -9,7 +9,7 @@ from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
 from nestrec.data.split import Part
 from nestrec.distributed import Topology
-from nestrec.pipeline import SCHEDULES, Rates
+from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
 from nestrec.trace import Tracer
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing
@@ -44,24 +44,28 @@ class Trainer:
             self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer
         )
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
-        self.schedule = SCHEDULES[cfg.training.schedule](self.session.engine, compute, self.session.dense, self.tracer)
+        self.schedule = SCHEDULES[cfg.pipeline.schedule](
+            self.session.engine, compute, self.session.dense, self.tracer, cfg.pipeline
+        )
         self.saving = Saving(self.session, self.folder, self._listener.warned)
         self._meter = Meter()
+        self._stops = False
 
     def train(self) -> TrainState:
         """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
         self._begin()
         with StopRequest().listening() as stop:
-            batches = self.batches.starting_at(self.state.position)
+            feed = Feed(self.batches.starting_at(self.state.position))
             while not self._is_finished():
                 with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
-                    batch = next(batches)
-                totals = self.schedule.advance(batch, self.state.step + 1, self._rates(), stop.is_set)
+                    batch = next(feed)
+                totals = self.schedule.advance(self._step(batch, stop.is_set), feed)
                 self.state = self.state.after(batch, self.batches.order.after(batch.position))
                 self._meter.watch(self.state.step, batch, totals)
                 fail_point("train.step")
                 self._after_step(batch)
-            batches.close()
+            self.schedule.close()
+            feed.close()
         self._save()
         self.saving.close()
         return self.state
@@ -90,6 +94,15 @@ class Trainer:
         self._listener.started(self._total_steps(), self.state.step)
         self._start_watching()
 
+    def _step(self, batch: Batch, wants_stop: bool) -> Step:
+        """The next step; it is a fence where something that reads the tables follows it."""
+        number, saves = self.state.step + 1, self.cfg.training.checkpoint_every_steps
+        self._stops = self._meter.wants_stop
+        ends_epoch = self.batches.order.after(batch.position).epoch > batch.position.epoch
+        is_last = number == self.cfg.training.max_steps
+        is_fence = self._stops or ends_epoch or is_last or (saves is not None and number % saves == 0)
+        return Step(number=number, batch=batch, rates=self._rates(), wants_stop=wants_stop, is_fence=is_fence)
+
     def _after_step(self, batch: Batch) -> None:
         """What may follow a step: an evaluation, a report, a save, an end."""
         self.balancing.watch(batch)
@@ -101,7 +114,7 @@ class Trainer:
         if evaluates:
             self._validate()
             self._start_watching()  # the time of an evaluation is not that of steps
-        if self._meter.wants_stop:
+        if self._stops:
             self._save()
             self.saving.close()
             raise Interrupted
@@ -125,7 +138,7 @@ class Trainer:
     def _report(self) -> None:
         epoch, loss, spans = self.state.position.epoch, self._meter.loss, self.tracer.take()
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
-        values |= self.balancing.report(spans, self.state.step)
+        values |= self.schedule.issue(lambda: self.balancing.report(spans, self.state.step))
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
 

@@ -147,8 +147,9 @@ def test_told_to_stop_it_saves_and_goes_on_later(tiny_data: Path, tmp_path: Path
     trainer = trainer_of("sasrec", tiny_data, tmp_path / "cut", more)
     with armed("train.step", terminate, at=4), pytest.raises(Interrupted):
         trainer.train()
-    assert trainer.state.step == 6  # the signal came after step 4; ranks agree in step 5, it is read in step 6
-    assert Checkpoints(tmp_path / "cut" / "checkpoints").steps()[-1] == 6
+    # The signal came after step 4; ranks agree in step 5, it is read in step 6, and step 7 lets no batch begin after it.
+    assert trainer.state.step == 7
+    assert Checkpoints(tmp_path / "cut" / "checkpoints").steps()[-1] == 7
     trainer_of("sasrec", tiny_data, tmp_path / "cut", more).train()
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
 

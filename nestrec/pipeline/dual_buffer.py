@@ -1,0 +1,40 @@
+"""Dual buffer: the lookup of the next batches runs beside this one. Equal to serial.
+
+lane             batch t                                    batches after it
+transfer                                                    deduplicate t+2, put together what crosses
+communication    E1 G1 E2 G2 ... dense sums                 key exchange t+2, beside the first computation
+lookup                                                      write back t-1, fetch t+1, intersect t with t+1
+compute          F1 F2 ... update rows, update dense        copy shared rows to buffer t+1
+"""
+
+from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.checks import check_can_pipeline
+from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.lookup_ahead import LookupAhead
+from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.stages import Compute, Dense, Step, Totals
+from nestrec.pipeline.windows import in_turn
+from nestrec.trace import Tracer
+
+
+class DualBuffer(Pipelined):
+    """Lookup hidden, exchanges not."""
+
+    def __init__(
+        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+    ) -> None:
+        check_can_pipeline("dual_buffer", engine)
+        super().__init__(engine, compute, dense, tracer, options)
+        self._lookup = LookupAhead(self._machine)
+
+    def advance(self, step: Step, feed: Feed) -> Totals:
+        machine, lookup = self._machine, self._lookup
+        with machine.step(step):
+            now = lookup.rows_of(step)
+            loss, last_gradients = in_turn(machine, now, step.rates, lambda: lookup.look_ahead(step, feed))
+            sums = machine.reduce_dense(step, loss)
+            last_gradients.wait()
+            machine.update_rows(now, step.rates)
+            lookup.hand_over(step)
+            return machine.apply_dense(step, sums)

@@ -1,0 +1,37 @@
+"""Batches in order, with a look at those that follow."""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+
+from nestrec.data.batches import Batch
+
+
+class Feed:
+    """An iterator that can be asked what comes next without taking it."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._ahead: deque[Batch] = deque()
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.peek(1)
+        if batch is None:
+            raise StopIteration
+        return self._ahead.popleft()
+
+    def peek(self, ahead: int) -> Batch | None:
+        """The batch that the `ahead`-th call of next from now on will give, or none beyond the end."""
+        while len(self._ahead) < ahead:
+            batch = next(self._batches, None)
+            if batch is None:
+                return None
+            self._ahead.append(batch)
+        return self._ahead[ahead - 1]
+
+    def close(self) -> None:
+        """End what makes the batches."""
+        if isinstance(self._batches, Generator):
+            self._batches.close()

@@ -1,0 +1,41 @@
+"""Frozen window: the exchanges of a micro-batch run beside the computation of others. Equal to serial.
+
+lane             batch t
+transfer         deduplicate, put together what crosses
+communication    key exchange; E1 E2 G1 E3 G2 ... dense sums
+lookup           fetch                                               write back
+compute                          F1 F2 F3 ... update rows, update dense
+"""
+
+from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.checks import check_can_split
+from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.stages import Compute, Dense, Step, Totals
+from nestrec.pipeline.windows import overlapped
+from nestrec.trace import Tracer
+
+
+class FrozenWindow(Pipelined):
+    """Exchanges hidden, lookup not."""
+
+    def __init__(
+        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+    ) -> None:
+        check_can_split("frozen_window", compute)
+        super().__init__(engine, compute, dense, tracer, options)
+
+    def advance(self, step: Step, feed: Feed) -> Totals:
+        machine = self._machine
+        with machine.step(step):
+            now = machine.begin(step.number, step.batch)
+            machine.fetch(now)
+            loss, last_gradients = overlapped(machine, now, step.rates, lambda: None)
+            sums = machine.reduce_dense(step, loss)
+            last_gradients.wait()
+            machine.update_rows(now, step.rates)
+            written = machine.write_back(now, None)
+            totals = machine.apply_dense(step, sums)
+            written.wait()
+            return totals

@@ -1,0 +1,137 @@
+"""Lanes: each runs its tasks one after another on a thread of its own, and hands out tickets to wait on.
+
+A task waits only for tickets of tasks that were submitted before it. So the oldest unfinished task of all lanes is
+always free to run, and lanes cannot wait for each other in a circle, whatever the timing. All collectives are
+submitted to one lane, in program order of the one thread that submits: that is the order of rule 5.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from nestrec.pipeline.streams import Stream
+from nestrec.trace import Kind, OpenSpan, Tracer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """What a task is called in the trace."""
+
+    name: str
+    kind: Kind
+    step: int
+    micro_batch: int | None = None
+    is_collective: bool = False
+
+
+class Ticket(Generic[T]):
+    """The result of a task, when it is there."""
+
+    def __init__(self, tracer: Tracer, span_id: int) -> None:
+        self._tracer, self._span_id = tracer, span_id
+        self._done = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    def wait(self) -> T:
+        """The result, or the error of the task. On a GPU the host waits for the launch, the device for the result."""
+        if not self._done.is_set():
+            with self._tracer.wait(self._span_id):
+                self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._ready is not None:
+            torch.cuda.current_stream().wait_event(self._ready)
+        return self._value  # type: ignore[return-value]
+
+    def succeed(self, value: T, ready: torch.cuda.Event | None) -> None:
+        self._value, self._ready = value, ready
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+
+Task = Callable[[OpenSpan], T]
+_Entry = tuple[Task[Any], Label, tuple[Ticket[Any], ...], Ticket[Any], int]
+
+
+class Lane:
+    """Runs tasks in order. After an error it runs no more of them: all later tickets carry the same error."""
+
+    def __init__(self, name: str, tracer: Tracer, device: torch.device) -> None:
+        self.name, self._tracer = name, tracer
+        self._stream = Stream(device)
+        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, task: Task[T], label: Label, after: Iterable[Ticket[Any]] = ()) -> Ticket[T]:
+        """Run `task(span)` once the lane's earlier tasks and the tickets in `after` are done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"nestrec-{self.name}", daemon=True)
+            self._thread.start()
+        span_id = self._tracer.new_id()
+        ticket: Ticket[T] = Ticket(self._tracer, span_id)
+        self._entries.put((task, label, tuple(after), ticket, span_id))
+        return ticket
+
+    def close(self) -> None:
+        """End the thread; tasks already submitted are run first."""
+        if self._thread is not None:
+            self._entries.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        with self._stream.current():
+            while (entry := self._entries.get()) is not None:
+                *_, ticket, _ = entry
+                if self._error is None:
+                    try:
+                        self._run_one(entry)
+                    except BaseException as error:
+                        self._error = error
+                        ticket.fail(error)
+                else:
+                    ticket.fail(self._error)
+
+    def _run_one(self, entry: _Entry) -> None:
+        task, label, after, ticket, span_id = entry
+        with self._tracer.context(lane=self.name, step=label.step, micro_batch=label.micro_batch):
+            for earlier in after:
+                earlier.wait()
+            span = self._tracer.span(label.name, kind=label.kind, is_collective=label.is_collective, id=span_id)
+            with span:
+                value = task(span)
+            ticket.succeed(value, self._stream.event())
+
+
+class Lanes:
+    """The lanes of a rank beside its compute lane, which is the caller's own thread."""
+
+    def __init__(self, tracer: Tracer, device: torch.device) -> None:
+        self.transfer = Lane("transfer", tracer, device)
+        """Samples to the device, keys deduplicated (stage 2)."""
+        self.communication = Lane("communication", tracer, device)
+        """Every collective (stage 3 and the exchanges of stage 5)."""
+        self.lookup = Lane("lookup", tracer, device)
+        """Stores: write-backs and fetches, in order of submission (stage 4)."""
+        self._all = (self.transfer, self.communication, self.lookup)
+
+    def drain(self) -> None:
+        """Wait until every lane has run all that was submitted."""
+        for lane in self._all:
+            lane.submit(lambda span: None, Label(name="drain", kind="other", step=0)).wait()
+
+    def close(self) -> None:
+        for lane in self._all:
+            lane.close()

@@ -1,0 +1,26 @@
+"""How the stages of steps share the time."""
+
+from typing import Literal
+
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+
+ScheduleName = Literal["serial", "stale", "dual_buffer", "frozen_window", "nested"]
+
+
+@config
+class PipelineConfig:
+    schedule: ScheduleName = "serial"
+    """serial, dual_buffer (lookup hidden), frozen_window (exchanges hidden), nested (both); stale is not exact"""
+    window_cache: bool = False
+    """a row that several micro-batches of a rank use crosses the network once; costs the memory of a batch's vectors
+    and gradients"""
+    stale_steps: int = 1
+    """`stale` only: how many updates the rows of a batch may miss"""
+
+    def __post_init__(self) -> None:
+        if self.stale_steps < 1:
+            raise UserError(
+                "must be at least 1", field="pipeline.stale_steps", value=self.stale_steps,
+                remedy="take the schedule serial for rows that miss nothing",
+            )  # fmt: skip

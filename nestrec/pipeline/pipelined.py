@@ -1,0 +1,29 @@
+"""What the schedules that run on lanes have in common."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.machine import Machine
+from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.stages import Compute, Dense
+from nestrec.trace import Tracer
+
+T = TypeVar("T")
+
+
+class Pipelined:
+    """A machine, and the end of it."""
+
+    def __init__(
+        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+    ) -> None:
+        self._machine = Machine(engine, compute, dense, tracer, window_cache=options.window_cache)
+
+    def issue(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller's in the order of the schedule's own (rule 5), and wait for it."""
+        return self._machine.issue(collective)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._machine.lanes.close()
