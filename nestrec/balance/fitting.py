@@ -15,6 +15,8 @@ from nestrec.base.errors import UserError
 
 LEAST_GAIN = 0.1
 """A new model must leave at least this part less of the squared error of the present one."""
+LEAST_ERROR = 0.01
+"""A model whose error is below this part of the mean time is left alone."""
 LEAST_MEASUREMENTS = 16
 """Fewer (rank, step) pairs say too little."""
 
@@ -42,6 +44,8 @@ def refitted(current: CostModel, measured: Sequence[Measurement]) -> CostModel |
     except UserError:
         return None
     now = _unexplained(times, current.token * tokens + current.token_squared * squared)
+    if now < len(times) * (LEAST_ERROR * times.mean()) ** 2:
+        return None
     then = _unexplained(times, candidate.token * tokens + candidate.token_squared * squared)
     return candidate if then < (1.0 - LEAST_GAIN) * now else None
 

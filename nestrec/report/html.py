@@ -15,6 +15,7 @@ _SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
     "Results": sections.results,
     "Training": sections.training,
     "Speed": sections.speed,
+    "Balance": sections.balance,
     "Timeline": sections.timeline,
     "Data": sections.dataset,
     "Events": sections.events,

@@ -19,6 +19,8 @@ _SCALARS = {
     "tokens_per_s": "speed/tokens_per_s",
     "step_ms": "speed/step_ms",
     "memory_mib": "speed/memory_mib",
+    "imbalance": "balance/waiting_at_collectives",
+    "straggler": "balance/straggler",
 }
 
 

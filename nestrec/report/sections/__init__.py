@@ -1,5 +1,6 @@
 """The sections of a run's page, each a function of the run's records that returns markup, or nothing to show."""
 
+from nestrec.report.sections.balance import balance
 from nestrec.report.sections.dataset import dataset
 from nestrec.report.sections.details import configuration, events, versions
 from nestrec.report.sections.results import results
@@ -7,4 +8,4 @@ from nestrec.report.sections.speed import speed
 from nestrec.report.sections.timeline import timeline
 from nestrec.report.sections.training import training
 
-__all__ = ["configuration", "dataset", "events", "results", "speed", "timeline", "training", "versions"]
+__all__ = ["balance", "configuration", "dataset", "events", "results", "speed", "timeline", "training", "versions"]

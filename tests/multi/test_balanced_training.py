@@ -1,0 +1,158 @@
+"""Balanced training is unbalanced training: who computes a sample changes nothing but rounding."""
+
+import json
+from typing import Any
+
+import pytest
+from balance_jobs import TRUTH, relative, train, train_with_times
+
+from nestrec.balance import POLICIES
+from nestrec.pipeline import SCHEDULES
+from nestrec.report import write_report
+from nestrec.testing.tiny_runs import make_datasets
+
+NUM_STEPS = 100
+UNEQUAL, WITH_EMPTY_RANK = 7, 3
+"""samples of a global batch: no multiple of the ranks; fewer than four"""
+NOT_EXACT = {"stale", "semi_async"}
+EXACT_SCHEDULES = [name for name in SCHEDULES if name not in NOT_EXACT]
+QUADRATIC = {"balance.cost.token_squared": 0.1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("balanced")
+    make_datasets(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def unbalanced(pools, data, tmp_path_factory):
+    """The run that others are compared with: contiguous shares, serial; made once for each setting."""
+    made: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    def run(world: int, batch_samples: int) -> dict[str, Any]:
+        if (world, batch_samples) not in made:
+            made[world, batch_samples] = pools[world].run(
+                train, data, str(tmp_path_factory.mktemp("run")), NUM_STEPS, {"batch.batch_samples": batch_samples}
+            )
+        return made[world, batch_samples][0]
+
+    return run
+
+
+def compare(pool, data, folder, expected, more: dict[str, Any]) -> list[dict[str, Any]]:
+    results = pool.run(train, data, str(folder), NUM_STEPS, {**QUADRATIC, **more})
+    for result in results:
+        assert result["consumed"] == expected["consumed"]
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+        for name, weights in expected["weights"].items():
+            assert relative(result["weights"][name], weights) < 1e-9, name
+    return results
+
+
+@pytest.mark.parametrize("mode", ["read", "exchange"])
+def test_balanced_equals_unbalanced_with_an_empty_rank(pools, data, unbalanced, tmp_path, mode):
+    setting = {"batch.batch_samples": WITH_EMPTY_RANK, "balance.policy": "refined", "balance.mode": mode}
+    results = compare(pools[4], data, tmp_path, unbalanced(4, WITH_EMPTY_RANK), setting)
+    assert all(min(len(rank["samples"][step]) for rank in results) == 0 for step in range(NUM_STEPS))
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fixed"])
+def test_every_policy_equals_unbalanced_on_two_ranks(pools, data, unbalanced, tmp_path, policy):
+    setting = {"batch.batch_samples": UNEQUAL, "balance.policy": policy, "batch.micro_batches": 3}
+    results = compare(pools[2], data, tmp_path, unbalanced(2, UNEQUAL), setting)
+    counts = {(len(a), len(b)) for a, b in zip(results[0]["samples"], results[1]["samples"], strict=True)}
+    assert counts != {(4, 3)} or policy in ("zigzag", "karmarkar_karp")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", EXACT_SCHEDULES)
+@pytest.mark.parametrize("mode", ["read", "exchange"])
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
+    pools, data, unbalanced, tmp_path, world, policy, mode, schedule
+):
+    choice = {"balance.policy": policy, "balance.mode": mode, "training.schedule": schedule}
+    for samples in (UNEQUAL, WITH_EMPTY_RANK):
+        folder = tmp_path / str(samples)
+        compare(pools[world], data, folder, unbalanced(world, samples), {"batch.batch_samples": samples, **choice})
+
+
+@pytest.mark.parametrize("schedule", [name for name in EXACT_SCHEDULES if name != "serial"])
+def test_a_balanced_exact_schedule_equals_unbalanced_serial(pools, data, unbalanced, tmp_path, schedule):
+    setting = {
+        "batch.batch_samples": UNEQUAL, "balance.policy": "power", "balance.mode": "exchange",
+        "training.schedule": schedule,
+    }  # fmt: skip
+    compare(pools[2], data, tmp_path, unbalanced(2, UNEQUAL), setting)
+
+
+def test_both_modes_give_every_rank_the_same_samples_and_trade_in_one_order(pools, data, tmp_path):
+    setting = {"batch.batch_samples": 13, "balance.policy": "power", "batch.workers": 3}
+    read, traded = (
+        pools[4].run(train, data, str(tmp_path / mode), 20, {**setting, "balance.mode": mode})
+        for mode in ("read", "exchange")
+    )
+    for a, b in zip(read, traded, strict=True):
+        assert a["samples"] == b["samples"]
+        assert {name: tensor.tolist() for name, tensor in a["weights"].items()} == {
+            name: tensor.tolist() for name, tensor in b["weights"].items()
+        }
+    orders = [rank["traded"][-200:] for rank in traded]
+    assert all(order == orders[0] for order in orders)
+    assert len(orders[0]) > 100
+    assert sum(sum(report["balance"]["moved_bytes"]) for report in traded[0]["reports"]) > 0
+    assert sum(sum(report["balance"]["moved_bytes"]) for report in read[0]["reports"]) == 0
+
+
+def test_figures_of_every_step_are_recorded_and_drawn(pools, data, tmp_path):
+    results = pools[2].run(train, data, str(tmp_path), 40, {"balance.policy": "refined", "batch.batch_samples": 8})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["balance"] for line in lines if line["kind"] == "step"]
+    assert [step for line in steps for step in line["steps"]] == list(range(1, 41))
+    for name in ("straggler", "imbalance", "predicted_imbalance", "max_token_gap", "moved_bytes"):
+        values = [value for line in steps for value in line[name]]
+        assert len(values) == 40
+        assert min(values) >= 0
+        assert name in ("max_token_gap", "moved_bytes") or max(values) < 1
+    assert results[0]["reports"][-1]["balance"] == results[1]["reports"][-1]["balance"]
+    assert "Waiting for other ranks" in write_report(tmp_path).read_text()
+
+
+def test_fitted_costs_are_logged_saved_and_replayed(pools, data, tmp_path):
+    wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.micro_batches": 1}
+    setting = {**wrong, "batch.batch_samples": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
+    results = pools[2].run(train_with_times, data, str(tmp_path / "fitted"), 120, setting)
+    (change,) = results[0]["changes"]
+    assert change["step"] == 40
+    assert change["cost"]["token"] == pytest.approx(TRUTH.token, rel=1e-6)
+    assert change["cost"]["token_squared"] == pytest.approx(TRUTH.token_squared, rel=1e-6)
+    events = [json.loads(line) for line in (tmp_path / "fitted" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if "cost of a sample fitted" in event.get("text", "")] == [40]
+    # The change shows: before it, the dealing follows the wrong cost, after it the true one.
+    gaps = [gap for report in results[0]["reports"] for gap in report["balance"]["max_token_gap"]]
+    assert sum(gaps[-40:]) < sum(gaps[:40])
+
+    again = {**setting, "balance.replay": json.dumps(results[0]["changes"]), "balance.fit_every_steps": "none"}
+    replayed = pools[2].run(train, data, str(tmp_path / "replayed"), 120, again)
+    for a, b in zip(results, replayed, strict=True):
+        assert a["samples"] == b["samples"]
+        assert a["changes"] == b["changes"] == results[0]["changes"]
+        assert a["loss"] == b["loss"]
+
+
+def test_a_resumed_run_deals_by_the_costs_it_had_fitted(pools, data, tmp_path):
+    wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.micro_batches": 1}
+    setting = {**wrong, "batch.batch_samples": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
+    whole = pools[2].run(train_with_times, data, str(tmp_path / "whole"), 60, setting)
+    pools[2].run(train_with_times, data, str(tmp_path / "parts"), 45, setting)  # decided, not yet in force
+    rest = pools[2].run(train_with_times, data, str(tmp_path / "parts"), 60, setting)
+    for a, b in zip(whole, rest, strict=True):
+        assert a["samples"][45:] == b["samples"]
+        assert a["changes"] == b["changes"]
+        assert {name: tensor.tolist() for name, tensor in a["weights"].items()} == {
+            name: tensor.tolist() for name, tensor in b["weights"].items()
+        }
