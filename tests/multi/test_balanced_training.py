@@ -75,7 +75,7 @@ def test_every_policy_equals_unbalanced_on_two_ranks(pools, data, unbalanced, tm
 def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
     pools, data, unbalanced, tmp_path, world, policy, mode, schedule
 ):
-    choice = {"balance.policy": policy, "balance.mode": mode, "training.schedule": schedule}
+    choice = {"balance.policy": policy, "balance.mode": mode, "pipeline.schedule": schedule}
     for samples in (UNEQUAL, WITH_EMPTY_RANK):
         folder = tmp_path / str(samples)
         compare(pools[world], data, folder, unbalanced(world, samples), {"batch.batch_samples": samples, **choice})
@@ -85,7 +85,7 @@ def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
 def test_a_balanced_exact_schedule_equals_unbalanced_serial(pools, data, unbalanced, tmp_path, schedule):
     setting = {
         "batch.batch_samples": UNEQUAL, "balance.policy": "power", "balance.mode": "exchange",
-        "training.schedule": schedule,
+        "pipeline.schedule": schedule,
     }  # fmt: skip
     compare(pools[2], data, tmp_path, unbalanced(2, UNEQUAL), setting)
 
