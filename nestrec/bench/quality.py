@@ -59,7 +59,7 @@ def short_rows(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> list[dict
     """What fits a terminal: the recipes, the number of seeds, and two metrics with their intervals."""
     short = []
     for row in rows:
-        recipe = f"{row['recipe']} - {row['against']}" if "against" in row else row["recipe"]
+        recipe = f"{row['recipe']}\n- {row['against']}" if "against" in row else row["recipe"]
         cells = {name: _with_interval(row, f"{name}{suffix}") for name in ("recall@10", "ndcg@10")}
         short.append({"recipe": recipe, "seeds": len(row["seeds"]), **cells})
     return short
@@ -75,7 +75,7 @@ def _with_interval(row: Mapping[str, Any], name: str) -> str:
     if name not in row:
         return "-"
     low, high = row[f"{name}_interval"]
-    return f"{row[name]:.4f} [{low:.4f}, {high:.4f}]"
+    return f"{row[name]:.4f}\n[{low:.4f}, {high:.4f}]"
 
 
 def _is_run(path: Path) -> bool:

@@ -1,9 +1,11 @@
 """Quality over several seeds: means with intervals over users, and paired differences between recipes.
 
 A user's value of a metric is averaged over seeds first; the interval is a bootstrap over users of these averages, so it
-tells how sure the mean is for other users of the same kind. How much seeds differ is given beside it.
+tells how sure the mean is for other users of the same kind. It holds for these seeds: how much seeds differ is given
+beside it.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +42,8 @@ def quality_rows(runs: Sequence[Path]) -> list[Row]:
 def comparison_rows(runs: Sequence[Path], pairs: Sequence[tuple[str, str]]) -> list[Row]:
     """For each pair of recipes, the first minus the second: mean over users of the difference of seed averages.
 
-    Fields: recipe, against, dataset, seeds, against_seeds, users; for each metric `m_difference` and
-    `m_difference_interval`.
+    Fields: recipe, against, dataset, seeds, against_seeds, users; for each metric `m_difference`,
+    `m_difference_interval` over users, and `m_difference_seed_error`, the standard error that comes from seeds alone.
     """
     groups = _by_recipe(runs)
     for name in (name for pair in pairs for name in pair):
@@ -56,7 +58,7 @@ def _quality_row(group: list[Ranks]) -> Row:
                 "seeds": [run.seed for run in group], "users": len(one.users),
                 "epochs": [run.epochs for run in group], "best_epochs": [run.best_epoch for run in group]}  # fmt: skip
     for metric, interval in bootstrap({name: _seed_average(group, name) for name in metrics}).items():
-        of_seeds = [float(_values(run, "model", metric).mean()) for run in group]
+        of_seeds = _of_seeds(group, metric)
         row[metric], row[f"{metric}_interval"] = interval.mean, [interval.low, interval.high]
         row[f"{metric}_of_seeds"] = of_seeds
         row[f"{metric}_seed_sd"] = statistics.stdev(of_seeds) if len(of_seeds) > 1 else None
@@ -79,6 +81,7 @@ def _comparison_row(first: list[Ranks], second: list[Ranks]) -> Row:
     for metric, interval in bootstrap(differences).items():
         row[f"{metric}_difference"] = interval.mean
         row[f"{metric}_difference_interval"] = [interval.low, interval.high]
+        row[f"{metric}_difference_seed_error"] = _seed_error(metric, first, second)
     return row
 
 
@@ -113,6 +116,17 @@ def _metrics_of(group: Sequence[Ranks]) -> list[str]:
 def _values(run: Ranks, system: str, metric: str) -> Values:
     k, name = METRICS[metric]
     return ranking_metrics(run.ranks[system], (k,))[name]
+
+
+def _of_seeds(group: Sequence[Ranks], metric: str) -> list[float]:
+    return [float(_values(run, "model", metric).mean()) for run in group]
+
+
+def _seed_error(metric: str, *groups: Sequence[Ranks]) -> float | None:
+    """Standard error of a difference of means over seeds; unknown where a recipe has one seed."""
+    if any(len(group) < 2 for group in groups):
+        return None
+    return math.sqrt(sum(statistics.variance(_of_seeds(group, metric)) / len(group) for group in groups))
 
 
 def _seed_average(group: Sequence[Ranks], metric: str) -> Values:

@@ -37,8 +37,9 @@ def quality_tables(frame: Mapping[str, Any]) -> str:
     if comparisons:
         names = [name for name in METRICS if any(f"{name}_difference" in row for row in comparisons)]
         heads = ["recipe", "against", "dataset", "seeds", "users", *names]
-        paragraphs += ["### Paired differences", "First minus second, paired over users.",
-                       _table(heads, [_difference(row, names) for row in comparisons])]  # fmt: skip
+        legend = "First minus second, paired over users; ± is the standard error that comes from seeds alone."
+        table = _table(heads, [_difference(row, names) for row in comparisons])
+        paragraphs += ["### Paired differences", legend, table]
     return "\n\n".join(paragraphs)
 
 
@@ -82,12 +83,15 @@ def _baselines(rows: Sequence[Row]) -> list[list[str]]:
 def _difference(row: Row, metrics: Sequence[str]) -> list[str]:
     seeds = f"{_seeds(row['seeds'])} / {_seeds(row['against_seeds'])}"
     about = [row["recipe"], row["against"], row["dataset"], seeds, f"{row['users']:,}"]
-    cells = []
-    for name in metrics:
-        low, high = row.get(f"{name}_difference_interval", (0.0, 0.0))
-        known = f"{name}_difference" in row
-        cells.append(f"{row[f'{name}_difference']:+.4f} [{low:+.4f}, {high:+.4f}]" if known else "-")
-    return [*about, *cells]
+    return [*about, *(_difference_cell(row, f"{name}_difference") for name in metrics)]
+
+
+def _difference_cell(row: Row, name: str) -> str:
+    if name not in row:
+        return "-"
+    low, high = row[f"{name}_interval"]
+    error = row.get(f"{name}_seed_error")
+    return f"{row[name]:+.4f} [{low:+.4f}, {high:+.4f}]" + (f" ± {error:.4f}" if error is not None else "")
 
 
 def _epochs(row: Row) -> str:

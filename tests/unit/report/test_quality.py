@@ -58,6 +58,16 @@ def test_a_paired_difference_averages_seeds_before_it_compares(tmp_path: Path) -
     assert 0 <= low < 0.5 < high <= 1
 
 
+def test_what_seeds_add_to_the_error_of_a_difference_is_given_apart(tmp_path: Path) -> None:
+    first = [write_ranks(tmp_path / f"h{s}", "hstu", s, r) for s, r in ((1, [1, 1, 1, 1]), (2, [1, 1, 0, 0]))]
+    second = [write_ranks(tmp_path / f"s{s}", "sasrec", s, r) for s, r in ((1, [1, 0, 0, 0]), (2, [0, 0, 1, 0]))]
+    (row,) = comparison_rows([*first, *second], [("hstu", "sasrec")])
+    # Recall of the seeds is 1 and 1/2 against 1/4 and 1/4: variances 1/8 and 0 of two seeds each.
+    assert row["recall@10_difference_seed_error"] == pytest.approx(math.sqrt(1 / 8 / 2))
+    (row,) = comparison_rows([first[0], *second], [("hstu", "sasrec")])
+    assert row["recall@10_difference_seed_error"] is None
+
+
 def test_metrics_beyond_the_ranked_depth_are_left_out(tmp_path: Path) -> None:
     (row,) = quality_rows([write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0], ks=(10,))])
     assert "ndcg@10" in row

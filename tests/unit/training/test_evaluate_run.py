@@ -1,0 +1,28 @@
+"""`nestrec eval` on a run that was stopped before it measured itself."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from nestrec.console import evaluate_run
+from nestrec.distributed import Topology
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.trainer import Trainer
+
+
+def test_eval_keeps_the_result_of_the_best_epoch_as_train_does(tiny_data: Path, tmp_path: Path) -> None:
+    # Nothing is learned, so the first epoch stays the best one, and is not the last.
+    cfg = config_of("hstu", tiny_data, {"training.epochs": 3, "optimizer.learning_rate": 0.0})
+    trainer = Trainer(cfg, tmp_path, Topology.single("cpu"))
+    state = trainer.train()
+    assert state.best_step is not None
+    assert state.best_step < state.step
+    evaluate_run(tmp_path, "test", best=False)
+    assert not (tmp_path / "eval" / "test.npz").exists()
+    evaluate_run(tmp_path, "test", best=True)
+    assert json.loads((tmp_path / "eval" / "test.json").read_text())["step"] == state.best_step
+    with np.load(tmp_path / "eval" / "test.npz") as kept:
+        by_eval = kept["rank/model"]
+    expected = trainer.evaluate("test").details["rank/model"]
+    assert np.array_equal(by_eval, expected)
