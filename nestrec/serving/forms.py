@@ -24,6 +24,9 @@ from nestrec.serving.servable import Servable
 from nestrec.training.tasks.ranking import RankingTaskConfig
 from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
+_SPARE = 64
+_NEEDS_RETRIEVAL = "serve a retrieval model beside it, or give candidates"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
@@ -53,6 +56,8 @@ class Form(Protocol):
     tokens_an_event: int
     max_events: int
     """longest history"""
+    slide_events: int
+    """events by which a full history slides"""
     outputs: tuple[str, ...]
     """names of a candidate's scores"""
 
@@ -70,6 +75,12 @@ class Form(Protocol):
         """(C, outputs) float32; larger is better."""
         ...
 
+    def best(
+        self, candidates: Candidates, last_D: torch.Tensor | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Items and scores of the best of the catalogue, best first."""
+        ...
+
 
 class RetrievalForm:
     tokens_an_event = 1
@@ -78,16 +89,16 @@ class RetrievalForm:
     def __init__(self, servable: Servable, slide_events: int):
         assert isinstance(servable.model, RetrievalModel)
         assert isinstance(servable.spec.task, RetrievalTaskConfig)
-        self.servable, self._model, self._slide = servable, servable.model, slide_events
+        self.servable, self._model, self.slide_events = servable, servable.model, slide_events
         self.encoder = _hstu(servable)
         self._asks_next = servable.spec.task.history.query_time == "next"
         self._uses_time = self.encoder.cfg.time_bias
         self.max_events = servable.spec.task.history.max_length
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
-        history = history.since(window_start(len(history), self.max_events, self._slide))
+        history = history.since(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
-        after = np.append(times[1:], now_ms if self._uses_time else 0)
+        after = np.append(times, now_ms if self._uses_time else 0)[1:]
         asked = after if self._asks_next else times
         num_cacheable = max(len(history) - 1, 0)
         records = np.stack([history.items, times, asked], axis=1)[:num_cacheable]
@@ -108,6 +119,21 @@ class RetrievalForm:
             return vectors.new_zeros(len(candidates), 1, dtype=torch.float32)
         return (vectors.double() @ self.query(last_D).double())[:, None].float()
 
+    def best(
+        self, candidates: Candidates, last_D: torch.Tensor | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        index_ND = self.servable.index_ND
+        assert index_ND is not None
+        query_D = self.query(last_D) if last_D is not None else index_ND.new_zeros(index_ND.shape[1])
+        scores_N = index_ND @ query_D
+        scores_N[torch.from_numpy(candidates.excluded[candidates.excluded > 0] - 1).to(scores_N.device)] = -torch.inf
+        # A first choice in the index's own precision, then the exact order of evaluation among those chosen.
+        first = scores_N.topk(min(len(scores_N), candidates.num_best + _SPARE)).indices
+        first = first[scores_N[first] > -torch.inf].sort().values
+        exact = (index_ND[first].double() @ query_D.double()).float()
+        order = exact.sort(descending=True, stable=True).indices[: candidates.num_best]
+        return (first[order] + 1).cpu().numpy(), exact[order, None].cpu().numpy()
+
     def query(self, last_D: torch.Tensor) -> torch.Tensor:
         """(D,) what is multiplied with item vectors."""
         return self._model.item_vectors(last_D[None])[0] / self._model.similarity.temperature
@@ -119,7 +145,7 @@ class RankingForm:
     def __init__(self, servable: Servable, slide_events: int):
         assert isinstance(servable.model, RankingModel)
         assert isinstance(servable.spec.task, RankingTaskConfig)
-        self.servable, self._model, self._slide = servable, servable.model, slide_events
+        self.servable, self._model, self.slide_events = servable, servable.model, slide_events
         self.encoder = _hstu(servable)
         self.outputs = servable.spec.task.inputs.labels
         self.max_events = servable.spec.task.inputs.max_events - 1
@@ -127,7 +153,7 @@ class RankingForm:
         self._uses_time = self.encoder.cfg.time_bias
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
-        history = history.since(window_start(len(history), self.max_events, self._slide))
+        history = history.since(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._columns if name in history.features]
         seconds = _seconds(np.repeat(times, 2))
@@ -152,6 +178,11 @@ class RankingForm:
         content = self.candidate_tokens(candidates)
         logits: torch.Tensor = self._model.head(torch.cat([state_CD, content], dim=1))
         return logits.float()
+
+    def best(
+        self, candidates: Candidates, last_D: torch.Tensor | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
 
     def _content(self, items: NDArray[np.int64], features: dict[str, NDArray[np.int64]]) -> torch.Tensor:
         """Sum of the vectors of item and categories, in the order of training."""

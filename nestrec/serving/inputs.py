@@ -43,6 +43,10 @@ class Candidates:
     now_ms: int
     features: Mapping[str, Ints] = field(default_factory=dict)
     """event and user categories the model asks for, one value a candidate"""
+    num_best: int = 0
+    """instead of `items`: so many best of the whole catalogue (retrieval)"""
+    excluded: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """items that may not be among the best"""
 
     def __len__(self) -> int:
         return len(self.items)

@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.models.hstu_cached import KeysAndValues, Segment, cached_forward
 from nestrec.serving.forms import Form, Tokens
@@ -28,6 +30,15 @@ class Part:
     candidates: Candidates | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores of a part's candidates, on the host."""
+
+    items: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    """(items, outputs)"""
+
+
 class Runner:
     """Runs batches of parts; the pool belongs to it."""
 
@@ -35,8 +46,8 @@ class Runner:
         self.form, self.pool = form, pool
 
     @torch.inference_mode()
-    def run(self, parts: Sequence[Part]) -> list[torch.Tensor | None]:
-        """(C, outputs) scores of each part with candidates, on the host; none for the others."""
+    def run(self, parts: Sequence[Part]) -> list[Scored | None]:
+        """Scores of each part with candidates; none for the others."""
         inputs = [self._vectors(part) for part in parts]
         segments = [self._segment(part, len(x)) for part, x in zip(parts, inputs, strict=True)]
         state_TD, made = cached_forward(
@@ -74,9 +85,13 @@ class Runner:
                     layer, part.pages, part.first, keys[start : start + count], values[start : start + count]
                 )
 
-    def _scores(self, part: Part, state_ND: torch.Tensor) -> torch.Tensor | None:
-        if part.candidates is None:
+    def _scores(self, part: Part, state_ND: torch.Tensor) -> Scored | None:
+        candidates = part.candidates
+        if candidates is None:
             return None
         num_history = part.end - part.first
         last = state_ND[num_history - 1] if num_history else None
-        return self.form.scores(part.candidates, last, state_ND[num_history:]).cpu()
+        if candidates.num_best:
+            items, scores = self.form.best(candidates, last)
+            return Scored(items, scores)
+        return Scored(candidates.items, self.form.scores(candidates, last, state_ND[num_history:]).cpu().numpy())

@@ -53,7 +53,7 @@ def test_exported_retrieval_ranks_the_catalogue_as_eval_does(retrieval):
     expected = evaluation.details["rank/model"]
     k = max(task.cfg.evaluation.ks)
     for b, scores in enumerate(full_scores(runner, histories, asked)):
-        values = scores[:, 0].numpy().copy()
+        values = scores.scores[:, 0].copy()
         values[histories[b].items[-runner.form.max_events :] - 1] = -np.inf
         order = np.lexsort((np.arange(len(values)), -values))
         rank = int(np.flatnonzero(order == targets[b] - 1)[0]) + 1
@@ -84,7 +84,7 @@ def test_exported_ranking_gives_the_logits_of_eval(ranking):
             expected.append(evaluation.details["logit"][place])
             place += 1
     assert place > 200
-    found = torch.cat(full_scores(runner, histories, asked)).numpy()
+    found = np.concatenate([scored.scores for scored in full_scores(runner, histories, asked)])
     assert np.abs(found - np.array(expected)).max() <= 1e-5
 
 

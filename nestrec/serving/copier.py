@@ -1,0 +1,45 @@
+"""Copies between device pages and DRAM on a thread of their own, and what they cost."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from nestrec.serving.cost_model import CostModel, work_of
+
+_SMOOTH = 0.1
+
+
+class Copier:
+    """One copy after the other; `done` is called on the copier's thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nestrec-copier")
+        self._lock = threading.Lock()
+        self._seconds_a_byte = 1e-9
+
+    def submit(self, copy: Callable[[], object], num_bytes: int, done: Callable[[object], None]) -> None:
+        def run() -> None:
+            start_s = time.perf_counter()
+            result = copy()
+            seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
+            with self._lock:
+                self._seconds_a_byte += _SMOOTH * (seconds - self._seconds_a_byte)
+            done(result)
+
+        self._pool.submit(run)
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Expected seconds of a copy."""
+        return num_bytes * self._seconds_a_byte
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def break_even_tokens(costs: CostModel, copier: Copier, bytes_a_token: int, longest: int) -> int | None:
+    """Prefixes from this length on are reloaded faster than computed again; none where none is."""
+    for length in [1 << i for i in range(longest.bit_length() + 1)]:
+        if copier.copy_s(length * bytes_a_token) < costs.predict_s(*work_of(0, length, 0)):
+            return length
+    return None

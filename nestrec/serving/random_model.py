@@ -1,0 +1,65 @@
+"""A servable model with random weights, for benchmarks and tests: speed and exactness do not need a trained one."""
+
+from hashlib import sha256
+
+import torch
+
+from nestrec.data.ranking import RankingInputConfig
+from nestrec.data.retrieval import HistoryConfig
+from nestrec.models.hstu import HSTUConfig
+from nestrec.models.ranking import RankingModel
+from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.servable import Servable
+from nestrec.serving.spec import ColumnSpec, ServableSpec
+from nestrec.training.tasks.ranking import RankingTaskConfig
+from nestrec.training.tasks.retrieval import RetrievalTaskConfig
+
+ACTION_BITS = {"click": 1, "like": 2}
+
+
+def random_retrieval(
+    encoder: HSTUConfig, *, num_items: int = 1000, seed: int = 0, device: torch.device | str = "cpu"
+) -> Servable:
+    """A retrieval model whose item keys are "1", "2", ..."""
+    torch.manual_seed(seed)
+    task = RetrievalTaskConfig(encoder=encoder, history=HistoryConfig(max_length=encoder.max_length))
+    model = RetrievalModel(task.encoder, task.similarity)
+    items = _table(num_items + 1, encoder.dim, device)
+    spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits={})
+    return Servable(
+        spec=spec, version=_version(spec, seed), model=_ready(model, device), tables={"items": items},
+        item_keys=_keys(num_items), index_ND=model.item_vectors(items[1:]), item_columns={},
+    )  # fmt: skip
+
+
+def random_ranking(
+    encoder: HSTUConfig, *, num_items: int = 1000, seed: int = 0, device: torch.device | str = "cpu"
+) -> Servable:
+    """A ranking model over two action bits with one category of the event; histories of max_length / 2 - 1 events."""
+    torch.manual_seed(seed)
+    inputs = RankingInputConfig(labels=tuple(ACTION_BITS), event_features=("tab",), max_events=encoder.max_length // 2)
+    task = RankingTaskConfig(encoder=encoder, inputs=inputs)
+    model = RankingModel(task.encoder, task.head, num_tasks=len(ACTION_BITS), num_action_bits=len(ACTION_BITS))
+    columns = (ColumnSpec(name="event_tab", keys=("home", "search"), num_rows=3),)
+    spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits=ACTION_BITS, columns=columns)
+    tables = {"items": _table(num_items + 1, encoder.dim, device), "event_tab": _table(3, encoder.dim, device)}
+    return Servable(
+        spec=spec, version=_version(spec, seed), model=_ready(model, device), tables=tables, item_keys=_keys(num_items),
+        index_ND=None, item_columns={},
+    )  # fmt: skip
+
+
+def _ready(model: RetrievalModel | RankingModel, device: torch.device | str) -> RetrievalModel | RankingModel:
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _table(num_rows: int, dim: int, device: torch.device | str) -> torch.Tensor:
+    return torch.randn(num_rows, dim).mul_(0.05).to(device)
+
+
+def _keys(num_items: int) -> tuple[str, ...]:
+    return tuple(str(i) for i in range(1, num_items + 1))
+
+
+def _version(spec: ServableSpec, seed: int) -> str:
+    return sha256(f"{spec} {seed}".encode()).hexdigest()

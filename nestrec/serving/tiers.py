@@ -1,0 +1,159 @@
+"""The two tiers of prefixes of an engine: pages on the device, and DRAM behind them.
+
+Used on the engine's thread; copies run on a thread of their own and report back through `post`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nestrec.base.clock import Clock
+from nestrec.base.config import config
+from nestrec.serving.copier import Copier, break_even_tokens
+from nestrec.serving.cost_model import CostModel, work_of
+from nestrec.serving.expander import Expander, Kept
+from nestrec.serving.forms import Form
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.page_pool import PagePool, bytes_a_token
+from nestrec.serving.prefix_cache import CacheKey, Entry, PrefixCache
+from nestrec.serving.work import Work
+
+Post = Callable[[Callable[[], None]], None]
+
+
+@config
+class TiersConfig:
+    cache_bytes: int = 1 << 30
+    """device memory for prefixes"""
+    dram_bytes: int = 1 << 30
+    """host memory for prefixes that left the device; 0 keeps none"""
+    cache_ttl_s: float = 600.0
+    """life of a prefix on the device"""
+    dram_ttl_s: float = 600.0
+    """life of a prefix in DRAM"""
+    spill_above: float = 0.5
+    """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
+    page_tokens: int = 32
+    """tokens of a page"""
+    keeps_prefix: bool = True
+    """prefixes are stored and used; without it every request is computed in full"""
+    keeps_on_device: bool = True
+    """a prefix stays on the device after ranking; without it only DRAM keeps it"""
+
+
+class PrefixTiers:
+    """Finds, makes, keeps, spills and reloads the prefixes of works."""
+
+    def __init__(
+        self, form: Form, cfg: TiersConfig, *, keyed: KeyedHash, clock: Clock, costs: CostModel, post: Post,
+        count: Callable[[str], None],
+    ):  # fmt: skip
+        self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
+        weights = form.encoder.position
+        self.bytes_a_token = bytes_a_token(form.encoder.cfg, weights.dtype)
+        self._longest = form.encoder.cfg.max_length
+        num_pages = max(1, cfg.cache_bytes // (self.bytes_a_token * cfg.page_tokens)) if cfg.keeps_prefix else 1
+        self.num_bytes = num_pages * self.bytes_a_token * cfg.page_tokens
+        self.pool = PagePool(
+            form.encoder.cfg, num_pages=num_pages, page_tokens=cfg.page_tokens, device=weights.device,
+            dtype=weights.dtype,
+        )  # fmt: skip
+        self.device = PrefixCache(
+            num_pages=num_pages, page_tokens=cfg.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
+            slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
+        )  # fmt: skip
+        self.dram: Expander[torch.Tensor] = Expander(max_bytes=cfg.dram_bytes, ttl_s=cfg.dram_ttl_s, clock=clock)
+        self._copier = Copier()
+        self._reloading: dict[CacheKey, list[Work]] = {}
+
+    def find(self, work: Work) -> Entry | None:
+        """The prefix of a work on the device, without a pin."""
+        entry = self.device.find(work.key, work.digest_of) if self.cfg.keeps_prefix else None
+        if entry is not None and work.source == "none":
+            work.source = "device"
+        return entry
+
+    def reserve(self, work: Work, entry: Entry | None, num_tokens: int) -> tuple[Entry | None, int]:
+        """Pin the entry, or make one, with room for so many tokens; and how many tokens there is room for."""
+        first = entry.length if entry is not None else 0
+        if entry is not None:
+            self.device.pin(entry)
+        elif self.cfg.keeps_prefix:
+            entry = self.device.create(work.key)
+        has_room = entry is not None and self.device.grow(entry, num_tokens)
+        return entry, num_tokens if has_room else first
+
+    def drop(self, key: CacheKey) -> None:
+        self.device.drop(key)
+        self.dram.drop(key)
+
+    def spill(self, entry: Entry) -> None:
+        """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself."""
+        used = 1.0 - self.device.num_free_pages / self.device.num_pages
+        stays = self.cfg.keeps_on_device
+        if self.cfg.dram_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
+            return
+        num_bytes = entry.length * self.bytes_a_token
+        kept = self.dram.begin_spill(entry.key, length=entry.length, digest=entry.digest, num_bytes=num_bytes)
+        if kept is not None:
+            self.device.pin(entry)
+            pages, length = list(entry.pages), entry.length
+            finish = lambda stored: self._post(lambda: self._spilled(kept, entry, stored))  # noqa: E731
+            self._copier.submit(lambda: self.pool.copy_out(pages, length), num_bytes, finish)
+        if not stays:
+            self.device.drop(entry.key)
+
+    def reload(self, work: Work, pressure: float, resume: Callable[[Work], None]) -> bool:
+        """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end."""
+        if work.source == "dram" or not self.cfg.keeps_prefix:  # came back once already
+            return False
+        if work.key in self._reloading:
+            self._reloading[work.key].append(work)
+            return True
+        kept = self.dram.find(work.key, work.digest_of)
+        if kept is None or kept.payload is None or not self._is_reload_worth(kept.length, pressure):
+            return False
+        entry = self.device.create(work.key)
+        if entry is None or not self.device.grow(entry, kept.length):
+            if entry is not None:
+                self.device.unpin(entry)
+            return False
+        self._reloading[work.key] = [work]
+        self.dram.begin_reload(kept)
+        pages, stored = list(entry.pages), kept.payload
+        finish = lambda _: self._post(lambda: self._reloaded(kept, entry, resume))  # noqa: E731
+        self._copier.submit(lambda: self.pool.copy_in(pages, stored), kept.num_bytes, finish)
+        return True
+
+    def waiting(self) -> list[Work]:
+        """Works that wait for a copy."""
+        return [work for works in self._reloading.values() for work in works]
+
+    def break_even_tokens(self) -> int | None:
+        """Prefixes from this length on are reloaded from DRAM faster than computed."""
+        return break_even_tokens(self._costs, self._copier, self.bytes_a_token, self._longest)
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def _is_reload_worth(self, length: int, pressure: float) -> bool:
+        """Faster than computing, the more readily the scarcer device time is (pressure 1: nothing waits)."""
+        compute_s = self._costs.predict_s(*work_of(0, length, 0))
+        return self._copier.copy_s(length * self.bytes_a_token) < compute_s * pressure
+
+    def _spilled(self, kept: Kept[torch.Tensor], entry: Entry, stored: Any) -> None:
+        self.dram.finish_spill(kept, stored)
+        self.device.unpin(entry)
+        self._count("spilled")
+
+    def _reloaded(self, kept: Kept[torch.Tensor], entry: Entry, resume: Callable[[Work], None]) -> None:
+        if self.dram.finish_reload(kept) and not entry.is_dropped:
+            self.device.commit(entry, kept.length, kept.digest)
+        elif not entry.is_dropped:
+            self.device.drop(entry.key)
+        self.device.unpin(entry)
+        self._count("reloaded")
+        for work in self._reloading.pop(kept.key):
+            work.source = "dram"
+            resume(work)
