@@ -83,6 +83,26 @@ def stores(context: typer.Context, json: JsonFile = None) -> None:
     _finish("stores", measure_stores(bench), json)
 
 
+@app.command()
+def peers(
+    dense: Annotated[list[str] | None, typer.Option(help="mlp or bucket; repeatable. [default: both]")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of each system.")] = 15,
+    steps: Annotated[int, typer.Option(help="Steps of a round; 0: 4 for mlp, 1 for bucket.")] = 0,
+    python: Annotated[Path | None, typer.Option(help="Python that has TorchRec, if not .venv-torchrec's.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """The same training job through nestrec and TorchRec, by turns in the same two processes."""
+    from nestrec.bench.peers import HOW_TO_COMPARE, PeersBench, find_python, measure_peers, short_rows
+
+    if (found := find_python(python)) is None:
+        typer.echo(HOW_TO_COMPARE)
+    rows = []
+    for kind in dense or ["mlp", "bucket"]:
+        rows += measure_peers(PeersBench(dense=kind, rounds=rounds, steps=steps), found)
+    _show("peers [quartiles of rounds]; ratio: nestrec over the row", short_rows(rows))
+    _save("peers", rows, json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

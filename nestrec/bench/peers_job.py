@@ -1,0 +1,89 @@
+"""The peers' job through our engine: one rank, in the serial schedule.
+
+The loss of a rank is the mean over its samples, and ranks are averaged: row gradients and dense gradients alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from nestrec import __version__
+from nestrec.bench.peers_dense import DenseKind, DensePart
+from nestrec.bench.peers_workload import BAG, BAG_TABLE, SEQUENCE, SEQUENCE_TABLE, TABLE_OF, PeersBatch, Workload
+from nestrec.distributed import DenseSync, Topology
+from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
+from nestrec.jagged import offsets_of
+from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.pool_rows import pool_rows
+
+ROW_LEARNING_RATE, ROW_EPS, DENSE_LEARNING_RATE = 0.05, 1e-8, 1e-3
+_LOAD_ROWS = 1 << 16
+
+
+class Job(Protocol):
+    """A system that trains the job on one rank."""
+
+    system: str
+    version: str
+    mode: str
+    losses: list[torch.Tensor]
+    """Of this rank's samples, one for each step so far."""
+
+    def step(self) -> None:
+        """One step of training. Collective."""
+
+
+class NestrecJob:
+    """Our side, built from the engine's public steps."""
+
+    system, version, mode = "nestrec", __version__, "serial"
+
+    def __init__(self, workload: Workload, batches: Sequence[PeersBatch], dense: DenseKind, topology: Topology) -> None:
+        self._batches, self._topology = batches, topology
+        self._engine = EmbeddingEngine(_tables(workload), topology)
+        for number, table in enumerate(TABLE_OF.values()):
+            self._engine.load(table, _first_rows(workload, number))
+        self._dense = DensePart(workload.cfg, dense)
+        self._adam = torch.optim.Adam(self._dense.parameters(), lr=DENSE_LEARNING_RATE)
+        self._sync = DenseSync(self._dense.parameters(), topology.dense)
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """One step of training. Collective."""
+        engine, batch = self._engine, self._batches[len(self.losses) % len(self._batches)]
+        routed = engine.route(batch.keys)
+        working = engine.fetch(routed, step=len(self.losses) + 1)
+        vectors = {name: v.requires_grad_() for name, v in engine.exchange_vectors(routed, working).items()}
+        self._adam.zero_grad()
+        loss = self._loss(batch, vectors, routed.index)
+        (loss / self._topology.world).backward()
+        engine.accumulate(routed, working, {name: v.grad for name, v in vectors.items() if v.grad is not None})
+        self._sync.reduce()
+        self._adam.step()
+        engine.update(working, learning_rate=ROW_LEARNING_RATE)
+        engine.write_back(working)
+        self.losses.append(loss.detach())
+
+    def _loss(
+        self, batch: PeersBatch, vectors: dict[str, torch.Tensor], index: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        tokens = gather_rows(vectors[SEQUENCE_TABLE], index[SEQUENCE])
+        bags = pool_rows(vectors[BAG_TABLE], index[BAG], offsets_of(batch.lengths[BAG]))
+        loss: torch.Tensor = self._dense(tokens, batch.lengths[SEQUENCE], bags, batch.dense, batch.label)
+        return loss
+
+
+def _tables(workload: Workload) -> list[TableConfig]:
+    cfg, optimizer = workload.cfg, RowOptimizerConfig(kind="rowwise_adagrad", eps=ROW_EPS)
+    return [
+        TableConfig(name=table, dim=cfg.dim, num_rows=cfg.num_rows, features=(feature,), optimizer=optimizer)
+        for feature, table in TABLE_OF.items()
+    ]
+
+
+def _first_rows(workload: Workload, table: int) -> Iterator[dict[str, torch.Tensor]]:
+    num_rows = workload.cfg.num_rows
+    for low in range(0, num_rows, _LOAD_ROWS):
+        high = min(low + _LOAD_ROWS, num_rows)
+        yield {"keys": torch.arange(low, high), "weight": workload.first_rows(table, low, high)}
