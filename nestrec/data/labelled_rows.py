@@ -1,5 +1,7 @@
 """Samples of labelled rows: dense numbers, categories, one label (Criteo)."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,10 +12,14 @@ from nestrec.data.dataset import Dataset, Rows
 
 def assemble_rows(rows: Rows) -> MicroBatch:
     """Keys `category` (B, C); tensors dense (B, N) with NaN where missing, and label (B,)."""
-    dense = rows.lists["dense"][0].reshape(rows.num_rows, -1)
-    categories = rows.lists["categories"][0].reshape(rows.num_rows, -1)
+    dense, categories = (_columns(rows, name) for name in ("dense", "categories"))
     tensors = {"dense": torch.from_numpy(dense), "label": torch.from_numpy(rows.scalars["label"].astype(np.int64))}
     return MicroBatch(rows.indices, {"category": categories}, tensors, max_length=1, num_tokens=rows.num_rows)
+
+
+def _columns(rows: Rows, name: str) -> NDArray[Any]:
+    """(B, N) values of a list column; (0, 0) without rows, which then have no width."""
+    return rows.lists[name][0].reshape(rows.num_rows, -1 if rows.num_rows else 0)
 
 
 class RowsAssembler(Assembler):

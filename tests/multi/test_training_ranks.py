@@ -1,0 +1,171 @@
+"""Training on 1, 2 and 4 ranks is the same training.
+
+Batches of 13 of 40 users (or of 120 rows) end every epoch with one sample (or three), so that most ranks of four have
+none, and most have one more or fewer than the others in every other step.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_jobs import measure, save_again, terminate_one_rank, train, train_through_crashes
+
+from nestrec.distributed import Topology
+from nestrec.testing.run_digest import run_digest
+from nestrec.testing.tiny_runs import FAMILIES, make_datasets
+
+UNEVEN = {"batch.batch_samples": 13, "training.epochs": 1000, "training.evaluate_every_epochs": 8}
+# How many rows fit is decided shard by shard, so other numbers of ranks keep other rows.
+UNBOUNDED = {"task.table_store.eviction": "none", "task.table_store.max_rows": "none"}
+BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2, "training.keep_checkpoints": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return str(folder)
+
+
+def options(family: str, **more: object) -> dict[str, object]:
+    given = {f"training.{name}": value for name, value in more.items()}
+    return {**UNEVEN, **(UNBOUNDED if family == "rows" else {}), **given}
+
+
+def tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows of all ranks put together, in order of key: `table column` to values."""
+    found = {}
+    for name in ranks[0]["rows"]:
+        chunks = [chunk for rank in ranks for chunk in rank["rows"][name]]
+        columns = {column: torch.cat([chunk[column] for chunk in chunks]) for column in chunks[0]}
+        order = columns["keys"].argsort()
+        found |= {f"{name} {column}": values[order] for column, values in columns.items()}
+    return found
+
+
+def largest_difference(ranks: list[dict[str, Any]], alone: dict[str, Any], *, names: str = "") -> float:
+    """Norm of the difference over the norm, of the tensor that differs most.
+
+    A bias of all keys changes no softmax: the gradient of `key.bias` is rounding alone, and so is what it learns.
+    """
+    mine, theirs = {**tables(ranks), **ranks[0]["dense"]}, {**tables([alone]), **alone["dense"]}
+    assert set(mine) == set(theirs)
+    for rank in ranks:
+        assert all(torch.equal(rank["dense"][name], ranks[0]["dense"][name]) for name in rank["dense"])
+    differences = []
+    for name in (name for name in mine if names in name and "key.bias" not in name):
+        if name.endswith("keys"):
+            assert torch.equal(mine[name], theirs[name])
+        norm = theirs[name].double().norm()
+        differences.append(float((mine[name].double() - theirs[name].double()).norm() / norm) if norm else 0.0)
+    return max(differences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_1_2_and_4_ranks_agree_over_100_steps_in_float64(pools, data: str, tmp_path: Path, family: str, capsys) -> None:
+    more = options(family, dtype="float64", max_steps=100)
+    alone = train(Topology.single(), family, data, str(tmp_path / "1"), more)
+    assert alone["state"].position.epoch > 7
+    for world in (2, 4):
+        ranks = pools[world].run(train, family, data, str(tmp_path / str(world)), more)
+        difference = largest_difference(ranks, alone)
+        with capsys.disabled():
+            print(f"\n{family}, {world} ranks against 1, float64, 100 steps: largest difference {difference:.1e}")
+        assert difference < 1e-9
+        assert {rank["state"].consumed for rank in ranks} == {alone["state"].consumed}
+        np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-9)
+        if family == "ranking" and world == 4:
+            assert min(rank["slots"]["item_topic"] for rank in ranks) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_agrees_to_rounding(pools, data: str, tmp_path: Path, family: str, capsys) -> None:
+    """The first moments after one step are the gradients times a constant."""
+    one, many = options(family, max_steps=1), options(family, max_steps=50)
+    if family == "rows":
+        one["task.table_optimizer.kind"] = "adam"
+        one["task.table_store.admission_count"] = 1
+    first = train(Topology.single(), family, data, str(tmp_path / "first-1"), one)
+    alone = train(Topology.single(), family, data, str(tmp_path / "1"), many)
+    for world in (2, 4):
+        ranks = pools[world].run(train, family, data, str(tmp_path / f"first-{world}"), one)
+        gradients = max(largest_difference(ranks, first, names=part) for part in ("exp_avg", "state_m"))
+        ranks = pools[world].run(train, family, data, str(tmp_path / str(world)), many)
+        losses = float(np.max(np.abs(np.array(ranks[0]["losses"]) / alone["losses"] - 1)))
+        with capsys.disabled():
+            print(f"\n{family}, {world} ranks against 1, float32: gradients {gradients:.1e}, losses {losses:.1e}")
+        assert gradients < 1e-5
+        assert losses < 1e-4
+
+
+@pytest.mark.parametrize("family", ["hstu", "rows"])
+def test_two_runs_of_one_layout_are_equal_to_the_bit(pools, data: str, tmp_path: Path, family: str) -> None:
+    more = {**UNEVEN, "training.max_steps": 20}
+    for name in ("a", "b"):
+        pools[4].run(train, family, data, str(tmp_path / name), more)
+    assert run_digest(tmp_path / "a") == run_digest(tmp_path / "b")
+
+
+@pytest.mark.parametrize(("family", "world"), [("hstu", 4), ("rows", 2)])
+def test_ranks_resume_exactly_from_incremental_saves_in_the_background(
+    pools, data: str, tmp_path: Path, family: str, world: int
+) -> None:
+    more = {**UNEVEN, "training.max_steps": 24, "training.checkpoint_every_steps": 3}
+    whole = pools[world].run(train, family, data, str(tmp_path / "whole"), more)
+    cut = pools[world].run(
+        train_through_crashes, family, data, str(tmp_path / "cut"), {**more, **BACKGROUND}, [2, 11, 5]
+    )
+    assert [rank["digests"] for rank in whole] == cut
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_catalogue_metrics_are_those_of_one_rank(pools, data: str, tmp_path: Path, family: str) -> None:
+    more = options(family, max_steps=12)
+    if family in ("hstu", "sasrec"):
+        more |= {"task.evaluation.batch_users": 9, "task.evaluation.sampled_negatives": 20}
+    else:
+        more |= {"task.batch_windows" if family == "ranking" else "task.batch_rows": 4}
+    train(Topology.single(), family, data, str(tmp_path), more)
+    alone = measure(Topology.single(), family, data, str(tmp_path), more)
+    for world in (2, 4):
+        for details in pools[world].run(measure, family, data, str(tmp_path), more):
+            for part, values in alone.items():
+                assert set(values) == set(details[part])
+                assert all(np.array_equal(details[part][name], values[name]) for name in values)
+
+
+@pytest.mark.parametrize("family", ["ranking", "rows"])
+def test_saved_on_4_loaded_on_2_1_3_and_back_on_4(pools, data: str, tmp_path: Path, family: str) -> None:
+    """The tables of one and the same run, written by different numbers of ranks; keys that wait for admission too."""
+    more = {**UNEVEN, "training.max_steps": 10}
+    start = pools[4].run(train, family, data, str(tmp_path / "4"), more)[0]["digests"]
+    expected = run_digest(tmp_path / "4")
+    for before, now in (("4", "2"), ("2", "1"), ("1", "3"), ("3", "4-again")):
+        arguments = (family, data, str(tmp_path / before), str(tmp_path / now), more)
+        world = int(now[0])
+        ranks = [save_again(Topology.single(), *arguments)] if world == 1 else pools[world].run(save_again, *arguments)
+        assert all(digests == start for digests in ranks)
+        assert run_digest(tmp_path / now) == expected
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(pools, data: str, tmp_path: Path) -> None:
+    more = options("hstu", dtype="float64", checkpoint_every_steps=4)
+    whole = train(Topology.single(), "hstu", data, str(tmp_path / "whole"), {**more, "training.max_steps": 24})
+    run, steps = str(tmp_path / "run"), "training.max_steps"
+    pools[4].run(train, "hstu", data, run, {**more, **BACKGROUND, steps: 9})
+    train(Topology.single(), "hstu", data, run, {**more, **BACKGROUND, steps: 14})
+    ranks = pools[2].run(train, "hstu", data, run, {**more, **BACKGROUND, steps: 24})
+    assert largest_difference(ranks, whole) < 1e-9
+    assert ranks[0]["state"].consumed == whole["state"].consumed
+
+
+def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_path: Path) -> None:
+    more = {**UNEVEN, "training.max_steps": 12}
+    pools[2].run(train, "sasrec", data, str(tmp_path / "whole"), more)
+    stopped_at = pools[2].run(terminate_one_rank, "sasrec", data, str(tmp_path / "cut"), more)
+    assert stopped_at in ([6, 6], [7, 7])
+    pools[2].run(train, "sasrec", data, str(tmp_path / "cut"), more)
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")

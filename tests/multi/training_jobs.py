@@ -1,0 +1,134 @@
+"""Jobs that ranks run in the tests of the trainer."""
+
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints
+from nestrec.distributed import Topology
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.stopping import Interrupted
+from nestrec.training.trainer import Trainer
+
+More = Mapping[str, object]
+
+
+def trainer_of(topology: Topology, family: str, data: str, run: str, more: More) -> Trainer:
+    return Trainer(config_of(family, Path(data), more), Path(run), topology)
+
+
+def train(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:
+    """Train to the end; the loss of every step, and this rank's weights, moments and rows."""
+    trainer = trainer_of(topology, family, data, run, more)
+    losses: list[float] = []
+
+    def note_loss() -> None:
+        trainer._meter.flush()
+        losses.append(trainer._meter.loss)
+
+    with armed("train.step", note_loss):
+        trainer.train()
+    engine = trainer.session.engine
+    return {
+        "losses": losses,
+        "dense": {name: tensor.clone() for name, tensor in trainer.session.dense.tensors().items()},
+        "rows": {name: list(engine.snapshot(name)) for name in engine.tables},
+        "slots": {name: shard.residency.num_slots for name, shard in engine.shards.items()},
+        "digests": {name: engine.digest(name) for name in engine.tables},
+        "state": trainer.state,
+    }
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def train_through_crashes(  # noqa: PLR0917
+    topology: Topology, family: str, data: str, run: str, more: More, crashes: list[int]
+) -> dict[str, str]:
+    """All ranks stop dead at the same steps, given as steps since each start; digests of the tables at the end."""
+    for count in crashes:
+        trainer = trainer_of(topology, family, data, run, more)
+        try:
+            with armed("train.step", crash, at=count):
+                trainer.train()
+            raise AssertionError("no crash")
+        except Crash:
+            trainer.saving.close()  # a process that dies takes its background save with it; here it would go on
+    trainer = trainer_of(topology, family, data, run, more)
+    trainer.train()
+    return {name: trainer.session.engine.digest(name) for name in trainer.session.engine.tables}
+
+
+def measure(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:
+    """What an evaluation of a run's last checkpoint finds, and whether it left the tables as they were."""
+    trainer = trainer_of(topology, family, data, run, more)
+    trainer.saving.restore_last()
+    engine = trainer.session.engine
+    before = {name: (engine.digest(name), shard.residency.num_rows) for name, shard in engine.shards.items()}
+    details = {part: trainer.session.task.evaluate(engine, part).details for part in ("valid", "test")}
+    after = {name: (engine.digest(name), shard.residency.num_rows) for name, shard in engine.shards.items()}
+    assert before == after
+    return details
+
+
+def save_again(  # noqa: PLR0917
+    topology: Topology, family: str, data: str, source: str, target: str, more: More
+) -> dict[str, str]:
+    """Load another run's checkpoint, written by any number of ranks, and save it from here; digests of the tables."""
+    trainer = trainer_of(topology, family, data, target, more)
+    restored = Checkpoints(Path(source) / "checkpoints").restore_latest()
+    assert restored is not None
+    trainer.saving.save(trainer.session.restore(restored))
+    trainer.saving.close()
+    engine = trainer.session.engine
+    return {name: engine.digest(name) for name in engine.tables}
+
+
+def other_width_on_last_rank(topology: Topology, data: str, run: str) -> None:
+    width = 8 if topology.rank + 1 < topology.world else 12
+    trainer_of(topology, "hstu", data, run, {"task.encoder.dim": width})
+
+
+def no_data(topology: Topology, run: str) -> None:
+    trainer_of(topology, "hstu", "/nowhere", run, {"data.folder": "/nowhere", "data.synthetic": "none"})
+
+
+def terminate_one_rank(topology: Topology, family: str, data: str, run: str, more: More) -> int:
+    """One rank is told to stop; the step at which this rank stopped."""
+    trainer = trainer_of(topology, family, data, run, more)
+
+    def terminate() -> None:
+        if topology.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with armed("train.step", terminate, at=4):
+            trainer.train()
+    except Interrupted:
+        return trainer.state.step
+    raise AssertionError("did not stop")
+
+
+def fill_disk_of_one_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:
+    """From step 5 on one rank can write no file of more than some bytes."""
+    trainer = trainer_of(topology, family, data, run, more)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        if topology.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+
+    try:
+        with armed("train.step", fill, at=5):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
