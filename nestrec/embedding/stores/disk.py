@@ -26,7 +26,7 @@ class DiskStore(HostStore):
     """A file of rows and a cache of `cache_rows` rows."""
 
     def __init__(self, path: Path, num_words: int, device: torch.device, cache_rows: int, num_threads: int = 0) -> None:
-        super().__init__(num_words, device)
+        super().__init__(device, num_lanes=1)
         self._file = RowFile(path, 4 * num_words)
         self._folder, self._num_threads = path.parent, num_threads
         self._num_sets = max(1, cache_rows // _WAYS)

@@ -9,12 +9,14 @@ from nestrec.embedding.stores.host import HostStore
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
 
+_MAX_LANES = 8
+
 
 class DramStore(HostStore):
     """A slab of rows; memory is taken from the system when a row is first written."""
 
     def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
-        super().__init__(num_words, device)
+        super().__init__(device, num_lanes=min(_MAX_LANES, num_threads or torch.get_num_threads()))
         self._slab = Slab(num_words)
         self._num_threads = num_threads
 
@@ -26,6 +28,12 @@ class DramStore(HostStore):
 
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         scatter_rows_host(self._slab.rows, slots, rows, self._num_threads)
+
+    def read_chunk(self, slots: Slots, out: NDArray[np.int32]) -> None:
+        gather_rows_host(self._slab.rows, slots, out, num_threads=1)
+
+    def write_chunk(self, slots: Slots, rows: NDArray[np.int32]) -> None:
+        scatter_rows_host(self._slab.rows, slots, rows, num_threads=1)
 
     def statistics(self) -> dict[str, int]:
         return {"host_bytes": self._slab.num_bytes, "device_bytes": 0}
