@@ -1,0 +1,216 @@
+"""Training jobs that ranks run under any schedule: generated key streams, two tables, a tiny dense model."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nestrec.base.failpoints import armed
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.ops.gather_rows import gather_rows
+from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
+from nestrec.trace import Span, Tracer
+from nestrec.training.config import OptimizerConfig
+from nestrec.training.dense import DenseUpdate
+
+NUM_ROWS, LENGTH, DIM = 4000, 4, 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained. The schedule is given beside it, so that one job has one right answer."""
+
+    stream: str = "zipf"
+    optimizer: str = "adam"
+    store: str = "device"
+    folder: str = ""
+    window_cache: bool = False
+    num_parts: int = 3
+    num_steps: int = 60
+    num_samples: int = 12
+    shares: tuple[int, ...] | None = None
+    """samples of each rank; none: near equal"""
+    short_steps: Mapping[int, int] = field(default_factory=dict)
+    """step to its number of samples, where it has fewer"""
+    fences: tuple[int, ...] = ()
+    """steps after which the tables are looked at"""
+    restart_after: int | None = None
+    """a fence at which everything is saved, thrown away and loaded again"""
+    admission: Mapping[str, Any] = field(default_factory=dict)
+    """store options of the dynamic table"""
+    broken: str | None = None
+    """rule to break"""
+    stale_steps: int = 1
+
+
+def keys_of(stream: str, step: int, num_samples: int) -> dict[str, np.ndarray]:
+    """The keys of a global batch. Streams are named by the overlaps that they force."""
+    draw = np.random.default_rng([hash_of(stream), step])
+    shape = (num_samples, LENGTH)
+    if stream == "zipf":
+        item = np.minimum(draw.zipf(1.2, shape), NUM_ROWS) - 1
+    elif stream == "distance_one":  # half of a step's keys are the next step's, none those of the one after
+        item = (24 * step + draw.integers(0, 48, shape)) % NUM_ROWS
+    elif stream == "distance_two":  # even and odd steps share nothing, steps of one kind nearly everything
+        item = 100 * (step % 2) + draw.integers(0, 30, shape)
+    elif stream == "all_equal":
+        item = np.full(shape, 7)
+    else:
+        assert stream == "no_overlap"
+        item = (48 * step + draw.permutation(48)[: num_samples * LENGTH].reshape(shape)) % NUM_ROWS
+    return {"item": item, "user": (item[:, 0] // 3 - 9) * 2**50, "target": item[::-1, 1].copy()}
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.mix, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def forward(self, history: torch.Tensor, target: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
+        state = torch.tanh(self.mix(history).mean(1) + user)
+        return (self.out(state * target).squeeze(1).sin() + 0.1 * (history**2).sum((1, 2))).sum()
+
+
+class TinyCompute:
+    couples_samples = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def transfer(self, part: MicroBatch) -> MicroBatch:
+        return part
+
+    def forward_backward(self, part, rows, index, weight):
+        leaves = {name: row.detach().requires_grad_() for name, row in rows.items()}
+        if part.num_tokens == 0:
+            return torch.zeros(()), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        items = leaves["items"]
+        loss = self._model(gather_rows(items, index["item"]), gather_rows(items, index["target"]),
+                           gather_rows(leaves["users"], index["user"])) / weight  # fmt: skip
+        loss.backward()
+        return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def tables_of(job: Job) -> list[TableConfig]:
+    optimizer = RowOptimizerConfig(kind=job.optimizer)
+    common = {"dim": DIM, "optimizer": optimizer}
+    store = {"kind": job.store, "folder": job.folder, "cache_rows": 16}
+    return [
+        TableConfig(name="items", num_rows=NUM_ROWS, features=("item", "target"), seed=1, store=StoreConfig(**store),
+                    **common),
+        TableConfig(name="users", features=("user",), seed=2, store=StoreConfig(**store, **job.admission), **common),
+    ]  # fmt: skip
+
+
+def batches_of(job: Job, topology: Topology, first_step: int) -> Iterator[Batch]:
+    for step in range(first_step, job.num_steps + 1):
+        num_samples = job.short_steps.get(step, job.num_samples)
+        keys = keys_of(job.stream, step, num_samples)
+        world = topology.world
+        counts = np.minimum(np.array(job.shares or [num_samples] * world), num_samples)
+        if job.shares is None or num_samples != job.num_samples:
+            counts = np.diff(np.linspace(0, num_samples, world + 1).astype(int))
+        mine = np.arange(counts[: topology.rank].sum(), counts[: topology.rank + 1].sum())
+        parts = [
+            MicroBatch(part, {name: values[part] for name, values in keys.items()}, {}, LENGTH, len(part))
+            for part in np.array_split(mine, job.num_parts)
+        ]
+        yield Batch(
+            Position(0, step),
+            float(num_samples),
+            np.arange(num_samples),
+            tuple(parts),
+            tokens=np.full(len(mine), LENGTH),
+        )
+
+
+class Training:
+    """A rank's engine, model and schedule, and what is recorded of them."""
+
+    def __init__(self, topology: Topology, schedule: str, job: Job) -> None:
+        self.topology, self.schedule, self.job = topology, schedule, job
+        self.losses: list[torch.Tensor] = []
+        self.seen: dict[int, Any] = {}
+        self.spans: list[Span] = []
+        self._open()
+
+    def run(self) -> dict[str, Any]:
+        start = self.topology.log.count
+        last = self.job.num_steps
+        if self.job.restart_after is not None:
+            self._steps(1, self.job.restart_after)
+            self._restart()
+            self._steps(self.job.restart_after + 1, last)
+        else:
+            self._steps(1, last)
+        issued = self.topology.log.entries()[-(self.topology.log.count - start) :] if self.topology.world > 1 else []
+        result = {**self._look(), "losses": torch.stack(self.losses).tolist(), "seen": self.seen, "issued": issued,
+                  "statistics": self.engine.statistics, "spans": self.spans}  # fmt: skip
+        self.engine.close()
+        return result
+
+    def _open(self) -> None:
+        self.engine = EmbeddingEngine(tables_of(self.job), self.topology)
+        model = Tiny()
+        self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device("cpu"))
+        self.tracer = Tracer(rank=self.topology.rank)
+        options = PipelineConfig(
+            schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=self.job.stale_steps
+        )
+        self.pipeline = SCHEDULES[self.schedule](self.engine, TinyCompute(model), self.dense, self.tracer, options)
+
+    def _steps(self, first: int, last: int) -> None:
+        feed = Feed(batches_of(self.job, self.topology, first))
+        for number in range(first, last + 1):
+            is_fence = number == last or number in self.job.fences
+            rates = Rates(dense=0.01 / number**0.5, tables=0.1 / number**0.5)
+            step = Step(number=number, batch=next(feed), rates=rates, is_fence=is_fence)
+            self.losses.append(self.pipeline.advance(step, feed).loss)
+            if is_fence:
+                self.seen[number] = self._look()
+        self.pipeline.close()
+        self.spans += self.tracer.take()
+
+    def _look(self) -> dict[str, Any]:
+        dense = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in self.dense.tensors().items()}
+        return {"tables": [self.engine.digest(name) for name in self.engine.tables], "dense": dense}
+
+    def _restart(self) -> None:
+        rows = {name: list(self.engine.snapshot(name)) for name in self.engine.tables}
+        waiting = {name: self.engine.unsettled(name) for name in self.engine.tables}
+        tensors = {name: t.clone() for name, t in self.dense.tensors().items()}
+        self.engine.close()
+        self._open()
+        self.dense.load(tensors)
+        for name in self.engine.tables:
+            self.engine.load(name, rows[name])
+            self.engine.load_unsettled(name, waiting[name])
+
+
+def train(topology: Topology, schedule: str, job: Job) -> dict[str, Any]:
+    """The state after the last step, and after every fence."""
+    with armed(f"pipeline.{job.broken}") if job.broken else contextlib.nullcontext():
+        return Training(topology, schedule, job).run()
+
+
+def compare(topology: Topology, schedules: list[str], job: Job) -> dict[str, bool]:
+    """Whether each schedule gives the bits of serial, which follows all rules."""
+    expected = train(topology, "serial", replace(job, broken=None))
+    return {name: same(train(topology, name, job), expected) for name in schedules}
+
+
+def same(result: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return all(result[name] == expected[name] for name in ("tables", "dense", "losses", "seen"))

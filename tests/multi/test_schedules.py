@@ -1,0 +1,188 @@
+"""Every exact schedule is serial rearranged in time: equal to the bit in tables, row state, dense weights and loss."""
+
+import itertools
+from typing import Any
+
+import pytest
+from schedule_jobs import Job, compare, same, train
+
+from nestrec.distributed import Topology
+
+EXACT = ["dual_buffer", "frozen_window", "nested"]
+STREAMS = ["zipf", "distance_one", "distance_two", "all_equal", "no_overlap"]
+FACTORS: dict[str, list[Any]] = {
+    "stream": STREAMS,
+    "optimizer": ["sgd", "rowwise_adagrad", "adam"],
+    "store": ["device", "dram", "disk"],
+    "world": [1, 2, 4],
+    "window_cache": [False, True],
+}
+
+
+def pairwise_cover(factors: dict[str, list[Any]]) -> list[tuple[Any, ...]]:
+    """Few combinations that hold every pair of values of any two factors: the one with the most new pairs, repeated."""
+
+    def pairs(values: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(values), 2))
+
+    everything = list(itertools.product(*factors.values()))
+    missing = set().union(*(pairs(values) for values in everything))
+    chosen = []
+    while missing:
+        best = max(everything, key=lambda values: len(pairs(values) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def equality_with_serial(pools, world: int, job: Job, schedules: list[str] = EXACT) -> list[dict[str, bool]]:
+    if world == 1:
+        return [compare(Topology.single(), schedules, job)]
+    return pools[world].run(compare, schedules, job)
+
+
+def check_equality(pools, tmp_path, values: tuple[Any, ...]) -> None:
+    stream, optimizer, store, world, window_cache = values
+    job = Job(
+        stream=stream, optimizer=optimizer, store=store, window_cache=window_cache, folder=str(tmp_path), fences=(25,)
+    )
+    assert equality_with_serial(pools, world, job) == [dict.fromkeys(EXACT, True)] * world
+
+
+@pytest.mark.parametrize("values", pairwise_cover(FACTORS), ids=str)
+def test_exact_schedules_equal_serial_bit_for_bit_over_60_steps(pools, tmp_path, values):
+    check_equality(pools, tmp_path, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=str)
+def test_exact_schedules_equal_serial_on_the_full_grid(pools, tmp_path, values):
+    check_equality(pools, tmp_path, values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "stream", "harmless_stream", "schedules"),
+    [
+        ("rule1", "distance_one", "distance_two", ["dual_buffer", "nested"]),
+        ("rule1_state", "distance_one", "distance_two", ["dual_buffer", "nested"]),
+        ("rule2", "distance_two", "distance_one", ["dual_buffer", "nested"]),
+        ("rule3", "distance_one", "distance_two", ["dual_buffer", "nested"]),
+        ("rule4", "zipf", None, EXACT),
+        ("rule10", "zipf", None, EXACT),
+    ],
+)
+def test_a_broken_rule_is_noticed_on_the_streams_that_it_is_for(rule, stream, harmless_stream, schedules):
+    noticed = compare(Topology.single(), schedules, Job(stream=stream, broken=rule))
+    assert noticed == dict.fromkeys(schedules, False)
+    if harmless_stream is not None:
+        equal = compare(Topology.single(), schedules, Job(stream=harmless_stream, broken=rule))
+        assert equal == dict.fromkeys(schedules, True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "world", "window_cache"),
+    # With the cache a source sends a row once, and the sum of two numbers has no order: four ranks are needed.
+    [("rule4", 2, False), ("rule4", 2, True), ("rule10", 2, False), ("rule10", 4, True)],
+)
+def test_a_broken_order_of_sums_is_noticed_between_ranks(pools, rule, world, window_cache):
+    job = Job(broken=rule, window_cache=window_cache, num_steps=12)
+    for noticed in equality_with_serial(pools, world, job):
+        assert noticed == dict.fromkeys(EXACT, False)
+
+
+@pytest.mark.parametrize("stale_steps", [1, 2, 4])
+def test_stale_misses_just_the_updates_of_its_delay(stale_steps):
+    stale = {
+        stream: compare(Topology.single(), ["stale"], Job(stream=stream, stale_steps=stale_steps))["stale"]
+        for stream in ("no_overlap", "distance_two", "distance_one")
+    }
+    assert stale == {"no_overlap": True, "distance_two": stale_steps == 1, "distance_one": False}
+
+
+def test_stale_is_repeatable(pools):
+    job = Job(stale_steps=2, num_steps=20)
+    first, again = (pools[2].run(train, "stale", job) for _ in range(2))
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+    assert first[0]["tables"] == first[1]["tables"]
+
+
+ENDS = {
+    "short batches": Job(short_steps={5: 7, 6: 1, 13: 2, 20: 5}, num_steps=20),
+    "fences in a row and at the end": Job(fences=(1, 2, 3, 7, 8, 19), num_steps=20),
+    "more micro-batches than samples": Job(num_parts=8, num_samples=12, short_steps={9: 3}, num_steps=15),
+    "one micro-batch": Job(num_parts=1, num_steps=15),
+    "two micro-batches": Job(num_parts=2, num_steps=15, window_cache=True),
+    "one step": Job(num_steps=1),
+    "restart in the middle of a full pipeline": Job(restart_after=11, fences=(4,), num_steps=24),
+    "restart with the cache, on disk": Job(restart_after=10, num_steps=20, window_cache=True, store="disk"),
+    "admission after three uses": Job(admission={"admission_count": 3}, fences=(9, 30), num_steps=40),
+    "least recently used": Job(admission={"eviction": "lru", "max_rows": 40}, fences=(9, 30), num_steps=60),
+    "least frequently used, restart": Job(
+        admission={"eviction": "lfu", "max_rows": 40, "admission_count": 2}, restart_after=23, num_steps=50
+    ),
+    "time to live": Job(stream="distance_two", admission={"eviction": "ttl", "ttl_steps": 1}, num_steps=40),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_ends_and_exceptions_equal_serial(pools, tmp_path, name, world):
+    job = ENDS[name]
+    job = Job(**{**{f: getattr(job, f) for f in job.__dataclass_fields__}, "folder": str(tmp_path)})
+    assert equality_with_serial(pools, world, job) == [dict.fromkeys(EXACT, True)] * world
+
+
+@pytest.mark.parametrize("shares", [(12, 0), (0, 12), (1, 11)])
+@pytest.mark.parametrize("window_cache", [False, True])
+def test_unequal_and_empty_ranks_equal_serial(pools, shares, window_cache):
+    job = Job(shares=shares, window_cache=window_cache, num_steps=20, short_steps={20: 1})
+    assert equality_with_serial(pools, 2, job) == [dict.fromkeys(EXACT, True)] * 2
+
+
+def test_an_interrupted_run_equals_an_uninterrupted_one():
+    whole = train(Topology.single(), "serial", Job(num_steps=24))
+    cut = train(Topology.single(), "nested", Job(num_steps=24, restart_after=11))
+    assert all(whole[name] == cut[name] for name in ("tables", "dense", "losses"))
+
+
+@pytest.mark.parametrize("schedule", ["serial", "stale", *EXACT])
+def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools, schedule):
+    job = Job(num_steps=12, fences=(5,), window_cache=True, shares=(9, 0, 1, 2))
+    first, again = (pools[4].run(train, schedule, job) for _ in range(2))
+    issued = [result["issued"] for result in first + again]
+    assert len(issued[0]) > 12 * 3 * 4
+    assert all(other == issued[0] for other in issued)
+
+
+def test_the_window_exchanges_in_the_order_of_the_paper():
+    spans = train(Topology.single(), "nested", Job(num_steps=6, num_parts=4))["spans"]
+    lane = sorted((s for s in spans if s.lane == "communication" and s.kind != "wait"), key=lambda s: s.start_ns)
+    names = {"train.embedding.vectors": "E", "train.embedding.gradients": "G", "train.dense.reduce": "D",
+             "train.embedding.route": "K"}  # fmt: skip
+    order = [(f"{names[s.name]}{'' if s.micro_batch is None else s.micro_batch + 1}", s.step) for s in lane[:-3]
+             if s.name in names]  # fmt: skip
+    start = order.index(("E2", 3))
+    expected = [("E2", 3), ("K", 5), ("G1", 3), ("E3", 3), ("G2", 3), ("E4", 3), ("G3", 3), ("G4", 3), ("D", 3)]
+    assert order[start - 1 : start + 10] == [("E1", 3), *expected, ("E1", 4)]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "nested"])
+def test_with_the_window_cache_each_distinct_key_of_a_rank_crosses_once(pools, schedule):
+    job = Job(num_parts=4, num_steps=10, window_cache=True)
+    whole = Job(num_parts=1, num_steps=10)
+    cached, once, inflated = (
+        [r["statistics"] for r in pools[2].run(train, schedule, j)]
+        for j in (job, whole, Job(num_parts=4, num_steps=10))
+    )
+    for leg in ("keys", "vectors", "gradients"):
+        assert [getattr(s, leg) for s in cached] == [getattr(s, leg) for s in once]
+        assert sum(getattr(s, leg).rows for s in inflated) > sum(getattr(s, leg).rows for s in cached)
+    assert all(s.window_bytes > 0 for s in cached)
+
+
+def test_rows_that_the_next_batch_holds_are_not_written_back():
+    job = Job(stream="all_equal", num_steps=20, fences=(10,))
+    nested, serial = (train(Topology.single(), name, job)["statistics"] for name in ("nested", "serial"))
+    rows_a_step = serial.rows_written // 20
+    assert serial.rows_written == 20 * rows_a_step
+    assert nested.rows_written == 2 * rows_a_step
