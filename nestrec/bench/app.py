@@ -38,6 +38,17 @@ def quality(
 
 
 @app.command()
+def evaluations(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Tested runs of any task.")],
+    json: JsonFile = None,
+) -> None:
+    """What `nestrec train` measured on the test part of each run, model and baselines."""
+    from nestrec.bench.evaluations import evaluation_rows
+
+    _finish("evaluations", evaluation_rows(runs), json)
+
+
+@app.command()
 def balance(
     *,
     lengths: Annotated[str | None, typer.Option(help="Preset, dataset or file; none: all published settings.")] = None,

@@ -1,0 +1,28 @@
+"""The tested runs of any task as rows: every system and metric, as `nestrec train` or `nestrec eval` measured them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.errors import UserError
+
+
+def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """One row a run and system: recipe, dataset, seed, and each metric with its interval where it has one."""
+    return [row for run in runs for row in _rows_of(run)]
+
+
+def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
+    tested = run / "eval" / "test.json"
+    if not tested.exists():
+        remedy = "let `nestrec train` finish, or run `nestrec eval`"
+        raise UserError("has not been measured on its test part", field="RUN", value=str(run), remedy=remedy)
+    config, card, found = (json.loads(p.read_text()) for p in (run / "config.json", run / "card.json", tested))
+    for system, metrics in found["metrics"].items():
+        row = {"recipe": config["name"], "dataset": card["name"], "seed": config["training"]["seed"], "system": system}
+        for name, (mean, low, high) in metrics.items():
+            row[name] = round(mean, 5)
+            if low == low:  # an interval was taken
+                row[f"{name}_interval"] = [round(low, 5), round(high, 5)]
+        yield row

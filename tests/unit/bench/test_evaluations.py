@@ -1,0 +1,29 @@
+"""Rows of tested runs, whatever their task."""
+
+import json
+
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.bench.evaluations import evaluation_rows
+
+
+def test_rows_hold_every_system_and_leave_out_intervals_that_were_not_taken(tmp_path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"name": "r", "training": {"seed": 7}}))
+    (tmp_path / "card.json").write_text(json.dumps({"name": "d"}))
+    metrics = {
+        "model": {"auc": [0.7, 0.6, 0.8], "ne": [0.9, float("nan"), float("nan")]},
+        "logistic": {"auc": [0.6, 0.5, 0.7]},
+    }
+    (tmp_path / "eval" / "test.json").write_text(json.dumps({"metrics": metrics}))
+    common = {"recipe": "r", "dataset": "d", "seed": 7}
+    assert evaluation_rows([tmp_path]) == [
+        {**common, "system": "model", "auc": 0.7, "auc_interval": [0.6, 0.8], "ne": 0.9},
+        {**common, "system": "logistic", "auc": 0.6, "auc_interval": [0.5, 0.7]},
+    ]
+
+
+def test_a_run_that_was_not_tested_is_named(tmp_path):
+    with pytest.raises(UserError, match="nestrec eval"):
+        evaluation_rows([tmp_path])
