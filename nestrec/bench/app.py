@@ -43,9 +43,12 @@ def evaluations(
     json: JsonFile = None,
 ) -> None:
     """What `nestrec train` measured on the test part of each run, model and baselines."""
-    from nestrec.bench.evaluations import evaluation_rows
+    from nestrec.bench.evaluations import by_recipe, evaluation_rows
 
-    _finish("evaluations", evaluation_rows(runs), json)
+    rows = evaluation_rows(runs)
+    for recipe, shown in by_recipe(rows).items():
+        _show(recipe, shown)
+    _save("evaluations", rows, json)
 
 
 @app.command()

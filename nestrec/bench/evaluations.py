@@ -1,6 +1,7 @@
 """The tested runs of any task as rows: every system and metric, as `nestrec train` or `nestrec eval` measured them."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
         row = {"recipe": config["name"], "dataset": card["name"], "seed": config["training"]["seed"], "system": system}
         for name, (mean, low, high) in metrics.items():
             row[name] = round(mean, 5)
-            if low == low:  # an interval was taken
+            if not math.isnan(low):
                 row[f"{name}_interval"] = [round(low, 5), round(high, 5)]
         yield row
+
+
+def by_recipe(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows for a table of each recipe, without its name and without intervals."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        shown = {k: v for k, v in row.items() if k not in ("recipe", "dataset") and not k.endswith("_interval")}
+        tables.setdefault(f"{row['recipe']} on {row['dataset']}", []).append(shown)
+    return tables
