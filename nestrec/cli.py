@@ -127,6 +127,26 @@ def export(
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
 
 
+@app.command(context_settings=OVERRIDES)
+def serve(
+    context: typer.Context,
+    model: Annotated[list[Path], typer.Option(help="A folder that `nestrec export` wrote; twice for a cascade.")],
+) -> None:
+    """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
+
+    One retrieval model answers /v1/recommend and /v1/rank; with a ranking model beside it, retrieval finds and ranking
+    orders. Options are dotted fields: [bold]nestrec serve --model models/demo --port 8080 --host 0.0.0.0
+    --service.engine.tiers.cache_bytes 4000000000[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.serving.api.server import ServeConfig
+    from nestrec.serving.api.server import serve as serve_models
+
+    cfg = with_overrides(ServeConfig(), _overrides(context.args, ("model",)))
+    typer.echo(f"serving on http://{cfg.host}:{cfg.port} (live page at /, stop with Ctrl-C)", err=True)
+    serve_models(model, cfg)
+
+
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")]) -> None:
     """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""

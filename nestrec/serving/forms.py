@@ -83,8 +83,8 @@ class Form(Protocol):
 
 
 class RetrievalForm:
-    tokens_an_event = 1
-    outputs = ("score",)
+    tokens_an_event: int = 1
+    outputs: tuple[str, ...] = ("score",)
 
     def __init__(self, servable: Servable, slide_events: int):
         assert isinstance(servable.model, RetrievalModel)
@@ -140,7 +140,7 @@ class RetrievalForm:
 
 
 class RankingForm:
-    tokens_an_event = 2
+    tokens_an_event: int = 2
 
     def __init__(self, servable: Servable, slide_events: int):
         assert isinstance(servable.model, RankingModel)
@@ -197,9 +197,9 @@ class RankingForm:
         return torch.stack(vectors).sum(0)
 
 
-def make_form(servable: Servable, slide_events: int | None = None) -> RetrievalForm | RankingForm:
+def make_form(servable: Servable, slide_events: int | None = None) -> Form:
     """slide_events: events by which a full history slides; none takes an eighth of the longest history."""
-    kind = RankingForm if isinstance(servable.model, RankingModel) else RetrievalForm
+    kind: type[RankingForm | RetrievalForm] = RankingForm if isinstance(servable.model, RankingModel) else RetrievalForm
     task = servable.spec.task
     longest = task.inputs.max_events if isinstance(task, RankingTaskConfig) else task.history.max_length
     return kind(servable, max(1, longest // 8) if slide_events is None else slide_events)

@@ -1,0 +1,1 @@
+"""The HTTP front: raw ASGI over the engines."""

@@ -1,0 +1,97 @@
+"""The ASGI side: bodies within their limits, answers as JSON, and nothing of a request in a log."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
+
+import orjson
+
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Result = TypeVar("Result")
+JSON = b"application/json"
+
+
+class DisconnectedError(Exception):
+    """The client has gone; nobody waits for the answer."""
+
+
+class Answered:
+    """Status, body and headers of an answer."""
+
+    def __init__(self, status: int, body: bytes, content_type: bytes = JSON, *headers: tuple[bytes, bytes]):
+        self.status, self.body = status, body
+        self.headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+
+    async def send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def as_json(value: Any, status: int = 200, *headers: tuple[bytes, bytes]) -> Answered:
+    return Answered(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), JSON, *headers)
+
+
+def problem(status: int, message: str, field: str = "", *headers: tuple[bytes, bytes]) -> Answered:
+    error = {"message": message, **({"field": field} if field else {})}
+    return as_json({"error": error}, status, *headers)
+
+
+def retry_after(seconds: float) -> tuple[bytes, bytes]:
+    return b"retry-after", str(max(1, math.ceil(seconds))).encode()
+
+
+async def read_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> bytes:
+    """The whole body, declared or chunked, within its limits of size and time."""
+    headers = dict(scope["headers"])
+    content_type = headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
+    if content_type != JSON:
+        raise BadRequestError("the content type must be application/json", status=415)
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared[:20]) > limits.max_body_bytes:
+        raise BadRequestError(f"the body must have at most {limits.max_body_bytes} bytes", status=413)
+    try:
+        return await asyncio.wait_for(_read(receive, limits.max_body_bytes), limits.body_timeout_s)
+    except TimeoutError:
+        raise BadRequestError("the body did not arrive in time", status=408) from None
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise DisconnectedError
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise BadRequestError(f"the body must have at most {most} bytes", status=413)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        raise DisconnectedError
+    finally:
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

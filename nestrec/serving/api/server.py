@@ -1,0 +1,45 @@
+"""`nestrec serve`: uvicorn over the front, on loopback unless told otherwise, drained on SIGTERM."""
+
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from nestrec.base.config import config
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.service import Service, ServiceConfig
+
+
+@config
+class ServeConfig:
+    host: str = "127.0.0.1"
+    """address to listen on; other machines reach it only where you name another"""
+    port: int = 8000
+    """0 takes a free one"""
+    threads: int = 1
+    """threads of torch inside a batch"""
+    limits: LimitsConfig = LimitsConfig()
+    """of requests"""
+    service: ServiceConfig = ServiceConfig()
+    """engines, cache, cascade"""
+
+
+def serve(folders: list[Path], cfg: ServeConfig) -> None:
+    """Serve until SIGTERM or SIGINT; accepted requests are answered before the process ends."""
+    torch.set_num_threads(cfg.threads)
+    service = Service.load(folders, cfg.service)
+    try:
+        uvicorn.Server(server_config(service, cfg)).run()
+    finally:
+        service.close()
+
+
+def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
+    """h11 and not httptools: it is the one that bounds the headers of a request."""
+    return uvicorn.Config(
+        App(service, cfg.limits), host=cfg.host, port=cfg.port, http="h11", ws="none", lifespan="on", access_log=False,
+        log_level="warning", server_header=False, h11_max_incomplete_event_size=cfg.limits.max_header_bytes,
+        limit_concurrency=cfg.limits.max_connections, timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(cfg.service.drain_s), backlog=cfg.limits.max_connections,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""Counters and latencies for Prometheus and for the live page. No id of a user or an item enters them."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nestrec.serving.service import Service
+
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_WINDOW = 4096
+
+
+class Metrics:
+    """Observed by the front."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "nestrec_requests", "Answers by route and status", ["route", "status"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "nestrec_request_seconds", "Time to answer", ["route"], buckets=_BUCKETS, registry=self._registry
+        )
+        self._registry.register(_EngineCollector(service))
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._lock = threading.Lock()
+
+    def observe(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+        if route.startswith("/v1") and status == 200:
+            with self._lock:
+                self._recent.append(seconds)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def status(self) -> dict[str, Any]:
+        """What the live page shows."""
+        with self._lock:
+            recent = np.array(self._recent)
+        percentiles = (
+            {f"p{q}_ms": float(np.quantile(recent, q / 100) * 1e3) for q in (50, 90, 99)} if recent.size else {}
+        )
+        router = self._service.router
+        return {
+            "latency": {"answers": int(recent.size), **percentiles},
+            "models": {role: engine_status(self._service, role) for role in self._service.fleets},
+            "router": {"loads": list(router.loads), "diverted": router.num_diverted, "leaked": router.num_leaked},
+        }
+
+
+def engine_status(service: Service, role: str) -> dict[str, Any]:
+    """Sums over the instances of a model."""
+    fleet = service.fleet(role)
+    counts: dict[str, int] = {}
+    for engine in fleet.engines:
+        for name, count in dict(engine.counts).items():
+            counts[name] = counts.get(name, 0) + count
+    tiers = [engine.tiers for engine in fleet.engines]
+    return {
+        "version": fleet.servable.version[:12],
+        "counts": counts,
+        "queued_s": sum(engine.queued_s for engine in fleet.engines),
+        "device_pages_used": sum(t.device.num_pages - t.device.num_free_pages for t in tiers),
+        "device_pages": sum(t.device.num_pages for t in tiers),
+        "dram_bytes_used": sum(t.dram.num_bytes for t in tiers),
+        "dram_bytes": sum(t.dram.max_bytes for t in tiers),
+        "break_even_tokens": tiers[0].break_even_tokens(),
+    }
+
+
+class _EngineCollector(Collector):
+    def __init__(self, service: Service):
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        events = CounterMetricFamily("nestrec_engine_events", "Events of the engines", labels=["model", "event"])
+        gauges = GaugeMetricFamily("nestrec_engine_state", "State of the engines", labels=["model", "what"])
+        for role in self._service.fleets:
+            status = engine_status(self._service, role)
+            for name, count in status["counts"].items():
+                events.add_metric([role, name], count)
+            for name in ("queued_s", "device_pages_used", "device_pages", "dram_bytes_used", "dram_bytes"):
+                gauges.add_metric([role, name], status[name])
+        yield events
+        yield gauges
+        router = CounterMetricFamily("nestrec_router_events", "Routes off a user's own instance", labels=["event"])
+        router.add_metric(["diverted"], self._service.router.num_diverted)
+        router.add_metric(["leaked"], self._service.router.num_leaked)
+        yield router

@@ -1,0 +1,185 @@
+"""What the front talks to: instances of an engine behind a router, the cascade over them, and the swap of models."""
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.clock import Clock, RealClock
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.models.ranking import RankingModel
+from nestrec.serving.engine import Engine, EngineConfig
+from nestrec.serving.forms import make_form
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.router import Ring, Router
+from nestrec.serving.servable import Servable
+from nestrec.serving.trigger import Decision
+from nestrec.serving.work import Answer, UnavailableError, Work
+
+Ids = NDArray[np.int64]
+
+
+class SwappedError(Exception):
+    """The model was swapped before the request reached it: begin again with the new one."""
+
+
+@config
+class ServiceConfig:
+    engine: EngineConfig = EngineConfig()
+    """of each instance"""
+    instances: int = 1
+    """engines of each model, each with a thread and a cache of its own"""
+    slide_events: int | None = None
+    """events by which a full history slides; none: an eighth of the longest history, 1: as in evaluation"""
+    preranked: int = 256
+    """items that retrieval hands to ranking, where both models are served"""
+    drain_s: float = 30.0
+    """how long accepted work may take when the service stops or swaps a model"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fleet:
+    """The engines of one version of one model. Whatever a request needs of the model it takes from one fleet."""
+
+    servable: Servable
+    engines: tuple[Engine, ...]
+
+    def close(self, drain_s: float) -> None:
+        for engine in self.engines:
+            engine.drain(drain_s)
+        for engine in self.engines:
+            engine.close()
+
+
+class Service:
+    """Thread safe. `models` gives one retrieval model, one ranking model, or both."""
+
+    def __init__(self, models: Mapping[str, Servable], cfg: ServiceConfig, clock: Clock | None = None):
+        self.cfg, self._clock, self._keyed = cfg, clock or RealClock(), KeyedHash()
+        self._lock = threading.Lock()
+        self.fleets = {role: self._fleet(servable) for role, servable in models.items()}
+        ring = Ring.make(cfg.instances, self._keyed)
+        self.router = Router(ring, self._keyed, self._clock)
+
+    @staticmethod
+    def load(folders: list[Path], cfg: ServiceConfig) -> "Service":
+        models: dict[str, Servable] = {}
+        for folder in folders:
+            servable = Servable.load(folder)
+            role = role_of(servable)
+            if role in models:
+                raise UserError(f"is a second {role} model", field="MODEL", value=str(folder), remedy="give one")
+            models[role] = servable
+        return Service(models, cfg)
+
+    def fleet(self, role: str) -> Fleet:
+        """The engines in service now; work that began on older ones ends there."""
+        return self.fleets[role]
+
+    @property
+    def ranker(self) -> str:
+        """The model that ranks candidates: the ranking model where there is one."""
+        return "ranking" if "ranking" in self.fleets else "retrieval"
+
+    async def rank(
+        self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
+    ) -> Answer:
+        """Scores of candidates by the user's instance; another one, with full inference, where that has died."""
+        with self._routed(user) as slot:
+            try:
+                work = fleet.engines[slot].rank(user, history, candidates, timeout_s=timeout_s)
+            except UnavailableError:
+                if fleet not in self.fleets.values():
+                    raise SwappedError from None
+                raise
+            return await _result(work, timeout_s)
+
+    def preinfer(
+        self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+    ) -> Decision:
+        """Tell the user's instance that a ranking request is on its way."""
+        with self._routed(user) as slot:
+            engine = fleet.engines[slot]
+            return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s)[0]
+
+    async def retrieve(
+        self, fleet: Fleet, user: str, history: History, *, count: int, now_ms: int, excluded: Ids, timeout_s: float
+    ) -> Answer:
+        """The best items of the catalogue."""
+        asked = Candidates(items=np.zeros(0, np.int64), now_ms=now_ms, num_best=count, excluded=excluded)
+        return await self.rank(fleet, user, history, asked, timeout_s=timeout_s)
+
+    def forget(self, user: str) -> None:
+        """Drop a user's prefixes on every instance."""
+        for fleet in self.fleets.values():
+            for engine in fleet.engines:
+                engine.forget(user)
+
+    def swap(self, servable: Servable) -> str:
+        """Serve another version of a model from now on; requests under way end with the one they began with."""
+        role = role_of(servable)
+        fresh = self._fleet(servable)
+        with self._lock:
+            old = self.fleets.get(role)
+            self.fleets = {**self.fleets, role: fresh}
+        if old is not None:
+            old.close(self.cfg.drain_s)
+        return servable.version
+
+    @property
+    def is_ready(self) -> bool:
+        return all(any(engine.is_alive for engine in fleet.engines) for fleet in self.fleets.values())
+
+    def close(self) -> None:
+        for fleet in self.fleets.values():
+            fleet.close(self.cfg.drain_s)
+
+    def _fleet(self, servable: Servable) -> Fleet:
+        form = make_form(servable, self.cfg.slide_events)
+        engines = tuple(
+            Engine(form, self.cfg.engine, keyed=self._keyed, clock=self._clock) for _ in range(self.cfg.instances)
+        )
+        return Fleet(servable, engines)
+
+    def _routed(self, user: str) -> "_Routed":
+        return _Routed(self, user)
+
+
+class _Routed:
+    """A user's slot for the time of a request."""
+
+    def __init__(self, service: Service, user: str):
+        self._service, self._user, self._slot = service, user, 0
+
+    def __enter__(self) -> int:
+        service = self._service
+        with service._lock:
+            for number in range(service.cfg.instances):
+                is_alive = all(fleet.engines[number].is_alive for fleet in service.fleets.values())
+                service.router.set_alive(number, is_alive)
+            slot = service.router.begin(self._user)
+        if slot is None:
+            raise UnavailableError("no instance is alive", 1.0)
+        self._slot = slot
+        return slot
+
+    def __exit__(self, *_: object) -> None:
+        with self._service._lock:
+            self._service.router.end(self._slot)
+
+
+async def _result(work: Work, timeout_s: float) -> Answer:
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(work.future), timeout_s)
+    except TimeoutError:
+        raise UnavailableError("the deadline passed", 0.05) from None
+
+
+def role_of(servable: Servable) -> str:
+    return "ranking" if isinstance(servable.model, RankingModel) else "retrieval"
