@@ -127,7 +127,7 @@ def export(
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=PASSED_ON)
 def serve(
     context: typer.Context,
     model: Annotated[list[Path], typer.Option(help="A folder that `nestrec export` wrote; twice for a cascade.")],
@@ -142,7 +142,7 @@ def serve(
     from nestrec.serving.api.server import ServeConfig
     from nestrec.serving.api.server import serve as serve_models
 
-    cfg = with_overrides(ServeConfig(), _overrides(context.args, ("model",)))
+    cfg = with_overrides(ServeConfig(), parse_overrides(context.args, ("model",)))
     typer.echo(f"serving on http://{cfg.host}:{cfg.port} (live page at /, stop with Ctrl-C)", err=True)
     serve_models(model, cfg)
 

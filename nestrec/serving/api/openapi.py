@@ -33,7 +33,7 @@ def openapi(limits: LimitsConfig) -> dict[str, Any]:
         "info": {"title": "nestrec", "version": "1"},
         "paths": {
             "/v1/rank": _post("Scores of candidates, in their order", {**common, **ranked}, ["user", "candidates"]),
-            "/v1/preinfer": _post("A ranking request is on its way", {**common, "num_candidates": count}, ["user"], "202"),
+            "/v1/preinfer": _post("A request is on its way", {**common, "num_candidates": count}, ["user"], "202"),
             "/v1/recommend": _post("The best items, best first", {**common, **wanted}, ["user"]),
             "/v1/users/{id}/cache": {"delete": {
                 "summary": "Forget what is kept of a user", "responses": {"204": {"description": "forgotten"}},

@@ -1,0 +1,265 @@
+"""The front: answers, limits at their value and one above, shedding, swaps."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+from serving_oracle import oracle_scores
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine import EngineConfig
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.random_model import random_ranking, random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.tiers import TiersConfig
+from nestrec.serving.trigger import TriggerConfig
+from nestrec.serving.work import OverloadedError
+
+ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=64, time_bias=True)
+LIMITS = LimitsConfig(max_body_bytes=20_000, max_history=50, max_candidates=20, max_k=15, max_user_characters=8)
+CONFIG = ServiceConfig(
+    engine=EngineConfig(
+        tiers=TiersConfig(cache_bytes=1 << 20, page_tokens=4), max_queue_s=1e9,
+        trigger=TriggerConfig(policy="all", burst_s=1e9),
+    ),
+    slide_events=1, preranked=12,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {"retrieval": random_retrieval(ENCODER, num_items=100), "ranking": random_ranking(ENCODER, num_items=100)}
+
+
+@pytest.fixture
+def service(models):
+    service = Service(models, CONFIG)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def front(service):
+    return App(service, LIMITS)
+
+
+def call(app, method, path, body=None, *, content=None, headers=None):
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.request(method, path, json=body, content=content, headers=headers)
+
+    return asyncio.run(run())
+
+
+def rank_body(num_events=5, num_candidates=4, **changes):
+    events = range(num_events)
+    return {
+        "user": "ann",
+        "history": {
+            "items": [1 + e for e in events], "times_ms": [1000 * e for e in events],
+            "actions": [e % 4 for e in events],
+            "features": {"tab": ["home" if e % 2 else "search" for e in events]},
+        },
+        "candidates": [str(10 + c) for c in range(num_candidates)],
+        "candidate_features": {"tab": ["home"] * num_candidates},
+        "now_ms": 10_000_000,
+        **changes,
+    }  # fmt: skip
+
+
+def test_rank_gives_the_scores_of_the_model(front, models):
+    history = History(
+        items=np.arange(1, 6), times_ms=1000 * np.arange(5), actions=np.arange(5) % 4,
+        features={"event_tab": np.array([2, 1, 2, 1, 2])},
+    )  # fmt: skip
+    candidates = Candidates(items=np.arange(10, 14), now_ms=10_000_000, features={"event_tab": np.ones(4, np.int64)})
+    expected = oracle_scores(models["ranking"], history, candidates, 1)
+    for source in ("none", "device"):
+        response = call(front, "POST", "/v1/rank", rank_body())
+        assert response.status_code == 200
+        answer = response.json()
+        found = np.stack([answer["scores"]["click"], answer["scores"]["like"]], axis=1)
+        assert np.abs(found - expected).max() <= 1e-5
+        assert answer["prefix"]["from"] == source
+
+
+def test_a_signal_is_followed_by_a_hit(front):
+    signal = {k: v for k, v in rank_body(user="bob").items() if not k.startswith("candidate")}
+    response = call(front, "POST", "/v1/preinfer", {**signal, "num_candidates": 4})
+    assert (response.status_code, response.json()["admitted"]) == (202, True)
+    assert call(front, "POST", "/v1/rank", rank_body(user="bob")).json()["prefix"] == {"from": "device", "tokens": 10}
+
+
+def test_forgetting_a_user_empties_the_cache(front):
+    call(front, "POST", "/v1/rank", rank_body(user="cleo"))
+    assert call(front, "DELETE", "/v1/users/cleo/cache").status_code == 204
+    assert call(front, "POST", "/v1/rank", rank_body(user="cleo")).json()["prefix"]["from"] == "none"
+
+
+def test_recommend_without_a_ranker_is_the_best_of_the_catalogue(models):
+    service = Service({"retrieval": models["retrieval"]}, CONFIG)
+    front = App(service, LIMITS)
+    history = {"items": [3, 4, 5], "times_ms": [1, 2, 3]}
+    answer = call(front, "POST", "/v1/recommend", {"user": 7, "history": history, "k": 10, "now_ms": 99}).json()
+    asked = Candidates(items=np.arange(1, 101), now_ms=99)
+    past = History(items=np.array([3, 4, 5]), times_ms=np.array([1, 2, 3]), actions=np.zeros(3, np.int64))
+    scores = oracle_scores(models["retrieval"], past, asked, 1)[:, 0]
+    scores[[2, 3, 4]] = -np.inf
+    assert answer["items"] == [str(i + 1) for i in np.argsort(-scores, kind="stable")[:10]]
+    assert call(front, "POST", "/v1/rank", {"user": "a", "candidates": [1]}).status_code == 200
+    service.close()
+
+
+def test_the_cascade_orders_what_retrieval_found_by_the_ranker(front, service):
+    body = {k: v for k, v in rank_body().items() if not k.startswith("candidate")}
+    answer = call(front, "POST", "/v1/recommend", {**body, "k": 5}).json()
+    assert len(answer["items"]) == 5
+    assert answer["scores"]["click"] == sorted(answer["scores"]["click"], reverse=True)
+    assert not set(answer["items"]) & {str(i) for i in body["history"]["items"]}
+    assert answer["prefix"]["from"] == "device", "the signal went out before retrieval"
+    assert service.fleet("ranking").engines[0].counts["signal_admitted"] == 1
+
+
+@pytest.mark.parametrize(
+    ("at_limit", "above"),
+    [
+        (rank_body(num_events=50), rank_body(num_events=51)),
+        (rank_body(num_candidates=20), rank_body(num_candidates=21)),
+        (rank_body(user="x" * 8), rank_body(user="x" * 9)),
+        (rank_body(timeout_ms=10_000), rank_body(timeout_ms=10_001)),
+        (rank_body(now_ms=7_258_118_400_000), rank_body(now_ms=7_258_118_400_001)),
+        (rank_body(num_candidates=1), rank_body(num_candidates=0)),
+        (rank_body(user="x"), rank_body(user="")),
+    ],
+)  # fmt: skip
+def test_each_limit_at_its_value_and_one_above(front, at_limit, above):
+    assert call(front, "POST", "/v1/rank", at_limit).status_code == 200
+    response = call(front, "POST", "/v1/rank", above)
+    assert response.status_code == 400
+    assert response.json()["error"]["field"]
+
+
+def test_k_at_its_limit_and_one_above(front):
+    body = {"user": "a", "history": {"items": [1]}}
+    assert len(call(front, "POST", "/v1/recommend", {**body, "k": 15}).json()["items"]) == 15
+    assert call(front, "POST", "/v1/recommend", {**body, "k": 16}).status_code == 400
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_body_at_its_limit_and_one_byte_above(front, is_chunked):
+    content = json.dumps(rank_body()).encode()
+    for padding, status in ((20_000 - len(content), 200), (20_001 - len(content), 413)):
+        padded = content + b" " * padding
+
+        async def chunks(padded=padded):
+            for start in range(0, len(padded), 1000):
+                yield padded[start : start + 1000]
+
+        body = chunks() if is_chunked else padded
+        response = call(front, "POST", "/v1/rank", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == status
+
+
+def test_deep_nesting_is_refused(front):
+    content = b'{"user":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    response = call(front, "POST", "/v1/rank", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"user": None}, {"user": ["a"]}, {"user": True}, {"history": []}, {"history": {"items": "abc"}},
+        {"history": {"items": [1.5]}}, {"history": {"items": [[1]]}}, {"history": {"items": [1], "times_ms": [1, 2]}},
+        {"history": {"items": [1, 2], "times_ms": [2, 1]}}, {"history": {"items": [1], "actions": [4]}},
+        {"history": {"items": [1], "actions": [-1]}}, {"history": {"items": [1], "features": {"tab": [1, 2]}}},
+        {"history": {"items": [1], "features": {"none": [1]}}}, {"history": {"items": [1], "times_ms": [10**30]}},
+        {"candidates": {}}, {"candidates": [None]}, {"candidate_features": {"tab": "home"}}, {"now_ms": "1"},
+        {"timeout_ms": 0}, {"extra": 1}, {"user_features": {"age": 1}}, {"user_features": []},
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(front, change):
+    response = call(front, "POST", "/v1/rank", {**rank_body(), **change})
+    assert response.status_code == 400
+    assert response.json()["error"]["field"].split(".")[0] == next(iter(change))
+
+
+def test_what_is_not_offered_is_refused(front):
+    assert call(front, "GET", "/v1/rank").status_code == 405
+    assert call(front, "POST", "/metrics").status_code == 405
+    assert call(front, "GET", "/v1/users/a/cache").status_code == 405
+    assert call(front, "GET", "/admin").status_code == 404
+    assert call(front, "POST", "/v1/rank", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_health_metrics_openapi_and_page(front):
+    call(front, "POST", "/v1/rank", rank_body(user="secretid"))
+    assert call(front, "GET", "/health/live").status_code == 200
+    assert call(front, "GET", "/health/ready").status_code == 200
+    metrics = call(front, "GET", "/metrics").text
+    assert 'nestrec_requests_total{route="/v1/rank",status="200"} 1.0' in metrics
+    assert "secretid" not in metrics
+    assert "secretid" not in call(front, "GET", "/v1/status").text
+    assert "/v1/rank" in call(front, "GET", "/openapi.json").json()["paths"]
+    assert "nestrec serving" in call(front, "GET", "/").text
+
+
+def test_refusals_say_when_to_come_back(front, service, monkeypatch):
+    def refuse(*_, **__):
+        raise OverloadedError("busy", 0.3)
+
+    monkeypatch.setattr(service.fleet("ranking").engines[0], "rank", refuse)
+    response = call(front, "POST", "/v1/rank", rank_body())
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+
+
+def test_a_dead_instance_is_left_and_its_users_are_served(models):
+    service = Service({"ranking": models["ranking"]}, replace(CONFIG, instances=2))
+    front = App(service, LIMITS)
+    users = [f"u{i}" for i in range(20)]
+    before = [call(front, "POST", "/v1/rank", rank_body(user=user)).json()["scores"] for user in users]
+    assert all(engine.counts.get("rank_none") for engine in service.fleet("ranking").engines), "both are used"
+    service.fleet("ranking").engines[0].close()
+    after = [call(front, "POST", "/v1/rank", rank_body(user=user)) for user in users]
+    assert [response.status_code for response in after] == [200] * 20
+    for old, new in zip(before, after, strict=True):
+        assert np.abs(np.array(old["click"]) - np.array(new.json()["scores"]["click"])).max() <= 1e-5
+    assert call(front, "GET", "/health/ready").status_code == 200
+    service.close()
+
+
+def test_a_swap_under_load_fails_nothing_and_mixes_nothing(models):
+    other = random_ranking(ENCODER, num_items=100, seed=9)
+    service = Service({"ranking": models["ranking"]}, CONFIG)
+    front = App(service, LIMITS)
+
+    async def run():
+        transport = httpx.ASGITransport(front)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answers = []
+
+            async def ask(number):
+                answers.append(await client.post("/v1/rank", json=rank_body(user=f"u{number % 9}")))
+
+            loop = asyncio.get_running_loop()
+            for turn in range(6):
+                batch = [asyncio.create_task(ask(i)) for i in range(30)]
+                await asyncio.sleep(0)
+                servable = (other, models["ranking"])[turn % 2]
+                await asyncio.gather(loop.run_in_executor(None, service.swap, servable), *batch)
+            return answers
+
+    answers = asyncio.run(run())
+    assert [a.status_code for a in answers] == [200] * 180
+    scores = {}
+    for answer in answers:
+        scores.setdefault(answer.json()["model"], []).append(answer.json()["scores"]["click"])
+    assert set(scores) == {models["ranking"].version[:12], other.version[:12]}
+    for found in scores.values():
+        assert np.ptp(np.array(found), axis=0).max() <= 1e-5
+    service.close()
