@@ -15,6 +15,9 @@ from torch.nn.functional import silu
 
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
 
+LARGE_PAIRS = 1 << 20
+"""Below so many pairs of tokens, padding costs less than a loop over sequences."""
+
 
 def hstu_attention_reference(
     q_THD: torch.Tensor,
@@ -50,8 +53,11 @@ def hstu_attention(
     """The same on padded blocks of `max_length` (the longest sequence of the batch).
 
     bias_BNN: (B, N, N) or (1, N, N), shared by the heads. Padding stands behind each sequence, where no causal query
-    looks, so it needs no mask of its own.
+    looks, so it needs no mask of its own. On a CPU, where lengths differ much, sequences are taken one at a time:
+    padding would cost more than the loop.
     """
+    if not q_THD.is_cuda and _mostly_padding(offsets, max_length):
+        return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias_BNN=bias_BNN)
     slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
     q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
     scores_BHNN = q @ k.transpose(2, 3)
@@ -59,3 +65,9 @@ def hstu_attention(
         scores_BHNN = scores_BHNN + bias_BNN[:, None]
     weights_BHNN = silu(scores_BHNN).tril() / normaliser
     return from_blocks(weights_BHNN @ v, slot_T)
+
+
+def _mostly_padding(offsets: torch.Tensor, max_length: int) -> bool:
+    """Whether blocks are large and less than half of their pairs belong to sequences."""
+    padded = (offsets.numel() - 1) * max_length**2
+    return padded > LARGE_PAIRS and padded > 2 * int(offsets.diff().square().sum())

@@ -38,6 +38,14 @@ def test_hstu_attention_equals_its_definition(lengths, with_bias):
     same_values_and_gradients(fast, slow, [*inputs, bias] if bias is not None and sum(lengths) else inputs)
 
 
+def test_long_and_short_sequences_together_equal_the_padded_blocks(monkeypatch):
+    lengths = [700, 3, 0, 40]
+    offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths, heads=1)
+    looped = hstu_attention(*inputs, offsets, max_length=700, normaliser=700.0)
+    monkeypatch.setattr("nestrec.ops.hstu_attention.LARGE_PAIRS", 1 << 40)
+    same_values_and_gradients(looped, hstu_attention(*inputs, offsets, max_length=700, normaliser=700.0), inputs)
+
+
 @given(lengths_lists)
 def test_softmax_attention_equals_its_definition(lengths):
     offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
