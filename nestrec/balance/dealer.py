@@ -59,7 +59,9 @@ class TradingDealer(BalancedDealer):
 
     def trade(self, position: Position, share: Share, rows: Rows, tokens: NDArray[np.int64]) -> tuple[Share, Rows]:
         with self._span("train.data.exchange") as span:
-            traded = exchange_samples(self._ranks, self._cfg_at(position), rows, tokens[share.places])
+            traded = exchange_samples(
+                self._ranks, self._cfg_at(position), rows, tokens[share.places], tracer=self._tracer
+            )
             span.bytes = traded.moved_bytes
         return Share(traded.places, _figures(traded.evenness, traded.moved_bytes)), traded.rows
 

@@ -7,6 +7,7 @@ ranks' samples in rank order; where each rank reads a contiguous share of it, th
 ranks hold the same samples as they would with a reader of any sample.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ from nestrec.data.dataset import Rows
 from nestrec.data.gather import offsets_of_lengths
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_rows
 from nestrec.distributed.topology import Communicator
+from nestrec.trace import NullTracer, Tracer
+
+_NO_TRACE = NullTracer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,16 @@ def exchange_samples(
     rows: Rows,
     lengths: NDArray[Any],
     candidates: NDArray[Any] | None = None,
+    *,
+    tracer: Tracer = _NO_TRACE,
 ) -> Exchanged:
     """Trade `rows`, of which sample b has `lengths[b]` tokens, for the samples that the policy gives to this rank.
 
     Every rank calls it with the same columns and the same `cfg`; a rank may come with no samples and leave with none.
     """
     every = _gather(communicator, rows, lengths, candidates)
-    groups = balance(cfg, every.lengths, communicator.size, candidates=every.candidates)
+    with tracer.span("train.data.partition", lane=threading.current_thread().name):
+        groups = balance(cfg, every.lengths, communicator.size, candidates=every.candidates)
     mine = groups[communicator.rank]
     received = _move(communicator, rows, every, groups)
     assert np.array_equal(received.indices, every.ids[mine]), "ranks disagree on the partition"

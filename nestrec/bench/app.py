@@ -59,15 +59,21 @@ def balance(
     batch: Annotated[int, typer.Option(help="Samples a rank, where lengths are given.")] = 128,
     rounds: Annotated[int, typer.Option(help="Global batches to average over.")] = 50,
     seed: Annotated[int, typer.Option(help="Of lengths, order and noise.")] = 0,
+    measured_rounds: Annotated[
+        int, typer.Option(help="Global batches trained on by real ranks, of up to 4 ranks; 0 trains none.")
+    ] = 30,
     json: JsonFile = None,
 ) -> None:
-    """Every balance policy on the same global batches, beside what the papers print."""
+    """Every balance policy on the same global batches, beside what the papers print.
+
+    Predicted by cost models; with up to 4 ranks also measured, by a small model that real ranks train.
+    """
     from nestrec.bench import balance as bench
 
     if lengths is None:
-        rows = bench.run_settings(seed=seed, rounds=rounds)
+        rows = bench.run_settings(seed=seed, rounds=rounds, measured_rounds=measured_rounds)
     else:
-        rows = bench.run(lengths, ranks, batch, seed=seed, rounds=rounds)
+        rows = bench.run_one(lengths, ranks, batch, seed, rounds, measured_rounds)
     bench.show(rows)
     _save("balance", rows, json)
 

@@ -22,6 +22,9 @@ from nestrec.balance.micro_batches import window_imbalance
 from nestrec.balance.ordering import Groups, loads_of
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold
+from nestrec.bench.balance_job import MeasuredBench
+from nestrec.bench.balance_keys import unique_key_rows, with_unique_keys
+from nestrec.bench.balance_ranks import measure, show_measured
 from nestrec.data.dataset import Dataset
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic import PRESETS, SyntheticConfig
@@ -48,6 +51,9 @@ AMAZON_LIKE = SyntheticConfig(
 
 SETTINGS = (("turbogr-kuai", 16, 8), ("amazon-like", 16, 1024), ("freescale", 64, 128), ("freescale", 256, 128))
 """(lengths, ranks, samples a rank). TurboGR does not print Amazon's batch; 1024 gives close to its token gap."""
+
+MEASURED_RANKS = (2, 4)
+"""Numbers of real ranks on one machine."""
 
 PUBLISHED: tuple[Row, ...] = (
     {"system": "TurboGR Table 3", "policy": "fixed", "lengths": "turbogr-kuai", "ranks": 16, "imbalance": 0.4701,
@@ -91,11 +97,27 @@ def run(lengths: str, ranks: int, batch: int, *, seed: int = 0, rounds: int = 50
     return rows
 
 
-def run_settings(*, seed: int = 0, rounds: int = 50) -> list[Row]:
-    """The settings of the published tables, each with the published rows behind it."""
+def run_settings(*, seed: int = 0, rounds: int = 50, measured_rounds: int = 0) -> list[Row]:
+    """The settings of the published tables, each with the published rows behind it, and those of real ranks."""
     rows = []
     for lengths, ranks, batch in SETTINGS:
         rows += run(lengths, ranks, batch, seed=seed, rounds=rounds) + published(lengths, ranks)
+    rows = with_unique_keys(rows, unique_key_rows("turbogr-kuai", 16, 8, seed=seed))
+    for ranks in MEASURED_RANKS if measured_rounds else ():
+        rows += measure(MeasuredBench(ranks=ranks, rounds=measured_rounds, seed=seed))
+    return rows
+
+
+def run_one(  # noqa: PLR0917
+    lengths: str, ranks: int, batch: int, seed: int = 0, rounds: int = 50, measured_rounds: int = 30
+) -> list[Row]:
+    """`run`, and what needs samples and not only their lengths: unique keys and, for few ranks, real training."""
+    rows = run(lengths, ranks, batch, seed=seed, rounds=rounds)
+    if lengths not in PRESETS and not Path(lengths).is_dir():
+        return rows
+    rows = with_unique_keys(rows, unique_key_rows(lengths, ranks, batch, seed=seed))
+    if measured_rounds and 1 < ranks <= max(MEASURED_RANKS):
+        rows += measure(MeasuredBench(lengths=lengths, ranks=ranks, batch=batch, rounds=measured_rounds, seed=seed))
     return rows
 
 
@@ -154,7 +176,8 @@ def void_lines(rows: Sequence[Row]) -> list[str]:
 def show(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print the rows, one table a setting."""
     console = console or Console()
-    for (lengths, ranks), part in _by_setting(rows).items():
+    predicted = [row for row in rows if "partition_ms" in row and "step_ms" not in row]
+    for (lengths, ranks), part in _by_setting(predicted).items():
         title = f"balance: {lengths}, {ranks} ranks, {part[0]['batch']} samples each"
         table = Table(title=title, title_justify="left")
         for name in ("cost", "policy"):
@@ -165,8 +188,13 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
             table.add_row(*cells)
         console.print(table)
     console.print(LEGEND)
-    for line in void_lines(rows):
+    for line in void_lines(predicted):
         console.print(line, style="red")
+    for (lengths, ranks), part in _by_setting([row for row in rows if "unique_keys_ranks" in row]).items():
+        console.print(_keys_table(f"unique keys: {lengths}, {ranks} ranks, {part[0]['batch']} samples each", part))
+    measured = [row for row in rows if "step_ms" in row]
+    if measured:
+        show_measured(measured, console)
 
 
 def _evaluate(  # noqa: PLR0917
@@ -233,6 +261,20 @@ def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
             _number(first["max_token_gap"], ",.0f"), _percent(first.get("window_imbalance")),
             _number(first["partition_ms"], ".2f"),
         ]  # fmt: skip
+
+
+def _keys_table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    for name in ("of the batch", "sum over ranks", "over fixed", "sum over micro-batches", "over fixed, in order"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row["policy"], _number(row["unique_keys_batch"], ",.0f"), _number(row["unique_keys_ranks"], ",.0f"),
+            _number(row["over_fixed_ranks"], "+.2%"), _number(row["unique_keys_micro_batches"], ",.0f"),
+            _number(row["over_fixed_micro_batches"], "+.2%"),
+        )  # fmt: skip
+    return table
 
 
 def _percent(part: float | None) -> str:

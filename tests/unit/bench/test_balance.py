@@ -8,6 +8,8 @@ from rich.console import Console
 from nestrec.balance import POLICIES
 from nestrec.base.errors import UserError
 from nestrec.bench import balance
+from nestrec.bench.balance_job import MeasuredBench
+from nestrec.bench.balance_ranks import measure
 from nestrec.data.synthetic import generate, preset
 
 FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
@@ -63,3 +65,33 @@ def test_the_table_names_published_figures_as_measured_by_others() -> None:
     balance.show(rows, Console(file=text, width=140))
     for expected in ("TurboGR Table 3", "47.01%", "10,726", "refined", "predicted", "measured by their authors"):
         assert expected in text.getvalue()
+
+
+def test_unique_keys_of_a_policy_are_counted_by_rank_and_micro_batch() -> None:
+    rows = balance.run_one("tiny", 3, 8, rounds=2, measured_rounds=0)
+    found = {row["policy"]: row for row in rows if "unique_keys_ranks" in row}
+    assert set(found) == set(POLICIES)
+    assert found["fixed"]["over_fixed_ranks"] == 0.0
+    for row in found.values():
+        assert row["unique_keys_batch"] <= row["unique_keys_ranks"] <= row["unique_keys_micro_batches"]
+
+
+def test_real_ranks_train_on_the_same_batches_under_every_policy() -> None:
+    bench = MeasuredBench(lengths="tiny", ranks=2, batch=4, rounds=2, fit_rounds=3, dim=8)
+    rows = measure(bench)
+    assert [row["policy"] for row in rows] == ["fixed", "zigzag", "refined"]
+    for row in rows:
+        assert set(row) >= FIELDS | {"step_ms", "speedup", "speedup_cpu", "cpu_imbalance", "cores", "exchange_ms"}
+        assert row["measured"]
+        assert 0 <= row["imbalance"] < 1
+        assert row["data_lanes"] == ["trade_0"]
+    assert rows[0]["speedup"] == 1.0
+    assert rows[0]["moved_bytes"] == 0
+    text = io.StringIO()
+    balance.show(rows, Console(file=text, width=200))
+    assert "measured" in text.getvalue()
+
+
+def test_a_failing_rank_is_named() -> None:
+    with pytest.raises(UserError, match="rank 0 failed"):
+        measure(MeasuredBench(lengths="tiny", ranks=1, batch=4, rounds=1, policies=("no such policy",)))
