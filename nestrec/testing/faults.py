@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from nestrec.checkpoint.folders import committed_steps
+
 _POLL_S = 0.005
 _TAIL_CHARACTERS = 4000
 
@@ -90,10 +92,19 @@ def run_with_faults(
 
 def lines_reach(path: Path, count: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
     """A condition: the file has this many lines, and then some time has passed."""
+    return _delayed(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, delay_s)
+
+
+def saves_reach(checkpoints: Path, step: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
+    """A condition: a checkpoint of this step or a later one is in the folder, and then some time has passed."""
+    return _delayed(lambda: any(saved >= step for saved in committed_steps(checkpoints)), delay_s)
+
+
+def _delayed(is_reached: Callable[[], bool], delay_s: float) -> Callable[[], bool]:
     reached_at: list[float] = []
 
     def is_due() -> bool:
-        if not reached_at and path.exists() and path.read_bytes().count(b"\n") >= count:
+        if not reached_at and is_reached():
             reached_at.append(time.monotonic())
         return bool(reached_at) and time.monotonic() >= reached_at[0] + delay_s
 

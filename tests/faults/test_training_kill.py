@@ -1,7 +1,6 @@
 """`nestrec train` killed with -9: started again on its folder, it ends as a run that was never disturbed."""
 
 import random
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import pytest
 
 from nestrec.base import exit_codes
 from nestrec.checkpoint import Checkpoints, verify
-from nestrec.checkpoint.folders import committed_steps
 from nestrec.distributed import Topology
-from nestrec.testing.faults import FailPoint, Fault, KillWhen, run_with_faults
+from nestrec.testing.faults import FailPoint, Fault, KillWhen, run_with_faults, saves_reach
 from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, command_of, config_of, make_datasets
 from nestrec.training.trainer import Trainer
@@ -28,23 +26,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def saved_step_reaches(run: Path, step: int, *, delay_s: float) -> Callable[[], bool]:
-    """A condition: a checkpoint of this step or a later one is there, and then some time has passed."""
-    reached_at: list[float] = []
-
-    def is_due() -> bool:
-        if not reached_at and any(saved >= step for saved in committed_steps(run / "checkpoints")):
-            reached_at.append(time.monotonic())
-        return bool(reached_at) and time.monotonic() >= reached_at[0] + delay_s
-
-    return is_due
-
-
 def random_kills(run: Path, *, seed: int, num_kills: int, after_step: int, num_steps: int) -> list[Fault]:
     """After a random checkpoint and up to some steps later; what is left of the run is long enough to be hit."""
     draw = random.Random(seed)
     steps = sorted(draw.sample(range(after_step + 1, num_steps - 4), num_kills))
-    return [KillWhen(saved_step_reaches(run, step, delay_s=draw.uniform(0, 0.03))) for step in steps]
+    return [KillWhen(saves_reach(run / "checkpoints", step, delay_s=draw.uniform(0, 0.03))) for step in steps]
 
 
 def check_equal_to_undisturbed(
@@ -101,7 +87,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_the_next_start_goes_on(da
     command = command_of("hstu", data, tmp_path / "cut", more)
     stopped, ended = run_with_faults(command, [FailPoint("train.step@10=terminate")], env=ENV)
     assert stopped.exit_code == exit_codes.INTERRUPTED
-    assert "stopped at step 12; the same command goes on from there" in stopped.output
+    assert "stopped at step 13; the same command goes on from there" in stopped.output
     assert ended.exit_code == 0
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
 

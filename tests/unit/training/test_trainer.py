@@ -147,7 +147,7 @@ def test_told_to_stop_it_saves_and_goes_on_later(tiny_data: Path, tmp_path: Path
     trainer = trainer_of("sasrec", tiny_data, tmp_path / "cut", more)
     with armed("train.step", terminate, at=4), pytest.raises(Interrupted):
         trainer.train()
-    # The signal came after step 4; ranks agree in step 5, it is read in step 6, and step 7 lets no batch begin after it.
+    # The signal came after step 4; ranks agree in step 5, it is read in step 6, and no batch begins after step 7.
     assert trainer.state.step == 7
     assert Checkpoints(tmp_path / "cut" / "checkpoints").steps()[-1] == 7
     trainer_of("sasrec", tiny_data, tmp_path / "cut", more).train()
