@@ -123,6 +123,20 @@ def peers(
     _save("peers", rows, json)
 
 
+@app.command(context_settings=PASSED_ON)
+def schedules(context: typer.Context, json: JsonFile = None) -> None:
+    """Every schedule on the same batches, over links of limited bandwidth between real ranks (needs root).
+
+    The fields of SchedulesBench are options: [bold]--ranks 2 --micro_batches 4,8 --link_mbit 500 --job.dim 64[/bold].
+    Without link_mbit the links are chosen so that communication takes comm_share of the computation.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.schedules import SchedulesBench, measure_schedules
+
+    bench = with_overrides(SchedulesBench(), parse_overrides(context.args, ("json",)))
+    _finish("schedules", measure_schedules(bench), json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

@@ -1,0 +1,140 @@
+"""The job of `nestrec bench schedules` on one rank: a large table, tokens through a small dense network."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from nestrec.base.config import config
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.ops.gather_rows import gather_rows
+from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
+from nestrec.trace import Span, Tracer
+from nestrec.training.config import OptimizerConfig
+from nestrec.training.dense import DenseUpdate
+
+TABLE = "items"
+RATES = Rates(dense=1e-3, tables=0.05)
+
+
+@config
+class JobConfig:
+    num_rows: int = 1_000_000
+    """rows of the table"""
+    dim: int = 128
+    """elements of a vector"""
+    samples: int = 512
+    """samples of a rank in a step"""
+    tokens: int = 32
+    """keys of a sample"""
+    repeat: float = 0.3
+    """part of the keys that come from the hottest thousandth of the rows; the others are uniform"""
+    hidden: int = 320
+    """width of the dense network, which sets the time of computation"""
+    store: str = "dram"
+    """where rows are kept"""
+    optimizer: str = "rowwise_adagrad"
+    """row optimiser"""
+    seed: int = 0
+    """of keys and weights"""
+
+
+class TokenNetwork(nn.Module):
+    """Two layers on each token, summed to a score of each sample."""
+
+    def __init__(self, cfg: JobConfig) -> None:
+        super().__init__()
+        torch.manual_seed(cfg.seed)
+        self.layers = nn.Sequential(
+            nn.Linear(cfg.dim, cfg.hidden), nn.GELU(), nn.Linear(cfg.hidden, cfg.hidden), nn.GELU(),
+            nn.Linear(cfg.hidden, 1),
+        )  # fmt: skip
+
+    def forward(self, vectors_BTD: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
+        score_B = self.layers(vectors_BTD).squeeze(2).mean(1)
+        return nn.functional.binary_cross_entropy_with_logits(score_B, label_B, reduction="sum")
+
+
+class TokenCompute:
+    """Forward and backward of the network."""
+
+    couples_samples = False
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+
+    def transfer(self, part: MicroBatch) -> MicroBatch:
+        return part
+
+    def forward_backward(
+        self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        leaf = rows[TABLE].detach().requires_grad_()
+        loss = self._network(gather_rows(leaf, index[TABLE]), part.tensors["label"]) / weight
+        loss.backward()
+        return loss.detach(), {TABLE: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad}
+
+
+def make_batches(cfg: JobConfig, topology: Topology, num_steps: int, num_parts: int) -> list[Batch]:
+    """The batches of a rank, the same samples for every number of parts."""
+    return [_batch(cfg, topology, step, num_parts) for step in range(num_steps)]
+
+
+def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int) -> Batch:
+    draw = np.random.default_rng([cfg.seed, topology.rank, step])
+    shape = (cfg.samples, cfg.tokens)
+    hot = draw.integers(0, max(1, cfg.num_rows // 1000), shape)
+    keys = np.where(draw.random(shape) < cfg.repeat, hot, draw.integers(0, cfg.num_rows, shape))
+    label = torch.from_numpy(draw.integers(0, 2, cfg.samples).astype(np.float32))
+    parts = []
+    for mine in np.array_split(np.arange(cfg.samples), num_parts):
+        tensors = {"label": label[torch.from_numpy(mine)]}
+        parts.append(MicroBatch(mine, {TABLE: keys[mine]}, tensors, cfg.tokens, len(mine) * cfg.tokens))
+    samples = np.arange(cfg.samples * topology.world)
+    tokens = np.full(cfg.samples, cfg.tokens)
+    return Batch(Position(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
+
+
+class Contestant:
+    """One schedule with an engine and a network of its own."""
+
+    def __init__(self, cfg: JobConfig, topology: Topology, options: PipelineConfig, batches: list[Batch]) -> None:
+        table = TableConfig(
+            name=TABLE, dim=cfg.dim, num_rows=cfg.num_rows, seed=cfg.seed,
+            store=StoreConfig(kind=cfg.store), optimizer=RowOptimizerConfig(kind=cfg.optimizer),  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.engine = EmbeddingEngine([table], topology)
+        network = TokenNetwork(cfg)
+        self.dense = DenseUpdate(network, OptimizerConfig(), topology, torch.device("cpu"))
+        self._tracer = Tracer(rank=topology.rank)
+        compute = TokenCompute(network)
+        self.schedule = SCHEDULES[options.schedule](self.engine, compute, self.dense, self._tracer, options)
+        self._batches, self._done = batches, 0
+
+    def round(self, num_steps: int) -> list[Span]:
+        """Some steps from an empty pipeline to an empty pipeline; the spans of all of them."""
+        feed = Feed(self._upcoming(num_steps))
+        for i in range(num_steps):
+            self._done += 1
+            step = Step(number=self._done, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
+            self.schedule.advance(step, feed)
+        return self._tracer.take()
+
+    def weights(self) -> torch.Tensor:
+        """All weights of this rank in one vector: rows in order of key, then the dense ones."""
+        rows = [chunk["weight"].flatten() for chunk in self.engine.snapshot(TABLE)]
+        dense = [tensor.flatten().float() for name, tensor in self.dense.tensors().items() if name.startswith("model/")]
+        return torch.cat([*rows, *dense])
+
+    def close(self) -> None:
+        self.schedule.close()
+        self.engine.close()
+
+    def _upcoming(self, num_steps: int) -> Iterator[Batch]:
+        first = self._done
+        for i in range(num_steps):
+            yield self._batches[(first + i) % len(self._batches)]
