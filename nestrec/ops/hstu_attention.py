@@ -17,6 +17,8 @@ from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
 
 LARGE_PAIRS = 1 << 20
 """Below so many pairs of tokens, padding costs less than a loop over sequences."""
+LONG = 512
+"""From this length on, one sequence alone keeps a core busy."""
 
 
 def hstu_attention_reference(
@@ -53,10 +55,10 @@ def hstu_attention(
     """The same on padded blocks of `max_length` (the longest sequence of the batch).
 
     bias_BNN: (B, N, N) or (1, N, N), shared by the heads. Padding stands behind each sequence, where no causal query
-    looks, so it needs no mask of its own. On a CPU, where lengths differ much, sequences are taken one at a time:
-    padding would cost more than the loop.
+    looks, so it needs no mask of its own. On a CPU, sequences that are long or differ much are taken one at a
+    time: large blocks leave the caches, and padding would cost more than the loop.
     """
-    if not q_THD.is_cuda and _mostly_padding(offsets, max_length):
+    if not q_THD.is_cuda and _better_one_by_one(offsets, max_length):
         return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias_BNN=bias_BNN)
     slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
     q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
@@ -67,7 +69,8 @@ def hstu_attention(
     return from_blocks(weights_BHNN @ v, slot_T)
 
 
-def _mostly_padding(offsets: torch.Tensor, max_length: int) -> bool:
-    """Whether blocks are large and less than half of their pairs belong to sequences."""
+def _better_one_by_one(offsets: torch.Tensor, max_length: int) -> bool:
+    """Whether blocks are large, and sequences are long or less than half of the blocks' pairs belong to them."""
     padded = (offsets.numel() - 1) * max_length**2
-    return padded > LARGE_PAIRS and padded > 2 * int(offsets.diff().square().sum())
+    is_large = padded > LARGE_PAIRS
+    return is_large and (max_length >= LONG or padded > 2 * int(offsets.diff().square().sum()))
