@@ -70,7 +70,8 @@ PUBLISHED: tuple[Row, ...] = (
 """Waiting that the papers measured on their own machines and data; ours is predicted, another quantity."""
 
 LEGEND = """imbalance: (max - mean) / max of cost, predicted; published rows are waiting measured by their authors.
-uniform, gaussian: the same when the true cost of each sample carries noise that no policy foresees.
+uniform, gaussian: the same when the true cost of each sample carries noise that no policy foresees; floor: about the
+least that any policy could reach then.
 window: upper bound of the waiting inside a frozen window, reached if all ranks computed micro-batches in step."""
 
 LEAST_BASELINE = {"turbogr-kuai": (0.35, 6000.0), "freescale": (0.20, 0.0)}
@@ -182,7 +183,16 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
         table = Table(title=title, title_justify="left")
         for name in ("cost", "policy"):
             table.add_column(name)
-        for name in ("imbalance", "10% uniform", "10% gaussian", "token gap", "window", "partition ms"):
+        for name in (
+            "imbalance",
+            "10% uniform",
+            "floor",
+            "10% gaussian",
+            "floor",
+            "token gap",
+            "window",
+            "partition ms",
+        ):
             table.add_column(name, justify="right")
         for cells in _table_rows(part):
             table.add_row(*cells)
@@ -257,7 +267,8 @@ def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
         first = next(iter(noises.values()))
         yield [
             name, policy, _percent(first["straggler"] if first["imbalance"] is None else first["imbalance"]),
-            *(_percent(noises[noise]["imbalance"]) if noise in noises else "" for noise in ("uniform", "gaussian")),
+            *(_percent(noises[noise][of]) if noise in noises else ""
+              for noise in ("uniform", "gaussian") for of in ("imbalance", "noise_floor")),
             _number(first["max_token_gap"], ",.0f"), _percent(first.get("window_imbalance")),
             _number(first["partition_ms"], ".2f"),
         ]  # fmt: skip

@@ -49,7 +49,7 @@ class MeasuredBench:
     """how samples reach the ranks that compute them"""
     rounds: int = 30
     """global batches, each trained on under every policy"""
-    fit_rounds: int = 10
+    fit_rounds: int = 16
     """global batches before, under the baseline, to which the cost model is fitted"""
     dim: int = 32
     """width of the model, which has one layer and one head"""

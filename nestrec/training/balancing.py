@@ -12,6 +12,7 @@ from nestrec.balance.changes import CostChange, CostSchedule
 from nestrec.balance.dealer import make_dealer
 from nestrec.balance.fitting import Measurement, refitted
 from nestrec.balance.measured import measured_steps, per_step, waiting
+from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch
 from nestrec.data.dealing import Dealer
 from nestrec.data.order import Position
@@ -40,6 +41,11 @@ class Balancing:
 
     def __init__(self, cfg: BalanceConfig, *, made_ahead: int, topology: Topology, tracer: Tracer):
         """made_ahead: batches that may have been dealt before their step."""
+        if cfg.fit_every_steps is not None and topology.device.type == "cuda":
+            raise UserError(
+                "needs computing times, which the host does not see on a GPU", field="balance.fit_every_steps",
+                value=cfg.fit_every_steps, remedy="give balance.cost (nestrec.balance.hstu_cost has that of HSTU)",
+            )  # fmt: skip
         self._cfg, self._topology = cfg, topology
         self._costs = CostSchedule(cfg.cost, cfg.replay)
         self.dealer: Dealer = make_dealer(cfg, self._costs, topology.samples, tracer)
@@ -130,17 +136,17 @@ class Balancing:
 
 
 def _groups(topology: Topology) -> dict[str, list[list[int]]]:
-    """The communicators of steps, and the ranks that share a collective of each."""
+    """The communicators of steps whose collectives the host waits for, and the ranks that share one of each.
+
+    On a GPU those are the exchanges of keys: NCCL's return at once.
+    """
     world, shards = topology.world, topology.num_shards
     shard_axis = [list(range(first, first + shards)) for first in range(0, world, shards)]
     replica_axis = [list(range(shard, world, shards)) for shard in range(shards)]
-    return {
-        "keys": shard_axis,
-        "vectors": shard_axis,
-        "replica_keys": replica_axis,
-        "replicas": replica_axis,
-        "dense": [list(range(world))],
-    }
+    between_hosts = {"keys": shard_axis, "replica_keys": replica_axis}
+    if topology.device.type == "cuda":
+        return between_hosts
+    return {**between_hosts, "vectors": shard_axis, "replicas": replica_axis, "dense": [list(range(world))]}
 
 
 def _step_times(spans: Sequence[Span], step: int) -> tuple[float, float]:
