@@ -139,9 +139,13 @@ def serve(
     --service.engine.tiers.cache_bytes 4000000000[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.serving.api.server import ServeConfig
-    from nestrec.serving.api.server import serve as serve_models
 
+    try:
+        from nestrec.serving.api.server import ServeConfig
+        from nestrec.serving.api.server import serve as serve_models
+    except ModuleNotFoundError as error:
+        remedy = "install it with: pip install 'nestrec[serve]'"
+        raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
     cfg = with_overrides(ServeConfig(), parse_overrides(context.args, ("model",)))
     typer.echo(f"serving on http://{cfg.host}:{cfg.port} (live page at /, stop with Ctrl-C)", err=True)
     serve_models(model, cfg)

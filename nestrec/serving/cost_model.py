@@ -13,6 +13,7 @@ import numpy as np
 _FORGET = 0.995
 _WINDOW = 512
 _REFRESH_EVERY = 32
+_MOST_SURPRISE = 4.0
 
 
 class CostModel:
@@ -28,7 +29,7 @@ class CostModel:
         self.num_observed = 0
 
     def predict_s(self, tokens: int, pairs: int, steps: int = 1) -> float:
-        """Expected seconds of work that takes `steps` batches."""
+        """Expected seconds of work that takes `steps` batches; 0 for its share of a batch with others."""
         work = np.array([steps, tokens, pairs]) * self._scale
         return float(max(work @ np.maximum(self._theta, 0.0), 1e-6))
 
@@ -42,7 +43,9 @@ class CostModel:
         work = np.array([1.0, tokens, pairs]) * self._scale
         with self._lock:
             if self.num_observed >= 8:
-                self._ratios.append(seconds / self.predict_s(tokens, pairs))
+                predicted_s = self.predict_s(tokens, pairs)
+                self._ratios.append(seconds / predicted_s)
+                seconds = min(seconds, _MOST_SURPRISE * predicted_s)  # a hiccup of the machine is not the work's cost
             gain = self._covariance @ work / (_FORGET + work @ self._covariance @ work)
             self._theta = self._theta + gain * (seconds - work @ self._theta)
             self._covariance = (self._covariance - np.outer(gain, work @ self._covariance)) / _FORGET

@@ -25,6 +25,7 @@ from nestrec.serving.prefix_cache import CacheKey, Entry
 from nestrec.serving.runner import Part, Runner, Scored
 from nestrec.serving.tiers import PrefixTiers, TiersConfig
 from nestrec.serving.trigger import Decision, Trigger, TriggerConfig
+from nestrec.serving.warm_up import warm_up
 from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
 
 _LOG = logging.getLogger(__name__)
@@ -72,8 +73,10 @@ class Engine:
         self._queued_s = 0.0
         self._num_pending = 0
         self._is_draining = self._is_closed = False
+        self._is_warm = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
         self._thread.start()
+        self._is_warm.wait()
 
     # Submitting: any thread.
 
@@ -119,6 +122,11 @@ class Engine:
         """Refuse new work and wait for what was accepted; whether all of it was done."""
         with self._condition:
             self._is_draining = True
+        return self.wait_until_idle(timeout_s)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Whether all accepted work was done in time."""
+        with self._condition:
             return self._condition.wait_for(lambda: self._num_pending == 0, timeout_s)
 
     def close(self) -> None:
@@ -152,7 +160,7 @@ class Engine:
 
         return Work(
             key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
-            estimate_s=self.costs.predict_s(*work), digest=digest,
+            estimate_s=self.costs.predict_s(*work, steps=0), digest=digest,
         )  # fmt: skip
 
     def _key(self, user: str) -> CacheKey:
@@ -173,6 +181,8 @@ class Engine:
 
     def _loop(self) -> None:
         try:
+            warm_up(self._runner, self.costs)
+            self._is_warm.set()
             while (steps := self._plan()) is not None:
                 if steps:
                     results, seconds = self._run(steps)
@@ -181,6 +191,7 @@ class Engine:
             _LOG.exception("an engine failed; its requests go elsewhere")
             raise
         finally:
+            self._is_warm.set()
             self._fail_all()
 
     def _plan(self) -> list[_Step] | None:

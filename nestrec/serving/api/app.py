@@ -14,6 +14,7 @@ from nestrec.serving.api.http import (
     Scope,
     Send,
     as_json,
+    check_head,
     problem,
     read_body,
     retry_after,
@@ -88,6 +89,7 @@ class App:
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[str, Answered]:
         method, path = scope["method"], scope["path"]
+        check_head(scope, self._limits)
         if path in self._posts:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))

@@ -47,6 +47,14 @@ def retry_after(seconds: float) -> tuple[bytes, bytes]:
     return b"retry-after", str(max(1, math.ceil(seconds))).encode()
 
 
+def check_head(scope: Scope, limits: LimitsConfig) -> None:
+    """The parser bounds what it buffers; a longer head that arrives in one piece is found here."""
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > limits.max_header_bytes:
+        raise BadRequestError(f"path and headers must have at most {limits.max_header_bytes} bytes", status=431)
+
+
 async def read_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> bytes:
     """The whole body, declared or chunked, within its limits of size and time."""
     headers = dict(scope["headers"])

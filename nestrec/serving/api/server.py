@@ -1,5 +1,6 @@
 """`nestrec serve`: uvicorn over the front, on loopback unless told otherwise, drained on SIGTERM."""
 
+import signal
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ class ServeConfig:
 def serve(folders: list[Path], cfg: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT; accepted requests are answered before the process ends."""
     torch.set_num_threads(cfg.threads)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
+        signal.signal(number, lambda *_: None)
     service = Service.load(folders, cfg.service)
     try:
         uvicorn.Server(server_config(service, cfg)).run()

@@ -1,0 +1,80 @@
+"""A server in a process of its own, for tests that need real sockets and signals."""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running_server(folder, *options):
+    """Yields (port, process); the process is ended afterwards."""
+    port = free_port()
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_until_ready(port, process)
+        yield port, process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_until_ready(port, process, timeout_s=60.0):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        assert process.poll() is None, process.stdout.read().decode()
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+                return
+        except OSError:
+            time.sleep(0.05)  # another process starts: there is no clock to inject
+    raise AssertionError("the server did not start")
+
+
+def exchange(port, data, timeout_s=10.0):
+    """Send bytes and read to the end."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
+        connection.sendall(data)
+        return read_to_end(connection)
+
+
+def provoke(port, data, patience_s=0.02):
+    """Send bytes that may not be a whole request, wait a little for an answer, end our side, and read the rest."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as connection:
+        with contextlib.suppress(OSError):  # the server may have closed already; what it said can still be read
+            connection.sendall(data)
+        select.select([connection], [], [], patience_s)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        return read_to_end(connection)
+
+
+def read_to_end(connection):
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+def status_of(response):
+    return int(response.split(b" ", 2)[1]) if response.startswith(b"HTTP/1.") else None
+
+
+def post(path, body):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content

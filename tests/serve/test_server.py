@@ -1,0 +1,102 @@
+"""`nestrec serve` as users run it: a process, sockets, signals."""
+
+import asyncio
+import json
+import random
+import signal
+
+import pytest
+from server_process import exchange, post, provoke, running_server, status_of
+
+BODY = {"user": "u", "history": {"items": ["1", "2", "3"], "times_ms": [1, 2, 3]}, "k": 5}
+
+
+@pytest.fixture(scope="module")
+def server(retrieval):
+    with running_server(retrieval.folder) as (port, process):
+        yield port, process
+
+
+def test_an_exported_run_answers(server):
+    port, _ = server
+    response = exchange(port, post("/v1/recommend", BODY))
+    assert status_of(response) == 200
+    assert len(json.loads(response.partition(b"\r\n\r\n")[2])["items"]) == 5
+
+
+def test_headers_at_their_limit_and_one_byte_above(server):
+    port, _ = server
+    head = b"GET /health/live HTTP/1.1\r\nhost: t\r\nconnection: close\r\nx: "
+    counted = len("/health/live") + len("hostt") + len("connectionclose") + len("x") + 3 * 4
+    for size, status in (((1 << 14) - counted, 200), ((1 << 14) - counted + 1, 431)):
+        assert status_of(exchange(port, head + b"a" * size + b"\r\n\r\n")) == status
+
+
+def raw_request(rng):  # noqa: PLR0911
+    """A request that something is wrong with, at the level of bytes."""
+    good = post("/v1/recommend", {**BODY, "user": str(rng.random())})
+    kind = rng.randrange(8)
+    if kind == 0:
+        return good[: rng.randrange(1, len(good))]
+    if kind == 1:
+        broken = bytearray(good)
+        for _ in range(rng.randint(1, 8)):
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+        return bytes(broken)
+    if kind == 2:
+        return rng.randbytes(rng.randint(1, 300))
+    if kind == 3:
+        return good.replace(
+            b"content-length: ", rng.choice([b"content-length: -", b"content-length: 9", b"content-length: x"])
+        )
+    if kind == 4:
+        return good.replace(b"content-length: ", b"transfer-encoding: chunked\r\nx: ")
+    if kind == 5:
+        return good.replace(b"HTTP/1.1", rng.choice([b"HTTP/9.9", b"HTTP/1.", b"HTP/1.1", b""]))
+    if kind == 6:
+        place = rng.randrange(len(good))
+        return good[:place] + rng.choice([b"\r\n", b"\x00", b"\xff\xfe", b"\r", b"\n\n"]) + good[place:]
+    return b"GET " + b"/" * rng.randint(1, 400) + b" HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_raw_malformed_requests_never_crash_hang_or_blame_the_server(server, count):
+    port, process = server
+    rng = random.Random(count)
+    statuses = [status_of(provoke(port, raw_request(rng))) for _ in range(count)]
+    assert all(status is None or status < 500 for status in statuses)
+    assert statuses.count(400) > count // 8
+    assert process.poll() is None
+    assert status_of(exchange(port, post("/v1/recommend", BODY))) == 200
+    state = json.loads(exchange(port, b"GET /v1/status HTTP/1.0\r\n\r\n").partition(b"\r\n\r\n")[2])
+    assert state["models"]["retrieval"]["queued_s"] == 0.0
+    assert state["router"]["loads"] == [0]
+
+
+def test_sigterm_loses_nothing_of_what_is_in_flight(retrieval):
+    """500 connections whose requests have all been sent before the signal."""
+    patient = ("--service.engine.max_queue_s", "1000", "--limits.default_timeout_ms", "10000")
+    with running_server(retrieval.folder, *patient) as (port, process):
+
+        async def ask(number, sent):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post("/v1/recommend", {**BODY, "user": f"u{number}"}))
+            await writer.drain()
+            sent.release()
+            response = await reader.read()
+            writer.close()
+            return status_of(response)
+
+        async def run():
+            sent = asyncio.Semaphore(0)
+            asked = [asyncio.create_task(ask(i, sent)) for i in range(500)]
+            for _ in range(500):
+                await sent.acquire()
+            # All bytes are with the kernel; the server has accepted a connection once it answers on it.
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        answers = asyncio.run(run())
+        assert process.wait(timeout=30) == 0
+    assert answers.count(200) == 500, {str(a): answers.count(a) for a in set(map(str, answers))}
