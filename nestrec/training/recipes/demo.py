@@ -3,7 +3,7 @@
 from nestrec.data.batches import BatchConfig
 from nestrec.data.retrieval import HistoryConfig
 from nestrec.models import HSTUConfig, SASRecConfig
-from nestrec.models.retrieval import EncoderConfig
+from nestrec.models.retrieval import EncoderConfig, SimilarityConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from nestrec.training.tasks.catalogue_ranks import RetrievalEvaluationConfig
 from nestrec.training.tasks.retrieval import RetrievalTaskConfig
@@ -17,13 +17,14 @@ def _demo(name: str, encoder: EncoderConfig) -> RunConfig:
         task=RetrievalTaskConfig(
             encoder=encoder,
             history=HistoryConfig(max_length=LENGTH),
-            num_negatives=64,
+            similarity=SimilarityConfig(temperature=0.1),
+            num_negatives=128,
             evaluation=RetrievalEvaluationConfig(ks=(10, 50)),
         ),
         data=DataConfig(folder="data/synthetic-tiny", synthetic="tiny"),
         batch=BatchConfig(batch_samples=64),
         optimizer=OptimizerConfig(learning_rate=3e-3),
-        training=TrainingConfig(epochs=12),
+        training=TrainingConfig(epochs=24),
     )
 
 
