@@ -10,6 +10,7 @@ import torch.distributed as dist
 from nestrec.base.errors import UserError
 from nestrec.distributed import CollectiveLog, Communicator, Topology
 from nestrec.distributed.exchange import all_gather_json
+from nestrec.distributed.meeting import meeting_watched
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ class Peers:
         """
         if topology.world == 1:
             return Peers()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        with meeting_watched():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         # A log of its own: the order of saves in the background is no part of the order that ranks compare.
         own = Communicator("checkpoint", topology.rank, topology.world, group, CollectiveLog())
         return Peers(rank=topology.rank, world=topology.world, gather=lambda value: all_gather_json(own, value))

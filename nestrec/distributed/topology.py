@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import UserError
+from nestrec.distributed.meeting import meeting_watched, open_store
 
 Backend = Literal["gloo", "nccl"]
 _LOG_LENGTH = 4096
@@ -129,9 +130,12 @@ class Topology:
             torch.cuda.set_device(place)
         if world == 1:
             return Topology.single(place)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-        return Topology.of_process_group(place, num_replicas=num_replicas, timeout_s=timeout_s)
+        with meeting_watched():
+            if not dist.is_initialized():
+                store, rank, size = open_store(timeout_s)
+                limit = timedelta(seconds=timeout_s)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            return Topology.of_process_group(place, num_replicas=num_replicas, timeout_s=timeout_s)
 
     @staticmethod
     def of_process_group(device: torch.device, *, num_replicas: int = 1, timeout_s: float = 300.0) -> "Topology":

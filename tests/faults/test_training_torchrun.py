@@ -1,0 +1,66 @@
+"""kill -9 of a random rank under torchrun with restarts: the end is that of a run that was never disturbed."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from nestrec.testing.faults import Fault, KillWhen, rank_of, run_with_faults, saves_reach
+from nestrec.testing.run_digest import run_digest
+from nestrec.testing.tiny_runs import FAMILIES, command_of, make_datasets
+
+WORLD = 2
+ENV = {"OMP_NUM_THREADS": "1"}
+BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return folder
+
+
+def under_torchrun(command: list[str], max_restarts: int) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+    return [*launcher, f"--max-restarts={max_restarts}", "--monitor-interval=0.05", *command[1:]]
+
+
+def kills_of_random_ranks(run: Path, *, seed: int, num_kills: int, num_steps: int) -> list[Fault]:
+    draw = random.Random(seed)
+    steps = sorted(draw.sample(range(1, num_steps - 8), num_kills))
+    return [
+        KillWhen(saves_reach(run / "checkpoints", step, delay_s=draw.uniform(0, 0.1)), rank_of(draw.randrange(WORLD)))
+        for step in steps
+    ]
+
+
+def check_kills(family: str, data: Path, folder: Path, *, seed: int, num_kills: int, num_steps: int) -> None:
+    saving = BACKGROUND if seed % 2 else {}
+    more = {"training.max_steps": num_steps, "training.epochs": 10_000, "training.checkpoint_every_steps": 4, **saving}
+    more |= {"training.evaluate_every_epochs": 5, "batch.batch_samples": 13}
+    limit_s = 60.0 + 30.0 * num_kills
+    run_with_faults(under_torchrun(command_of(family, data, folder / "whole", more), 0), [], env=ENV, limit_s=limit_s)
+    kills = kills_of_random_ranks(folder / "cut", seed=seed, num_kills=num_kills, num_steps=num_steps)
+    command = under_torchrun(command_of(family, data, folder / "cut", more), num_kills)
+    (attempt,) = run_with_faults(command, kills, env=ENV, limit_s=limit_s)
+    assert attempt.num_fired == num_kills
+    assert run_digest(folder / "cut") == run_digest(folder / "whole")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("family", "num_kills", "seed"), [("hstu", 3, 1), ("rows", 2, 2)])
+def test_5_kills_of_random_ranks_change_nothing(
+    data: Path, tmp_path: Path, family: str, num_kills: int, seed: int
+) -> None:
+    check_kills(family, data, tmp_path, seed=seed, num_kills=num_kills, num_steps=16 * num_kills)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [100, 101])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_104_kills_of_random_ranks_change_nothing(data: Path, tmp_path: Path, family: str, seed: int) -> None:
+    """13 in a run, with saves in the background for odd seeds."""
+    check_kills(family, data, tmp_path, seed=seed, num_kills=13, num_steps=16 * 13)
