@@ -151,6 +151,31 @@ def serve(
     serve_models(model, cfg)
 
 
+@app.command(context_settings=PASSED_ON)
+def replay(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(help="A running server, such as http://127.0.0.1:8000.")],
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")] = None,
+) -> None:
+    """Put open-loop load on a server: latency counts from the intended moment, so stalls are not hidden.
+
+    Made-up users by default, or a recorded load: [bold]nestrec replay http://127.0.0.1:8000 --rate 100 --duration_s 20
+    --history 200 --candidates 256[/bold]; [bold]--finds rate --slo_ms 50[/bold] searches for the largest rate.
+    """
+    from rich.console import Console
+
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.frame import write_frame
+    from nestrec.bench.replay import ReplayConfig
+    from nestrec.bench.replay import replay as run_replay
+    from nestrec.report import bench_table
+
+    rows = run_replay(url, with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",))))
+    Console().print(bench_table(rows, title="replay"))
+    if json is not None:
+        write_frame(json, bench="replay", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
+
+
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")]) -> None:
     """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""

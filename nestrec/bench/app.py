@@ -137,6 +137,23 @@ def schedules(context: typer.Context, json: JsonFile = None) -> None:
     _finish("schedules", measure_schedules(bench), json)
 
 
+@app.command(context_settings=PASSED_ON)
+def relay(context: typer.Context, json: JsonFile = None) -> None:
+    """Largest rate that meets a P99: full inference, prefixes from DRAM, relay on the device, relay with DRAM.
+
+    The fields of RelayBench are options: [bold]--history 512 --candidates 64 --returning 0,0.3 --duration_s 8[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.relay import RelayBench, measure_relay
+
+    bench = with_overrides(RelayBench(), parse_overrides(context.args, ("json",)))
+    rows = []
+    for row in measure_relay(bench):
+        rows.append(row)
+        typer.echo(f"{row['mode']}, returning {row['returning']}: {row['max_qps']}/s", err=True)
+    _finish("relay", rows, json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

@@ -39,7 +39,9 @@ class EngineConfig:
     max_batch_tokens: int = 4096
     """new tokens of a batch, candidates included"""
     chunk_tokens: int = 1024
-    """new tokens of a pre-infer signal in a batch"""
+    """new tokens of signals in a batch that ranks nothing; what a request may have to wait for"""
+    mixed_chunk_tokens: int = 256
+    """new tokens of signals in a batch that also ranks"""
     max_queue_s: float = 0.25
     """device seconds of work that may wait; beyond it requests are refused"""
     trigger: TriggerConfig = TriggerConfig()
@@ -213,7 +215,8 @@ class Engine:
                 steps.append(step)
                 budget -= _num_new(step.part)
         self._ranks.extendleft(reversed(later))
-        steps += self._plan_signals(min(budget, self.cfg.chunk_tokens), {step.work.key for step in steps})
+        chunk = self.cfg.mixed_chunk_tokens if steps else self.cfg.chunk_tokens
+        steps += self._plan_signals(min(budget, chunk), {step.work.key for step in steps})
         return steps
 
     def _take_new(self) -> bool:

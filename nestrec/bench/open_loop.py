@@ -1,0 +1,102 @@
+"""Open-loop load: requests leave at their intended moments, whatever the server does.
+
+Latency counts from the intended moment, so that a stall is felt by every request that it delays (no coordinated
+omission). A request that is refused or fails counts as never answered in time.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Send = Callable[[int], Awaitable[bool]]
+"""Send request number i; whether it was answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of a load."""
+
+    rate: float
+    """intended requests a second"""
+    latency_ms: NDArray[np.float64]
+    """of each request from its intended moment; infinite where it was refused or failed"""
+    lateness_ms: float
+    """99th percentile of how late the generator itself sent; large values mean that it was too slow"""
+    duration_s: float
+
+    def percentile_ms(self, q: float) -> float:
+        if not len(self.latency_ms):
+            return math.inf
+        return float(
+            np.sort(self.latency_ms)[min(len(self.latency_ms) - 1, math.ceil(q / 100 * len(self.latency_ms)) - 1)]
+        )
+
+    @property
+    def num_refused(self) -> int:
+        return int(np.isinf(self.latency_ms).sum())
+
+    def goodput(self, slo_ms: float) -> float:
+        """Answers in time, a second."""
+        return float((self.latency_ms <= slo_ms).sum()) / self.duration_s
+
+    def meets(self, slo_ms: float) -> bool:
+        return self.percentile_ms(99) <= slo_ms
+
+
+def poisson_arrivals(rate: float, duration_s: float, seed: int) -> NDArray[np.float64]:
+    """Seconds from the start at which requests are meant to leave."""
+    rng = np.random.default_rng(seed)
+    gaps = rng.exponential(1.0 / rate, size=math.ceil(rate * duration_s * 2) + 32)
+    times = np.cumsum(gaps)
+    return times[times < duration_s]
+
+
+async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send, *, lead_s: float = 0.0) -> Trial:
+    """Send request i at `at_s[i]`; `lead_s` is added where a request is preceded by something of its own."""
+    latency_ms = np.full(len(at_s), np.inf)
+    lateness_ms = np.zeros(len(at_s))
+    start_s = time.perf_counter()
+
+    async def one(number: int, intended_s: float) -> None:
+        lateness_ms[number] = (time.perf_counter() - intended_s) * 1e3
+        is_answered = await send(number)
+        if is_answered:
+            latency_ms[number] = (time.perf_counter() - intended_s - lead_s) * 1e3
+
+    tasks = []
+    for number, offset_s in enumerate(at_s):
+        wait_s = start_s + float(offset_s) - time.perf_counter()
+        # Even without a wait the loop must get a turn, or what was sent would not leave.
+        await asyncio.sleep(max(0.0, wait_s))
+        tasks.append(asyncio.create_task(one(number, start_s + float(offset_s))))
+    await asyncio.gather(*tasks)
+    span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
+    late_ms = float(np.quantile(lateness_ms, 0.99)) if len(at_s) else 0.0
+    return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
+
+
+def largest(
+    measure: Callable[[float], Trial], slo_ms: float, *, start: float, rounds: int = 5
+) -> tuple[float, Trial | None]:
+    """The largest rate (or whatever `measure` takes) that meets the SLO: double, then halve the interval."""
+    low, high, best = 0.0, math.inf, None
+    value = start
+    for _ in range(24):
+        trial = measure(value)
+        if trial.meets(slo_ms):
+            low, best = value, trial
+        else:
+            high = value
+        if math.isinf(high):
+            value = low * 2
+        elif rounds == 0 or high <= low * 1.05:
+            break
+        else:
+            rounds -= 1
+            value = (low + high) / 2 if low else high / 2
+    return low, best
