@@ -37,10 +37,13 @@ class BalancedDealer(Dealer):
         found = evenness(groups, tokens, cfg.cost.of(tokens), step_cost=cfg.cost.step)
         return Share(groups[self._ranks.rank], _figures(found, moved_bytes=0))
 
+    def costs(self, position: Position, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self._costs.at(position).of(tokens)
+
     def micro_batches(self, position: Position, tokens: NDArray[np.int64], num_parts: int) -> list[NDArray[np.int64]]:
         if self._cfg.policy == "fixed" or num_parts == 1:
             return super().micro_batches(position, tokens, num_parts)
-        return micro_partition(self._costs.at(position).of(tokens), num_parts)
+        return micro_partition(self.costs(position, tokens), num_parts)
 
     def _cfg_at(self, position: Position) -> BalanceConfig:
         return replace(self._cfg, cost=self._costs.at(position))

@@ -61,6 +61,12 @@ class Batch:
     """what is to be recorded of how the samples were dealt to the ranks; the same on every rank"""
 
 
+KeysOfSamples = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Values, and offsets of the samples."""
+Cluster = Callable[[KeysOfSamples, NDArray[np.float64], int], list[NDArray[np.int64]]]
+"""(keys, cost of each sample, number of parts) to the samples of each part; every sample exactly once."""
+
+
 class Assembler(ABC):
     """Makes micro-batches out of sample numbers; one subclass a task. Pure: no state between calls."""
 
@@ -81,6 +87,10 @@ class Assembler(ABC):
     def read(self, samples: NDArray[np.int64]) -> Rows:
         """The stored rows of these samples."""
 
+    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples | None:
+        """Keys that these samples look up, as far as they could share them; none where a task does not tell."""
+        return None
+
     @abstractmethod
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
         """The arrays of these samples, out of their rows, wherever those were read."""
@@ -99,9 +109,13 @@ class Batches:
         world: int = 1,
         block_size: int | None = None,
         dealer: Dealer | None = None,
+        cluster: Cluster | None = None,
     ):
-        """dealer: which rank computes what; by default near equal counts in the order of the batch."""
-        self._assembler, self._cfg = assembler, cfg
+        """dealer: which rank computes what; by default near equal counts in the order of the batch.
+
+        cluster: micro-batches by the keys of the samples, instead of the dealer's.
+        """
+        self._assembler, self._cfg, self._cluster = assembler, cfg, cluster
         self._dealer = dealer or Dealer(rank, world)
         self.order = GlobalBatches(
             assembler.tokens, seed=seed, batch_samples=cfg.batch_samples, batch_tokens=cfg.batch_tokens,
@@ -145,7 +159,7 @@ class Batches:
     def _assemble(self, stage: Stage) -> Batch:
         mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
         epoch, num_parts = stage.position.epoch, self._cfg.micro_batches
-        parts = self._dealer.micro_batches(stage.position, tokens, num_parts)
+        parts = self._parts(stage, mine, tokens)
         rows = [stage.rows] if num_parts == 1 else [stage.rows.take(part) for part in parts]
         micro_batches = [self._assembler.assemble(mine[p], r, epoch) for p, r in zip(parts, rows, strict=True)]
         return Batch(
@@ -156,3 +170,12 @@ class Batches:
             tokens=tokens,
             figures=stage.share.figures,
         )
+
+    def _parts(self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (rule 15)."""
+        num_parts = self._cfg.micro_batches
+        if self._cluster is not None and num_parts > 1:
+            keys = self._assembler.sample_keys(mine, stage.rows, stage.position.epoch)
+            if keys is not None:
+                return self._cluster(keys, self._dealer.costs(stage.position, tokens), num_parts)
+        return self._dealer.micro_batches(stage.position, tokens, num_parts)

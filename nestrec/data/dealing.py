@@ -42,6 +42,10 @@ class Dealer:
         """What this rank computes, for what it has read."""
         return share, rows
 
+    def costs(self, position: Position, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What the samples cost to compute."""
+        return tokens.astype(np.float64)
+
     def micro_batches(self, position: Position, tokens: NDArray[np.int64], num_parts: int) -> list[NDArray[np.int64]]:
         """Parts of what this rank computes, from the tokens of its samples."""
         return contiguous(len(tokens), num_parts)

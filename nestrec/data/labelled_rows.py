@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.data.batches import Assembler, MicroBatch
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
 
 
@@ -32,6 +32,10 @@ class RowsAssembler(Assembler):
 
     def read(self, samples: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(self._indices[samples])
+
+    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+        values, offsets = rows.lists["categories"]
+        return values.astype(np.int64), offsets
 
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
         return assemble_rows(rows)

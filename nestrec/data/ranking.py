@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.data.batches import Assembler, MicroBatch
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.retrieval import sequence_tensors
@@ -106,6 +106,11 @@ class RankingAssembler(Assembler):
 
     def read(self, samples: NDArray[np.int64]) -> Rows:
         return self._inputs.read(self._users[samples])
+
+    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = window_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
+        return items[index], offsets
 
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
         return self._inputs.windows(rows, self._first[samples], self._end[samples], epoch)

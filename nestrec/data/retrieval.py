@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
-from nestrec.data.batches import Assembler, MicroBatch
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.negatives import uniform_negatives
 from nestrec.data.split import Part, Split
@@ -53,6 +53,11 @@ class RetrievalAssembler(Assembler):
 
     def read(self, samples: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(self._users[samples])
+
+    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self._event_index(rows.indices, row_offsets, epoch)
+        return items[index], offsets
 
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
         users = rows.indices

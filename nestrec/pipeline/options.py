@@ -4,6 +4,7 @@ from typing import Literal
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.pipeline.clustering import Clustering
 
 ScheduleName = Literal["serial", "stale", "dual_buffer", "frozen_window", "nested"]
 
@@ -15,6 +16,9 @@ class PipelineConfig:
     window_cache: bool = False
     """a row that several micro-batches of a rank use crosses the network once; costs the memory of a batch's vectors
     and gradients"""
+    clustering: Clustering | None = None
+    """which samples of a rank form a micro-batch; none leaves it to balance, which knows costs and no keys. `refined`
+    saves most traffic; `edges` is for the window cache"""
     stale_steps: int = 1
     """`stale` only: how many updates the rows of a batch may miss"""
 

@@ -10,6 +10,7 @@ from nestrec.data.card import CARD_FILE
 from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
+from nestrec.pipeline.clustering import ByKeys
 from nestrec.trace import Tracer
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing
@@ -40,9 +41,11 @@ class Trainer:
         self.balancing = Balancing(
             cfg.balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
         )
+        clustering = cfg.pipeline.clustering
         self.batches = Batches(
-            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer
-        )
+            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer,
+            cluster=None if clustering is None else ByKeys(clustering),
+        )  # fmt: skip
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
         self.schedule = SCHEDULES[cfg.pipeline.schedule](
             self.session.engine, compute, self.session.dense, self.tracer, cfg.pipeline

@@ -1,0 +1,80 @@
+"""Lanes run tasks in order, pass errors on, and leave spans that say who waited for whom."""
+
+import threading
+
+import pytest
+import torch
+
+from nestrec.pipeline.lanes import Label, Lane, Lanes
+from nestrec.trace import Tracer
+
+CPU = torch.device("cpu")
+
+
+def label(name: str, step: int = 1) -> Label:
+    return Label(name=name, kind="lookup", step=step)
+
+
+@pytest.fixture
+def tracer():
+    return Tracer()
+
+
+def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
+    lane, seen = Lane("a", tracer, CPU), []
+    tickets = [lane.submit(lambda span, i=i: seen.append(i) or i * i, label("t")) for i in range(20)]
+    assert [ticket.wait() for ticket in tickets] == [i * i for i in range(20)]
+    assert seen == list(range(20))
+    lane.close()
+
+
+def test_a_task_waits_for_tasks_of_other_lanes(tracer):
+    first, second, go = Lane("a", tracer, CPU), Lane("b", tracer, CPU), threading.Event()
+    slow = first.submit(lambda span: go.wait(5), label("slow"))
+    after = second.submit(lambda span: "done", label("after"), after=[slow])
+    assert not after._done.is_set()
+    go.set()
+    assert after.wait() == "done"
+    first.close()
+    second.close()
+    spans = {span.name: span for span in tracer.spans() if span.kind != "wait"}
+    assert spans["after"].start_ns >= spans["slow"].end_ns
+
+
+def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
+    first, second, ran = Lane("a", tracer, CPU), Lane("b", tracer, CPU), []
+
+    def fail(span):
+        raise ValueError("broken")
+
+    failing = first.submit(fail, label("fails"))
+    later = first.submit(lambda span: ran.append(1), label("later"))
+    dependent = second.submit(lambda span: ran.append(2), label("dependent"), after=[failing])
+    for ticket in (failing, later, dependent):
+        with pytest.raises(ValueError, match="broken"):
+            ticket.wait()
+    assert not ran
+    first.close()
+    second.close()
+
+
+def test_a_wait_names_the_span_that_it_waited_for(tracer):
+    lane, go = Lane("a", tracer, CPU), threading.Event()
+    ticket = lane.submit(lambda span: go.wait(5), label("slow", step=7))
+    threading.Timer(0.02, go.set).start()
+    with tracer.context(lane="compute", step=8):
+        ticket.wait()
+    lane.close()
+    slow, wait = (next(s for s in tracer.spans() if s.name == name) for name in ("slow", "wait"))
+    assert (slow.lane, slow.step, wait.lane, wait.step) == ("a", 7, "compute", 8)
+    assert wait.awaits == slow.id
+
+
+def test_drain_waits_for_all_lanes(tracer):
+    lanes, seen = Lanes(tracer, CPU), []
+    for lane in (lanes.transfer, lanes.communication, lanes.lookup):
+        for _ in range(5):
+            lane.submit(lambda span, name=lane.name: seen.append(name), label("t"))
+    lanes.drain()
+    assert len(seen) == 15
+    lanes.close()

@@ -1,0 +1,97 @@
+"""The training loop under each schedule: the same run to the bit, through evaluations, saves, stops and resumes."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import armed
+from nestrec.distributed import Topology
+from nestrec.testing.run_digest import run_digest
+from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
+from nestrec.training.stopping import Interrupted
+from nestrec.training.trainer import Trainer
+
+EXACT = ["dual_buffer", "frozen_window", "nested"]
+RUN = {"training.max_steps": 11, "training.epochs": 9, "training.checkpoint_every_steps": 4, "batch.micro_batches": 3}
+
+
+@pytest.fixture(scope="module")
+def tiny_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return folder
+
+
+def run(family: str, data: Path, folder: Path, schedule: str, **more: object) -> dict[str, str]:
+    given = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
+    Trainer(config_of(family, data, given), folder, Topology.single()).train()
+    return run_digest(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_under_any_exact_schedule_is_the_serial_run(tiny_data, tmp_path, family):
+    expected = run(family, tiny_data, tmp_path / "serial", "serial")
+    for schedule in EXACT:
+        assert run(family, tiny_data, tmp_path / schedule, schedule) == expected
+
+
+@pytest.mark.parametrize("clustering", ["greedy", "refined", "edges"])
+def test_clustered_runs_agree_between_schedules_and_differ_only_in_rounding(tiny_data, tmp_path, clustering):
+    more = {"pipeline__clustering": clustering, "pipeline__window_cache": True}
+    serial, nested = (run("hstu", tiny_data, tmp_path / s, s, **more) for s in ("serial", "nested"))
+    assert nested == serial
+    plain = run("hstu", tiny_data, tmp_path / "plain", "serial")
+    assert plain["consumed"] == serial["consumed"]
+    assert plain["table items"] != serial["table items"]
+
+
+@pytest.mark.parametrize("schedule", EXACT)
+def test_told_to_stop_in_a_full_pipeline_it_resumes_exactly(tiny_data, tmp_path, schedule):
+    expected = run("rows", tiny_data, tmp_path / "whole", "serial", training__max_steps=14)
+    given = {**RUN, "pipeline.schedule": schedule, "training.max_steps": 14}
+    trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
+    with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=6), pytest.raises(Interrupted):
+        trainer.train()
+    assert 6 < trainer.state.step < 14
+    assert run("rows", tiny_data, tmp_path / "cut", schedule, training__max_steps=14) == expected
+
+
+def test_a_crash_in_a_full_pipeline_resumes_exactly(tiny_data, tmp_path):
+    class Crash(Exception):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    expected = run("rows", tiny_data, tmp_path / "whole", "serial")
+    given = {**RUN, "pipeline.schedule": "nested"}
+    trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
+    with armed("train.step", crash, at=6), pytest.raises(Crash):
+        trainer.train()
+    assert run("rows", tiny_data, tmp_path / "cut", "nested") == expected
+
+
+def test_stale_trains_and_is_another_run(tiny_data, tmp_path):
+    serial = run("hstu", tiny_data, tmp_path / "serial", "serial")
+    assert run("hstu", tiny_data, tmp_path / "stale", "stale", pipeline__stale_steps=2) != serial
+
+
+@pytest.mark.parametrize("schedule", ["frozen_window", "nested"])
+def test_losses_that_couple_samples_are_refused(tiny_data, tmp_path, schedule, monkeypatch):
+    from nestrec.training.tasks.retrieval import RetrievalTask
+
+    monkeypatch.setattr(RetrievalTask, "couples_samples", True)
+    with pytest.raises(UserError, match="couples the samples of a batch") as refused:
+        run("hstu", tiny_data, tmp_path, schedule)
+    assert refused.value.field == "pipeline.schedule"
+    assert "dual_buffer" in (refused.value.remedy or "")
+
+
+def test_a_delay_of_nothing_is_refused():
+    from nestrec.pipeline import PipelineConfig
+
+    with pytest.raises(UserError, match="must be at least 1"):
+        PipelineConfig(schedule="stale", stale_steps=0)
