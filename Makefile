@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow check format torchrec clean
+.PHONY: setup demo test test-slow check format torchrec test-torchrec clean
 
 setup: $(READY)
 
@@ -46,3 +46,6 @@ $(TORCHREC)/.ready: requirements.txt
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	$(TORCHREC)/bin/python -W ignore -c "import torchrec"
 	touch $@
+
+test-torchrec: torchrec
+	OMP_NUM_THREADS=1 $(TORCHREC)/bin/python -m pytest tests/with_torchrec tests/unit/jagged

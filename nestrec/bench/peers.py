@@ -78,7 +78,9 @@ def measure_peers(bench: PeersBench, python: Path | None) -> list[dict[str, Any]
 def rows_of(dense: str, measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the result file. Ratios are the samples a second of nestrec, the first system, over those of the row.
 
-    `paired_ratio` is the median over rounds of the ratio within a round; spreads are the quartiles of rounds.
+    `paired_ratio` is the median over rounds of the ratio within a round; spreads are the quartiles of rounds; `cpu_ms`
+    is the processor time of a step and rank in all threads. `parts_ms`, of nestrec alone, is part to [time, processor
+    time] on rank 0 in the thread that trains.
     """
     ours = measured[0]["samples_per_s_rounds"]
     rows = []
@@ -91,6 +93,7 @@ def rows_of(dense: str, measured: Sequence[Mapping[str, Any]]) -> list[dict[str,
             "cpu_ms": system["cpu_ms"], "ratio": round(statistics.median(ours) / statistics.median(rates), 3),
             "paired_ratio": round(statistics.median(paired), 3), "paired_ratio_spread": _quartiles(paired, 3),
             "losses": system["losses"], "samples_per_s_rounds": rates,
+            "parts_ms": system["parts_ms"],
         })  # fmt: skip
     return rows
 

@@ -3,6 +3,8 @@
 The loss of a rank is the mean over its samples, and ranks are averaged: row gradients and dense gradients alike.
 """
 
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -34,6 +36,30 @@ class Job(Protocol):
         """One step of training. Collective."""
 
 
+class Laps:
+    """What the parts of a step take the thread that trains."""
+
+    def __init__(self) -> None:
+        self._wall_s: dict[str, list[float]] = {}
+        self._cpu_s: dict[str, list[float]] = {}
+        self._last = 0.0, 0.0
+
+    def start(self) -> None:
+        self._last = time.perf_counter(), time.thread_time()
+
+    def lap(self, part: str) -> None:
+        """What came since the last call was this part."""
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        self._wall_s.setdefault(part, []).append(wall_s - self._last[0])
+        self._cpu_s.setdefault(part, []).append(cpu_s - self._last[1])
+        self._last = wall_s, cpu_s
+
+    def medians_ms(self) -> dict[str, list[float]]:
+        """Part to [time, processor time]; the difference is waiting, for a peer or for the processor."""
+        parts = ((name, (self._wall_s[name], self._cpu_s[name])) for name in self._wall_s)
+        return {name: [round(1e3 * statistics.median(t), 2) for t in times] for name, times in parts}
+
+
 class NestrecJob:
     """Our side, built from the engine's public steps."""
 
@@ -48,21 +74,33 @@ class NestrecJob:
         self._adam = torch.optim.Adam(self._dense.parameters(), lr=DENSE_LEARNING_RATE)
         self._sync = DenseSync(self._dense.parameters(), topology.dense)
         self.losses: list[torch.Tensor] = []
+        self.laps = Laps()
 
     def step(self) -> None:
         """One step of training. Collective."""
-        engine, batch = self._engine, self._batches[len(self.losses) % len(self._batches)]
+        engine, lap = self._engine, self.laps.lap
+        batch = self._batches[len(self.losses) % len(self._batches)]
+        self.laps.start()
         routed = engine.route(batch.keys)
+        lap("route")
         working = engine.fetch(routed, step=len(self.losses) + 1)
+        lap("fetch")
         vectors = {name: v.requires_grad_() for name, v in engine.exchange_vectors(routed, working).items()}
+        lap("exchange vectors")
         self._adam.zero_grad()
         loss = self._loss(batch, vectors, routed.index)
+        lap("forward")
         (loss / self._topology.world).backward()
+        lap("backward")
         engine.accumulate(routed, working, {name: v.grad for name, v in vectors.items() if v.grad is not None})
+        lap("exchange and add gradients")
         self._sync.reduce()
         self._adam.step()
+        lap("dense all-reduce and Adam")
         engine.update(working, learning_rate=ROW_LEARNING_RATE)
+        lap("row update")
         engine.write_back(working)
+        lap("write back")
         self.losses.append(loss.detach())
 
     def _loss(

@@ -1,6 +1,7 @@
 """Weights of static tables as the state dict of TorchRec's EmbeddingCollection or EmbeddingBagCollection, and back.
 
-No TorchRec is needed: the state dict of an unsharded collection is a mapping of names to dense tensors.
+No TorchRec is needed: the state dict of an unsharded collection is a mapping of names to dense tensors. An
+EmbeddingCollection holds tables of one dim only; an EmbeddingBagCollection takes any.
 """
 
 from collections.abc import Iterator, Mapping
