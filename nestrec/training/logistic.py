@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 SMOOTHING = 10.0
+_LEAST_RATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Rates:
         if own_label is not None:
             positive, total = positive - own_label, total - 1
         rate = (positive + SMOOTHING * self.overall) / (total + SMOOTHING)
+        rate = rate.clip(_LEAST_RATE, 1 - _LEAST_RATE)  # labels may be all alike
         odds: Floats = np.log(rate) - np.log1p(-rate)
         return odds
 

@@ -53,6 +53,8 @@ def bootstrap(values: Mapping[str, Values], *, num_draws: int = 1000, seed: int 
 
 def auc(label: NDArray[np.int64], score: Values, weight: Values | None = None) -> float:
     """Area under the ROC curve; equal scores count half. `weight` counts an event several times (for the bootstrap)."""
+    if len(label) == 0:
+        return float("nan")
     w = np.ones(len(label)) if weight is None else weight
     order = np.argsort(score, kind="stable")
     label, score, w = label[order], score[order], w[order]
@@ -71,6 +73,8 @@ def log_loss(label: NDArray[np.int64], logit: Values) -> Values:
 
 def normalised_entropy(label: NDArray[np.int64], logit: Values) -> float:
     """Mean log loss over that of always predicting the base rate; below 1 is better than the base rate."""
+    if len(label) == 0:
+        return float("nan")
     rate = label.mean()
     base = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)) if 0 < rate < 1 else float("nan")
     return float(log_loss(label, logit).mean() / base)
@@ -82,10 +86,13 @@ def bootstrap_auc(
     """AUC with its interval, resampling groups (users), since a user's events are not independent."""
     generator = np.random.default_rng(seed)
     _, member = np.unique(group, return_inverse=True)
-    num_groups = int(member.max()) + 1 if len(member) else 0
+    whole = auc(label, score)
+    if np.isnan(whole):
+        return Interval(whole, whole, whole)
+    num_groups = int(member.max()) + 1
     draws = np.empty(num_draws)
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_groups, num_groups), minlength=num_groups)
         draws[i] = auc(label, score, times_drawn[member].astype(np.float64))
     low, high = np.nanquantile(draws, [0.025, 0.975])
-    return Interval(auc(label, score), float(low), float(high))
+    return Interval(whole, float(low), float(high))

@@ -1,0 +1,166 @@
+"""Small parts of a run: state, meter, stop request, run folder."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.base.errors import NonFiniteError, UserError
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.pipeline import Totals
+from nestrec.training.meter import Meter
+from nestrec.training.metrics import Interval
+from nestrec.training.recipes import recipe
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.state import TrainState
+from nestrec.training.stopping import StopRequest
+from nestrec.training.tasks.task import Evaluation, share_of_ranks
+
+
+def batch_of(samples: list[int], num_tokens: int = 5) -> Batch:
+    part = MicroBatch(np.array(samples), {}, {}, max_length=1, num_tokens=num_tokens)
+    return Batch(Position(), 1.0, np.array(samples), (part, part), tokens=np.full(len(samples), 1))
+
+
+def totals(loss: float = 1.0, norm: float = 1.0, stop: float = 0.0) -> Totals:
+    loss_, norm_, stop_ = (torch.tensor(value, dtype=torch.float64) for value in (loss, norm, stop))
+    return Totals(loss=loss_, gradient_norm=norm_.float(), wants_stop=stop_)
+
+
+def test_consumed_depends_on_every_sample_and_on_their_order() -> None:
+    def consumed(*batches: list[int]) -> str:
+        state = TrainState()
+        for samples in batches:
+            state = state.after(batch_of(samples), Position(0, 1))
+        return state.consumed
+
+    assert consumed([1, 2], [3]) == consumed([1, 2], [3])
+    others = [
+        consumed([2, 1], [3]),
+        consumed([1], [2, 3]),
+        consumed([1, 2, 3]),
+        consumed([1, 2]),
+        consumed([3], [1, 2]),
+    ]
+    assert len({consumed([1, 2], [3]), *others}) == 6
+
+
+def test_state_counts_evaluations_since_the_best() -> None:
+    state = TrainState(step=3).evaluated(0.5)
+    assert (state.best_score, state.best_step, state.evaluations_since_best) == (0.5, 3, 0)
+    worse = state.evaluated(0.5).evaluated(0.4)
+    assert (worse.best_score, worse.best_step, worse.evaluations_since_best) == (0.5, 3, 2)
+    assert worse.evaluated(0.6).evaluations_since_best == 0
+
+
+def test_state_comes_back_from_json() -> None:
+    state = TrainState(step=7, position=Position(2, 3), consumed="ab", best_score=0.25, best_step=4)
+    assert TrainState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
+
+
+def test_a_meter_reads_a_step_late_and_counts_between_reports() -> None:
+    clock = SimulatedClock()
+    meter = Meter(clock)
+    meter.start()
+    meter.watch(1, batch_of([1, 2, 3]), totals(loss=3.0))
+    assert np.isnan(meter.loss)
+    clock.sleep(1.0)
+    meter.watch(2, batch_of([4]), totals(loss=2.0, stop=1.0))
+    assert (meter.loss, meter.wants_stop) == (3.0, False)
+    clock.sleep(1.0)
+    speeds = meter.speeds()
+    assert (speeds["samples_per_s"], speeds["tokens_per_s"], speeds["step_ms"]) == (2.0, 10.0, 1000.0)
+    assert speeds["memory_mib"] > 1
+    meter.flush()
+    assert (meter.loss, meter.wants_stop) == (2.0, True)
+    clock.sleep(1.0)
+    assert meter.speeds()["samples_per_s"] == 0.0
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (-float("inf"), 1.0), (1.0, float("nan"))])
+def test_what_is_not_finite_ends_the_run_and_names_its_step(loss: float, norm: float) -> None:
+    meter = Meter()
+    meter.watch(8, batch_of([1]), totals(loss=loss, norm=norm))
+    with pytest.raises(NonFiniteError, match="at step 8"):
+        meter.flush()
+
+
+def test_a_signal_sets_the_request_and_handlers_come_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    with StopRequest().listening() as stop:
+        assert not stop.is_set
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_request_in_another_thread_leaves_the_handlers_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def listen() -> None:
+        with StopRequest().listening():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_lines_after_the_resumed_step_and_cut_off_lines_are_forgotten(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.record("step", step=step, loss=1.0 / step)
+    with folder.metrics.open("a") as lines:
+        lines.write('{"kind": "step", "st')
+    folder.forget_after(2)
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    RunFolder(tmp_path / "empty").forget_after(5)
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", is_writer=False)
+    folder.begin(recipe("demo"), "{}", torch.device("cpu"))
+    folder.record("step", step=1)
+    folder.write_evaluation(Evaluation("test", "a", {"model": {"a": Interval(1, 1, 1)}}), 1, 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_gives_its_config_back_and_others_are_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(recipe("criteo_dlrm"), "{}", torch.device("cpu"))
+    assert RunFolder(tmp_path / "run").config() == recipe("criteo_dlrm")
+    assert json.loads((tmp_path / "run" / "versions.json").read_text())["torch"] == torch.__version__
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        RunFolder(tmp_path).config()
+
+
+def test_an_evaluation_is_kept_with_the_values_of_every_user(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    values = {"model": {"ndcg@10": Interval(0.5, 0.4, 0.6)}}
+    folder.write_evaluation(Evaluation("valid", "ndcg@10", values, {"users": np.arange(3)}), 5, 1)
+    (line,) = folder.metrics.read_text().splitlines()
+    assert json.loads(line)["metrics"]["model"]["ndcg@10"] == [0.5, 0.4, 0.6]
+    assert json.loads((tmp_path / "eval" / "valid.json").read_text())["step"] == 5
+    with np.load(tmp_path / "eval" / "valid.npz") as kept:
+        assert kept["users"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_users", [0, 1, 7, 12])
+def test_shares_cover_all_users_once_in_equally_many_rounds(world: int, num_users: int) -> None:
+    shares = [share_of_ranks(np.arange(num_users), 3, rank, world) for rank in range(world)]
+    assert len({len(parts) for parts in shares}) == 1
+    assert sorted(user for parts in shares for part in parts for user in part) == list(range(num_users))
+    assert all(len(part) <= 3 for parts in shares for part in parts)
