@@ -105,14 +105,17 @@ def stores(context: typer.Context, json: JsonFile = None) -> None:
 
 @app.command()
 def peers(
+    *,
     dense: Annotated[list[str] | None, typer.Option(help="mlp or bucket; repeatable. [default: both]")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of each system.")] = 15,
     steps: Annotated[int, typer.Option(help="Steps of a round; 0: 4 for mlp, 1 for bucket.")] = 0,
     python: Annotated[Path | None, typer.Option(help="Python that has TorchRec, if not .venv-torchrec's.")] = None,
     json: JsonFile = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown page whose tables are written anew.")] = None,
 ) -> None:
     """The same training job through nestrec and TorchRec, by turns in the same two processes."""
-    from nestrec.bench.peers import HOW_TO_COMPARE, PeersBench, find_python, measure_peers, short_rows
+    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.bench.peers import HOW_TO_COMPARE, PeersBench, find_python, measure_peers, short_rows, write_page
 
     if (found := find_python(python)) is None:
         typer.echo(HOW_TO_COMPARE)
@@ -120,7 +123,11 @@ def peers(
     for kind in dense or ["mlp", "bucket"]:
         rows += measure_peers(PeersBench(dense=kind, rounds=rounds, steps=steps), found)
     _show("peers [quartiles of rounds]; ratio: nestrec over the row", short_rows(rows))
-    _save("peers", rows, json)
+    frame = make_frame(bench="peers", command=_command(), rows=rows)
+    if json is not None:
+        save_frame(json, frame)
+    if page is not None:
+        write_page(page, frame)
 
 
 @app.command(context_settings=PASSED_ON)

@@ -19,6 +19,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.bench.peers_dense import DENSE_KINDS
 from nestrec.bench.torchrec_job import TORCHREC_MODES
+from nestrec.report.peers_page import peers_page
 
 NUM_RANKS = 2
 _STEPS = {"mlp": 4, "bucket": 1}
@@ -111,6 +112,12 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def write_page(path: Path, frame: Mapping[str, Any]) -> None:
+    """Put the tables into a page; what stands around them is kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(peers_page(frame, path.read_text() if path.exists() else None))
 
 
 def _quartiles(values: Sequence[float], digits: int) -> list[float]:

@@ -18,7 +18,7 @@ def quality_page(frame: Mapping[str, Any], page: str | None = None) -> str:
 
     page: the page as it is, whose tables are replaced; none makes a new one.
     """
-    before, after = ("# Quality\n\n", "\n") if page is None else _around_tables(page)
+    before, after = ("# Quality\n\n", "\n") if page is None else around_tables(page)
     return f"{before}{FIRST}\n{quality_tables(frame)}\n{LAST}{after}"
 
 
@@ -43,7 +43,8 @@ def quality_tables(frame: Mapping[str, Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _around_tables(page: str) -> tuple[str, str]:
+def around_tables(page: str) -> tuple[str, str]:
+    """What stands before and after the tables of a page."""
     before, first, rest = page.partition(FIRST)
     _, last, after = rest.partition(LAST)
     if not (first and last):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.bench.peers import PeersBench, find_python, measure_peers, rows_of, short_rows
+from nestrec.bench.frame import make_frame
+from nestrec.bench.peers import PeersBench, find_python, measure_peers, rows_of, short_rows, write_page
 from nestrec.bench.peers_dense import DensePart
 from nestrec.bench.peers_job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE, NestrecJob
 from nestrec.bench.peers_workload import BAG, SEQUENCE, Workload, WorkloadConfig
@@ -93,3 +94,14 @@ def test_a_python_without_torchrec_is_refused():
         pytest.skip("TorchRec is installed here")
     with pytest.raises(UserError, match="make torchrec"):
         find_python(without)
+
+
+def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path):
+    rows = rows_of("mlp", [system_of("nestrec", [30.0]) | {"parts_ms": {"route": [2.0, 1.0]}}])
+    frame, page = make_frame(bench="peers", command="nestrec bench peers", rows=rows), tmp_path / "page.md"
+    write_page(page, frame)
+    page.write_text(f"about\n{page.read_text()}\nafter\n")
+    before = page.read_text()
+    write_page(page, frame)
+    assert page.read_text() == before
+    assert "| route | 2.00 | 1.00 |" in before
