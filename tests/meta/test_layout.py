@@ -73,3 +73,9 @@ def test_importing_the_package_loads_nothing_heavy():
     code = "import sys, nestrec, nestrec.cli; print([m for m in ('torch', 'numba', 'pyarrow', 'numpy') if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.strip() == "[]"
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports test files by their bare names, and two of one name collide."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
