@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ class BatchConfig:
     """samples of a global batch; give this or batch_tokens"""
     batch_tokens: int | None = None
     """tokens of a global batch"""
-    micro_batches: int = 1
-    """parts of a rank's batch, computed one after the other before the update"""
+    micro_batches: int | Literal["auto"] = 1
+    """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times"""
     workers: int = 2
     """threads that assemble batches ahead"""
     prefetch: int = 4
@@ -110,12 +111,16 @@ class Batches:
         block_size: int | None = None,
         dealer: Dealer | None = None,
         cluster: Cluster | None = None,
+        num_parts_at: Callable[[Position], int] | None = None,
     ):
         """dealer: which rank computes what; by default near equal counts in the order of the batch.
 
-        cluster: micro-batches by the keys of the samples, instead of the dealer's.
+        cluster: micro-batches by the keys of the samples, instead of the dealer's. num_parts_at: how many micro-batches
+        the batch of a position has; by default as configured.
         """
         self._assembler, self._cfg, self._cluster = assembler, cfg, cluster
+        fixed = 1 if cfg.micro_batches == "auto" else cfg.micro_batches
+        self._num_parts_at = num_parts_at or (lambda position: fixed)
         self._dealer = dealer or Dealer(rank, world)
         self.order = GlobalBatches(
             assembler.tokens, seed=seed, batch_samples=cfg.batch_samples, batch_tokens=cfg.batch_tokens,
@@ -158,8 +163,8 @@ class Batches:
 
     def _assemble(self, stage: Stage) -> Batch:
         mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
-        epoch, num_parts = stage.position.epoch, self._cfg.micro_batches
-        parts = self._parts(stage, mine, tokens)
+        epoch, num_parts = stage.position.epoch, self._num_parts_at(stage.position)
+        parts = self._parts(stage, mine, tokens, num_parts)
         rows = [stage.rows] if num_parts == 1 else [stage.rows.take(part) for part in parts]
         micro_batches = [self._assembler.assemble(mine[p], r, epoch) for p, r in zip(parts, rows, strict=True)]
         return Batch(
@@ -171,9 +176,10 @@ class Batches:
             figures=stage.share.figures,
         )
 
-    def _parts(self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _parts(
+        self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_parts: int
+    ) -> list[NDArray[np.int64]]:
         """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (rule 15)."""
-        num_parts = self._cfg.micro_batches
         if self._cluster is not None and num_parts > 1:
             keys = self._assembler.sample_keys(mine, stage.rows, stage.position.epoch)
             if keys is not None:

@@ -5,6 +5,7 @@ from typing import Literal
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.pipeline.clustering import Clustering
+from nestrec.pipeline.window_changes import WindowChange
 
 ScheduleName = Literal["serial", "stale", "dual_buffer", "frozen_window", "nested"]
 
@@ -19,6 +20,8 @@ class PipelineConfig:
     clustering: Clustering | None = None
     """which samples of a rank form a micro-batch; none leaves it to balance, which knows costs and no keys. `refined`
     saves most traffic; `edges` is for the window cache"""
+    replay: tuple[WindowChange, ...] = ()
+    """changes of batch.micro_batches=auto that another run has logged, taken instead of measuring"""
     stale_steps: int = 1
     """`stale` only: how many updates the rows of a batch may miss"""
 

@@ -8,6 +8,7 @@ from nestrec.balance.changes import CostChange
 from nestrec.base.config import from_plain, to_plain
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
+from nestrec.pipeline.window_changes import WindowChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class TrainState:
     """for early stopping"""
     cost_changes: tuple[CostChange, ...] = ()
     """changes of the cost model of samples, with the batches from which they hold"""
+    window_changes: tuple[WindowChange, ...] = ()
+    """changes of the number of micro-batches, likewise"""
 
     def after(self, batch: Batch, following: Position) -> "TrainState":
         """The state after training on `batch`."""

@@ -1,5 +1,6 @@
 """The training loop."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
 from nestrec.pipeline.clustering import ByKeys
-from nestrec.trace import Tracer
+from nestrec.trace import Span, Tracer
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing
 from nestrec.training.compute import ModelCompute
@@ -24,6 +25,7 @@ from nestrec.training.session import Session
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.tasks.task import Evaluation
+from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
 
@@ -41,10 +43,11 @@ class Trainer:
         self.balancing = Balancing(
             cfg.balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
         )
+        self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
         clustering = cfg.pipeline.clustering
         self.batches = Batches(
             self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer,
-            cluster=None if clustering is None else ByKeys(clustering),
+            cluster=None if clustering is None else ByKeys(clustering), num_parts_at=self.window.schedule.at,
         )  # fmt: skip
         compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
         self.schedule = SCHEDULES[cfg.pipeline.schedule](
@@ -93,7 +96,11 @@ class Trainer:
             self.state = found
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
-        self.state = replace(self.state, cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step))
+        self.state = replace(
+            self.state,
+            cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step),
+            window_changes=self.window.resume(self.state.window_changes),
+        )
         self._listener.started(self._total_steps(), self.state.step)
         self._start_watching()
 
@@ -145,10 +152,19 @@ class Trainer:
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
 
-        change = self.balancing.decide(self.state.step, self.state.position, self.batches.order.after)
-        if change is not None:
-            self.state = replace(self.state, cost_changes=(*self.state.cost_changes, change))
-            self.folder.record("event", step=self.state.step, text=f"cost of a sample fitted: {to_plain(change)}")
+        self._decide(spans)
+
+    def _decide(self, spans: Sequence[Span]) -> None:
+        """What measured times suggest: one value for all ranks, logged, saved, and in force some batches later."""
+        step, position, after = self.state.step, self.state.position, self.batches.order.after
+        cost = self.balancing.decide(step, position, after)
+        if cost is not None:
+            self.state = replace(self.state, cost_changes=(*self.state.cost_changes, cost))
+            self.folder.record("event", step=step, text=f"cost of a sample fitted: {to_plain(cost)}")
+        window = self.schedule.issue(lambda: self.window.decide(spans, step, position, after))
+        if window is not None:
+            self.state = replace(self.state, window_changes=(*self.state.window_changes, window))
+            self.folder.record("event", step=step, text=f"micro-batches: {to_plain(window)}")
 
     def _start_watching(self) -> None:
         self._meter.start()

@@ -1,5 +1,6 @@
 """The training loop under each schedule: the same run to the bit, through evaluations, saves, stops and resumes."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
 from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
@@ -95,3 +97,18 @@ def test_a_delay_of_nothing_is_refused():
 
     with pytest.raises(UserError, match="must be at least 1"):
         PipelineConfig(schedule="stale", stale_steps=0)
+
+
+def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, tmp_path):
+    auto = {"batch__micro_batches": "auto", "training__max_steps": 90, "training__epochs": 60,
+            "training__evaluate_every_epochs": 0, "training__checkpoint_every_steps": 45}  # fmt: skip
+    run("hstu", tiny_data, tmp_path / "auto", "nested", **auto)
+    lines = [json.loads(line) for line in (tmp_path / "auto" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line["text"] for line in lines if line.get("text", "").startswith("micro-batches: ")]
+    restored = Checkpoints(tmp_path / "auto" / "checkpoints").restore_latest()
+    assert restored is not None
+    changes = restored.state["train"]["window_changes"]
+    assert len(changes) == len(logged) == 2
+    assert changes[0]["micro_batches"] == 8
+    again = {**auto, "pipeline__replay": json.dumps(changes)}
+    assert run("hstu", tiny_data, tmp_path / "again", "serial", **again) == run_digest(tmp_path / "auto")

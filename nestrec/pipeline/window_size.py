@@ -1,0 +1,75 @@
+"""How many micro-batches: a model of the frozen window, fitted to two measured partitions.
+
+Computation of a step is c + a N and communication r + l N: what the samples cost, and what each micro-batch costs
+beside its samples (kernels that do not fill the device, latencies, rows sent again). Both are known from a step with
+few and one with many micro-batches. The time of a window of any N then follows from the order of the exchanges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WORTH = 0.02
+"""A larger number of micro-batches must save this part of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Mean milliseconds of the steps of one partition."""
+
+    num_parts: int
+    compute_ms: float
+    communication_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class WindowModel:
+    """Milliseconds of a step as functions of the number of micro-batches."""
+
+    compute_ms: float
+    compute_part_ms: float
+    """for each micro-batch"""
+    communication_ms: float
+    communication_part_ms: float
+    """for each micro-batch"""
+
+    def step_ms(self, num_parts: int) -> float:
+        """Time of a frozen window."""
+        compute = (self.compute_ms + self.compute_part_ms * num_parts) / num_parts
+        exchange = (self.communication_ms + self.communication_part_ms * num_parts) / (2 * num_parts)
+        return window_ms([compute] * num_parts, [exchange] * num_parts, [exchange] * num_parts)
+
+
+def fit_window(few: Measured, many: Measured) -> WindowModel:
+    """The model that explains two partitions; no coefficient is negative."""
+    assert few.num_parts < many.num_parts
+    compute = _line(few.num_parts, few.compute_ms, many.num_parts, many.compute_ms)
+    communication = _line(few.num_parts, few.communication_ms, many.num_parts, many.communication_ms)
+    return WindowModel(*compute, *communication)
+
+
+def choose_window(model: WindowModel, candidates: Sequence[int]) -> int:
+    """The number of micro-batches that is worth it: each larger one must save `WORTH` over the best before it."""
+    best = min(candidates)
+    for num_parts in sorted(candidates):
+        if model.step_ms(num_parts) < (1 - WORTH) * model.step_ms(best):
+            best = num_parts
+    return best
+
+
+def window_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
+    """When the last gradients have arrived, with exchanges in the order E1 E2 G1 E3 G2 ... on one lane."""
+    num_parts = len(compute)
+    arrived, lane, computed = [0.0] * num_parts, 0.0, 0.0
+    for i in range(min(2, num_parts)):
+        lane = arrived[i] = lane + vectors[i]
+    for i in range(num_parts):
+        computed = max(computed, arrived[i]) + compute[i]
+        lane = max(lane, computed) + gradients[i]
+        if i + 2 < num_parts:
+            lane = arrived[i + 2] = lane + vectors[i + 2]
+    return lane
+
+
+def _line(x1: int, y1: float, x2: int, y2: float) -> tuple[float, float]:
+    slope = max(0.0, (y2 - y1) / (x2 - x1))
+    return max(0.0, y1 - slope * x1), slope

@@ -1,0 +1,81 @@
+"""The number of micro-batches in a run: as configured, or chosen from what two of them were measured to take."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from nestrec.data.batches import BatchConfig
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_gather_json
+from nestrec.pipeline import PipelineConfig
+from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
+from nestrec.pipeline.window_size import Measured, choose_window, fit_window
+from nestrec.trace import Span, Timeline
+from nestrec.training.balancing import MOST_AHEAD
+
+FEW, MANY = 2, 8
+"""What is tried before the choice."""
+CANDIDATES = (1, 2, 4, 8, 16, 32)
+STEPS_TO_MEASURE = 8
+_STEPS_TO_WARM_UP = 3
+
+
+class WindowChoice:
+    """`decide` is called by all ranks at the same steps, and collective while there is something to choose."""
+
+    def __init__(self, batch: BatchConfig, pipeline: PipelineConfig, topology: Topology) -> None:
+        self._is_auto = batch.micro_batches == "auto"
+        self._replay, self._topology = pipeline.replay, topology
+        self._delay = batch.prefetch + 1 + MOST_AHEAD
+        self._times: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._num_seen = 0
+        first = FEW if batch.micro_batches == "auto" else batch.micro_batches
+        self.schedule = WindowSchedule(first, pipeline.replay)
+
+    def resume(self, changes: Iterable[WindowChange]) -> tuple[WindowChange, ...]:
+        """Cut as a run with these changes did and would have done; the changes that it knows."""
+        self.schedule.restore(tuple(changes) or self._replay)
+        return self.schedule.changes
+
+    def decide(
+        self, spans: Sequence[Span], step: int, position: Position, after: Callable[[Position], Position]
+    ) -> WindowChange | None:
+        """What the steps since the last call have shown. `position`: the next batch; `after`: what follows."""
+        if not self._is_auto or self._replay or len(self.schedule.changes) == 2:
+            return None
+        self._watch(spans)
+        tried = MANY if self.schedule.changes else FEW
+        everyone = all_gather_json(self._topology.control, {str(n): times for n, times in self._times.items()})
+        if min(len(rank.get(str(tried), [])) for rank in everyone) < STEPS_TO_MEASURE:
+            return None
+        chosen = MANY
+        if tried == MANY:
+            model = fit_window(_measured(FEW, everyone), _measured(MANY, everyone))
+            chosen = choose_window(model, CANDIDATES)
+        for _ in range(self._delay):
+            position = after(position)
+        change = WindowChange(step=step, first=position, micro_batches=chosen)
+        self.schedule.add(change)
+        return change
+
+    def _watch(self, spans: Sequence[Span]) -> None:
+        """Raw times of this rank's steps, by their number of micro-batches."""
+        timeline = Timeline(spans)
+        parts: dict[int, int] = defaultdict(int)
+        for span in spans:
+            if span.name == "train.compute" and span.step is not None and span.micro_batch is not None:
+                parts[span.step] = max(parts[span.step], span.micro_batch + 1)
+        for step in sorted(parts):
+            self._num_seen += 1
+            if self._num_seen > _STEPS_TO_WARM_UP:
+                raw = timeline.raw(step, self._topology.rank)
+                self._times[parts[step]].append((raw.compute_ns * 1e-6, raw.communication_ns * 1e-6))
+
+
+def _measured(num_parts: int, everyone: Sequence[dict[str, list[tuple[float, float]]]]) -> Measured:
+    """Medians of steps: of computation on the slowest rank, of communication on the rank that waited least in it."""
+    of_ranks = [rank.get(str(num_parts), []) for rank in everyone]
+    compute = max(statistics.median(c for c, _ in times) if times else 0.0 for times in of_ranks)
+    communication = min(statistics.median(c for _, c in times) if times else 0.0 for times in of_ranks)
+    return Measured(num_parts, compute, communication)
