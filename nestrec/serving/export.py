@@ -17,7 +17,9 @@ from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
 from nestrec.data.ranking import checked_columns, item_column
 from nestrec.distributed import Topology
+from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.servable import Servable
 from nestrec.serving.spec import (
     COLUMNS_FILE,
     INDEX_FILE,
@@ -34,6 +36,7 @@ from nestrec.serving.spec import (
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
 from nestrec.training.tasks.ranking import RankingTaskConfig
+from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.tasks.rows import RowsTaskConfig
 
 _CHUNK_ROWS = 1 << 16
@@ -44,16 +47,20 @@ def export_run(run: Path, output: Path, *, best: bool = True) -> ServableManifes
     cfg = RunFolder(run).config()
     if isinstance(cfg.task, RowsTaskConfig):
         raise UserError("has no sequences to serve", field="RUN", value=str(run), remedy="export a sequence model")
-    if output.exists():
-        raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
     session = Session.open(cfg, Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
     session.restore(restored)
-    spec = _spec(session, restored.step)
+    return write_servable(_servable(session, restored.step), output)
+
+
+def write_servable(servable: Servable, output: Path) -> ServableManifest:
+    """Write a model as a servable folder, which must not exist yet."""
+    if output.exists():
+        raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
     partial = output.with_name(output.name + ".partial")
     remove_folder(partial)
     partial.mkdir(parents=True)
-    manifest = _write(partial, session, spec)
+    manifest = _write(partial, servable)
     rename_folder(partial, output)
     return manifest
 
@@ -66,18 +73,27 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
     return found
 
 
-def _spec(session: Session, step: int) -> ServableSpec:
-    task, card = session.cfg.task, session.dataset.card
-    assert not isinstance(task, RowsTaskConfig)
+def _servable(session: Session, step: int) -> Servable:
+    task, dataset, model = session.cfg.task, session.dataset, session.task.model
+    assert isinstance(task, RankingTaskConfig | RetrievalTaskConfig)
+    assert isinstance(model, RankingModel | RetrievalModel)
     columns: tuple[ColumnSpec, ...] = ()
     if isinstance(task, RankingTaskConfig):
         columns = tuple(
             ColumnSpec(name=c.name, keys=_vocabulary(session, c.name), num_rows=c.vocabulary_size)
-            for c in checked_columns(card, task.inputs)
+            for c in checked_columns(dataset.card, task.inputs)
         )
-    return ServableSpec(
-        name=session.cfg.name, step=step, task=task, num_items=card.counts.items, action_bits=dict(card.action_bits),
-        columns=columns,
+    spec = ServableSpec(
+        name=session.cfg.name, step=step, task=task, num_items=dataset.num_items, columns=columns,
+        action_bits=dict(dataset.card.action_bits),
+    )  # fmt: skip
+    tables = {name: _table(session, name) for name in session.engine.tables}
+    of_items = [c.name for c in columns if c.name.startswith("item_")]
+    return Servable(
+        spec=spec, version="", model=model, tables=tables,
+        item_keys=tuple(dataset.items().column("item_key").to_pylist()),
+        index_ND=model.item_vectors(tables["items"][1:]) if isinstance(model, RetrievalModel) else None,
+        item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
     )  # fmt: skip
 
 
@@ -88,23 +104,18 @@ def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:
         return None
 
 
-def _write(folder: Path, session: Session, spec: ServableSpec) -> ServableManifest:
-    items = session.dataset.items()
+def _write(folder: Path, servable: Servable) -> ServableManifest:
     files = [
-        _write_json(folder, SPEC_FILE, dumps(spec)),
-        _write_json(folder, ITEMS_FILE, json.dumps(items.column("item_key").to_pylist())),
-        _write_tensors(folder, WEIGHTS_FILE, dict(session.task.model.state_dict())),
+        _write_json(folder, SPEC_FILE, dumps(servable.spec)),
+        _write_json(folder, ITEMS_FILE, json.dumps(servable.item_keys)),
+        _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
     ]
-    tables = {name: _table(session, name) for name in session.engine.tables}
-    files += [_write_tensors(folder, table_file(name), {"weight": rows}) for name, rows in tables.items()]
-    model = session.task.model
-    if isinstance(model, RetrievalModel):
-        index = {"vectors": model.item_vectors(tables["items"][1:]), "ids": torch.arange(1, spec.num_items + 1)}
-        files.append(_write_tensors(folder, INDEX_FILE, index))
+    files += [_write_tensors(folder, table_file(name), {"weight": rows}) for name, rows in servable.tables.items()]
+    if servable.index_ND is not None:
+        ids = torch.arange(1, servable.spec.num_items + 1)
+        files.append(_write_tensors(folder, INDEX_FILE, {"vectors": servable.index_ND, "ids": ids}))
     else:
-        names = [c.name for c in spec.columns if c.name.startswith("item_")]
-        columns = {name: torch.from_numpy(item_column(items, name)) for name in names}
-        files.append(_write_tensors(folder, COLUMNS_FILE, columns))
+        files.append(_write_tensors(folder, COLUMNS_FILE, servable.item_columns))
     manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)))
     _write_json(folder, MANIFEST_FILE, dumps(manifest))
     sync_folder(folder)
