@@ -161,6 +161,49 @@ def relay(context: typer.Context, json: JsonFile = None) -> None:
     _finish("relay", rows, json)
 
 
+@app.command()
+def clustering(
+    data: Annotated[
+        list[str] | None, typer.Argument(help="Presets or prepared datasets. [default: turbogr-kuai]")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of a rank in a step.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Batches to average over.")] = 5,
+    json: JsonFile = None,
+) -> None:
+    """Rows that cross the network for each clustering into micro-batches, with and without the window cache."""
+    from nestrec.bench.clustering import measure_clustering, short_rows
+
+    rows = [row for name in data or ["turbogr-kuai"] for row in measure_clustering(name, batch=batch, rounds=rounds)]
+    _show("vectors sent over unique keys of the batch (with the window cache: cached)", short_rows(rows))
+    _save("clustering", rows, json)
+
+
+@app.command(context_settings=PASSED_ON)
+def overload(context: typer.Context, json: JsonFile = None) -> None:
+    """A server under 2, 5 and 10 times its capacity: goodput, latency of the accepted, time to refuse, memory.
+
+    The fields of OverloadBench are options: [bold]--duration_s 30 --multiples 2,5,10[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.overload import OverloadBench, measure_overload
+
+    bench = with_overrides(OverloadBench(), parse_overrides(context.args, ("json",)))
+    _finish("overload", measure_overload(bench), json)
+
+
+@app.command(context_settings=PASSED_ON)
+def front(context: typer.Context, json: JsonFile = None) -> None:
+    """What HTTP costs: ranking requests on a model that computes next to nothing.
+
+    The fields of FrontBench are options: [bold]--rate 500 --candidates 256 --duration_s 20[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.overload import FrontBench, measure_front
+
+    bench = with_overrides(FrontBench(), parse_overrides(context.args, ("json",)))
+    _finish("front", measure_front(bench), json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

@@ -23,7 +23,8 @@ class PagePool:
     def __init__(self, cfg: HSTUConfig, *, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype):
         self.page_tokens = page_tokens
         shape = (cfg.num_layers, 2, cfg.num_heads, num_pages * page_tokens, cfg.head_dim)
-        self._pool = torch.zeros(shape, device=device, dtype=dtype)
+        # Not filled: on a CPU, memory is then taken as pages come into use.
+        self._pool = torch.empty(shape, device=device, dtype=dtype)
 
     def read(self, layer: int, pages: list[int], length: int) -> KeysAndValues:
         """The first `length` tokens in these pages: (H, P, D) each, to be used before the pages change hands."""

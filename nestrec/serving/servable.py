@@ -59,7 +59,7 @@ class Servable:
     def ids_of(self, keys: list[Any]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
         known = self.item_ids
-        return np.fromiter((known.get(k if isinstance(k, str) else str(k), 0) for k in keys), np.int64, len(keys))
+        return np.array([known.get(key, 0) for key in map(str, keys)], np.int64)
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu") -> "Servable":
