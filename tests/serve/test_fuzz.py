@@ -14,7 +14,7 @@ from nestrec.serving.random_model import random_ranking, random_retrieval
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
-PATHS = ["/v1/rank", "/v1/preinfer", "/v1/recommend"]
+PATHS = ["/v1/rank", "/v1/preinfer", "/v1/recommend", "/v1/events"]
 FIELDS = ["user", "history", "user_features", "now_ms", "timeout_ms", "candidates", "candidate_features", "k",
           "exclude_seen", "num_candidates", "items", "times_ms", "actions", "features", "tab", "nonsense"]  # fmt: skip
 

@@ -263,3 +263,21 @@ def test_a_swap_under_load_fails_nothing_and_mixes_nothing(models):
     for found in scores.values():
         assert np.ptp(np.array(found), axis=0).max() <= 1e-5
     service.close()
+
+
+def test_kept_events_stand_in_for_a_history(front):
+    body = rank_body(user="dora")
+    history = body.pop("history")
+    cut = lambda values, part: values[part] if isinstance(values, list) else {"tab": values["tab"][part]}  # noqa: E731
+    parts = [{name: cut(values, part) for name, values in history.items()} for part in (slice(3), slice(3, None))]
+    for number, part in enumerate(parts):
+        response = call(front, "POST", "/v1/events", {"user": "dora", "history": part})
+        assert (response.status_code, response.json()) == (202, {"events": (3, 5)[number]})
+    found = call(front, "POST", "/v1/rank", body).json()["scores"]
+    assert found == call(front, "POST", "/v1/rank", rank_body(user="dora2")).json()["scores"]
+    late = call(front, "POST", "/v1/events", {"user": "dora", "history": parts[0]})
+    assert (late.status_code, late.json()["error"]["field"]) == (400, "history.times_ms")
+    assert call(front, "DELETE", "/v1/users/dora/cache").status_code == 204
+    assert call(front, "POST", "/v1/rank", body).json()["scores"] == found, "events outlive the cache"
+    assert call(front, "DELETE", "/v1/users/dora/events").status_code == 204
+    assert call(front, "POST", "/v1/rank", body).json()["scores"] != found

@@ -31,7 +31,9 @@ from nestrec.serving.api.schema import (
     parse_candidates,
     parse_json,
     parse_request,
+    parse_user,
 )
+from nestrec.serving.history_store import HistoryStore, HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.metrics import Metrics
 from nestrec.serving.service import Fleet, Service, SwappedError
 from nestrec.serving.work import Answer, OverloadedError, RefusedError
@@ -45,12 +47,14 @@ _SECURITY = ((b"x-content-type-options", b"nosniff"), (b"content-security-policy
 class App:
     """An ASGI application over a service."""
 
-    def __init__(self, service: Service, limits: LimitsConfig):
+    def __init__(self, service: Service, limits: LimitsConfig, store: HistoryStore | None = None):
         self._service, self._limits, self.metrics = service, limits, Metrics(service)
+        self._store = store or MemoryHistoryStore(HistoryStoreConfig())
         self._posts: dict[str, Handler] = {
             "/v1/rank": self._rank,
             "/v1/preinfer": self._preinfer,
             "/v1/recommend": self._recommend,
+            "/v1/events": self._events,
         }
         self._gets: dict[str, Callable[[], Answered]] = {
             "/": lambda: Answered(200, PAGE, b"text/html; charset=utf-8", *_SECURITY),
@@ -93,15 +97,34 @@ class App:
         if path in self._posts:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
-            data = parse_json(await read_body(scope, receive, self._limits))
+            data = self._with_history(path, parse_json(await read_body(scope, receive, self._limits)))
             return path, await unless_disconnected(self._through_swaps(self._posts[path], data), receive)
         if path in self._gets:
             if method not in ("GET", "HEAD"):
                 return path, problem(405, "use GET", "", (b"allow", b"GET"))
             return path, self._gets[path]()
-        if path.startswith("/v1/users/") and path.endswith("/cache"):
-            return "/v1/users/{id}/cache", self._forget(method, path.removeprefix("/v1/users/").removesuffix("/cache"))
+        if path.startswith("/v1/users/"):
+            user, _, what = path.removeprefix("/v1/users/").rpartition("/")
+            if what in ("cache", "events"):
+                return f"/v1/users/{{id}}/{what}", self._forget(method, user, what)
         return "other", problem(404, "there is nothing here")
+
+    def _with_history(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
+        """A request without a history gets the one that the store has."""
+        if "history" in data or path == "/v1/events":
+            return data
+        kept = self._store.get(parse_user(data.get("user"), self._limits))
+        return data if kept is None else {**data, "history": kept}
+
+    async def _events(self, data: dict[str, Any]) -> Answered:
+        servable = self._service.fleet(self._service.ranker).servable
+        asked = parse_request("events", data, servable, self._limits)
+        if not len(asked.history) or "times_ms" not in data["history"]:
+            raise BadRequestError("must hold items and times_ms", "history")
+        try:
+            return as_json({"events": self._store.append(asked.user, data["history"])}, 202)
+        except ValueError as error:
+            raise BadRequestError(str(error), "history.times_ms") from error
 
     async def _through_swaps(self, handler: Handler, data: dict[str, Any]) -> Answered:
         """A request that arrives while a model is swapped begins again with the new one."""
@@ -155,12 +178,15 @@ class App:
         scores = {name: values[order] for name, values in _columns(ranking, answer).items()}
         return as_json({"items": [keys[i] for i in order], "scores": scores, **_about(answer)})
 
-    def _forget(self, method: str, user: str) -> Answered:
+    def _forget(self, method: str, user: str, what: str) -> Answered:
         if method != "DELETE":
             return problem(405, "use DELETE", "", (b"allow", b"DELETE"))
         if not 1 <= len(user) <= self._limits.max_user_characters or "/" in user:
             return problem(400, f"must be text of 1 to {self._limits.max_user_characters} characters", "user")
-        self._service.forget(user)
+        if what == "cache":
+            self._service.forget(user)
+        else:
+            self._store.forget(user)
         return Answered(204, b"")
 
     def _ready(self) -> Answered:

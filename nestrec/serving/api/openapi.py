@@ -28,17 +28,17 @@ def openapi(limits: LimitsConfig) -> dict[str, Any]:
     k = {"type": "integer", "minimum": 1, "maximum": limits.max_k}
     ranked = {"candidates": candidates, "candidate_features": categories}
     wanted = {"k": k, "exclude_seen": {"type": "boolean"}, "candidate_features": categories}
+    kept = {"user": common["user"], "history": history}
     return {
         "openapi": "3.1.0",
         "info": {"title": "nestrec", "version": "1"},
         "paths": {
             "/v1/rank": _post("Scores of candidates, in their order", {**common, **ranked}, ["user", "candidates"]),
             "/v1/preinfer": _post("A request is on its way", {**common, "num_candidates": count}, ["user"], "202"),
+            "/v1/events": _post("Events kept for requests without a history", kept, ["user", "history"], "202"),
             "/v1/recommend": _post("The best items, best first", {**common, **wanted}, ["user"]),
-            "/v1/users/{id}/cache": {"delete": {
-                "summary": "Forget what is kept of a user", "responses": {"204": {"description": "forgotten"}},
-                "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}],
-            }},
+            "/v1/users/{id}/cache": _delete("Forget the prefixes that were computed for a user"),
+            "/v1/users/{id}/events": _delete("Forget the events that are kept of a user"),
             "/health/live": _get("The process runs"), "/health/ready": _get("Requests can be served"),
             "/metrics": _get("Prometheus"), "/v1/status": _get("What the live page shows"),
         },
@@ -56,6 +56,11 @@ def _post(summary: str, properties: dict[str, Any], required: list[str], status:
             "responses": {code: {"description": text} for code, text in described.items()},
         }
     }
+
+
+def _delete(summary: str) -> dict[str, Any]:
+    user = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {"delete": {"summary": summary, "parameters": [user], "responses": {"204": {"description": "forgotten"}}}}
 
 
 def _get(summary: str) -> dict[str, Any]:

@@ -66,6 +66,7 @@ FIELDS = {
     "rank": _COMMON | {"candidates", "candidate_features"},
     "preinfer": _COMMON | {"num_candidates"},
     "recommend": _COMMON | {"k", "exclude_seen", "candidate_features"},
+    "events": {"user", "history"},
 }
 
 
@@ -86,7 +87,7 @@ def parse_request(kind: str, data: dict[str, Any], servable: Servable, limits: L
         raise BadRequestError(f"unknown field; known: {', '.join(sorted(FIELDS[kind]))}", unknown[0][:64])
     now_ms = integer(data, "now_ms", default=int(time.time() * 1000), low=0, high=_LATEST_MS)
     timeout_ms = integer(data, "timeout_ms", default=limits.default_timeout_ms, low=1, high=limits.max_timeout_ms)
-    user = _user(data.get("user"), limits)
+    user = parse_user(data.get("user"), limits)
     history = _history(data, servable, limits)
     return Asked(user=user, history=history, now_ms=now_ms, timeout_s=timeout_ms / 1000.0, fields=data)
 
@@ -120,7 +121,7 @@ def item_ids(keys: list[Any], field: str, servable: Servable) -> NDArray[np.int6
     return servable.ids_of(keys)
 
 
-def _user(value: Any, limits: LimitsConfig) -> str:
+def parse_user(value: Any, limits: LimitsConfig) -> str:
     if type(value) is int:
         value = str(value)
     if not isinstance(value, str) or not 1 <= len(value) <= limits.max_user_characters:
