@@ -22,6 +22,7 @@ from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
 from nestrec.embedding.overlap import Overlap, copy_shared, overlap_of
 from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.source_keys import SourceKeys
+from nestrec.embedding.statistics import Leg
 from nestrec.embedding.window import Window
 from nestrec.pipeline.lanes import Label, Lanes, Ticket
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
@@ -84,10 +85,13 @@ class Machine:
             lambda span: self.engine.exchange_keys(loaded.wait().source),
             self._label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
         )  # fmt: skip
-        routed = self.lanes.transfer.submit(
-            lambda span: self.engine.assemble(loaded.wait().source, asked.wait()),
-            self._label("train.embedding.assemble", "lookup", number), after=[asked],
-        )  # fmt: skip
+
+        def assemble(span: OpenSpan) -> Routed:
+            with _counted(span, self.engine.statistics.keys):
+                return self.engine.assemble(loaded.wait().source, asked.wait())
+
+        label = self._label("train.embedding.assemble", "lookup", number)
+        routed = self.lanes.transfer.submit(assemble, label, after=[asked])
         return InFlight(number, batch, loaded, routed)
 
     def fetch(self, flying: InFlight, buffers: RowBuffers | None = None) -> None:
@@ -147,11 +151,14 @@ class Machine:
 
     def vectors(self, flying: InFlight, part: int) -> Ticket[None]:
         """Exchange E of a micro-batch."""
-        window = self.open_window(flying)
-        return self.lanes.communication.submit(
-            lambda span: window.receive(part),
-            self._label("train.embedding.vectors", "communication", flying.number, part, is_collective=True),
-        )
+        window, leg = self.open_window(flying), self.engine.statistics.vectors
+
+        def receive(span: OpenSpan) -> None:
+            with _counted(span, leg):
+                window.receive(part)
+
+        label = self._label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
+        return self.lanes.communication.submit(receive, label)
 
     def compute(self, flying: InFlight, part: int) -> torch.Tensor:
         """Forward and backward of a micro-batch whose vectors have come; its part of the loss."""
@@ -168,7 +175,8 @@ class Machine:
         window = self.open_window(flying)
 
         def send(span: OpenSpan) -> None:
-            window.send(part)
+            with _counted(span, self.engine.statistics.gradients):
+                window.send(part)
             if is_broken("pipeline.rule4"):
                 self.engine.update_rows(window.working, learning_rate=rates.tables)
             elif part == flying.num_parts - 1:
@@ -234,6 +242,14 @@ class Machine:
         self, name: str, kind: Kind, number: int, part: int | None = None, *, is_collective: bool = False
     ) -> Label:
         return Label(name=name, kind=kind, step=number, micro_batch=part, is_collective=is_collective)
+
+
+@contextlib.contextmanager
+def _counted(span: OpenSpan, leg: Leg) -> Iterator[None]:
+    """Rows and bytes that cross inside the block. Only one lane counts on a leg."""
+    rows, num_bytes = leg.rows, leg.bytes_sent
+    yield
+    span.rows, span.bytes = leg.rows - rows, leg.bytes_sent - num_bytes
 
 
 def _measured(span: OpenSpan, working: WorkingSet) -> WorkingSet:

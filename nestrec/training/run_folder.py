@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
+from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
 from nestrec.training.tasks.task import Evaluation
 
@@ -66,6 +68,12 @@ class RunFolder:
         rewritten = self.metrics.with_suffix(".partial")
         rewritten.write_text("".join(line + "\n" for line in kept))
         rewritten.replace(self.metrics)  # a crash in between must not cost the lines that are kept
+
+    def write_trace(self, spans: Sequence[Span]) -> None:
+        """What the lanes of this rank did: for the report, and as a file for ui.perfetto.dev."""
+        if self._is_writer:
+            save_spans(self.path / "trace.jsonl", spans)
+            write_perfetto(self.path / "trace.perfetto.json", spans)
 
     def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A line in metrics.jsonl, and the values of each user under eval/."""

@@ -28,6 +28,8 @@ from nestrec.training.tasks.task import Evaluation
 from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
+TRACED_STEPS = 2 * REPORT_EVERY_STEPS
+"""The trace of the steps before the last report up to this step is kept: later, the first ones are warm."""
 
 
 class Trainer:
@@ -152,6 +154,8 @@ class Trainer:
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
 
+        if self.state.step <= TRACED_STEPS:
+            self.folder.write_trace(spans)
         self._decide(spans)
 
     def _decide(self, spans: Sequence[Span]) -> None:

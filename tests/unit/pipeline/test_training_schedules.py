@@ -11,8 +11,10 @@ from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
+from nestrec.report import write_report
 from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
+from nestrec.trace import Timeline, load_spans
 from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 
@@ -112,3 +114,21 @@ def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, t
     assert changes[0]["micro_batches"] == 8
     again = {**auto, "pipeline__replay": json.dumps(changes)}
     assert run("hstu", tiny_data, tmp_path / "again", "serial", **again) == run_digest(tmp_path / "auto")
+
+
+def test_a_run_leaves_a_trace_whose_parts_add_up_and_which_perfetto_opens(tiny_data, tmp_path):
+    run("hstu", tiny_data, tmp_path, "nested", training__max_steps=41, training__epochs=30,
+        training__evaluate_every_epochs=0, training__checkpoint_every_steps="none")  # fmt: skip
+    spans = load_spans(tmp_path / "trace.jsonl")
+    timeline = Timeline(spans)
+    steps = timeline.steps(0)
+    assert len(steps) == 20
+    whole = {span.step: span.duration_ns for span in spans if span.kind == "step"}
+    assert all(timeline.parts(step).step_ns == whole[step] for step in steps)
+    lanes = {"compute", "communication", "lookup", "transfer"}
+    assert lanes <= {span.lane for span in spans}
+    exchanges = [span for span in spans if span.name in ("train.embedding.vectors", "train.embedding.gradients")]
+    assert all(span.rows > 0 and span.micro_batch is not None and span.step is not None for span in exchanges)
+    events = json.loads((tmp_path / "trace.perfetto.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= lanes
+    assert "Lanes from step" in write_report(tmp_path).read_text()
