@@ -12,7 +12,7 @@ Requests go straight to the engine: the front is measured by `nestrec replay`.
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class RelayBench:
     """host memory for prefixes"""
     device: str = "cpu"
     """cpu or cuda"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of weights, prefixes and products"""
     seed: int = 0
     """of weights, arrivals and histories"""
 
@@ -70,7 +72,9 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     """Rows, as they are ready."""
     for history in bench.history:
         encoder = replace(bench.encoder, max_length=2 * (history + 1))
-        servable = random_ranking(encoder, num_items=10_000, seed=bench.seed, device=bench.device)
+        servable = random_ranking(
+            encoder, num_items=10_000, seed=bench.seed, device=bench.device, dtype=getattr(torch, bench.dtype)
+        )
         for candidates in bench.candidates:
             alone = Engine(make_form(servable), engine_config("full", bench, 1e3))
             unloaded = run_trial(alone, Load(bench, history, candidates, 0.0), 2.0, sends_signals=False)
@@ -125,7 +129,7 @@ def _compare(
             "mode": mode, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "slo_ms": round(slo_ms, 2), "max_qps": round(rate, 2), "speedup": round(rate / max(baseline, 1e-9), 3),
             "p50_ms": _ms(best, 50), "p99_ms": _ms(best, 99), **_shares(counts_of.get(rate, {})),
-            "full_p50_ms": round(unloaded_ms, 2), "device": bench.device,
+            "full_p50_ms": round(unloaded_ms, 2), "device": bench.device, "dtype": bench.dtype,
         }  # fmt: skip
 
 

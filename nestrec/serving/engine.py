@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
@@ -324,6 +325,8 @@ class Engine:
         except Exception as error:
             _LOG.exception("a batch failed")
             results = error
+        if self.form.encoder.position.is_cuda:  # a batch of signals returns before the device is done
+            torch.cuda.synchronize()
         return results, time.perf_counter() - start_s
 
     def _complete(self, steps: list[_Step], results: list[Scored | None] | Exception, seconds: float) -> None:

@@ -33,7 +33,12 @@ def random_retrieval(
 
 
 def random_ranking(
-    encoder: HSTUConfig, *, num_items: int = 1000, seed: int = 0, device: torch.device | str = "cpu"
+    encoder: HSTUConfig,
+    *,
+    num_items: int = 1000,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Servable:
     """A ranking model over two action bits with one category of the event; histories of max_length / 2 - 1 events."""
     torch.manual_seed(seed)
@@ -42,10 +47,13 @@ def random_ranking(
     model = RankingModel(task.encoder, task.head, num_tasks=len(ACTION_BITS), num_action_bits=len(ACTION_BITS))
     columns = (ColumnSpec(name="event_tab", keys=("home", "search"), num_rows=3),)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits=ACTION_BITS, columns=columns)
-    tables = {"items": _table(num_items + 1, encoder.dim, device), "event_tab": _table(3, encoder.dim, device)}
+    tables = {
+        name: _table(num_rows, encoder.dim, device).to(dtype)
+        for name, num_rows in (("items", num_items + 1), ("event_tab", 3))
+    }
     return Servable(
-        spec=spec, version=_version(spec, seed), model=_ready(model, device), tables=tables, item_keys=_keys(num_items),
-        index_ND=None, item_columns={},
+        spec=spec, version=_version(spec, seed), model=_ready(model, device).to(dtype), tables=tables,
+        item_keys=_keys(num_items), index_ND=None, item_columns={},
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nestrec.base.clock import Clock, RealClock
@@ -68,10 +69,10 @@ class Service:
         self.router = Router(ring, self._keyed, self._clock)
 
     @staticmethod
-    def load(folders: list[Path], cfg: ServiceConfig) -> "Service":
+    def load(folders: list[Path], cfg: ServiceConfig, device: torch.device | str = "cpu") -> "Service":
         models: dict[str, Servable] = {}
         for folder in folders:
-            servable = Servable.load(folder)
+            servable = Servable.load(folder, device)
             role = role_of(servable)
             if role in models:
                 raise UserError(f"is a second {role} model", field="MODEL", value=str(folder), remedy="give one")

@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Literal
 
 import torch
 import uvicorn
@@ -19,6 +20,8 @@ class ServeConfig:
     """address to listen on; other machines reach it only where you name another"""
     port: int = 8000
     """0 takes a free one"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one"""
     threads: int = 1
     """threads of torch inside a batch"""
     limits: LimitsConfig = LimitsConfig()
@@ -34,7 +37,8 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     torch.set_num_threads(cfg.threads)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
         signal.signal(number, lambda *_: None)
-    service = Service.load(folders, cfg.service)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    service = Service.load(folders, cfg.service, device)
     try:
         uvicorn.Server(server_config(service, cfg)).run()
     finally:
