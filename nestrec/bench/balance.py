@@ -6,6 +6,7 @@ which the fixed baseline on `freescale` lengths comes closest to FreeScale's own
 with 8 heads of 128 (TurboGR's large model), a * L + b * L^2 with b / a = 1 / 5120.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,6 +70,9 @@ PUBLISHED: tuple[Row, ...] = (
 )  # fmt: skip
 """Waiting that the papers measured on their own machines and data; ours is predicted, another quantity."""
 
+NUMBER_COLUMNS = (
+    "imbalance", "10% uniform", "floor", "10% gaussian", "floor", "token gap", "window", "partition ms", "CPU ms",
+)  # fmt: skip
 LEGEND = """imbalance: (max - mean) / max of cost, predicted; published rows are waiting measured by their authors.
 uniform, gaussian: the same when the true cost of each sample carries noise that no policy foresees; floor: about the
 least that any policy could reach then.
@@ -176,28 +180,19 @@ def void_lines(rows: Sequence[Row]) -> list[str]:
 
 def show(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print the rows, one table a setting."""
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else 120)
     predicted = [row for row in rows if "partition_ms" in row and "step_ms" not in row]
     for (lengths, ranks), part in _by_setting(predicted).items():
         title = f"balance: {lengths}, {ranks} ranks, {part[0]['batch']} samples each"
         table = Table(title=title, title_justify="left")
         for name in ("cost", "policy"):
             table.add_column(name)
-        for name in (
-            "imbalance",
-            "10% uniform",
-            "floor",
-            "10% gaussian",
-            "floor",
-            "token gap",
-            "window",
-            "partition ms",
-        ):
+        for name in NUMBER_COLUMNS:
             table.add_column(name, justify="right")
         for cells in _table_rows(part):
             table.add_row(*cells)
         console.print(table)
-    console.print(LEGEND)
+    console.print(LEGEND, markup=False, highlight=False)
     for line in void_lines(predicted):
         console.print(line, style="red")
     for (lengths, ranks), part in _by_setting([row for row in rows if "unique_keys_ranks" in row]).items():
@@ -213,17 +208,22 @@ def _evaluate(  # noqa: PLR0917
     """One row for each kind of noise."""
     partition(policy, model.of(tokens[0]), ranks, lengths=tokens[0])  # compiles
     found: dict[str, list[Evenness]] = {noise: [] for noise in NOISES}
-    partition_ms, windows = [], []
+    partition_ms, cpu_ms, windows = [], [], []
     for number, lengths in enumerate(tokens):
         cost = model.of(lengths)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         groups = partition(policy, cost, ranks, lengths=lengths)
         partition_ms.append((time.perf_counter() - start) * 1e3)
+        cpu_ms.append((time.thread_time() - cpu_start) * 1e3)
         windows.append(_window(cost, groups, micro_batches))
         for noise, draw in NOISES.items():
             factors = draw(cost.size, NOISE, fold(seed, number))
             found[noise].append(evenness(groups, lengths, cost * factors, step_cost=model.step))
-    common = {"partition_ms": float(np.median(partition_ms)), "window_imbalance": float(np.mean(windows))}
+    common = {
+        "partition_ms": float(np.median(partition_ms)),
+        "partition_cpu_ms": float(np.median(cpu_ms)),
+        "window_imbalance": float(np.mean(windows)),
+    }
     return [{"noise": noise, **_means(steps), **common, "measured": False} for noise, steps in found.items()]
 
 
@@ -270,7 +270,7 @@ def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
             *(_percent(noises[noise][of]) if noise in noises else ""
               for noise in ("uniform", "gaussian") for of in ("imbalance", "noise_floor")),
             _number(first["max_token_gap"], ",.0f"), _percent(first.get("window_imbalance")),
-            _number(first["partition_ms"], ".2f"),
+            _number(first["partition_ms"], ".2f"), _number(first.get("partition_cpu_ms"), ".2f"),
         ]  # fmt: skip
 
 

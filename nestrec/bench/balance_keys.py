@@ -17,14 +17,25 @@ from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.dealing import contiguous
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic import generate, preset
+from nestrec.data.synthetic import lengths as draw_lengths
 
 Row = dict[str, Any]
+MOST_EVENTS = 4_000_000
+"""Events to make up at the most."""
 
 
 def unique_key_rows(
     lengths: str, ranks: int, batch: int, *, rounds: int = 10, micro_batches: int = 4, seed: int = 0
 ) -> list[Row]:
-    """A row for each policy, means over `rounds` global batches of a preset or a prepared dataset."""
+    """A row for each policy, means over `rounds` global batches of a preset or a prepared dataset.
+
+    Of large batches fewer are made up, and none where one alone would hold more than MOST_EVENTS.
+    """
+    if not Path(lengths).is_dir():
+        events = ranks * batch * float(draw_lengths(lengths, 1000, seed).mean())
+        rounds = min(rounds, int(MOST_EVENTS / events))
+        if rounds == 0:
+            return []
     with tempfile.TemporaryDirectory(prefix="nestrec-keys-") as folder:
         data = Path(lengths)
         if not data.is_dir():

@@ -103,7 +103,7 @@ def show_measured(rows: Sequence[Row], console: Console) -> None:
                 _with_quartiles(row, "data_wait_ms", ".2f"),
             )  # fmt: skip
         console.print(table)
-    console.print(MEASURED_LEGEND)
+    console.print(MEASURED_LEGEND, markup=False, highlight=False)
 
 
 def _settings(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
