@@ -157,8 +157,11 @@ def relay(context: typer.Context, json: JsonFile = None) -> None:
     rows = []
     for row in measure_relay(bench):
         rows.append(row)
-        typer.echo(f"{row['mode']}, returning {row['returning']}: {row['max_qps']}/s", err=True)
-    _finish("relay", rows, json)
+        found = f"{row['max_qps']}/s" if "max_qps" in row else f"{row['longest_history']} events"
+        typer.echo(f"{row['mode']}, returning {row['returning']}: {found}", err=True)
+    _show("relay: largest rate", [row for row in rows if "max_qps" in row])
+    _show("relay: longest history", [row for row in rows if "longest_history" in row])
+    _save("relay", rows, json)
 
 
 @app.command()

@@ -69,7 +69,7 @@ def measure_overload(bench: OverloadBench) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
         write_servable(random_ranking(encoder, num_items=_NUM_ITEMS, seed=bench.seed), folder)
-        with server(folder, "--service.engine.max_queue_s", str(bench.max_queue_s)) as (port, process):
+        with server(folder, *_engine_options(bench)) as (port, process):
             capacity = asyncio.run(_capacity(port, bench))
             rows = [_trial(port, process, bench, "half", rate=capacity / 2, capacity=capacity)]
             rows += [
@@ -90,6 +90,13 @@ def measure_front(bench: FrontBench) -> list[dict[str, Any]]:
             load = OverloadBench(history=0, candidates=bench.candidates, seed=bench.seed, duration_s=bench.duration_s)
             _trial(port, process, load, "warm", rate=bench.rate, capacity=bench.rate, duration_s=2.0)
             return [_trial(port, process, load, "front", rate=bench.rate, capacity=bench.rate)]
+
+
+def _engine_options(bench: OverloadBench) -> list[str]:
+    """Caches that are full after the first seconds, so that growth of memory would be a leak."""
+    engine = "--service.engine"
+    sizes = [f"{engine}.tiers.cache_bytes", str(64 << 20), f"{engine}.tiers.dram_bytes", "0"]
+    return [f"{engine}.max_queue_s", str(bench.max_queue_s), *sizes]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,11 @@
     relay       a signal precedes the request, the prefix is computed ahead and kept on the device
     relay_dram  the same, with DRAM behind the device
 
+and, as ablations,
+
+    reactive    no signals: prefixes of earlier requests are found on the device or in DRAM, or not at all
+    relay_all   a signal for every request within the bounds, at risk or not
+
 All modes use the same kernels, batches and engine; they differ in where prefixes are kept and when they are computed.
 Requests go straight to the engine: the front is measured by `nestrec replay`.
 """
@@ -18,6 +23,7 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
+from nestrec.base.errors import UserError, did_you_mean
 from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_loop
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine, EngineConfig
@@ -45,7 +51,9 @@ class RelayBench:
     returning: tuple[float, ...] = (0.0, 0.3, 0.6)
     """shares of requests of users who were here before"""
     modes: tuple[str, ...] = MODES
-    """ways of serving"""
+    """ways of serving; also reactive and relay_all"""
+    longest: bool = False
+    """also find the longest history that meets the SLO at half the largest rate of the first mode"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
     slo_ms: float = 0.0
@@ -66,22 +74,6 @@ class RelayBench:
     """of weights, prefixes and products"""
     seed: int = 0
     """of weights, arrivals and histories"""
-
-
-def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
-    """Rows, as they are ready."""
-    for history in bench.history:
-        encoder = replace(bench.encoder, max_length=2 * (history + 1))
-        servable = random_ranking(
-            encoder, num_items=10_000, seed=bench.seed, device=bench.device, dtype=getattr(torch, bench.dtype)
-        )
-        for candidates in bench.candidates:
-            alone = Engine(make_form(servable), engine_config("full", bench, 1e3))
-            unloaded = run_trial(alone, Load(bench, history, candidates, 0.0), 2.0, sends_signals=False)
-            slo_ms = bench.slo_ms or bench.slo_factor * unloaded.percentile_ms(50)
-            for returning in bench.returning:
-                load = Load(bench, history, candidates, returning)
-                yield from _compare(servable, bench, load, slo_ms, unloaded.percentile_ms(50))
 
 
 class Load:
@@ -107,6 +99,49 @@ class Load:
         )  # fmt: skip
         items, tab = rng.integers(1, 10_000, self.candidates), np.ones(self.candidates, np.int64)
         return history, Candidates(items=items, now_ms=2 * 10**10, features={"event_tab": tab})
+
+
+def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
+    """Rows, as they are ready."""
+    for history in bench.history:
+        servable = model_for(bench, history)
+        for candidates in bench.candidates:
+            alone = Engine(make_form(servable), engine_config("full", bench, 1e3))
+            unloaded = run_trial(alone, Load(bench, history, candidates, 0.0), 2.0, sends_signals=False)
+            slo_ms = bench.slo_ms or bench.slo_factor * unloaded.percentile_ms(50)
+            for returning in bench.returning:
+                load = Load(bench, history, candidates, returning)
+                rows = []
+                for row in _compare(servable, bench, load, slo_ms, unloaded.percentile_ms(50)):
+                    rows.append(row)
+                    yield row
+                if bench.longest and rows[0]["max_qps"]:
+                    yield from _longest(bench, load, slo_ms, rows[0]["max_qps"] / 2)
+
+
+def model_for(bench: RelayBench, history: int) -> Servable:
+    encoder = replace(bench.encoder, max_length=2 * (history + 1))
+    dtype = getattr(torch, bench.dtype)
+    return random_ranking(encoder, num_items=10_000, seed=bench.seed, device=bench.device, dtype=dtype)
+
+
+def _longest(bench: RelayBench, load: Load, slo_ms: float, rate: float) -> Iterator[dict[str, Any]]:
+    """The longest history of each mode at one rate and one SLO."""
+    baseline = 0.0
+    for mode in bench.modes:
+
+        def measure(length: float, mode: str = mode) -> Trial:
+            engine = Engine(make_form(model_for(bench, round(length))), engine_config(mode, bench, slo_ms))
+            longer = Load(bench, round(length), load.candidates, load.returning)
+            return run_trial(engine, longer, rate, sends_signals=mode.startswith("relay"))
+
+        length, best = largest(measure, slo_ms, start=float(load.history), rounds=bench.rounds)
+        baseline = baseline or length
+        yield {
+            "mode": mode, "longest_history": round(length), "candidates": load.candidates, "returning": load.returning,
+            "slo_ms": round(slo_ms, 2), "rate": round(rate, 2), "of_first_mode": round(length / max(baseline, 1.0), 3),
+            "p50_ms": _ms(best, 50), "p99_ms": _ms(best, 99), "device": bench.device, "dtype": bench.dtype,
+        }  # fmt: skip
 
 
 def _compare(
@@ -152,13 +187,15 @@ def _ms(trial: Trial | None, q: float) -> float | None:
 
 def engine_config(mode: str, bench: RelayBench, slo_ms: float) -> EngineConfig:
     """The engine of a mode."""
+    if mode not in (*MODES, "reactive", "relay_all"):
+        raise UserError("is no way of serving", field="modes", value=mode, remedy=did_you_mean(mode, MODES))
     tiers = TiersConfig(
         cache_bytes=bench.cache_bytes,
-        dram_bytes=bench.dram_bytes if mode in ("dram_fetch", "relay_dram") else 0,
+        dram_bytes=0 if mode in ("full", "relay") else bench.dram_bytes,
         keeps_prefix=mode != "full",
         keeps_on_device=mode != "dram_fetch",
     )
-    policy = "at_risk" if mode.startswith("relay") else "never"
+    policy = "all" if mode == "relay_all" else "at_risk" if mode.startswith("relay") else "never"
     trigger = TriggerConfig(policy=policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
     is_cpu = bench.device == "cpu"
     return EngineConfig(

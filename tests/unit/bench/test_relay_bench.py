@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from nestrec.base.errors import UserError
 from nestrec.bench.relay import MODES, Load, RelayBench, engine_config, measure_relay, run_trial
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine
@@ -14,7 +15,12 @@ BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),
     history=(24,), candidates=(4,), returning=(0.5,), signal_ms=5.0, duration_s=0.5, rounds=0,
 )  # fmt: skip
-SOURCES = {"full": {"none"}, "dram_fetch": {"none", "dram"}, "relay": {"none", "device"}}
+SOURCES = {
+    "full": {"none"},
+    "dram_fetch": {"none", "dram"},
+    "relay": {"none", "device"},
+    "reactive": {"none", "device", "dram"},
+}
 
 
 @pytest.mark.parametrize("mode", SOURCES)
@@ -31,3 +37,8 @@ def test_every_mode_gives_a_row():
     rows = list(measure_relay(replace(BENCH, slo_ms=1e-3)))
     assert [row["mode"] for row in rows] == list(MODES)
     assert all(row["max_qps"] == 0 for row in rows), "nothing is served within a microsecond"
+
+
+def test_an_unknown_mode_is_named():
+    with pytest.raises(UserError, match="rely"):
+        engine_config("rely", BENCH, 1.0)
