@@ -132,16 +132,18 @@ def peers(
 
 @app.command(context_settings=PASSED_ON)
 def schedules(context: typer.Context, json: JsonFile = None) -> None:
-    """Every schedule on the same batches, over links of limited bandwidth between real ranks (needs root).
+    """Every schedule on the same batches, over limited links between real ranks (real as root, else emulated).
 
     The fields of SchedulesBench are options: [bold]--ranks 2 --micro_batches 4,8 --link_mbit 500 --job.dim 64[/bold].
     Without link_mbit the links are chosen so that communication takes comm_share of the computation.
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.schedules import SchedulesBench, measure_schedules
+    from nestrec.bench.schedules import SchedulesBench, is_emulated, measure_schedules, short_rows
 
     bench = with_overrides(SchedulesBench(), parse_overrides(context.args, ("json",)))
-    _finish("schedules", measure_schedules(bench), json)
+    rows = measure_schedules(bench)
+    _show(f"schedules over {'EMULATED' if is_emulated(bench) else 'real'} links, medians", short_rows(rows))
+    _save("schedules", rows, json, emulated=is_emulated(bench))
 
 
 @app.command(context_settings=PASSED_ON)

@@ -6,7 +6,6 @@ empty pipeline; its first and last step are left out. Figures are medians of rou
 come from trace spans and add up to the step.
 """
 
-import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.bench.limited_links import Links, limited_links
+from nestrec.bench.limited_links import can_limit, limited_links
 from nestrec.bench.ranks import run_on_ranks
 from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches
 from nestrec.data.batches import Batch
@@ -34,6 +33,8 @@ class SchedulesBench:
     """processes, each with one thread of computing"""
     link_mbit: float | None = None
     """megabits a second of each rank's link, each way; none: such that communication takes comm_share of compute"""
+    emulated: bool = False
+    """time the links instead of limiting them; also done, and said, where network namespaces cannot be had"""
     comm_share: float = 0.7
     """raw communication as a part of compute, where link_mbit is not given"""
     micro_batches: tuple[int, ...] = (4, 8)
@@ -73,6 +74,24 @@ def measure_schedules(bench: SchedulesBench) -> list[dict[str, Any]]:
     return rows
 
 
+def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What fits a terminal; lookup and communication are exposed/raw milliseconds."""
+    return [
+        {
+            "schedule": row["schedule"], "N": row["micro_batches"], "cache": row["window_cache"],
+            "step": row["step_ms"], "compute": row["compute_ms"], "lookup": f"{row['exposed_lookup_ms']:.1f}/{row['raw_lookup_ms']:.1f}",
+            "comm": f"{row['exposed_comm_ms']:.0f}/{row['raw_comm_ms']:.0f}", "idle": row["idle_ms"],
+            "speedup": row["speedup"], "bound": row["step_over_bound"], "diff": row["max_abs_diff"],
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def is_emulated(bench: SchedulesBench) -> bool:
+    """Whether links are only timed: where asked for, or where network namespaces cannot be had."""
+    return bench.emulated or not can_limit()
+
+
 def _entries(bench: SchedulesBench) -> list[Entry]:
     """Serial at N = 1 is what speeds are compared with; serial at every partition is what weights are compared with."""
     entries: list[Entry] = [("serial", 1, False)]
@@ -96,10 +115,11 @@ def _calibrated_mbit(bench: SchedulesBench) -> float:
 
 def _run(bench: SchedulesBench, entries: Sequence[Entry], link_mbit: float, rounds: int) -> dict[str, Any]:
     """Parts of each round, bytes of a step and difference from serial, by entry."""
-    with contextlib.ExitStack() as stack:
-        links = stack.enter_context(limited_links(bench.ranks, link_mbit)) if link_mbit > 0 else None
-        enter = links.enter if isinstance(links, Links) else None
-        answers = run_on_ranks(bench.ranks, _rank, bench, list(entries), rounds, enter=enter)
+    if is_emulated(bench):
+        answers = run_on_ranks(bench.ranks, _rank, bench, list(entries), rounds, link_mbit)
+    else:
+        with limited_links(bench.ranks, link_mbit) as links:
+            answers = run_on_ranks(bench.ranks, _rank, bench, list(entries), rounds, None, enter=links.enter)
     parts = {
         entry: [_parts([answer["spans"][entry][r] for answer in answers]) for r in range(rounds)] for entry in entries
     }
@@ -110,8 +130,12 @@ def _run(bench: SchedulesBench, entries: Sequence[Entry], link_mbit: float, roun
     }
 
 
-def _rank(topology: Topology, bench: SchedulesBench, entries: list[Entry], rounds: int) -> dict[str, Any]:
+def _rank(
+    topology: Topology, bench: SchedulesBench, entries: list[Entry], rounds: int, emulated_mbit: float | None
+) -> dict[str, Any]:
     """All contestants by turns on one rank."""
+    if emulated_mbit is not None:
+        topology = topology.with_emulated_links(emulated_mbit)
     num_batches = bench.steps * 2 + 3
     batches = {n: make_batches(bench.job, topology, num_batches, n) for n in {entry[1] for entry in entries}}
     contestants = {entry: _contestant(bench.job, topology, entry, batches[entry[1]]) for entry in entries}
@@ -178,7 +202,7 @@ def _row(entry: Entry, bench: SchedulesBench, link_mbit: float, measured: Mappin
     times = sorted(part["step_ms"] for part in rounds)
     return {
         "schedule": entry[0], "ranks": bench.ranks, "replicas": 1, "micro_batches": entry[1], "window_cache": entry[2],
-        "link_mbit": round(link_mbit, 1), "link": "namespaces" if link_mbit > 0 else "loopback", **medians,
+        "link_mbit": round(link_mbit, 1), "link": "emulated" if is_emulated(bench) else "namespaces", **medians,
         "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
         "sent_mb": round(measured["bytes"][entry] * 1e-6, 3),
         "max_abs_diff": measured["difference"][entry],

@@ -27,13 +27,13 @@ class JobConfig:
     """rows of the table"""
     dim: int = 128
     """elements of a vector"""
-    samples: int = 512
+    samples: int = 1024
     """samples of a rank in a step"""
     tokens: int = 32
     """keys of a sample"""
     repeat: float = 0.3
     """part of the keys that come from the hottest thousandth of the rows; the others are uniform"""
-    hidden: int = 320
+    hidden: int = 192
     """width of the dense network, which sets the time of computation"""
     store: str = "dram"
     """where rows are kept"""

@@ -42,6 +42,8 @@ def all_to_all_rows(
     sizes = [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts]
     with peers_watched(communicator, "all_to_all"):
         dist.all_to_all_single(into, sent, *sizes, group=communicator.group)
+        if communicator.link is not None:
+            communicator.link.hold(max(sum(n) - n[communicator.rank] for n in sizes))
     return received
 
 
@@ -67,6 +69,9 @@ def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
         return
     with peers_watched(communicator, "all_reduce"):
         dist.all_reduce(tensor, group=communicator.group)
+        if communicator.link is not None:  # in a ring each rank sends, and receives, nearly twice the tensor
+            size = communicator.size
+            communicator.link.hold(2 * (size - 1) * tensor.numel() * tensor.element_size() // size)
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, source: int = 0) -> None:

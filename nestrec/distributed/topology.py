@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import UserError
+from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
 
 Backend = Literal["gloo", "nccl"]
@@ -58,6 +59,8 @@ class Communicator:
     group: dist.ProcessGroup | None
     """None where the group is this process alone: nothing is sent."""
     log: CollectiveLog = field(repr=False)
+    link: EmulatedLink | None = None
+    """For benchmarks: how long exchanges are held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,12 @@ class Topology:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def with_emulated_links(self, mbit: float) -> "Topology":
+        """The same ranks; exchanges of keys, vectors and dense gradients are held back as by links of this bandwidth."""
+        link = EmulatedLink(mbit)
+        held = {name: replace(getattr(self, name), link=link) for name in ("keys", "vectors", "dense")}
+        return replace(self, **held)
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> "Topology":
