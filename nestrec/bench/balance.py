@@ -277,13 +277,14 @@ def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
 def _keys_table(title: str, rows: Sequence[Row]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
-    for name in ("of the batch", "sum over ranks", "over fixed", "sum over micro-batches", "over fixed, in order"):
+    for name in ("batch", "ranks", "over fixed", "micro-batches", "over fixed, in order", "clustered", "over fixed"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row["policy"], _number(row["unique_keys_batch"], ",.0f"), _number(row["unique_keys_ranks"], ",.0f"),
             _number(row["over_fixed_ranks"], "+.2%"), _number(row["unique_keys_micro_batches"], ",.0f"),
-            _number(row["over_fixed_micro_batches"], "+.2%"),
+            _number(row["over_fixed_micro_batches"], "+.2%"), _number(row["unique_keys_clustered"], ",.0f"),
+            _number(row["over_fixed_clustered"], "+.2%"),
         )  # fmt: skip
     return table
 

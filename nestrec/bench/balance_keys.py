@@ -18,8 +18,10 @@ from nestrec.data.dealing import contiguous
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic import generate, preset
 from nestrec.data.synthetic import lengths as draw_lengths
+from nestrec.pipeline.clustering import Clustering, SampleKeys, cluster
 
 Row = dict[str, Any]
+CLUSTERING: Clustering = "refined"
 MOST_EVENTS = 4_000_000
 """Events to make up at the most."""
 
@@ -62,15 +64,22 @@ def with_unique_keys(rows: Sequence[Row], found: Sequence[Row]) -> list[Row]:
     return merged
 
 
-def _counts(rows: Rows, policy: str, ranks: int, micro_batches: int) -> tuple[int, int, int, int]:
-    """Unique keys: of the batch, summed over ranks, over micro-batches in order, over those of equal cost."""
+def _counts(rows: Rows, policy: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """Unique keys: of the batch, summed over ranks, over micro-batches in order, of equal cost, clustered by key."""
     tokens = np.diff(rows.lists["item_ids"][1])
     groups = partition(policy, TOKENS.of(tokens), ranks, lengths=tokens)
     in_order = [group[part] for group in groups for part in contiguous(group.size, micro_batches)]
     equal = [group[part] for group in groups for part in micro_partition(TOKENS.of(tokens[group]), micro_batches)]
+    clustered = [group[part] for group in groups for part in _clustered(rows, group, micro_batches)]
     whole = [np.arange(rows.num_rows)]
-    of_batch, of_ranks, of_order, of_equal = (_unique(rows, parts) for parts in (whole, groups, in_order, equal))
-    return of_batch, of_ranks, of_order, of_equal
+    return tuple(_unique(rows, parts) for parts in (whole, groups, in_order, equal, clustered))
+
+
+def _clustered(rows: Rows, group: NDArray[np.int64], micro_batches: int) -> list[NDArray[np.int64]]:
+    """Micro-batches of a rank by the clustering that training uses, near equal in cost too."""
+    values, offsets = rows.take(group).lists["item_ids"]
+    keys = SampleKeys(values.astype(np.int64), offsets)
+    return cluster(CLUSTERING, keys, TOKENS.of(np.diff(offsets)), micro_batches)
 
 
 def _unique(rows: Rows, parts: Sequence[NDArray[np.int64]]) -> int:
@@ -78,7 +87,7 @@ def _unique(rows: Rows, parts: Sequence[NDArray[np.int64]]) -> int:
 
 
 def _row(counts: NDArray[np.float64], baseline: NDArray[np.float64]) -> Row:
-    of_batch, of_ranks, of_order, of_equal = counts.tolist()
+    of_batch, of_ranks, of_order, of_equal, of_clustered = counts.tolist()
     return {
         "unique_keys_batch": of_batch,
         "unique_keys_ranks": of_ranks,
@@ -86,4 +95,6 @@ def _row(counts: NDArray[np.float64], baseline: NDArray[np.float64]) -> Row:
         "unique_keys_micro_batches_in_order": of_order,
         "over_fixed_ranks": of_ranks / float(baseline[1]) - 1.0,
         "over_fixed_micro_batches": of_equal / float(baseline[2]) - 1.0,
+        "unique_keys_clustered": of_clustered,
+        "over_fixed_clustered": of_clustered / float(baseline[4]) - 1.0,
     }
