@@ -73,6 +73,16 @@ def test_raw_malformed_requests_never_crash_hang_or_blame_the_server(server, cou
     assert state["router"]["loads"] == [0]
 
 
+def test_slow_heads_and_bodies_are_cut_off(retrieval):
+    limits = ("--limits.head_timeout_s", "0.5", "--limits.body_timeout_s", "0.5")
+    with running_server(retrieval.folder, *limits) as (port, _):
+        whole = post("/v1/recommend", BODY)
+        assert exchange(port, b"") == b""
+        assert exchange(port, whole[:30]) == b""
+        assert status_of(exchange(port, whole[:-5])) == 408
+        assert status_of(exchange(port, whole)) == 200
+
+
 def test_sigterm_loses_nothing_of_what_is_in_flight(retrieval):
     """500 connections whose requests have all been sent before the signal."""
     patient = ("--service.engine.max_queue_s", "1000", "--limits.default_timeout_ms", "10000")

@@ -35,6 +35,8 @@ class LimitsConfig:
     """longest deadline a request may ask for"""
     default_timeout_ms: int = 1_000
     """deadline of a request that names none"""
+    head_timeout_s: float = 10.0
+    """request line and headers must have arrived by then"""
     body_timeout_s: float = 5.0
     """a body must have arrived by then"""
     max_connections: int = 2048

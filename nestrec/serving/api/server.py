@@ -10,6 +10,7 @@ import uvicorn
 from nestrec.base.config import config
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.timed_head import protocol_with
 from nestrec.serving.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.service import Service, ServiceConfig
 
@@ -49,8 +50,8 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
     """h11 and not httptools: it is the one that bounds the headers of a request."""
     app = App(service, cfg.limits, MemoryHistoryStore(cfg.histories))
     return uvicorn.Config(
-        app, host=cfg.host, port=cfg.port, http="h11", ws="none", lifespan="on", access_log=False,
-        log_level="warning", server_header=False, h11_max_incomplete_event_size=cfg.limits.max_header_bytes,
+        app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits.head_timeout_s), ws="none", lifespan="on",
+        access_log=False, log_level="warning", server_header=False, h11_max_incomplete_event_size=cfg.limits.max_header_bytes,
         limit_concurrency=cfg.limits.max_connections, timeout_keep_alive=30,
         timeout_graceful_shutdown=int(cfg.service.drain_s), backlog=cfg.limits.max_connections,
     )  # fmt: skip
