@@ -35,7 +35,12 @@ _OVERRIDES: dict[str, dict[str, str]] = {
         "task.table_store.max_rows": "120", "optimizer.table_learning_rate": "0.1",
     },
 }  # fmt: skip
-_COMMON = {"training.device": "cpu", "batch.batch_samples": "16", "batch.micro_batches": "2"}
+_COMMON = {
+    "training.device": "cpu",
+    "training.patience": "none",
+    "batch.batch_samples": "16",
+    "batch.micro_batches": "2",
+}
 
 
 def make_datasets(folder: Path, *, num_topics: int = 1) -> None:

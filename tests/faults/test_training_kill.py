@@ -18,6 +18,8 @@ ENV = {"OMP_NUM_THREADS": "1"}
 STEPS = {"training.max_steps": 24, "training.checkpoint_every_steps": 3, "training.evaluate_every_epochs": 3}
 BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2}
 
+pytestmark = pytest.mark.timeout(300)  # starting python and torch a dozen times takes long where others run too
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ UNEVEN = {"batch.batch_samples": 13, "training.epochs": 1000, "training.evaluate
 UNBOUNDED = {"task.table_store.eviction": "none", "task.table_store.max_rows": "none"}
 BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2, "training.keep_checkpoints": 1}
 
+pytestmark = pytest.mark.timeout(300)  # starting python and torch a dozen times takes long where others run too
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
