@@ -53,5 +53,6 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
         app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits.head_timeout_s), ws="none", lifespan="on",
         access_log=False, log_level="warning", server_header=False,
         h11_max_incomplete_event_size=cfg.limits.max_header_bytes, timeout_keep_alive=30,
-        limit_concurrency=cfg.limits.max_connections, timeout_graceful_shutdown=int(cfg.service.drain_s), backlog=cfg.limits.max_connections,
+        limit_concurrency=cfg.limits.max_connections, backlog=cfg.limits.max_connections,
+        timeout_graceful_shutdown=int(cfg.service.drain_s),
     )  # fmt: skip
