@@ -79,7 +79,8 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "schedule": row["schedule"], "N": row["micro_batches"], "cache": row["window_cache"],
-            "step": row["step_ms"], "compute": row["compute_ms"], "lookup": f"{row['exposed_lookup_ms']:.1f}/{row['raw_lookup_ms']:.1f}",
+            "step": row["step_ms"], "compute": row["compute_ms"],
+            "lookup": f"{row['exposed_lookup_ms']:.1f}/{row['raw_lookup_ms']:.1f}",
             "comm": f"{row['exposed_comm_ms']:.0f}/{row['raw_comm_ms']:.0f}", "idle": row["idle_ms"],
             "speedup": row["speedup"], "bound": row["step_over_bound"], "diff": row["max_abs_diff"],
         }

@@ -105,7 +105,7 @@ class Topology:
         return self.rank == 0
 
     def with_emulated_links(self, mbit: float) -> "Topology":
-        """The same ranks; exchanges of keys, vectors and dense gradients are held back as by links of this bandwidth."""
+        """The same ranks; exchanges of keys, vectors and dense gradients take as long as on links of this bandwidth."""
         link = EmulatedLink(mbit)
         held = {name: replace(getattr(self, name), link=link) for name in ("keys", "vectors", "dense")}
         return replace(self, **held)

@@ -1,5 +1,6 @@
 """Small host arrays to the engine's device without making the host wait for the device."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,3 +14,10 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """Tensors made on another stream are read on this one: their memory may not be reused before that is done."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

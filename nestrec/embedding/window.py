@@ -16,6 +16,7 @@ import torch
 from nestrec.base.failpoints import is_broken
 from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.routing import Routed
+from nestrec.embedding.transfer import used_here
 from nestrec.embedding.working_set import WorkingSet
 from nestrec.ops.gather_rows import add_by_index
 
@@ -42,7 +43,11 @@ class Window:
 
     def rows(self, part: int) -> Rows:
         """Table to (U, dim) vectors of the part's distinct keys; once a part, after `receive(part)`."""
-        return self._rows.pop(part) if self._cache is None else self._cache.rows(part)
+        if self._cache is not None:
+            return self._cache.rows(part)
+        rows = self._rows.pop(part)
+        used_here(rows.values())
+        return rows
 
     def keep(self, part: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of `rows(part)`; they are given away."""
@@ -50,7 +55,9 @@ class Window:
 
     def send(self, part: int) -> None:
         """Collective."""
-        received = self._engine.exchange_gradients(self.routed, self._gradients.pop(part), part)
+        gradients = self._gradients.pop(part)
+        used_here(gradients.values())
+        received = self._engine.exchange_gradients(self.routed, gradients, part)
         if is_broken("pipeline.rule10"):
             self._send_in_wrong_order(part, received)
         else:

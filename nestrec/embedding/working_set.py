@@ -10,7 +10,7 @@ from nestrec.embedding.optimizers import can_update_on_host, update_rows, update
 from nestrec.embedding.routing import RoutedTable
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import TableConfig
-from nestrec.embedding.transfer import to_device
+from nestrec.embedding.transfer import to_device, used_here
 from nestrec.ops.gather_rows import add_by_index
 
 
@@ -65,6 +65,7 @@ class WorkingTable:
             update_rows(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate)
         if keep is not None and before is not None:
             rows.index_copy_(0, keep, before)
+        used_here([self.gradient])
         self.gradient = None
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from nestrec.pipeline.streams import Stream
+from nestrec.pipeline.streams import launched, own_stream, wait_for
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
@@ -47,8 +47,7 @@ class Ticket(Generic[T]):
                 self._done.wait()
         if self._error is not None:
             raise self._error
-        if self._ready is not None:
-            torch.cuda.current_stream().wait_event(self._ready)
+        wait_for(self._ready)
         return self._value  # type: ignore[return-value]
 
     def succeed(self, value: T, ready: torch.cuda.Event | None) -> None:
@@ -61,7 +60,17 @@ class Ticket(Generic[T]):
 
 
 Task = Callable[[OpenSpan], T]
-_Entry = tuple[Task[Any], Label, tuple[Ticket[Any], ...], Ticket[Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    task: Task[Any]
+    label: Label
+    after: tuple[Ticket[Any], ...]
+    ticket: Ticket[Any]
+    span_id: int
+    launched: torch.cuda.Event | None
+    """Behind what the submitter had launched: on a device, too, a task comes after it."""
 
 
 class Lane:
@@ -69,7 +78,7 @@ class Lane:
 
     def __init__(self, name: str, tracer: Tracer, device: torch.device) -> None:
         self.name, self._tracer = name, tracer
-        self._stream = Stream(device)
+        self._device = device
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -81,7 +90,7 @@ class Lane:
             self._thread.start()
         span_id = self._tracer.new_id()
         ticket: Ticket[T] = Ticket(self._tracer, span_id)
-        self._entries.put((task, label, tuple(after), ticket, span_id))
+        self._entries.put(_Entry(task, label, tuple(after), ticket, span_id, launched(self._device)))
         return ticket
 
     def close(self) -> None:
@@ -92,27 +101,27 @@ class Lane:
             self._thread = None
 
     def _run(self) -> None:
-        with self._stream.current():
+        with own_stream(self._device):
             while (entry := self._entries.get()) is not None:
-                *_, ticket, _ = entry
                 if self._error is None:
                     try:
                         self._run_one(entry)
                     except BaseException as error:
                         self._error = error
-                        ticket.fail(error)
+                        entry.ticket.fail(error)
                 else:
-                    ticket.fail(self._error)
+                    entry.ticket.fail(self._error)
 
     def _run_one(self, entry: _Entry) -> None:
-        task, label, after, ticket, span_id = entry
+        label = entry.label
         with self._tracer.context(lane=self.name, step=label.step, micro_batch=label.micro_batch):
-            for earlier in after:
+            wait_for(entry.launched)
+            for earlier in entry.after:
                 earlier.wait()
-            span = self._tracer.span(label.name, kind=label.kind, is_collective=label.is_collective, id=span_id)
+            span = self._tracer.span(label.name, kind=label.kind, is_collective=label.is_collective, id=entry.span_id)
             with span:
-                value = task(span)
-            ticket.succeed(value, self._stream.event())
+                value = entry.task(span)
+            entry.ticket.succeed(value, launched(self._device))
 
 
 class Lanes:

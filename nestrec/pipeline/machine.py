@@ -26,6 +26,7 @@ from nestrec.embedding.statistics import Leg
 from nestrec.embedding.window import Window
 from nestrec.pipeline.lanes import Label, Lanes, Ticket
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
+from nestrec.pipeline.streams import RunAhead
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class Machine:
         self.engine, self.tracer = engine, tracer
         self.lanes = Lanes(tracer, engine.device)
         self._compute, self._dense, self._window_cache = compute, dense, window_cache
+        self._run_ahead = RunAhead(engine.device)
 
     def begin(self, number: int, batch: Batch) -> InFlight:
         """Stages 2 and 3."""
@@ -92,7 +94,9 @@ class Machine:
 
         label = self._label("train.embedding.assemble", "lookup", number)
         routed = self.lanes.transfer.submit(assemble, label, after=[asked])
-        return InFlight(number, batch, loaded, routed)
+        flying = InFlight(number, batch, loaded, routed)
+        self._run_ahead.keep(flying)
+        return flying
 
     def fetch(self, flying: InFlight, buffers: RowBuffers | None = None) -> None:
         """Stage 4: rows from the store, created where they are new."""
@@ -230,6 +234,7 @@ class Machine:
             yield
             if step.is_fence:
                 self.lanes.drain()
+        self._run_ahead.end_step()
 
     def zero(self) -> torch.Tensor:
         return torch.zeros((), device=self.engine.device)

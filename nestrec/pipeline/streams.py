@@ -1,32 +1,70 @@
-"""The device side of a lane: a stream of its own on CUDA, nothing on a CPU."""
+"""The device side of lanes: a stream and events on CUDA, nothing on a CPU.
+
+On a CPU a thread's work is done when it goes on; on CUDA it has only been launched. Events make up for it: whoever
+submits a task leaves one behind what it has launched so far, and whoever waits for a ticket waits for the lane's.
+"""
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 
+_STEPS_AHEAD = 2
+_STEPS_KEPT = 5
+"""Batches are begun two steps before theirs, and the host may be two steps ahead of the device."""
 
-class Stream:
-    """Work that a lane's thread launches goes to this stream."""
+
+def launched(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that this thread has launched into its current stream."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """What this thread launches next comes after the event; the host does not wait."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Inside the block, this thread launches into a stream of its own."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+class RunAhead:
+    """Lets the host be two steps ahead of the device, and keeps what steps use until the device is done with it.
+
+    Without it a tensor that the host has dropped could be given to another stream while kernels still read it. On a CPU
+    there is nothing to keep.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._now: list[object] = []
+        self._kept: deque[list[object]] = deque(maxlen=_STEPS_KEPT)
+        self._ends: deque[torch.cuda.Event] = deque()
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Inside the block, this thread launches into the stream."""
-        if self._stream is None:
-            yield
+    def keep(self, used: object) -> None:
+        """Something that this step or one of the next two uses."""
+        if self._device.type == "cuda":
+            self._now.append(used)
+
+    def end_step(self) -> None:
+        end = launched(self._device)
+        if end is None:
             return
-        torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def event(self) -> torch.cuda.Event | None:
-        """An event behind all that the stream was given so far."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        self._ends.append(end)
+        if len(self._ends) > _STEPS_AHEAD:
+            self._ends.popleft().synchronize()
+        self._kept.append(self._now)
+        self._now = []
