@@ -8,6 +8,11 @@ import signal
 import pytest
 from server_process import exchange, post, provoke, running_server, status_of
 
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.export import write_servable
+from nestrec.serving.random_model import random_retrieval
+from nestrec.serving.servable import Servable
+
 BODY = {"user": "u", "history": {"items": ["1", "2", "3"], "times_ms": [1, 2, 3]}, "k": 5}
 
 
@@ -81,6 +86,33 @@ def test_slow_heads_and_bodies_are_cut_off(retrieval):
         assert exchange(port, whole[:30]) == b""
         assert status_of(exchange(port, whole[:-5])) == 408
         assert status_of(exchange(port, whole)) == 200
+
+
+def test_sighup_swaps_the_model_and_refuses_a_damaged_one(tmp_path):
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16, time_bias=True)
+    current = tmp_path / "current"
+    for seed in (1, 2):
+        write_servable(random_retrieval(encoder, num_items=20, seed=seed), tmp_path / str(seed))
+    current.symlink_to(tmp_path / "1")
+    first, second = (Servable.load(tmp_path / name).version[:12] for name in ("1", "2"))
+    with running_server(current) as (port, process):
+
+        def version():
+            response = exchange(port, post("/v1/recommend", BODY))
+            assert status_of(response) == 200
+            return json.loads(response.partition(b"\r\n\r\n")[2])["model"]
+
+        assert version() == first
+        current.unlink()
+        current.symlink_to(tmp_path / "2")
+        process.send_signal(signal.SIGHUP)
+        while (found := version()) == first:
+            pass
+        assert found == second
+        (tmp_path / "2" / "weights.safetensors").write_bytes(b"damaged")
+        process.send_signal(signal.SIGHUP)
+        assert b"stays as it is" in next(line for line in process.stdout if b"stays" in line)
+        assert version() == second
 
 
 def test_sigterm_loses_nothing_of_what_is_in_flight(retrieval):

@@ -1,6 +1,11 @@
-"""`nestrec serve`: uvicorn over the front, on loopback unless told otherwise, drained on SIGTERM."""
+"""`nestrec serve`: uvicorn over the front, on loopback unless told otherwise.
 
+SIGTERM drains and ends it; SIGHUP loads the model folders anew and swaps what has changed.
+"""
+
+import logging
 import signal
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -8,11 +13,15 @@ import torch
 import uvicorn
 
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.timed_head import protocol_with
 from nestrec.serving.history_store import HistoryStoreConfig, MemoryHistoryStore
+from nestrec.serving.servable import Servable
 from nestrec.serving.service import Service, ServiceConfig
+
+_LOG = logging.getLogger(__name__)
 
 
 @config
@@ -40,10 +49,28 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
         signal.signal(number, lambda *_: None)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
     service = Service.load(folders, cfg.service, device)
+    signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device))
     try:
         uvicorn.Server(server_config(service, cfg)).run()
     finally:
         service.close()
+
+
+def _reload(service: Service, folders: list[Path], device: str) -> None:
+    """SIGHUP: load the folders anew, beside the running models, and swap those that have changed."""
+
+    def swap() -> None:
+        serving = {fleet.servable.version for fleet in service.fleets.values()}
+        for folder in folders:
+            try:
+                servable = Servable.load(folder, device)
+            except (UserError, OSError) as error:
+                _LOG.error("the model stays as it is: %s", error)
+            else:
+                if servable.version not in serving:
+                    service.swap(servable)
+
+    threading.Thread(target=swap, name="nestrec-swap", daemon=True).start()
 
 
 def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
