@@ -1,4 +1,4 @@
-"""The command line: nestrec {demo, prepare, train, eval, report, doctor, bench}.
+"""The command line: nestrec {demo, prepare, train, eval, export, serve, replay, report, doctor, bench}.
 
 Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
 """
