@@ -170,15 +170,15 @@ def _watch(process: psutil.Popen, faults: Sequence[Fault], deadline_s: float) ->
             # A signal to a process that was just ending by itself is not a fault.
             return len(hit) - (exit_code == 0 and process.pid in hit[-1:])
         if len(hit) < len(kills):
-            pid = _send_when_due(process, kills[len(hit)])
+            pid = _send_when_due(process, kills[len(hit)], hit)
             hit += [] if pid is None else [pid]
     return None
 
 
-def _send_when_due(process: psutil.Popen, fault: Fault) -> int | None:
+def _send_when_due(process: psutil.Popen, fault: Fault, hit: Sequence[int]) -> int | None:
     assert isinstance(fault, KillWhen)
     pid = fault.victim(process) if fault.is_due() else None
-    if pid is not None:
+    if pid is not None and pid not in hit:  # one that is dying already would count as two faults
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, fault.signal)
             return pid

@@ -68,3 +68,10 @@ def test_a_rank_is_killed_below_a_launcher_that_restarts_it(tmp_path: Path) -> N
     (attempt,) = run_with_faults(command, [fault])
     assert (attempt.exit_code, attempt.num_fired) == (0, 1)
     assert (tmp_path / "lines1").read_text().count("\n") == 50
+
+
+def test_two_faults_that_are_due_at_once_hit_two_attempts(tmp_path: Path) -> None:
+    """The second must not be spent on a process that the first has killed already."""
+    path = tmp_path / "lines.txt"
+    history = run_with_faults(counting(path), [KillWhen(lines_reach(path, 5)), KillWhen(lines_reach(path, 6))])
+    assert [attempt.num_fired for attempt in history] == [1, 1, 0]
