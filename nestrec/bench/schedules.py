@@ -3,8 +3,8 @@
 Ranks are processes in network namespaces (see limited_links). All schedules live in the same ranks and take turns, a
 round of a few steps each, so that they share whatever else the machine does. A round goes from an empty pipeline to an
 empty pipeline; its first and last step are left out. Figures are medians of rounds on the slowest rank; times of parts
-come from trace spans and add up to the step. `step_over_bound` and `exposed_over_raw` compare with the parts of serial at
-the same partition; with `own` they compare with the parts of the very steps, which other load on the machine spoils less.
+come from trace spans and add up to the step. `step_over_bound` and `exposed_over_raw` compare with the parts of serial
+at the same partition; with `own` they compare with the parts of the very steps, which other load spoils less.
 """
 
 import statistics
