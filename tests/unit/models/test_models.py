@@ -73,7 +73,8 @@ def test_hstu_follows_the_published_recipe():
     layer = HSTU(HSTUConfig(time_bias=True)).layers[0]
     names = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert names == {
-        "uvqk": (50, 200), "output.weight": (50, 50), "output.bias": (50,), "position_table": (421,), "time_table": (129,),
+        "uvqk": (50, 200), "output.weight": (50, 50), "output.bias": (50,),
+        "position_table": (421,), "time_table": (129,),
     }  # fmt: skip
 
 
