@@ -188,5 +188,5 @@ class Trainer:
 
     def _total_steps(self) -> int:
         cfg = self.cfg.training
-        by_epochs = sum(self.batches.order.steps_in_epoch(e) for e in range(min(cfg.epochs, 1))) * cfg.epochs
+        by_epochs = self.batches.order.steps_in_epoch(0) * cfg.epochs
         return min(by_epochs, cfg.max_steps) if cfg.max_steps is not None else by_epochs
