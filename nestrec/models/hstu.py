@@ -19,8 +19,7 @@ from nestrec.base.config import config
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.dropout import dropout
 from nestrec.ops.hstu_attention import hstu_attention
-from nestrec.ops.padding import padded_slots
-from nestrec.ops.relative_bias import position_bias, time_bias
+from nestrec.ops.relative_bias import RelativeBias
 
 NORM_EPS = 1e-6
 
@@ -77,28 +76,18 @@ class HSTULayer(nn.Module):
         heads = (x_TD.shape[0], self.cfg.num_heads, self.cfg.head_dim)
         attended = hstu_attention(
             q.reshape(heads), k.reshape(heads), v.reshape(heads), info.offsets, max_length=info.max_length,
-            normaliser=self.cfg.normaliser, bias_BNN=self._bias(info, q.dtype),
+            normaliser=self.cfg.normaliser, bias=self._bias(info),
         ).flatten(1)  # fmt: skip
         gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
         p = self.cfg.dropout if self.training else 0.0
         out_TD: torch.Tensor = x_TD + self.output(dropout(gated, info.token_key_T, self.site, p))
         return out_TD
 
-    def _bias(self, info: SequenceInfo, dtype: torch.dtype) -> torch.Tensor | None:
-        """(B or 1, N, N) sum of the biases that the config asks for."""
-        total: torch.Tensor | None = None
-        if self.position_table is not None:
-            total = position_bias(self.position_table, info.max_length)[None]
-        if self.time_table is not None:
-            assert info.time_T is not None
-            assert info.query_time_T is not None
-            slot_T = padded_slots(info.offsets, info.time_T.numel(), info.max_length)
-            shape = (info.offsets.numel() - 1, info.max_length)
-            times = [t.new_zeros(shape[0] * shape[1]).index_copy(0, slot_T, t).view(shape)
-                     for t in (info.query_time_T, info.time_T)]  # fmt: skip
-            by_time = time_bias(self.time_table, *times)
-            total = by_time if total is None else total + by_time
-        return None if total is None else total.to(dtype)
+    def _bias(self, info: SequenceInfo) -> RelativeBias:
+        return RelativeBias(
+            position_table=self.position_table, time_table=self.time_table,
+            time_T=info.time_T, query_time_T=info.query_time_T,
+        )  # fmt: skip
 
 
 class HSTU(nn.Module):

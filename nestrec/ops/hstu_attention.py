@@ -1,9 +1,10 @@
 """HSTU attention over jagged sequences.
 
-    out[i] = sum_{j <= i} SiLU(q[i] . k[j] + bias[i, j]) / normaliser * v[j]        within each sequence
+    out[i] = sum_{j seen by i} SiLU(q[i] . k[j] + bias[i, j]) / normaliser * v[j]        within each sequence
 
-No softmax; the normaliser is a constant of the recipe. `hstu_attention_reference` is the definition, one sequence at a
-time; `hstu_attention` computes the same on padded blocks.
+No softmax; the normaliser is a constant of the recipe. Plain causality sees j <= i; attention_mask.py defines the
+rest. `hstu_attention_reference` is the definition, one sequence at a time; `hstu_attention_padded` computes the same
+on padded blocks; `hstu_attention` takes the kernels where there is a GPU, and those blocks otherwise.
 
 Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N longest length.
 """
@@ -13,33 +14,16 @@ import itertools
 import torch
 from torch.nn.functional import silu
 
+from nestrec.base.errors import UserError
+from nestrec.ops.attention_mask import PLAIN, AttentionRules, seen_mask
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.relative_bias import RelativeBias
 
 LARGE_PAIRS = 1 << 20
 """Below so many pairs of tokens, padding costs less than a loop over sequences."""
 LONG = 512
 """From this length on, one sequence alone keeps a core busy."""
-
-
-def hstu_attention_reference(
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    normaliser: float,
-    bias_BNN: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The definition: a loop over sequences."""
-    outputs = []
-    for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        n = end - start
-        scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
-        if bias_BNN is not None:
-            scores_HNN = scores_HNN + bias_BNN[b if bias_BNN.shape[0] > 1 else 0, :n, :n]
-        weights_HNN = silu(scores_HNN).tril() / normaliser
-        outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
-    return torch.cat(outputs) if outputs else torch.zeros_like(v_THD)
+NO_BIAS = RelativeBias()
 
 
 def hstu_attention(
@@ -50,23 +34,107 @@ def hstu_attention(
     *,
     max_length: int,
     normaliser: float,
-    bias_BNN: torch.Tensor | None = None,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+    deterministic: bool | None = None,
 ) -> torch.Tensor:
-    """The same on padded blocks of `max_length` (the longest sequence of the batch).
+    """(T, H, D) attention of every token.
 
-    bias_BNN: (B, N, N) or (1, N, N), shared by the heads. Padding stands behind each sequence, where no causal query
-    looks, so it needs no mask of its own. On a CPU, sequences that are long or differ much are taken one at a
-    time: large blocks leave the caches, and padding would cost more than the loop.
+    offsets: (B + 1,) int64 bounds of the sequences, from 0 to T. max_length: the longest sequence of the batch or
+    more, known on the host. deterministic: whether gradients are the same bits on every run; by default what
+    `torch.use_deterministic_algorithms` says. On a CPU they always are.
     """
+    _check(q_THD, k_THD, v_THD, offsets)
     if not q_THD.is_cuda and _better_one_by_one(offsets, max_length):
-        return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias_BNN=bias_BNN)
+        return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
+    return hstu_attention_padded(
+        q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+    )
+
+
+def hstu_attention_reference(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """The definition: a loop over sequences."""
+    outputs = []
+    for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
+        own_offsets, own_rules = offsets[b : b + 2] - start, _of_sequence(rules, b)
+        if not bias.is_empty:
+            dense = _bias_of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
+            scores_HNN = scores_HNN + dense.to(scores_HNN.dtype)
+        weights_HNN = _seen(silu(scores_HNN), own_offsets, own_rules) / normaliser
+        outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
+    return torch.cat(outputs) if outputs else torch.zeros_like(v_THD)
+
+
+def hstu_attention_padded(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    max_length: int,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """The same on padded blocks of `max_length`.
+
+    Padding stands behind each sequence, where no token of it looks, so it needs no mask of its own.
+    """
     slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
     q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
     scores_BHNN = q @ k.transpose(2, 3)
-    if bias_BNN is not None:
-        scores_BHNN = scores_BHNN + bias_BNN[:, None]
-    weights_BHNN = silu(scores_BHNN).tril() / normaliser
+    if not bias.is_empty:
+        scores_BHNN = scores_BHNN + bias.dense(offsets, max_length, rules).to(scores_BHNN.dtype)[:, None]
+    weights_BHNN = _seen(silu(scores_BHNN), offsets, rules) / normaliser
     return from_blocks(weights_BHNN @ v, slot_T)
+
+
+def _seen(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+    """Weights, zero where a query does not look. (H, N, N) of one sequence or (B, H, N, N)."""
+    if rules.is_plain:
+        return weights.tril()
+    seen_BNN = seen_mask(offsets, weights.shape[-1], rules)
+    return weights.masked_fill(~(seen_BNN if weights.dim() == 3 else seen_BNN[:, None]), 0.0)
+
+
+def _of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
+    return AttentionRules(
+        num_targets_B=None if rules.num_targets_B is None else rules.num_targets_B[b : b + 1],
+        num_context=rules.num_context, max_attention_length=rules.max_attention_length,
+    )  # fmt: skip
+
+
+def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
+    return RelativeBias(
+        position_table=bias.position_table, time_table=bias.time_table,
+        time_T=None if bias.time_T is None else bias.time_T[tokens],
+        query_time_T=None if bias.query_time_T is None else bias.query_time_T[tokens],
+    )  # fmt: skip
+
+
+def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offsets: torch.Tensor) -> None:
+    shapes = [tuple(x.shape) for x in (q_THD, k_THD, v_THD)]
+    if q_THD.dim() != 3 or len(set(shapes)) > 1:
+        raise UserError(
+            "queries, keys and values have one shape, (tokens, heads, head dimension)", field="q, k, v", value=shapes
+        )
+    if len({x.dtype for x in (q_THD, k_THD, v_THD)}) > 1:
+        raise UserError("queries, keys and values have one dtype", field="q, k, v",
+                        value=[x.dtype for x in (q_THD, k_THD, v_THD)])  # fmt: skip
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int64:
+        raise UserError(
+            "offsets are int64 bounds, one more than sequences", field="offsets", value=(offsets.shape, offsets.dtype)
+        )
 
 
 def _better_one_by_one(offsets: torch.Tensor, max_length: int) -> bool:

@@ -1,12 +1,20 @@
 """Relative position and time bias of HSTU.
 
-    bias[b, i, j] = position[j - i + N - 1] + time[bucket(query_time[b, i] - time[b, j])]
+    bias[b, i, j] = position[place(j) - place(i) + centre] + time[bucket(query_time[b, i] - time[b, j])]
     bucket(dt)    = min(floor(ln(max(|dt|, 1)) / 0.301), num_buckets)          dt in seconds
 
-Legend: B sequences, N padded length.
+The place of a token is its position in the sequence, except that candidates share one (see attention_mask.py).
+
+Legend: T tokens of all sequences, B sequences, N padded length.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from nestrec.base.errors import UserError
+from nestrec.ops.attention_mask import PLAIN, AttentionRules, places
+from nestrec.ops.padding import padded_slots
 
 
 def time_bucket(delta_s: torch.Tensor, num_buckets: int) -> torch.Tensor:
@@ -45,3 +53,51 @@ def position_bias(table: torch.Tensor, length: int) -> torch.Tensor:
 def time_bias(table: torch.Tensor, query_time_BN: torch.Tensor, time_BN: torch.Tensor) -> torch.Tensor:
     """(B, N, N) bias of the time between query i and key j; times in seconds, `table` holds num_buckets + 1 values."""
     return table_values(table, time_bucket(query_time_BN[:, :, None] - time_BN[:, None, :], table.numel() - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeBias:
+    """Learned biases of the distance and of the time between tokens; either may be absent. Shared by the heads."""
+
+    position_table: torch.Tensor | None = None
+    """2 * longest - 1 values, the middle one for distance 0"""
+    time_table: torch.Tensor | None = None
+    """num_buckets + 1 values"""
+    time_T: torch.Tensor | None = None
+    """float64 seconds of each token; needed by the time bias"""
+    query_time_T: torch.Tensor | None = None
+    """float64 seconds at which each token asks; needed by the time bias"""
+
+    def __post_init__(self) -> None:
+        if self.time_table is not None and (self.time_T is None or self.query_time_T is None):
+            raise UserError(
+                "the time bias needs the time of every token", field="time_table", value=tuple(self.time_table.shape),
+                remedy="give time_T and query_time_T",
+            )  # fmt: skip
+
+    @property
+    def is_empty(self) -> bool:
+        return self.position_table is None and self.time_table is None
+
+    def dense(self, offsets: torch.Tensor, max_length: int, rules: AttentionRules = PLAIN) -> torch.Tensor:
+        """(B or 1, N, N) sum of the biases: the definition."""
+        total: torch.Tensor | None = None
+        if self.position_table is not None and rules.num_targets_B is None:
+            total = position_bias(self.position_table, max_length)[None]
+        elif self.position_table is not None:
+            place_BN = places(offsets, max_length, rules)
+            distance = place_BN[:, None, :] - place_BN[:, :, None]
+            total = table_values(self.position_table, distance + (self.position_table.numel() - 1) // 2)
+        if self.time_table is not None:
+            by_time = time_bias(self.time_table, *self._padded_times(offsets, max_length))
+            total = by_time if total is None else total + by_time
+        assert total is not None
+        return total
+
+    def _padded_times(self, offsets: torch.Tensor, max_length: int) -> list[torch.Tensor]:
+        assert self.time_T is not None
+        assert self.query_time_T is not None
+        slot_T = padded_slots(offsets, self.time_T.numel(), max_length)
+        shape = (offsets.numel() - 1, max_length)
+        return [t.new_zeros(shape[0] * shape[1]).index_copy(0, slot_T, t).view(shape)
+                for t in (self.query_time_T, self.time_T)]  # fmt: skip

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
+from nestrec.ops.attention_mask import AttentionRules, seen_mask
 from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_reference
-from nestrec.ops.relative_bias import position_bias, time_bias, time_bucket
+from nestrec.ops.relative_bias import RelativeBias, position_bias, time_bias, time_bucket
 from nestrec.ops.softmax_attention import softmax_attention, softmax_attention_reference
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -28,14 +30,88 @@ def same_values_and_gradients(fast, slow, inputs):
             assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
-@given(lengths_lists, st.booleans())
-def test_hstu_attention_equals_its_definition(lengths, with_bias):
+@st.composite
+def attention_rules(draw, lengths):
+    targets = torch.tensor([draw(st.integers(0, n)) for n in lengths]) if draw(st.booleans()) else None
+    longest = draw(st.one_of(st.none(), st.integers(1, 10)))
+    return AttentionRules(num_targets_B=targets, num_context=draw(st.integers(0, 3)), max_attention_length=longest)
+
+
+def random_bias(num_tokens, longest, has_position, has_time):
+    generator = torch.Generator().manual_seed(num_tokens)
+    draw = lambda n: torch.randn(n, generator=generator, dtype=torch.float64)  # noqa: E731
+    return RelativeBias(
+        position_table=draw(2 * longest + 1).requires_grad_() if has_position else None,
+        time_table=draw(12).requires_grad_() if has_time else None,
+        time_T=draw(num_tokens) * 20, query_time_T=draw(num_tokens) * 20,
+    )  # fmt: skip
+
+
+@given(st.data(), lengths_lists, st.booleans(), st.booleans())
+def test_hstu_attention_equals_its_definition(data, lengths, has_position, has_time):
     offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
-    longest = max(lengths)
-    bias = torch.randn(len(lengths), longest, longest, dtype=torch.float64).requires_grad_() if with_bias else None
-    fast = hstu_attention(*inputs, offsets, max_length=longest, normaliser=7.0, bias_BNN=bias)
-    slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias_BNN=bias)
-    same_values_and_gradients(fast, slow, [*inputs, bias] if bias is not None and sum(lengths) else inputs)
+    rules, longest = data.draw(attention_rules(lengths)), max(lengths)
+    bias = random_bias(sum(lengths), longest, has_position, has_time)
+    fast = hstu_attention(*inputs, offsets, max_length=longest, normaliser=7.0, bias=bias, rules=rules)
+    slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
+    tables = [t for t in (bias.position_table, bias.time_table) if t is not None]
+    same_values_and_gradients(fast, slow, [*inputs, *tables] if sum(lengths) else inputs)
+
+
+@given(st.data(), st.integers(1, 9))
+def test_the_mask_says_who_sees_whom(data, length):
+    rules = data.draw(attention_rules([length]))
+    seen = seen_mask(torch.tensor([0, length]), length, rules)[0]
+    history = length - (0 if rules.num_targets_B is None else int(rules.num_targets_B[0]))
+    for i in range(length):
+        for j in range(length):
+            asks_from = min(i, history)
+            is_near = rules.max_attention_length is None or asks_from - j < rules.max_attention_length
+            is_context = j < rules.num_context
+            if j >= history:
+                expected = i == j
+            elif i < rules.num_context:
+                expected = True
+            else:
+                expected = i == j or (j < asks_from and (is_near or is_context))
+            assert seen[i, j] == expected
+
+
+def test_candidates_score_the_same_alone_and_together():
+    """A candidate's output does not depend on the others, bias included."""
+    q, k, v = (x.detach() for x in qkv([9]))
+    bias = random_bias(9, 9, has_position=True, has_time=True)
+    alone = []
+    for c in (6, 7, 8):
+        rows = torch.tensor([0, 1, 2, 3, 4, 5, c])
+        own = RelativeBias(
+            position_table=bias.position_table, time_table=bias.time_table,
+            time_T=bias.time_T[rows], query_time_T=bias.query_time_T[rows],
+        )  # fmt: skip
+        alone.append(
+            hstu_attention(q[rows], k[rows], v[rows], torch.tensor([0, 7]), max_length=7, normaliser=5.0, bias=own)[6]
+        )
+    rules = AttentionRules(num_targets_B=torch.tensor([3]))
+    together = hstu_attention(q, k, v, torch.tensor([0, 9]), max_length=9, normaliser=5.0, bias=bias, rules=rules)
+    torch.testing.assert_close(together[6:], torch.stack(alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"k_THD": torch.zeros(4, 1, 2)}, "q, k, v"),
+        ({"v_THD": torch.zeros(3, 1, 2, dtype=torch.float64)}, "q, k, v"),
+        ({"offsets": torch.tensor([0.0, 3.0])}, "offsets"),
+    ],
+)
+def test_wrong_inputs_are_refused_by_name(change, named):
+    arguments = {name: torch.zeros(3, 1, 2) for name in ("q_THD", "k_THD", "v_THD")} | {"offsets": torch.tensor([0, 3])}
+    with pytest.raises(UserError, match=named):
+        hstu_attention(**(arguments | change), max_length=3, normaliser=1.0)
+    with pytest.raises(UserError, match="max_attention_length"):
+        AttentionRules(max_attention_length=0)
+    with pytest.raises(UserError, match="time_table"):
+        RelativeBias(time_table=torch.zeros(3))
 
 
 def test_long_and_short_sequences_together_equal_the_padded_blocks(monkeypatch):
