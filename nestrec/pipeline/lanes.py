@@ -42,6 +42,7 @@ class Ticket(Generic[T]):
 
     def wait(self) -> T:
         """The result, or the error of the task. On a GPU the host waits for the launch, the device for the result."""
+        self._tracer.depends_on(self._span_id)
         if not self._done.is_set():
             with self._tracer.wait(self._span_id):
                 self._done.wait()

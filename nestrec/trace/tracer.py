@@ -125,6 +125,9 @@ class Tracer:
         """A span around waiting for the end of the span with this id."""
         return self.span(name, kind="wait", awaits=awaits)
 
+    def depends_on(self, awaited: int) -> None:
+        """Told of every wait for the end of a span, also of those that were over at once. Kept by recorders only."""
+
     @contextlib.contextmanager
     def context(
         self, *, lane: str | None = None, step: int | None = None, micro_batch: int | None = None

@@ -1,0 +1,84 @@
+"""A rehearsal: a schedule trains a toy job for some steps, and its program is recorded.
+
+The toy is real: an engine on one rank, rows, gradients, lanes with threads. Only its sizes are small, so what a stage
+costs comes from a cost model and not from here.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step, Totals
+from nestrec.planning.program import Program
+from nestrec.planning.recorder import Recorder
+
+ENGINE_OPERATIONS = (
+    "deduplicate", "exchange_keys", "assemble", "fetch", "read_ahead", "exchange_vectors", "exchange_gradients",
+    "add_gradients", "sum_over_replicas", "update_rows", "write_back",
+)  # fmt: skip
+_ROWS, _DIM = 8, 2
+
+
+@functools.lru_cache(maxsize=256)
+def rehearse(options: PipelineConfig, *, micro_batches: int, steps: int) -> Program:
+    """The program of `steps` steps under these options; the last one is a fence."""
+    recorder = Recorder()
+    engine = EmbeddingEngine([TableConfig(name="toy", dim=_DIM, num_rows=_ROWS)], Topology.single())
+    for name in ENGINE_OPERATIONS:
+        setattr(engine, name, recorder.noting(name, getattr(engine, name)))
+    schedule = SCHEDULES[options.schedule](engine, _Compute(recorder), _Dense(recorder), recorder, options)
+    batches = [_batch(number, micro_batches) for number in range(1, steps + 1)]
+    feed = Feed(iter(batches))
+    for number in range(1, steps + 1):
+        step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=number == steps)
+        schedule.advance(step, feed)
+    schedule.close()
+    engine.close()
+    return recorder.program(options.schedule, micro_batches)
+
+
+def _batch(number: int, micro_batches: int) -> Batch:
+    """Each micro-batch reads one row of its own step and one that every step reads."""
+    keys = np.array([[0, 1 + number % (_ROWS - 1)]])
+    parts = [MicroBatch(np.array([i]), {"toy": keys}, {}, 2, 2) for i in range(micro_batches)]
+    samples = np.arange(micro_batches)
+    return Batch(Position(0, number), float(micro_batches), samples, tuple(parts), tokens=np.full(micro_batches, 2))
+
+
+class _Compute:
+    """The gradient of a row is the row."""
+
+    couples_samples = False
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def transfer(self, part: MicroBatch) -> MicroBatch:
+        return part
+
+    def forward_backward(
+        self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        self._recorder.note("forward_backward")
+        return torch.zeros(()), {name: vectors.clone() for name, vectors in rows.items()}
+
+
+class _Dense:
+    """No dense weights."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
+        self._recorder.note("dense_reduce")
+        return torch.zeros(2)
+
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
+        self._recorder.note("dense_apply")
+        return Totals(loss=sums[0], gradient_norm=sums[0], wants_stop=sums[1])
