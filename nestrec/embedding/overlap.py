@@ -17,6 +17,7 @@ from nestrec.embedding.hashing import mix64
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.transfer import to_device
 from nestrec.embedding.working_set import WorkingSet
+from nestrec.ops.move_rows import move_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _table_overlap(older: FetchedRows, newer: FetchedRows) -> TableOverlap:
 
 def _copy_rows(source: torch.Tensor, older: torch.Tensor, target: torch.Tensor, newer: torch.Tensor) -> None:
     if source.device.type != "cpu":
-        target.index_copy_(0, newer, source.index_select(0, older))
+        move_rows(source, target, older, newer)
         return
     arrays = source.numpy(), older.numpy(), target.numpy(), newer.numpy()
     for_parts(len(older), len(older), lambda a, b: _copy(*arrays, a, b))

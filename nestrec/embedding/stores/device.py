@@ -6,6 +6,7 @@ import torch
 from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
 from nestrec.embedding.stores.store import Slots
 from nestrec.embedding.transfer import to_device
+from nestrec.ops.move_rows import move_rows
 
 
 class DeviceStore:
@@ -27,18 +28,13 @@ class DeviceStore:
         if self._slab.device.type == "cpu":
             gather_rows_host(self._slab.numpy(), slots, out.numpy(), self._num_threads)
         elif len(self._slab):
-            # Rows without a slot read row 0 here; their reader overwrites them with initial rows.
-            index = to_device(slots, self._slab.device).clamp(min=0)
-            torch.index_select(self._slab, 0, index, out=out)
+            move_rows(self._slab, out, to_device(slots, out.device))
 
     def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
         if self._slab.device.type == "cpu":
             scatter_rows_host(self._slab.numpy(), slots, rows.numpy(), self._num_threads)
-            return
-        kept = slots >= 0
-        if not kept.all():
-            rows = rows.index_select(0, to_device(np.flatnonzero(kept), rows.device))
-        self._slab.index_copy_(0, to_device(slots[kept], self._slab.device), rows)
+        else:
+            move_rows(rows, self._slab, target_index_P=to_device(slots, rows.device))
 
     def statistics(self) -> dict[str, int]:
         used = self._slab.numel() * 4
