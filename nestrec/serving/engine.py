@@ -1,59 +1,43 @@
-"""The engine: one thread that owns the device and repeats plan, run, complete.
+"""The engine: one thread that owns the device and repeats plan, launch, complete.
 
-Ranking requests go first, in order of arrival; signals to compute a prefix ahead fill what is left of a batch, in
-chunks, so that no request waits behind a long one. A request whose user has a prefix in the cache computes only what is
-missing; any other computes everything, and the scores are the same. At most one request of a user is in a batch, so a
-user's requests keep their order and share what they compute.
+What is in a batch is decided by the planner. On a GPU the next batch is planned and launched while the device is busy
+with the one before: batches run in order, so a prefix counts as kept as soon as the batch that computes it is launched,
+while answers, holds and copies to DRAM wait for its end.
 """
 
 import logging
 import threading
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.config import config
 from nestrec.serving.cost_model import CostModel, work_of
+from nestrec.serving.engine_config import EngineConfig
 from nestrec.serving.forms import Form, Tokens
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.planner import Planner, Step
 from nestrec.serving.prefix_cache import CacheKey, Entry
-from nestrec.serving.runner import Part, Runner, Scored
-from nestrec.serving.tiers import PrefixTiers, TiersConfig
-from nestrec.serving.trigger import Decision, Trigger, TriggerConfig
+from nestrec.serving.runner import Launched, Scored
+from nestrec.serving.runners import make_runner
+from nestrec.serving.tiers import PrefixTiers
+from nestrec.serving.trigger import Decision, Trigger
 from nestrec.serving.warm_up import warm_up
 from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
+
+__all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
-@config
-class EngineConfig:
-    tiers: TiersConfig = TiersConfig()
-    """where prefixes are kept"""
-    max_batch_tokens: int = 4096
-    """new tokens of a batch, candidates included"""
-    chunk_tokens: int = 1024
-    """new tokens of signals in a batch that ranks nothing; what a request may have to wait for"""
-    mixed_chunk_tokens: int = 256
-    """new tokens of signals in a batch that also ranks"""
-    max_queue_s: float = 0.25
-    """device seconds of work that may wait; beyond it requests are refused"""
-    trigger: TriggerConfig = TriggerConfig()
-    """what is computed ahead"""
-
-
 @dataclass(frozen=True, slots=True)
-class _Step:
-    work: Work
-    part: Part
-    entry: Entry | None
+class _Batch:
+    steps: list[Step]
+    launched: Launched
 
 
 class Engine:
@@ -66,13 +50,16 @@ class Engine:
         self.tiers = PrefixTiers(
             form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count
         )
-        self._runner = Runner(form, self.tiers.pool)
+        self._runner = make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
+        self._planner = Planner(
+            cfg, self.tiers, self.clock, tokens_an_event=form.tokens_an_event, end=self._finish,
+            signal_done=self._signal_done, count=self._count, pressure=self._pressure,
+        )  # fmt: skip
         self._condition = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
-        self._ranks: deque[Work] = deque()
-        self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
+        self._in_flight: deque[_Batch] = deque()
         self._queued_s = 0.0
         self._num_pending = 0
         self._is_draining = self._is_closed = False
@@ -180,16 +167,21 @@ class Engine:
             self._messages.append(message)
             self._condition.notify_all()
 
+    def _pressure(self) -> float:
+        return 1.0 + self._queued_s / self.cfg.max_queue_s
+
     # The engine's thread.
 
     def _loop(self) -> None:
         try:
             warm_up(self._runner, self.costs)
             self._is_warm.set()
-            while (steps := self._plan()) is not None:
+            while self._take_new():
+                steps = self._planner.plan()
                 if steps:
-                    results, seconds = self._run(steps)
-                    self._complete(steps, results, seconds)
+                    self._launch(steps)
+                if self._in_flight and (not steps or len(self._in_flight) >= self._runner.depth):
+                    self._complete(self._in_flight.popleft())
         except BaseException:
             _LOG.exception("an engine failed; its requests go elsewhere")
             raise
@@ -197,34 +189,11 @@ class Engine:
             self._is_warm.set()
             self._fail_all()
 
-    def _plan(self) -> list[_Step] | None:
-        """The next batch; waits until there is something to do. None at the end."""
-        if not self._take_new():
-            return None
-        budget = self.cfg.max_batch_tokens
-        steps: list[_Step] = []
-        later: deque[Work] = deque()
-        while self._ranks and budget > 0:
-            work = self._ranks.popleft()
-            if not self._is_wanted(work):
-                continue
-            if any(step.work.key == work.key for step in steps):
-                later.append(work)
-                continue
-            step = self._plan_rank(work)
-            if step is not None:
-                steps.append(step)
-                budget -= _num_new(step.part)
-        self._ranks.extendleft(reversed(later))
-        chunk = self.cfg.mixed_chunk_tokens if steps else self.cfg.chunk_tokens
-        steps += self._plan_signals(min(budget, chunk), {step.work.key for step in steps})
-        return steps
-
     def _take_new(self) -> bool:
-        """Move what has arrived to this thread; False when the engine is to end."""
+        """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
         with self._condition:
             self._condition.wait_for(
-                lambda: self._inbox or self._messages or self._ranks or self._signals or self._is_closed
+                lambda: self._inbox or self._messages or self._in_flight or self._planner.has_work or self._is_closed
             )
             if self._is_closed:
                 return False
@@ -233,141 +202,62 @@ class Engine:
         for message in messages:
             message()
         for work in arrived:
-            if work.is_rank:
-                self._supersede(work.key)
-                self._ranks.append(work)
-            else:
-                self._supersede(work.key)
-                self._signals[work.key] = work
+            self._planner.add(work)
         return True
 
-    def _supersede(self, key: CacheKey) -> None:
-        """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
-        signal = self._signals.pop(key, None)
-        if signal is not None:
-            self._count("signal_superseded")
-            self._finish(signal, None, UnavailableError("a later request took over", 0.0))
-
-    def _is_wanted(self, work: Work) -> bool:
-        if work.future.cancelled():
-            self._count("cancelled")
-            self._finish(work, None, None)
-            return False
-        if self.clock.now_s() > work.deadline_s:
-            self._count("refused_deadline")
-            self._finish(work, None, UnavailableError("its deadline passed in the queue", max(0.05, self._queued_s)))
-            return False
-        return True
-
-    def _plan_rank(self, work: Work) -> _Step | None:
-        """How to compute a request; none where it waits for a copy from DRAM."""
-        entry = self.tiers.find(work)
-        if entry is None and self.tiers.reload(work, self._pressure(), self._resume):
-            return None
-        return self._step(work, entry, work.tokens.length)
-
-    def _plan_signals(self, budget: int, busy: set[CacheKey]) -> list[_Step]:
-        steps = []
-        for work in [w for w in self._signals.values() if w.key not in busy]:
-            if budget <= 0:
-                break
-            if not self._is_wanted(work):
-                del self._signals[work.key]
-                continue
-            entry = self.tiers.find(work)
-            if entry is None and self.tiers.reload(work, self._pressure(), self._resume):
-                del self._signals[work.key]
-                continue
-            if entry is not None and entry.length >= work.tokens.num_cacheable:
-                del self._signals[work.key]
-                self._signal_done(work, entry)
-                continue
-            first = entry.length if entry is not None else 0
-            chunk = max(1, budget // self.form.tokens_an_event) * self.form.tokens_an_event
-            end = min(work.tokens.num_cacheable, first + chunk)
-            step = self._step(work, entry, end)
-            if step.part.store_until < end:  # no room to keep it: nothing to compute ahead
-                del self._signals[work.key]
-                self._release(step)
-                self._finish(work, None, UnavailableError("no room in the cache", 0.0))
-                continue
-            steps.append(step)
-            budget -= end - first
-        return steps
-
-    def _pressure(self) -> float:
-        """How scarce device time is: 1 where nothing waits."""
-        return 1.0 + self._queued_s / self.cfg.max_queue_s
-
-    def _resume(self, work: Work) -> None:
-        """The copy that a work waited for has ended."""
-        if work.is_rank:
-            self._ranks.appendleft(work)
-        elif work.key not in self._signals:
-            self._signals[work.key] = work
-        else:
-            self._finish(work, None, UnavailableError("a later request took over", 0.0))
-
-    def _step(self, work: Work, entry: Entry | None, end: int) -> _Step:
-        """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
-        first = entry.length if entry is not None else 0
-        entry, store_until = self.tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
-        pages = list(entry.pages) if entry is not None else []
-        part = Part(
-            tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=work.candidates
-        )
-        return _Step(work, part, entry)
-
-    def _run(self, steps: list[_Step]) -> tuple[list[Scored | None] | Exception, float]:
-        start_s = time.perf_counter()
+    def _launch(self, steps: list[Step]) -> None:
         try:
-            results: list[Scored | None] | Exception = self._runner.run([step.part for step in steps])
-        except Exception as error:
+            launched = self._runner.launch([step.part for step in steps])
+        except Exception:
             _LOG.exception("a batch failed")
-            results = error
-        if self.form.encoder.position.is_cuda:  # a batch of signals returns before the device is done
-            torch.cuda.synchronize()
-        return results, time.perf_counter() - start_s
-
-    def _complete(self, steps: list[_Step], results: list[Scored | None] | Exception, seconds: float) -> None:
-        if isinstance(results, Exception):
             for step in steps:
                 self._fail(step)
             return
-        works = [_work_of(step.part) for step in steps]
-        self.costs.observe(sum(w[0] for w in works), sum(w[1] for w in works), seconds)
-        self._count("batches")
-        for step, scores in zip(steps, results, strict=True):
+        for step in steps:
             self._keep(step)
-            if scores is not None:
-                self._answer(step, scores)
-            else:
-                self._signal_advanced(step)
+            self._planner.launched(step)
+        self._in_flight.append(_Batch(steps, launched))
 
-    def _keep(self, step: _Step) -> None:
-        """The new tokens are in the pages now."""
-        if step.entry is not None and step.part.store_until > step.part.first:
+    def _keep(self, step: Step) -> None:
+        """The new tokens are in the pages for every batch after this one."""
+        if step.entry is not None and not step.entry.is_dropped and step.part.store_until > step.part.first:
             digest = step.work.digest_of(step.part.store_until)
             assert digest is not None
             self.tiers.device.commit(step.entry, step.part.store_until, digest)
 
-    def _answer(self, step: _Step, scored: Scored) -> None:
+    def _complete(self, batch: _Batch) -> None:
+        try:
+            results, seconds = batch.launched.wait()
+        except Exception:
+            _LOG.exception("a batch failed")
+            for step in batch.steps:
+                self._fail(step)
+            return
+        works = [step.part.work for step in batch.steps]
+        self.costs.observe(sum(w[0] for w in works), sum(w[1] for w in works), seconds)
+        self._count("batches")
+        for step, scored in zip(batch.steps, results, strict=True):
+            if scored is not None:
+                self._answer(step, scored)
+            else:
+                self._signal_advanced(step)
+
+    def _answer(self, step: Step, scored: Scored) -> None:
         work = step.work
         with self._condition:
             self.trigger.consumed(work.key)
         self._count(f"rank_{work.source}")
         if step.entry is not None:
             self.tiers.device.hold(step.entry, float("-inf"))
-            self.tiers.spill(step.entry)
+            if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
+                self.tiers.spill(step.entry)
         self._release(step)
         self._finish(work, Answer(scored.items, scored.scores, work.key.version, work.source, step.part.first), None)
 
-    def _signal_advanced(self, step: _Step) -> None:
-        self._release(step)
-        if step.part.end >= step.work.tokens.num_cacheable:
-            self._signals.pop(step.work.key, None)
-            assert step.entry is not None
+    def _signal_advanced(self, step: Step) -> None:
+        if step.is_last and step.entry is not None:
             self._signal_done(step.work, step.entry)
+        self._release(step)
 
     def _signal_done(self, work: Work, entry: Entry) -> None:
         with self._condition:
@@ -376,18 +266,21 @@ class Engine:
         self._count("signal_done")
         self._finish(work, Answer(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
 
-    def _release(self, step: _Step) -> None:
+    def _release(self, step: Step) -> None:
         if step.entry is not None:
             self.tiers.device.unpin(step.entry)
 
-    def _fail(self, step: _Step) -> None:
-        self._signals.pop(step.work.key, None)
+    def _fail(self, step: Step) -> None:
+        self._planner.drop(step.work)
         self.tiers.device.drop(step.work.key)
         self._release(step)
         self._count("failed")
         self._finish(step.work, None, RuntimeError("the batch of this request failed"))
 
     def _finish(self, work: Work, answer: Answer | None, error: Exception | None) -> None:
+        if work.is_finished:
+            return
+        work.is_finished = True
         with self._condition:
             self._queued_s = max(0.0, self._queued_s - work.estimate_s)
             self._num_pending -= 1
@@ -405,16 +298,8 @@ class Engine:
     def _fail_all(self) -> None:
         with self._condition:
             self._is_closed = True
-            waiting = [*self._inbox, *self._ranks, *self._signals.values(), *self.tiers.waiting()]
+            waiting = [*self._inbox, *self._planner.waiting(), *self.tiers.waiting()]
             self._inbox.clear()
+        waiting += [step.work for batch in self._in_flight for step in batch.steps]
         for work in waiting:
             self._finish(work, None, UnavailableError("the engine has ended", 1.0))
-
-
-def _num_new(part: Part) -> int:
-    return part.end - part.first + (len(part.candidates) if part.candidates is not None else 0)
-
-
-def _work_of(part: Part) -> tuple[int, int]:
-    num_candidates = len(part.candidates) if part.candidates is not None else 0
-    return work_of(part.first, part.end - part.first, num_candidates)

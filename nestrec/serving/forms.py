@@ -150,12 +150,13 @@ class RankingForm:
         self.outputs = servable.spec.task.inputs.labels
         self.max_events = servable.spec.task.inputs.max_events - 1
         self._columns = [c.name for c in servable.spec.columns]
+        self._given = [name for name in self._columns if name not in servable.item_columns]
         self._uses_time = self.encoder.cfg.time_bias
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
         history = history.since(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
-        given = [history.features[name] for name in self._columns if name in history.features]
+        given = [history.features[name] for name in self._given]
         seconds = _seconds(np.repeat(times, 2))
         return Tokens(
             history=history, records=np.stack([history.items, history.actions, times, *given], axis=1),
@@ -163,38 +164,50 @@ class RankingForm:
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        events = slice(first // 2, end // 2)
-        history = tokens.history
-        content = self._content(history.items[events], {n: v[events] for n, v in history.features.items()})
-        action = torch.from_numpy(history.actions[events]).to(content.device)
-        bit = torch.arange(self._model.action.shape[0], device=content.device)
-        action_ED = ((action[:, None] >> bit) & 1).to(content.dtype) @ self._model.action
-        return torch.stack([content, action_ED], dim=1).flatten(0, 1)
+        records = self._on_device(tokens.records[first // 2 : end // 2])
+        return self.event_tokens(records, self.content(records))
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
-        return self._content(candidates.items, dict(candidates.features))
+        return self.content(self._on_device(self.candidate_records(candidates)))
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
-        content = self.candidate_tokens(candidates)
-        logits: torch.Tensor = self._model.head(torch.cat([state_CD, content], dim=1))
-        return logits.float()
+        return self.logits(state_CD, self.candidate_tokens(candidates))
 
     def best(
         self, candidates: Candidates, last_D: torch.Tensor | None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
 
-    def _content(self, items: NDArray[np.int64], features: dict[str, NDArray[np.int64]]) -> torch.Tensor:
-        """Sum of the vectors of item and categories, in the order of training."""
-        vectors = [_rows(self.servable.tables["items"], items)]
+    # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given categories.
+
+    def candidate_records(self, candidates: Candidates) -> NDArray[np.int64]:
+        """Records of candidates, like those of events."""
+        none = np.zeros(len(candidates), np.int64)
+        return np.stack([candidates.items, none, none, *(candidates.features[n] for n in self._given)], axis=1)
+
+    def content(self, records: torch.Tensor) -> torch.Tensor:
+        """(R, D) sum of the vectors of item and categories, in the order of training."""
+        items = records[:, 0]
+        total = self.servable.tables["items"].index_select(0, items)
         for name in self._columns:
-            table = self.servable.tables[name]
-            if name in self.servable.item_columns:
-                ids = torch.from_numpy(items).to(table.device)
-                vectors.append(table[self.servable.item_columns[name][ids]])
-            else:
-                vectors.append(_rows(table, features[name]))
-        return torch.stack(vectors).sum(0)
+            is_given = name in self._given
+            ids = records[:, 3 + self._given.index(name)] if is_given else self.servable.item_columns[name][items]
+            total += self.servable.tables[name].index_select(0, ids)
+        return total
+
+    def event_tokens(self, records: torch.Tensor, content_ED: torch.Tensor) -> torch.Tensor:
+        """(2E, D) content and action tokens of events by turns."""
+        bit = torch.arange(self._model.action.shape[0], device=content_ED.device)
+        action_ED = ((records[:, 1, None] >> bit) & 1).to(content_ED.dtype) @ self._model.action
+        return torch.stack([content_ED, action_ED], dim=1).flatten(0, 1)
+
+    def logits(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
+        """(C, outputs) float32"""
+        logits: torch.Tensor = self._model.head(torch.cat([state_CD, content_CD], dim=1))
+        return logits.float()
+
+    def _on_device(self, records: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(records)).to(self.encoder.position.device)
 
 
 def make_form(servable: Servable, slide_events: int | None = None) -> Form:

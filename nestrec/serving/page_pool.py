@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.hstu_cached import KeysAndValues
@@ -26,6 +27,11 @@ class PagePool:
         # Not filled: on a CPU, memory is then taken as pages come into use.
         self._pool = torch.empty(shape, device=device, dtype=dtype)
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """(L, 2, H, slots, D)"""
+        return self._pool
+
     def read(self, layer: int, pages: list[int], length: int) -> KeysAndValues:
         """The first `length` tokens in these pages: (H, P, D) each, to be used before the pages change hands."""
         if _are_in_a_row(pages):
@@ -41,16 +47,30 @@ class PagePool:
             self._pool[layer, part].index_copy_(1, slots, new.transpose(0, 1))
 
     def copy_out(self, pages: list[int], length: int) -> torch.Tensor:
-        """(L, 2, H, P, D) in host memory."""
-        return self._pool.index_select(3, self._slots(pages, 0, length)).cpu()
+        """(L, 2, H, P, D) in host memory, pinned where the pool is on a GPU. Waits on the current stream only."""
+        stored = self._pool.index_select(3, self._slots(pages, 0, length))
+        if not stored.is_cuda:
+            return stored
+        host = torch.empty(stored.shape, dtype=stored.dtype, pin_memory=True)
+        host.copy_(stored, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return host
 
     def copy_in(self, pages: list[int], stored: torch.Tensor) -> None:
-        self._pool.index_copy_(3, self._slots(pages, 0, stored.shape[3]), stored.to(self._pool.device))
+        """Back from host memory. Waits on the current stream only."""
+        there = stored.to(self._pool.device, non_blocking=True)
+        self._pool.index_copy_(3, self._slots(pages, 0, stored.shape[3]), there)
+        if there.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def slots(self, pages: list[int], first: int, end: int) -> NDArray[np.int64]:
+        """Where tokens [first, end) of these pages lie."""
+        token = np.arange(first, end)
+        slots: NDArray[np.int64] = np.asarray(pages, np.int64)[token // self.page_tokens] * self.page_tokens
+        return slots + token % self.page_tokens
 
     def _slots(self, pages: list[int], first: int, end: int) -> torch.Tensor:
-        token = np.arange(first, end)
-        slots = np.asarray(pages, np.int64)[token // self.page_tokens] * self.page_tokens + token % self.page_tokens
-        return torch.from_numpy(slots).to(self._pool.device)
+        return torch.from_numpy(self.slots(pages, first, end)).to(self._pool.device)
 
 
 def _are_in_a_row(pages: list[int]) -> bool:

@@ -1,14 +1,17 @@
 """One batch of serving work on the device: new tokens of many users against their prefixes."""
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestrec.models.hstu_cached import KeysAndValues, Segment, cached_forward
+from nestrec.serving.cost_model import work_of
 from nestrec.serving.forms import Form, Tokens
 from nestrec.serving.inputs import Candidates
 from nestrec.serving.page_pool import PagePool
@@ -29,6 +32,20 @@ class Part:
     """new tokens before this one are written to the pages"""
     candidates: Candidates | None = None
 
+    @property
+    def num_candidates(self) -> int:
+        return len(self.candidates) if self.candidates is not None else 0
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that are computed, candidates included."""
+        return self.end - self.first + self.num_candidates
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """(tokens, pairs) for the cost model"""
+        return work_of(self.first, self.end - self.first, self.num_candidates)
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -39,11 +56,44 @@ class Scored:
     """(items, outputs)"""
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch on its way."""
+
+    wait: Callable[[], tuple[list[Scored | None], float]]
+    """its results, once the device is done with it, and the seconds that it took there"""
+
+
+class BatchRunner(Protocol):
+    """Runs batches one after the other."""
+
+    @property
+    def form(self) -> Form: ...
+
+    depth: int
+    """batches that may be on their way at once"""
+    warm_events: int
+    """longest history to warm up with"""
+
+    def launch(self, parts: Sequence[Part]) -> Launched: ...
+
+
 class Runner:
-    """Runs batches of parts; the pool belongs to it."""
+    """Runs any model anywhere, sequence by sequence inside a batch: the twin of the faster runners."""
+
+    depth: int = 1
+    warm_events: int = 256
 
     def __init__(self, form: Form, pool: PagePool):
         self.form, self.pool = form, pool
+
+    def launch(self, parts: Sequence[Part]) -> Launched:
+        start_s = time.perf_counter()
+        results = self.run(parts)
+        if self.form.encoder.position.is_cuda:  # a batch of signals returns before the device is done
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start_s
+        return Launched(lambda: (results, seconds))
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[Scored | None]:

@@ -34,7 +34,7 @@ class TiersConfig:
     """life of a prefix in DRAM"""
     spill_above: float = 0.5
     """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
-    page_tokens: int = 32
+    page_tokens: int = 64
     """tokens of a page"""
     keeps_prefix: bool = True
     """prefixes are stored and used; without it every request is computed in full"""
@@ -64,7 +64,7 @@ class PrefixTiers:
             slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
         )  # fmt: skip
         self.dram: Expander[torch.Tensor] = Expander(max_bytes=cfg.dram_bytes, ttl_s=cfg.dram_ttl_s, clock=clock)
-        self._copier = Copier()
+        self._copier = Copier(weights.device)
         self._reloading: dict[CacheKey, list[Work]] = {}
 
     def find(self, work: Work) -> Entry | None:

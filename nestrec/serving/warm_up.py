@@ -1,29 +1,27 @@
 """A few batches of made-up work before the first request: allocations and threads exist, and costs are known."""
 
-import time
-
 import numpy as np
 
-from nestrec.serving.cost_model import CostModel, work_of
+from nestrec.serving.cost_model import CostModel
 from nestrec.serving.forms import Form
 from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.runner import Part, Runner
+from nestrec.serving.runner import BatchRunner, Part
 
 _ROUNDS = 3
-_SIZES = ((1, 1), (8, 16), (64, 32), (256, 16), (16, 256))
+_SIZES = ((1, 1), (8, 16), (64, 32), (256, 16), (16, 256), (1024, 64), (4096, 256))
 """(events, candidates)"""
 
 
-def warm_up(runner: Runner, costs: CostModel) -> None:
+def warm_up(runner: BatchRunner, costs: CostModel) -> None:
     """Run batches of several sizes; those of the first round are not counted."""
     for number in range(_ROUNDS):
         for num_events, num_candidates in _SIZES:
+            if num_events > runner.warm_events:
+                continue
             part = _part(runner.form, min(num_events, runner.form.max_events), num_candidates)
-            start_s = time.perf_counter()
-            runner.run([part])
+            _, seconds = runner.launch([part]).wait()
             if number > 0:
-                work = work_of(0, part.end, num_candidates)
-                costs.observe(*work, time.perf_counter() - start_s)
+                costs.observe(*part.work, seconds)
 
 
 def _part(form: Form, num_events: int, num_candidates: int) -> Part:

@@ -61,6 +61,8 @@ class Work:
     """of so many first tokens"""
     future: "Future[Answer]" = field(default_factory=Future)
     source: Source = "none"
+    is_finished: bool = False
+    """answered, refused or cancelled"""
     _digests: dict[int, bytes] = field(default_factory=dict)
 
     @property

@@ -227,11 +227,11 @@ def test_a_batch_that_fails_answers_with_an_error_and_leaks_no_page(servable, mo
     rng = np.random.default_rng(6)
     engine = make_engine(servable)
     history = draw_history(rng, 10)
-    run = engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda parts: 1 / 0)
+    run = engine._runner.launch
+    monkeypatch.setattr(engine._runner, "launch", lambda parts: 1 / 0)
     with pytest.raises(RuntimeError, match="failed"):
         engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    monkeypatch.setattr(engine._runner, "run", run)
+    monkeypatch.setattr(engine._runner, "launch", run)
     answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
     assert answer.source == "none"
     engine.close()

@@ -1,0 +1,61 @@
+"""HSTU for serving on a GPU: the new tokens of a whole batch in one pass over pages, without a loop over sequences.
+
+The definition is `cached_forward`. Everything that differs between batches of one size lies in tensors, so the pass can
+be captured as a CUDA graph. Models with relative biases take `cached_forward`.
+
+Legend: T rows of the batch (histories of all sequences first, then all candidates), D model width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import layer_norm, silu
+
+from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
+from nestrec.ops.paged_attention import paged_attention, store_in_pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """Where the rows of a batch stand, on the device, all int32."""
+
+    position_T: torch.Tensor
+    """in its sequence; a candidate's is the length of the history"""
+    slot_T: torch.Tensor
+    """of the pool, where keys and values are kept; negative where they are not"""
+    blocks: torch.Tensor
+    """(blocks, FIELDS) of `plan_blocks`, filled up with zeros"""
+    pages: torch.Tensor
+    """page numbers of all sequences"""
+
+
+def is_pageable(model: HSTU) -> bool:
+    """Whether `paged_forward` computes this model."""
+    cfg = model.cfg
+    has_whole_tiles = cfg.head_dim >= 16 and cfg.head_dim & (cfg.head_dim - 1) == 0
+    return has_whole_tiles and not (cfg.position_bias or cfg.time_bias)
+
+
+def paged_forward(
+    model: HSTU, x_TD: torch.Tensor, batch: PagedBatch, pool: torch.Tensor, page_tokens: int
+) -> torch.Tensor:
+    """(T, D) states. pool: (L, 2, H, slots, D), read and written."""
+    x_TD = x_TD * model.cfg.dim**0.5 + model.position[batch.position_T]
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, HSTULayer)
+        x_TD = _layer(layer, x_TD, batch, pool[number], page_tokens)
+    return x_TD
+
+
+def _layer(
+    layer: HSTULayer, x_TD: torch.Tensor, batch: PagedBatch, pool: torch.Tensor, page_tokens: int
+) -> torch.Tensor:
+    normed = layer_norm(x_TD, x_TD.shape[1:], eps=NORM_EPS)
+    u, v, q, k = silu(normed @ layer.uvqk, inplace=True).chunk(4, dim=1)
+    store_in_pages(k, v, pool, batch.slot_T)
+    attended = paged_attention(
+        q, k, v, pool, batch.blocks, batch.pages, page_tokens=page_tokens, normaliser=layer.cfg.normaliser
+    )
+    gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
+    out_TD: torch.Tensor = x_TD + layer.output(gated)
+    return out_TD

@@ -1,0 +1,171 @@
+"""Which work makes up the next batch.
+
+Ranking requests go first, in order of arrival; signals to compute a prefix ahead fill what is left of a batch, in
+chunks, so that no request waits behind a long one. A request whose user has a prefix in the cache computes only what is
+missing; any other computes everything, and the scores are the same. At most one request of a user is in a batch, so a
+user's requests keep their order and share what they compute.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nestrec.base.clock import Clock
+from nestrec.serving.engine_config import EngineConfig
+from nestrec.serving.prefix_cache import CacheKey, Entry
+from nestrec.serving.runner import Part
+from nestrec.serving.tiers import PrefixTiers
+from nestrec.serving.work import Answer, UnavailableError, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A work's share of a batch; its entry is pinned until the batch has ended."""
+
+    work: Work
+    part: Part
+    entry: Entry | None
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing is left of a signal after this step."""
+        return self.part.end >= self.work.tokens.num_cacheable
+
+
+End = Callable[[Work, Answer | None, Exception | None], None]
+
+
+class Planner:
+    """The queues of an engine, used on its thread.
+
+    end: answers a work. pressure: how scarce device time is, 1 where nothing waits.
+    """
+
+    def __init__(
+        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, tokens_an_event: int, end: End,
+        signal_done: Callable[[Work, Entry], None], count: Callable[[str], None], pressure: Callable[[], float],
+    ):  # fmt: skip
+        self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
+        self._end, self._signal_done, self._count, self._pressure = end, signal_done, count, pressure
+        self._ranks: deque[Work] = deque()
+        self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ranks or self._signals)
+
+    def add(self, work: Work) -> None:
+        """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
+        signal = self._signals.pop(work.key, None)
+        if signal is not None:
+            self._count("signal_superseded")
+            self._end(signal, None, UnavailableError("a later request took over", 0.0))
+        if work.is_rank:
+            self._ranks.append(work)
+        else:
+            self._signals[work.key] = work
+
+    def plan(self) -> list[Step]:
+        """The next batch; empty where all that is left waits for copies."""
+        budget = self._cfg.max_batch_tokens
+        steps: list[Step] = []
+        later: deque[Work] = deque()
+        while self._ranks and budget > 0 and len(steps) < self._cfg.max_batch_requests:
+            work = self._ranks.popleft()
+            if not self._is_wanted(work):
+                continue
+            if any(step.work.key == work.key for step in steps):
+                later.append(work)
+                continue
+            step = self._plan_rank(work)
+            if step is not None:
+                steps.append(step)
+                budget -= step.part.num_new
+        self._ranks.extendleft(reversed(later))
+        chunk = self._cfg.mixed_chunk_tokens if steps else self._cfg.chunk_tokens
+        return steps + self._plan_signals(min(budget, chunk), steps)
+
+    def launched(self, step: Step) -> None:
+        """The batch is on its way: a signal whose last chunk it holds needs no further one."""
+        if not step.work.is_rank and step.is_last:
+            self._signals.pop(step.work.key, None)
+
+    def drop(self, work: Work) -> None:
+        """Forget a signal that failed."""
+        if self._signals.get(work.key) is work:
+            del self._signals[work.key]
+
+    def waiting(self) -> list[Work]:
+        return [*self._ranks, *self._signals.values()]
+
+    def _is_wanted(self, work: Work) -> bool:
+        if work.future.cancelled():
+            self._count("cancelled")
+            self._end(work, None, None)
+            return False
+        if self._clock.now_s() > work.deadline_s:
+            self._count("refused_deadline")
+            self._end(work, None, UnavailableError("its deadline passed in the queue", 0.05))
+            return False
+        return True
+
+    def _plan_rank(self, work: Work) -> Step | None:
+        """How to compute a request; none where it waits for a copy from DRAM."""
+        entry = self._tiers.find(work)
+        if entry is None and self._tiers.reload(work, self._pressure(), self._resume):
+            return None
+        return self._step(work, entry, work.tokens.length)
+
+    def _plan_signals(self, budget: int, ranked: list[Step]) -> list[Step]:
+        busy = {step.work.key for step in ranked}
+        steps: list[Step] = []
+        for work in [w for w in self._signals.values() if w.key not in busy]:
+            if budget <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
+                break
+            step = self._plan_signal(work, budget)
+            if step is None:
+                del self._signals[work.key]
+            else:
+                steps.append(step)
+                budget -= step.part.num_new
+        return steps
+
+    def _plan_signal(self, work: Work, budget: int) -> Step | None:
+        """The next chunk of a signal; none where there is nothing to compute, now or at all."""
+        if not self._is_wanted(work):
+            return None
+        entry = self._tiers.find(work)
+        if entry is None and self._tiers.reload(work, self._pressure(), self._resume):
+            return None
+        if entry is not None and entry.length >= work.tokens.num_cacheable:
+            self._signal_done(work, entry)
+            return None
+        first = entry.length if entry is not None else 0
+        chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
+        end = min(work.tokens.num_cacheable, first + chunk)
+        step = self._step(work, entry, end)
+        if step.part.store_until < end:  # no room to keep it: nothing to compute ahead
+            if step.entry is not None:
+                self._tiers.device.unpin(step.entry)
+            self._end(work, None, UnavailableError("no room in the cache", 0.0))
+            return None
+        return step
+
+    def _resume(self, work: Work) -> None:
+        """The copy that a work waited for has ended."""
+        if work.is_rank:
+            self._ranks.appendleft(work)
+        elif work.key not in self._signals:
+            self._signals[work.key] = work
+        else:
+            self._end(work, None, UnavailableError("a later request took over", 0.0))
+
+    def _step(self, work: Work, entry: Entry | None, end: int) -> Step:
+        """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
+        first = entry.length if entry is not None else 0
+        entry, store_until = self._tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
+        pages = list(entry.pages) if entry is not None else []
+        part = Part(
+            tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=work.candidates
+        )
+        return Step(work, part, entry)

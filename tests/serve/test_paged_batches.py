@@ -1,0 +1,80 @@
+"""Batches over pages equal batches sequence by sequence: on a GPU, or in Triton's interpreter."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.forms import make_form
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.page_pool import PagePool
+from nestrec.serving.random_model import random_ranking
+from nestrec.serving.runner import Part, Runner
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+]
+ENCODER = HSTUConfig(dim=32, num_layers=2, num_heads=2, head_dim=16, max_length=402, position_bias=False)
+SHAPES = [(0, 40, 3), (128, 150, 5), (20, 20, 0), (0, 130, 0), (64, 64, 7)]
+"""(first, end, candidates) in tokens"""
+
+
+def make_parts(form, rng):
+    parts, page = [], 0
+    for first, end, asked in SHAPES:
+        count = end // 2
+        history = History(
+            items=rng.integers(1, 100, count), times_ms=np.zeros(count, np.int64), actions=rng.integers(0, 4, count),
+            features={"event_tab": rng.integers(0, 3, count)},
+        )  # fmt: skip
+        candidates = Candidates(
+            items=rng.integers(1, 100, asked), now_ms=0, features={"event_tab": rng.integers(0, 3, asked)}
+        )
+        pages = list(range(page, page + -(-end // 64)))[::-1]
+        page += len(pages)
+        parts.append(
+            Part(
+                tokens=form.tokens(history, 0),
+                first=first,
+                end=end,
+                pages=pages,
+                store_until=end,
+                candidates=candidates if asked else None,
+            )
+        )
+    return parts, page
+
+
+def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence():
+    from nestrec.models.hstu_paged import PagedBatch, is_pageable, paged_forward
+    from nestrec.serving.graph_runner import lay_out
+
+    form = make_form(random_ranking(ENCODER, num_items=100))
+    assert is_pageable(form.encoder)
+    parts, num_pages = make_parts(form, np.random.default_rng(1))
+    pools = [
+        PagePool(ENCODER, num_pages=num_pages, page_tokens=64, device=torch.device("cpu"), dtype=torch.float32)
+        for _ in range(2)
+    ]
+    filled = torch.randn(pools[0].tensor.shape, generator=torch.Generator().manual_seed(1))
+    for pool in pools:
+        pool.tensor.copy_(filled)
+    expected = Runner(form, pools[0]).run(parts)
+    layout = lay_out(form, pools[1], parts)
+    with torch.inference_mode():
+        records = torch.from_numpy(layout.records)
+        content, events = form.content(records), layout.num_history // 2
+        x = torch.cat([form.event_tokens(records[:events], content[:events]), content[events:]])
+        batch = PagedBatch(
+            position_T=torch.from_numpy(layout.position_T).int(), slot_T=torch.from_numpy(layout.slot_T).int(),
+            blocks=torch.from_numpy(layout.blocks), pages=torch.tensor([*layout.pages, 0], dtype=torch.int32),
+        )  # fmt: skip
+        state = paged_forward(form.encoder, x, batch, pools[1].tensor, 64)
+        scores = form.logits(state[layout.num_history :], content[events:])
+    wanted = np.concatenate([scored.scores for scored in expected if scored is not None])
+    assert np.abs(scores.numpy() - wanted).max() <= 1e-5
+    torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)
