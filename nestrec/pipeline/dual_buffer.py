@@ -1,7 +1,7 @@
 """Dual buffer: the lookup of the next batches runs beside this one. Equal to serial.
 
 lane             batch t                                    batches after it
-transfer                                                    deduplicate t+2, put together what crosses
+transfer                                                    put together what crosses with t+2, deduplicate t+3
 communication    E1 G1 E2 G2 ... dense sums                 key exchange t+2, beside the first computation
 lookup                                                      write back t-1, fetch t+1, intersect t with t+1
 compute          F1 F2 ... update rows, update dense        copy shared rows to buffer t+1

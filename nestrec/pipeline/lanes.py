@@ -13,10 +13,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from nestrec.pipeline.streams import launched, own_stream, wait_for
-from nestrec.trace import Kind, OpenSpan, Tracer
+from nestrec.pipeline.streams import is_over, launched, own_stream, wait_for
+from nestrec.trace import DeviceTracer, Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
+
+LANES = ("compute", "transfer", "communication", "lookup")
+
+
+def make_tracer(device: torch.device, *, rank: int = 0) -> Tracer:
+    """A tracer that tells the time of the device on which the lanes work."""
+    return DeviceTracer(device, lanes=LANES, rank=rank) if device.type == "cuda" else Tracer(rank=rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +50,12 @@ class Ticket(Generic[T]):
     def wait(self) -> T:
         """The result, or the error of the task. On a GPU the host waits for the launch, the device for the result."""
         self._tracer.depends_on(self._span_id)
-        if not self._done.is_set():
+        if not self._done.is_set() or not is_over(self._ready):
             with self._tracer.wait(self._span_id):
                 self._done.wait()
+                wait_for(self._ready)
         if self._error is not None:
             raise self._error
-        wait_for(self._ready)
         return self._value  # type: ignore[return-value]
 
     def succeed(self, value: T, ready: torch.cuda.Event | None) -> None:

@@ -41,6 +41,15 @@ class Loaded:
     source: SourceKeys
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A batch in stage 2."""
+
+    number: int
+    batch: Batch
+    loaded: Ticket[Loaded]
+
+
 @dataclass(slots=True)
 class InFlight:
     """A batch on its way through the stages."""
@@ -74,15 +83,22 @@ class Machine:
         self._compute, self._dense, self._window_cache = compute, dense, window_cache
         self._run_ahead = RunAhead(engine.device)
 
-    def begin(self, number: int, batch: Batch) -> InFlight:
-        """Stages 2 and 3."""
+    def load(self, number: int, batch: Batch) -> Loading:
+        """Stage 2."""
 
         def load(span: OpenSpan) -> Loaded:
             parts = tuple(self._compute.transfer(part) for part in batch.micro_batches)
             keys = [part.keys for part in batch.micro_batches]
             return Loaded(parts, self.engine.deduplicate(*keys, window_cache=self._window_cache))
 
-        loaded = self.lanes.transfer.submit(load, self._label("train.embedding.deduplicate", "lookup", number))
+        label = self._label("train.embedding.deduplicate", "lookup", number)
+        loading = Loading(number, batch, self.lanes.transfer.submit(load, label))
+        self._run_ahead.keep(loading)
+        return loading
+
+    def route(self, loading: Loading) -> InFlight:
+        """Stage 3."""
+        number, loaded = loading.number, loading.loaded
         asked = self.lanes.communication.submit(
             lambda span: self.engine.exchange_keys(loaded.wait().source),
             self._label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
@@ -94,9 +110,13 @@ class Machine:
 
         label = self._label("train.embedding.assemble", "lookup", number)
         routed = self.lanes.transfer.submit(assemble, label, after=[asked])
-        flying = InFlight(number, batch, loaded, routed)
+        flying = InFlight(number, loading.batch, loaded, routed)
         self._run_ahead.keep(flying)
         return flying
+
+    def begin(self, number: int, batch: Batch) -> InFlight:
+        """Stages 2 and 3."""
+        return self.route(self.load(number, batch))
 
     def fetch(self, flying: InFlight, buffers: RowBuffers | None = None) -> None:
         """Stage 4: rows from the store, created where they are new."""
@@ -150,6 +170,7 @@ class Machine:
         """Wait for the rows, and make the exchanges of the batch possible."""
         if flying.window is None:
             assert flying.rows is not None
+            self._run_ahead.keep(flying)  # also where it was begun long ago
             flying.window = Window(self.engine, flying.routed.wait(), flying.rows.wait())
         return flying.window
 

@@ -1,7 +1,7 @@
 """Nested: dual buffer across batches, frozen window inside a batch (NestPipe). Equal to serial.
 
 lane             batch t                                          batches after it
-transfer                                                          deduplicate t+2, put together what crosses
+transfer                                                          put together what crosses with t+2, deduplicate t+3
 communication    E1 E2    G1 E3 G2 ... dense sums                 key exchange t+2 behind E2; E1 of t+1 behind all
 lookup                                                            write back t-1, fetch t+1, intersect t with t+1
 compute             F1    F2    ... update rows, update dense     copy shared rows to buffer t+1

@@ -4,13 +4,15 @@ The vectors of batch t miss the updates of the last `stale_steps` batches. Gradi
 the rows as the store holds them when the update is made, in order of batch.
 
 lane             batch t                                    batches after it
-communication    E1 G1 E2 G2 ... dense sums                 key exchange
+communication    E1 G1 E2 G2 ... dense sums                 key exchange t + stale_steps + 1
 lookup           fetch again, update, write back            read rows of t + stale_steps
 compute          F1 F2 ... update dense
 """
 
+from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
 from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.pipelined import Pipelined
@@ -27,25 +29,29 @@ class Stale(Pipelined):
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._ahead = options.stale_steps
-        self._flying: dict[int, InFlight] = {}
+        self._keys = KeysAhead(self._machine, self._ahead + 1)
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine = self._machine
         with machine.step(step):
-            now = self._flying.pop(step.number, None)
-            if now is None or now.batch is not step.batch:
-                now = machine.begin(step.number, step.batch)
-                machine.read_ahead(now)
+            now = self._read(step.number, step.batch)
             loss, last_gradients = in_turn(machine, now, step.rates, lambda: self._look_ahead(step, feed))
             sums = machine.reduce_dense(step, loss)
             machine.update_in_store(now, step.rates, last_gradients)
+            self._keys.pop(step.number)
             return machine.apply_dense(step, sums)
 
     def _look_ahead(self, step: Step, feed: Feed) -> None:
         """Read rows of the batches that follow, before this one's update is in the store."""
+        self._keys.look_ahead(step, feed)
         for ahead in range(1, self._ahead + 1):
-            batch, number = feed.peek(ahead), step.number + ahead
-            flying = self._flying.get(number)
-            if batch is not None and (flying is None or flying.batch is not batch):
-                self._flying[number] = self._machine.begin(number, batch)
-                self._machine.read_ahead(self._flying[number])
+            batch = feed.peek(ahead)
+            if batch is not None:
+                self._read(step.number + ahead, batch)
+
+    def _read(self, number: int, batch: Batch) -> InFlight:
+        """The batch with its rows, read now unless they were before."""
+        flying = self._keys.begun(number, batch)
+        if flying.rows is None:
+            self._machine.read_ahead(flying)
+        return flying

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 _STEPS_AHEAD = 2
-_STEPS_KEPT = 5
-"""Batches are begun two steps before theirs, and the host may be two steps ahead of the device."""
+_STEPS_KEPT = 6
+"""Batches are begun three steps before theirs, and the host may be two steps ahead of the device."""
 
 
 def launched(device: torch.device) -> torch.cuda.Event | None:
@@ -28,6 +28,11 @@ def wait_for(event: torch.cuda.Event | None) -> None:
     """What this thread launches next comes after the event; the host does not wait."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
+
+
+def is_over(event: torch.cuda.Event | None) -> bool:
+    """Whether the device has passed the event."""
+    return event is None or event.query()
 
 
 @contextlib.contextmanager
@@ -55,7 +60,7 @@ class RunAhead:
         self._ends: deque[torch.cuda.Event] = deque()
 
     def keep(self, used: object) -> None:
-        """Something that this step or one of the next two uses."""
+        """Something that this step or one of the next three uses."""
         if self._device.type == "cuda":
             self._now.append(used)
 

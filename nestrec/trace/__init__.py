@@ -1,5 +1,6 @@
 """Spans, counters, exposed-time arithmetic, export for Perfetto."""
 
+from nestrec.trace.device import DeviceTracer
 from nestrec.trace.exposed import RawParts, StepParts, Timeline
 from nestrec.trace.perfetto import to_perfetto, write_perfetto
 from nestrec.trace.span import Kind, Span
@@ -7,6 +8,7 @@ from nestrec.trace.storage import load_spans, merge, save_spans
 from nestrec.trace.tracer import NullTracer, OpenSpan, Tracer
 
 __all__ = [
+    "DeviceTracer",
     "Kind",
     "NullTracer",
     "OpenSpan",

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.trace.span import Kind, Span
@@ -34,33 +34,24 @@ class OpenSpan:
     rows: int
     awaits: int | None
     is_collective: bool
-    start_ns: int = 0
+    start: Any = 0
 
     def __enter__(self) -> Self:
-        self.start_ns = self.tracer.now_ns()
+        self.start = self.tracer.stamp(self.lane)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        end_ns = self.tracer.now_ns()
-        self.tracer.record(
-            Span(
-                id=self.id,
-                name=self.name,
-                kind=self.kind,
-                lane=self.lane,
-                start_ns=self.start_ns,
-                end_ns=end_ns,
-                rank=self.tracer.rank,
-                step=self.step,
-                micro_batch=self.micro_batch,
-                bytes=self.bytes,
-                rows=self.rows,
-                awaits=self.awaits,
-                is_collective=self.is_collective,
-            )
-        )
+        self.tracer.finish(self, self.tracer.stamp(self.lane))
+
+    def closed(self, start_ns: int, end_ns: int) -> Span:
+        """The finished span."""
+        return Span(
+            id=self.id, name=self.name, kind=self.kind, lane=self.lane, start_ns=start_ns, end_ns=end_ns,
+            rank=self.tracer.rank, step=self.step, micro_batch=self.micro_batch, bytes=self.bytes, rows=self.rows,
+            awaits=self.awaits, is_collective=self.is_collective,
+        )  # fmt: skip
 
 
 class _Defaults(threading.local):
@@ -86,6 +77,14 @@ class Tracer:
 
     def now_ns(self) -> int:
         return round(self._clock.now_s() * 1e9)
+
+    def stamp(self, lane: str) -> Any:
+        """The time as it is for a lane, in whatever form `finish` takes it."""
+        return self.now_ns()
+
+    def finish(self, span: OpenSpan, end: Any) -> None:
+        """Record a span that ends with this stamp."""
+        self.record(span.closed(span.start, end))
 
     def new_id(self) -> int:
         """An id for a span that will start later, so that a wait can name it before."""

@@ -27,7 +27,9 @@ class DenseUpdate:
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         """Sum gradients over ranks in place, and (loss, wish to stop). Collective."""
-        sums = torch.stack([loss.double(), torch.tensor(float(wants_stop), device=self._device, dtype=torch.float64)])
+        # A fill and not a copy: the host would wait for the device to take a number from pageable memory.
+        wish = torch.full((), float(wants_stop), device=self._device, dtype=torch.float64)
+        sums = torch.stack([loss.double(), wish])
         for parameter in self._named.values():
             if parameter.grad is None:  # no sample reached it here; one rank must do as many do
                 parameter.grad = torch.zeros_like(parameter)

@@ -12,7 +12,8 @@ from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
 from nestrec.pipeline.clustering import ByKeys
-from nestrec.trace import Span, Tracer
+from nestrec.pipeline.lanes import make_tracer
+from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing
 from nestrec.training.compute import ModelCompute
@@ -41,7 +42,7 @@ class Trainer:
         self.session = Session.open(cfg, topology)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
-        self.tracer = Tracer(rank=topology.rank)
+        self.tracer = make_tracer(topology.device, rank=topology.rank)
         self.balancing = Balancing(
             cfg.balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
         )

@@ -17,7 +17,8 @@ from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.ops.gather_rows import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
-from nestrec.trace import Span, Tracer
+from nestrec.pipeline.lanes import make_tracer
+from nestrec.trace import Span
 from nestrec.training.config import OptimizerConfig
 from nestrec.training.dense import DenseUpdate
 
@@ -49,6 +50,7 @@ class Job:
     broken: str | None = None
     """rule to break"""
     stale_steps: int = 1
+    device: str = "cpu"
 
 
 def keys_of(stream: str, step: int, num_samples: int) -> dict[str, np.ndarray]:
@@ -87,8 +89,8 @@ class Tiny(nn.Module):
 class TinyCompute:
     couples_samples = False
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self._model, self._device = model, device
 
     def transfer(self, part: MicroBatch) -> MicroBatch:
         return part
@@ -96,7 +98,7 @@ class TinyCompute:
     def forward_backward(self, part, rows, index, weight):
         leaves = {name: row.detach().requires_grad_() for name, row in rows.items()}
         if part.num_tokens == 0:
-            return torch.zeros(()), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            return torch.zeros((), device=self._device), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         items = leaves["items"]
         loss = self._model(gather_rows(items, index["item"]), gather_rows(items, index["target"]),
                            gather_rows(leaves["users"], index["user"])) / weight  # fmt: skip
@@ -163,14 +165,17 @@ class Training:
         return result
 
     def _open(self) -> None:
-        self.engine = EmbeddingEngine(tables_of(self.job), self.topology)
-        model = Tiny()
-        self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device("cpu"))
-        self.tracer = Tracer(rank=self.topology.rank)
+        device = self.job.device
+        self.engine = EmbeddingEngine(tables_of(self.job), self.topology, device)
+        model = Tiny().to(device)
+        self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device(device))
+        self.tracer = make_tracer(self.engine.device, rank=self.topology.rank)
         options = PipelineConfig(
             schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=self.job.stale_steps
         )
-        self.pipeline = SCHEDULES[self.schedule](self.engine, TinyCompute(model), self.dense, self.tracer, options)
+        self.pipeline = SCHEDULES[self.schedule](
+            self.engine, TinyCompute(model, device), self.dense, self.tracer, options
+        )
 
     def _steps(self, first: int, last: int) -> None:
         feed = Feed(batches_of(self.job, self.topology, first))
@@ -185,7 +190,9 @@ class Training:
         self.spans += self.tracer.take()
 
     def _look(self) -> dict[str, Any]:
-        dense = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in self.dense.tensors().items()}
+        dense = {
+            name: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for name, t in self.dense.tensors().items()
+        }
         return {"tables": [self.engine.digest(name) for name in self.engine.tables], "dense": dense}
 
     def _restart(self) -> None:
