@@ -68,4 +68,4 @@ class DeviceTracer(Tracer):
             self._base, self._base_ns = last, last_ns
 
     def _time_ns(self, event: torch.cuda.Event) -> int:
-        return self._base_ns + round(self._base.elapsed_time(event) * 1e6)
+        return self._base_ns + round(float(self._base.elapsed_time(event)) * 1e6)
