@@ -35,7 +35,7 @@ from nestrec.embedding.table import TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.embedding.working_set import WorkingSet, WorkingTable
 from nestrec.jagged import Jagged
-from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.gather_rows import gather_rows, take_rows
 
 
 class EmbeddingEngine:
@@ -183,7 +183,7 @@ class EmbeddingEngine:
         for name, table in routed.parts[0].tables.items():
             shard = self.shards[name]
             weight = shard.layout.view(shard.read(routed.owned[name]), "weight")
-            asked = weight.contiguous() if table.slots is None else weight.index_select(0, table.slots)
+            asked = weight.contiguous() if table.slots is None else take_rows(weight, table.slots)
             rows = self._return_to_sources(table, asked)
             vectors |= {f: gather_rows(rows, routed.index[f]) for f in self.tables[name].feature_names}
         return vectors

@@ -18,7 +18,8 @@ from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.routing import Routed
 from nestrec.embedding.transfer import used_here
 from nestrec.embedding.working_set import WorkingSet
-from nestrec.ops.gather_rows import add_by_index
+from nestrec.ops.gather_rows import take_rows
+from nestrec.ops.sum_rows import add_by_index
 
 Rows = dict[str, torch.Tensor]
 
@@ -93,7 +94,7 @@ class _Cache:
             self._vectors[name][start : start + len(values)] = values
 
     def rows(self, part: int) -> Rows:
-        return {name: self._vectors[name].index_select(0, places) for name, places in self._parts[part].places.items()}
+        return {name: take_rows(self._vectors[name], places) for name, places in self._parts[part].places.items()}
 
     def add(self, part: int, gradients: Mapping[str, torch.Tensor]) -> Rows:
         """Add the gradients of a part; the sums that are complete with it."""
@@ -103,4 +104,4 @@ class _Cache:
                 add_by_index(sums, places, grad.to(sums.dtype))
             else:
                 sums.index_add_(0, places, grad.to(sums.dtype))  # distinct places: no order to lose
-        return {name: self._sums[name].index_select(0, places) for name, places in self._parts[part].leaving.items()}
+        return {name: take_rows(self._sums[name], places) for name, places in self._parts[part].leaving.items()}

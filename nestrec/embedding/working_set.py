@@ -11,7 +11,8 @@ from nestrec.embedding.routing import RoutedTable
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device, used_here
-from nestrec.ops.gather_rows import add_by_index
+from nestrec.ops.gather_rows import take_rows
+from nestrec.ops.sum_rows import add_by_index
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class WorkingTable:
         weight = self.layout.view(self.fetched.rows, "weight")
         if routed.slots is None:
             return weight.contiguous()
-        return weight.index_select(0, routed.slots)
+        return take_rows(weight, routed.slots)
 
     def add(self, routed: RoutedTable, grad: torch.Tensor) -> None:
         """Add gradients of the keys asked from this shard, in order of source (rule 10)."""
@@ -54,19 +55,24 @@ class WorkingTable:
         """One step of the row optimiser; rows that were not admitted stay as they begin."""
         if self.gradient is None or not len(self.fetched.keys):
             return
-        rows, refused = self.fetched.rows, np.flatnonzero(self.fetched.slots < 0)
-        keep = to_device(refused, rows.device) if len(refused) else None
-        before = None if keep is None else rows.index_select(0, keep)
-        optimizer = self.table.optimizer
+        rows, optimizer = self.fetched.rows, self.table.optimizer
         if can_update_on_host(rows, self.layout):
-            update_rows_on_host(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
-                                num_threads=self.table.store.num_threads)  # fmt: skip
+            self._update_on_host(step, learning_rate)
         else:
-            update_rows(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate)
-        if keep is not None and before is not None:
-            rows.index_copy_(0, keep, before)
+            refused = self.fetched.slots < 0
+            places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if refused.any() else None
+            update_rows(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
+                        places=None if places is None else to_device(places, rows.device))  # fmt: skip
         used_here([self.gradient])
         self.gradient = None
+
+    def _update_on_host(self, step: int, learning_rate: float) -> None:
+        assert self.gradient is not None
+        rows, refused = self.fetched.rows, torch.from_numpy(np.flatnonzero(self.fetched.slots < 0))
+        before = rows.index_select(0, refused)
+        update_rows_on_host(rows, self.gradient, self.layout, self.table.optimizer, step=step,
+                            learning_rate=learning_rate, num_threads=self.table.store.num_threads)  # fmt: skip
+        rows.index_copy_(0, refused, before)
 
 
 def _places(routed: RoutedTable, device: torch.device) -> torch.Tensor:

@@ -1,73 +1,55 @@
 """Rows by index, with a gradient that is summed in a fixed order.
 
     forward    out[p] = rows[index[p]]
-    backward   d rows[u] = sum of d out[p] over all p with index[p] = u, added in order of p
+    backward   d rows[u] = sum of d out[p] over all p with index[p] = u, in the order of nestrec.ops.sum_rows
 
 torch's own index_select adds in an order that depends on threads (CPU) or on atomics (CUDA), so two runs may differ;
-here a run is repeatable to the bit, and sums agree whether a batch is computed in one part or, part by part, in
-several.
+here a run is repeatable to the bit.
 
 Shapes: U rows, D elements of a row, P positions (of any shape).
 """
 
 from typing import Any
 
-import numpy as np
 import torch
-from numba import njit
-from numpy.typing import NDArray
 
-from nestrec.base.parallel import for_parts
+from nestrec.ops.move_rows import move_rows
+from nestrec.ops.registry import define_op, runs_triton
+from nestrec.ops.sum_rows import sum_by_index
+
+_WORD_BYTES = 4
 
 
 def gather_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
-    """rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in order of position."""
+    """rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in a fixed order."""
     return _GatherRows.apply(rows_UD, index_P)  # type: ignore[no-any-return]
 
 
-def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The definition of the backward pass: one addition after the other."""
-    out_UD = grad_PD.new_zeros(num_rows, grad_PD.shape[1])
-    for position, row in enumerate(index_P.tolist()):
-        out_UD[row] += grad_PD[position]
-    return out_UD
+def take_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    """(P, D) rows_UD[index_P] for one-dimensional int32 or int64 places, without a gradient; rows may be strided."""
+    return _op(rows_UD, index_P)  # type: ignore[no-any-return]
 
 
-def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
-    """out[index[p]] += grad[p] for p in order, in place; float32 or float64."""
-    if out_UD.device.type == "cpu":
-        out, index, grad = out_UD.numpy(), index_P.numpy(), grad_PD.contiguous().numpy()
-        # Threads share out rows, not positions, so that each row is still summed in order.
-        for_parts(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
-    else:
-        out_UD += _segment_sum(grad_PD, index_P, len(out_UD))
+def _run(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    if not runs_triton(rows_UD) or not _has_words(rows_UD):
+        return rows_UD.index_select(0, index_P)
+    out_PD = rows_UD.new_empty(len(index_P), rows_UD.shape[1])
+    move_rows(rows_UD.view(torch.int32), out_PD.view(torch.int32), index_P.contiguous())
+    return out_PD
 
 
-def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(num_rows, D) sums in order of position."""
-    if grad_PD.device.type != "cpu":
-        return _segment_sum(grad_PD, index_P, num_rows)
-    out_UD = grad_PD.new_zeros(num_rows, grad_PD.shape[1])
-    add_by_index(out_UD, index_P, grad_PD)
-    return out_UD
+def _has_words(rows_UD: torch.Tensor) -> bool:
+    """Whether rows are whole int32 words; 16-bit rows of odd length are not."""
+    size, (stride, unit) = rows_UD.element_size(), rows_UD.stride()
+    sizes = size * rows_UD.shape[1], size * stride, size * rows_UD.storage_offset()
+    return unit == 1 and rows_UD.shape[1] > 0 and all(b % _WORD_BYTES == 0 for b in sizes)
 
 
-def _segment_sum(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """One sequential sum for each row over its positions, brought together by a stable sort: no atomics."""
-    sorted_P, order_P = index_P.sort(stable=True)
-    bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
-    offsets = torch.searchsorted(sorted_P, bounds)
-    return torch.segment_reduce(grad_PD.index_select(0, order_P), "sum", offsets=offsets, unsafe=True, initial=0.0)
+def _fake(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    return rows_UD.new_empty(index_P.shape[0], rows_UD.shape[1])
 
 
-@njit(cache=True, nogil=True)
-def _add(out: NDArray[Any], index: NDArray[Any], grad: NDArray[Any], low: int, high: int) -> None:
-    width = np.int64(grad.shape[1])
-    for p in range(len(index)):
-        row = index[p]
-        if low <= row < high:
-            for j in range(width):
-                out[row, j] += grad[p, j]
+_op = define_op("take_rows(Tensor rows, Tensor index) -> Tensor", _run, _fake)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -75,12 +57,10 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index_P)
         ctx.num_rows, ctx.dtype = rows_UD.shape[0], rows_UD.dtype
-        flat = rows_UD.index_select(0, index_P.reshape(-1))
-        return flat.view(*index_P.shape, rows_UD.shape[1])
+        return take_rows(rows_UD, index_P.reshape(-1)).view(*index_P.shape, rows_UD.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index_P,) = ctx.saved_tensors
         grad_PD = grads[0].reshape(-1, grads[0].shape[-1])
-        wide = torch.promote_types(grad_PD.dtype, torch.float32)
-        return sum_by_index(grad_PD.to(wide), index_P.reshape(-1), ctx.num_rows).to(ctx.dtype), None
+        return sum_by_index(grad_PD, index_P.reshape(-1), ctx.num_rows).to(ctx.dtype), None

@@ -1,19 +1,21 @@
 """Sums of rows by segment (bags): a lookup and a sum in one pass, without the looked-up rows in memory.
 
     forward    out[b] = sum of rows[index[p]] over the positions p of segment b, in order of p
-    backward   d rows[u] = sum of d out[segment of p] over all p with index[p] = u, in order of p
+    backward   d rows[u] = sum of d out[segment of p] over all p with index[p] = u, in the order of nestrec.ops.sum_rows
 
 Shapes: U rows, D elements of a row, P positions, B segments with B + 1 offsets.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.parallel import for_parts
 from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.sum_rows import sum_by_runs
 
 
 def pool_rows(rows_UD: torch.Tensor, index_P: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -40,18 +42,6 @@ def _pool(
                 out[b, j] += rows[row, j]
 
 
-@njit(cache=True, nogil=True)
-def _spread(
-    out: NDArray[Any], index: NDArray[Any], offsets: NDArray[Any], grad: NDArray[Any], part: tuple[int, int]
-) -> None:
-    for b in range(len(offsets) - 1):
-        for p in range(offsets[b], offsets[b + 1]):
-            row = index[p]
-            if part[0] <= row < part[1]:
-                for j in range(grad.shape[1]):
-                    out[row, j] += grad[b, j]
-
-
 class _PoolRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -69,7 +59,7 @@ class _PoolRows(torch.autograd.Function):
         grad_BD = grads[0].contiguous()
         out_UD = grad_BD.new_zeros(ctx.num_rows, grad_BD.shape[1])
         index, bounds, grad = (t.contiguous().numpy() for t in (index_P, offsets, grad_BD))
-        out = out_UD.numpy()
+        out, segment_of = out_UD.numpy(), np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
         # Threads share rows, not positions, so that each row is still summed in order.
-        for_parts(len(out), len(index), lambda low, high: _spread(out, index, bounds, grad, (low, high)))
+        for_parts(len(out), len(index), lambda low, high: sum_by_runs(out, index, grad, segment_of, (low, high)))
         return out_UD, None, None

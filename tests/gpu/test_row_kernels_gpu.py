@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from nestrec.ops.gather_rows import take_rows
 from nestrec.ops.move_rows import move_rows, move_rows_reference
 from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.sum_rows import sum_by_index, sum_by_index_reference
+from nestrec.ops.update_rows import KINDS, RowRule, update_rows, update_rows_reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -35,3 +38,53 @@ def test_no_rows_move_nothing():
     before = target.clone()
     move_rows(words(3, 4), target, torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert torch.equal(target, before)
+
+
+def lookups(num_rows: int, num_positions: int, exponent: float = 1.05) -> torch.Tensor:
+    """Places drawn by a Zipf law: some rows are never used, one is used very often."""
+    mass = torch.arange(1, num_rows + 1, dtype=torch.float64).pow(-exponent).cumsum(0)
+    places = torch.searchsorted(mass, torch.rand(num_positions, dtype=torch.float64) * mass[-1])
+    return torch.randperm(num_rows)[places.clamp(max=num_rows - 1)].to(torch.int32).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "num_positions", "dim"), [(40, 3000, 8), (1, 1500, 5), (300, 200, 37), (3, 0, 4)])
+def test_sums_are_those_of_the_definition_to_the_bit(num_rows, num_positions, dim, dtype):
+    torch.manual_seed(num_rows)
+    index, grad = lookups(num_rows, num_positions), torch.randn(num_positions, dim, device=DEVICE).to(dtype)
+    wide = grad.to(torch.promote_types(dtype, torch.float32)).cpu()
+    assert torch.equal(sum_by_index(grad, index, num_rows).cpu(), sum_by_index_reference(wide, index.cpu(), num_rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 37])
+def test_rows_are_taken_from_strided_rows(dim, dtype):
+    rows = torch.randn(50, dim + 3, device=DEVICE).to(dtype)[:, :dim]
+    index = torch.randint(0, 50, (70,), device=DEVICE)
+    assert torch.equal(take_rows(rows, index), rows[index])
+
+
+def columns_of(kind: str, num_rows: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Weight and states as strided columns of one tensor of rows, or (16-bit weights) apart."""
+    widths = {"adagrad": [dim], "rowwise_adagrad": [1], "adam": [dim, dim], "rowwise_adam": [dim, 1]}.get(kind, [])
+    states = list(torch.rand(num_rows, sum(widths) + 3, device=DEVICE)[:, : sum(widths)].split(widths, 1))
+    return [torch.randn(num_rows, dim, device=DEVICE).to(dtype), *(states if widths else [])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 16, 37])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
+    torch.manual_seed(dim)
+    rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
+    columns = columns_of(kind, 60, dim, dtype)
+    expected = [column.clone().cpu() for column in columns]
+    grad, index = torch.randn(50, dim, device=DEVICE), torch.randperm(60, device=DEVICE)[:50]
+    index[3] = -1
+    update_rows(columns[0], columns[1:], grad, rule, index)
+    kept = index.cpu() >= 0
+    picked = [column[index.cpu()[kept]] for column in expected]
+    update_rows_reference(picked[0], picked[1:], grad.cpu()[kept], rule)
+    for column, values, found in zip(expected, picked, columns, strict=True):
+        column[index.cpu()[kept]] = values
+        assert torch.equal(found.cpu(), column)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from nestrec.ops.gather_rows import gather_rows, sum_by_index, sum_by_index_reference
+from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.sum_rows import sum_by_index, sum_by_index_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -31,7 +32,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
 
 
 def test_parts_in_order_sum_to_the_bits_of_the_whole():
-    from nestrec.ops.gather_rows import add_by_index
+    from nestrec.ops.sum_rows import add_by_index
 
     index, grad = torch.randint(0, 9, (64,), dtype=torch.int32), torch.randn(64, 3)
     out = torch.zeros(9, 3)
@@ -44,3 +45,17 @@ def test_16_bit_gradients_are_summed_in_float32():
     rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
     gather_rows(rows, torch.zeros(1000, dtype=torch.int32)).float().sum().backward()
     assert rows.grad.tolist() == [[1000.0, 1000.0]]
+
+
+def test_rows_of_many_positions_are_summed_by_runs():
+    torch.manual_seed(0)
+    index = torch.cat([torch.zeros(700, dtype=torch.int32), torch.randint(0, 3, (900,), dtype=torch.int32)])
+    grad = torch.randn(1600, 3)
+    assert torch.equal(sum_by_index(grad, index, 4), sum_by_index_reference(grad, index, 4))
+    first = torch.zeros(3)
+    for run in grad[:512].split(256):
+        total = torch.zeros(3)
+        for value in run:
+            total += value
+        first += total
+    assert torch.equal(sum_by_index(grad[:512], index[:512], 4)[0], first)

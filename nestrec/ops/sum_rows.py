@@ -1,0 +1,263 @@
+"""Sums of rows by index, in a fixed order of additions.
+
+    out[u] = sum of grad[p] over all p with index[p] = u
+
+in order of p, by runs: the first RUN positions of u are added one after the other, then the next RUN, and so on; then
+the sums of the runs are added one after the other. Up to RUN positions that is the plain sum in order. A row that half
+a batch uses has thousands of runs, which are summed beside each other. No atomics: a run is repeatable to the bit, and
+the host loops and the kernels give the same bits.
+
+On a GPU positions are sorted by row (stable). One kernel sums the rows of a single run, several to a program; two more
+deal with rows of many runs, found without a list of them: each block of RUN sorted positions holds at most two
+beginnings of such runs, and at most one beginning of such a row.
+
+Shapes: U rows, D elements of a row, P positions.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from nestrec.base.parallel import for_parts
+from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
+
+RUN = 256
+"""Positions of a row that are added one after the other."""
+_EVERY_POSITION = np.empty(0, np.int32)
+_TILE_ELEMENTS = 1024
+_NUM_WARPS = 4
+
+
+def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The definition: one addition after the other."""
+    out_UD = grad_PD.new_zeros(num_rows, grad_PD.shape[1])
+    for row in range(num_rows):
+        for run in torch.nonzero(index_P == row)[:, 0].split(RUN):
+            total_D = grad_PD.new_zeros(grad_PD.shape[1])
+            for position in run.tolist():
+                total_D += grad_PD[position]
+            out_UD[row] += total_D
+    return out_UD
+
+
+def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(num_rows, D) sums, in float32 or wider."""
+    return _op(grad_PD, index_P, num_rows)  # type: ignore[no-any-return]
+
+
+def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
+    """out[index[p]] += grad[p] for p in order, in place, one addition after the other. On a CPU; float32 or float64."""
+    out, index, grad = out_UD.numpy(), index_P.numpy(), grad_PD.contiguous().numpy()
+    # Threads share out rows, not positions, so that each row is still summed in order.
+    for_parts(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """What values of this type are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if runs_triton(grad_PD):
+        return _launch(grad_PD, index_P, num_rows)
+    wide_PD = grad_PD.to(sum_type(grad_PD.dtype)).contiguous()
+    if grad_PD.device.type != "cpu":
+        return _torch_sum(wide_PD, index_P, num_rows)
+    out_UD = wide_PD.new_zeros(num_rows, grad_PD.shape[1])
+    out, index, grad = out_UD.numpy(), index_P.numpy(), wide_PD.numpy()
+    for_parts(len(out), len(index), lambda low, high: sum_by_runs(out, index, grad, _EVERY_POSITION, (low, high)))
+    return out_UD
+
+
+def _fake(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return grad_PD.new_empty(num_rows, grad_PD.shape[1], dtype=sum_type(grad_PD.dtype))
+
+
+_op = define_op("sum_by_index(Tensor grad, Tensor index, SymInt num_rows) -> Tensor", _run, _fake)
+
+
+def _torch_sum(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Without Triton: in order, but not by runs."""
+    sorted_P, order_P = index_P.sort(stable=True)
+    bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
+    offsets = torch.searchsorted(sorted_P, bounds)
+    return torch.segment_reduce(grad_PD.index_select(0, order_P), "sum", offsets=offsets, unsafe=True, initial=0.0)
+
+
+@njit(cache=True, nogil=True)
+def _add(out: NDArray[Any], index: NDArray[Any], grad: NDArray[Any], low: int, high: int) -> None:
+    width = np.int64(grad.shape[1])
+    for p in range(len(index)):
+        row = index[p]
+        if low <= row < high:
+            for j in range(width):
+                out[row, j] += grad[p, j]
+
+
+@njit(cache=True, nogil=True)
+def sum_by_runs(out, index, grad, grad_of, part):  # type: ignore[no-untyped-def]
+    """Some rows of the sums on the host; `out` starts from zeros and holds the runs in work.
+
+    grad_of: the row of `grad` that belongs to each position; empty: row p to position p.
+    """
+    low, high = part
+    width = np.int64(grad.shape[1])
+    seen, place = np.zeros(high - low, np.int32), np.full(high - low, -1, np.int32)
+    totals, num_totals = np.empty((16, width), grad.dtype), 0
+    for p in range(len(index)):
+        row = index[p]
+        if low <= row < high:
+            if seen[row - low] == RUN:
+                if place[row - low] < 0:
+                    if num_totals == len(totals):
+                        totals = np.concatenate((totals, np.empty_like(totals)))
+                    totals[num_totals] = 0
+                    place[row - low] = num_totals
+                    num_totals += 1
+                totals[place[row - low]] += out[row]
+                out[row] = 0
+                seen[row - low] = 0
+            seen[row - low] += 1
+            source = p if len(grad_of) == 0 else grad_of[p]
+            for j in range(width):
+                out[row, j] += grad[source, j]
+    for row in range(low, high):
+        if place[row - low] >= 0:
+            out[row] += totals[place[row - low]]
+
+
+def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    assert grad_PD.stride(1) == 1 or grad_PD.shape[1] <= 1, "the elements of a row lie together"
+    num_positions, dim = grad_PD.shape
+    out_UD = grad_PD.new_empty(num_rows, dim, dtype=sum_type(grad_PD.dtype))
+    if num_rows == 0 or dim == 0:
+        return out_UD
+    rows_P, order_P = index_P.sort(stable=True)
+    starts = torch.searchsorted(rows_P, torch.arange(num_rows + 1, dtype=rows_P.dtype, device=rows_P.device))
+    block, tile_rows = tile_of(dim)
+    with torch.cuda.device_of(grad_PD):
+        _rows_kernel[(triton.cdiv(num_rows, tile_rows),)](
+            grad_PD, order_P, starts, out_UD, num_rows, D=dim, STRIDE=grad_PD.stride(0), BLOCK=block, ROWS=tile_rows,
+            RUN_SIZE=RUN, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+        if num_positions > RUN:
+            partial = sum_long_runs(grad_PD, rows_P, order_P, starts)
+            _finish_kernel[(triton.cdiv(num_positions, RUN),)](
+                partial, rows_P, starts, out_UD, num_positions, D=dim, BLOCK=block, RUN_SIZE=RUN, num_warps=1
+            )
+    return out_UD
+
+
+def tile_of(dim: int) -> tuple[int, int]:
+    """Columns (a power of two) and rows of the tile of a program."""
+    block = triton.next_power_of_2(dim)
+    return block, max(1, _TILE_ELEMENTS // block)
+
+
+def sum_long_runs(
+    grad_PD: torch.Tensor, rows_P: torch.Tensor, order_P: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """Sums of the runs of rows that have several, each at a place that follows from where its row starts."""
+    num_positions, dim = grad_PD.shape
+    blocks = triton.cdiv(num_positions, RUN)
+    partial = grad_PD.new_empty(2 * blocks, dim, dtype=sum_type(grad_PD.dtype))
+    _runs_kernel[(blocks, 2)](
+        grad_PD, rows_P, order_P, starts, partial, num_positions, D=dim, STRIDE=grad_PD.stride(0),
+        BLOCK=tile_of(dim)[0], RUN_SIZE=RUN, num_warps=1,
+    )  # fmt: skip
+    return partial
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def sum_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad, order, first, length, like, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+        ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    ):  # fmt: skip
+        """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other."""
+        column = tl.arange(0, BLOCK)[None, :]
+        total = tl.zeros([ROWS, BLOCK], like.dtype.element_ty)
+        for t in range(0, tl.max(length, axis=0), UNROLL):
+            for u in tl.static_range(UNROLL):
+                used = t + u < length
+                position = tl.load(order + first + t + u, mask=used, other=0).to(tl.int64)
+                at = grad + (position * STRIDE)[:, None] + column
+                value = tl.load(at, mask=used[:, None] & (column < D), other=0.0)
+                total += value.to(like.dtype.element_ty)
+        return total
+
+    @triton.jit
+    def long_row_of_block(rows, starts, block, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The row of several runs that begins among the block's sorted positions: (row, start, end); end 0: none."""
+        low = block * RUN_SIZE
+        row = tl.load(rows + tl.minimum(low + RUN_SIZE, num_positions) - 1)
+        start, end = tl.load(starts + row), tl.load(starts + row + 1)
+        begins_here = (start >= low) & (end - start > RUN_SIZE)
+        return row, start, tl.where(begins_here, end, 0)
+
+    @triton.jit
+    def sum_partial(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        partial, start, end, D: tl.constexpr, BLOCK: tl.constexpr, RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr
+    ):
+        """(1, BLOCK) sum of the runs of the row at sorted positions start to end."""
+        column = tl.arange(0, BLOCK)[None, :]
+        total = tl.zeros([1, BLOCK], partial.dtype.element_ty)
+        num_runs = (end - start + RUN_SIZE - 1) // RUN_SIZE
+        base = partial + (2 * (start // RUN_SIZE)).to(tl.int64) * D
+        for r in range(0, num_runs, UNROLL):
+            for u in tl.static_range(UNROLL):
+                total += tl.load(base + (r + u) * D + column, mask=(column < D) & (r + u < num_runs), other=0.0)
+        return total
+
+    @triton.jit
+    def _rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad, order, starts, out, num_rows, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+        ROWS: tl.constexpr, RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr = 4,
+    ):  # fmt: skip
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = row < num_rows
+        first = tl.load(starts + row, mask=inside, other=0)
+        length = tl.load(starts + row + 1, mask=inside, other=0) - first
+        inside = inside & (length <= RUN_SIZE)
+        total = sum_tile(grad, order, first, tl.where(inside, length, 0), out, D, STRIDE, BLOCK, ROWS, UNROLL)
+        column = tl.arange(0, BLOCK)[None, :]
+        tl.store(out + (row.to(tl.int64) * D)[:, None] + column, total, mask=inside[:, None] & (column < D))
+
+    @triton.jit
+    def _runs_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad, rows, order, starts, partial, num_positions, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+        RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr = 8,
+    ):  # fmt: skip
+        low = tl.program_id(0) * RUN_SIZE
+        high = tl.minimum(low + RUN_SIZE, num_positions)
+        # Program 0 of a block takes the run of the row that the block begins in, program 1 that of the row it ends in.
+        is_second = tl.program_id(1)
+        row = tl.load(rows + tl.minimum(low + is_second * RUN_SIZE, num_positions - 1))
+        start, end = tl.load(starts + row), tl.load(starts + row + 1)
+        number = tl.maximum(low - start + RUN_SIZE - 1, 0) // RUN_SIZE
+        first = start + number * RUN_SIZE
+        is_mine = (end - start > RUN_SIZE) & (first < tl.minimum(end, high)) & ((is_second == 0) | (start > low))
+        if is_mine:
+            place = tl.zeros([1], tl.int32)
+            length = tl.minimum(end - first, RUN_SIZE) + place
+            total = sum_tile(grad, order, first + place, length, partial, D, STRIDE, BLOCK, 1, UNROLL)
+            column = tl.arange(0, BLOCK)[None, :]
+            at = partial + (2 * (start // RUN_SIZE) + number).to(tl.int64) * D
+            tl.store(at + column, total, mask=column < D)
+
+    @triton.jit
+    def _finish_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        partial, rows, starts, out, num_positions, D: tl.constexpr, BLOCK: tl.constexpr, RUN_SIZE: tl.constexpr,
+        UNROLL: tl.constexpr = 8,
+    ):  # fmt: skip
+        row, start, end = long_row_of_block(rows, starts, tl.program_id(0), num_positions, RUN_SIZE)
+        if end > 0:
+            total = sum_partial(partial, start, end, D, BLOCK, RUN_SIZE, UNROLL)
+            column = tl.arange(0, BLOCK)[None, :]
+            tl.store(out + row.to(tl.int64) * D + column, total, mask=column < D)
