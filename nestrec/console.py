@@ -11,6 +11,7 @@ from nestrec.base import exit_codes
 from nestrec.data.card import Card
 from nestrec.data.split import Part
 from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
 from nestrec.report import LiveProgress, evaluation_table
 from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.training.config import RunConfig
@@ -23,7 +24,7 @@ from nestrec.training.trainer import Trainer
 
 def train_run(cfg: RunConfig, folder: Path) -> None:
     """Train, measure the best epoch on the test part, and print it beside its baselines."""
-    topology = _topology(cfg)
+    topology = _topology(cfg, cfg.ranks)
     with contextlib.ExitStack() as shown:
         listeners: list[Listener] = []
         if topology.is_first:
@@ -44,7 +45,7 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
     cfg = RunFolder(folder).config()
-    topology = _topology(cfg)
+    topology = _topology(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
     trainer = Trainer(cfg, folder, topology)
     evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
@@ -70,7 +71,7 @@ def _show(evaluation: Evaluation, title: str) -> None:
     Console().print(evaluation_table(evaluation.to_plain(), title=title))
 
 
-def _topology(cfg: RunConfig) -> Topology:
+def _topology(cfg: RunConfig, ranks: RanksConfig) -> Topology:
     wanted = cfg.training.device
     device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-    return Topology.from_environment(device)
+    return Topology.from_environment(device, ranks)

@@ -47,6 +47,20 @@ def all_to_all_rows(
     return received
 
 
+def gather_rows_from_all(
+    communicator: Communicator, rows: torch.Tensor, counts: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """The (n, ...) rows of all ranks, in rank order, where every rank knows how many each has."""
+    if communicator.group is None:
+        return (rows,)
+    sends = [0 if r == communicator.rank else len(rows) for r in range(communicator.size)]
+    comes = [0 if r == communicator.rank else n for r, n in enumerate(counts)]
+    copies = rows.repeat(communicator.size - 1, *[1] * (rows.dim() - 1))
+    received = list(all_to_all_rows(communicator, copies, sends, comes).split(comes))
+    received[communicator.rank] = rows
+    return tuple(received)
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)

@@ -1,7 +1,10 @@
 """Who takes part in a run and how: the only holder of ranks and process groups.
 
-Ranks form a mesh of replica groups times shards: rank = replica * num_shards + shard. Ranks of one replica group share
-the rows of the tables; ranks with the same shard in different groups hold copies of the same rows.
+Ranks form a mesh of replica groups times shards. Ranks of one replica group share the rows of the tables; ranks with
+the same shard in different groups hold copies of the same rows. The placement says which of the two lie side by side:
+
+    shards_contiguous      rank = replica * num_shards + shard      exchanges of a group stay inside a host
+    replicas_contiguous    rank = shard * num_replicas + replica    copies of a row are kept alike inside a host
 """
 
 import os
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from nestrec.base.errors import UserError
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
+from nestrec.distributed.options import Placement, RanksConfig
 
 Backend = Literal["gloo", "nccl"]
 _LOG_LENGTH = 4096
@@ -70,6 +74,7 @@ class Topology:
     rank: int
     world: int
     num_replicas: int
+    placement: Placement
     device: torch.device
     keys: Communicator
     """Shards of this replica group; carries keys, always between hosts."""
@@ -94,11 +99,21 @@ class Topology:
 
     @property
     def shard(self) -> int:
-        return self.rank % self.num_shards
+        return next(s for s, ranks in enumerate(self.replica_axis) if self.rank in ranks)
 
     @property
     def replica(self) -> int:
-        return self.rank // self.num_shards
+        return next(r for r, ranks in enumerate(self.shard_axis) if self.rank in ranks)
+
+    @property
+    def shard_axis(self) -> list[list[int]]:
+        """For each replica group its ranks, in order of shard."""
+        return mesh(self.world, self.num_replicas, self.placement)
+
+    @property
+    def replica_axis(self) -> list[list[int]]:
+        """For each shard the ranks that hold it, in order of replica group."""
+        return [list(ranks) for ranks in zip(*self.shard_axis, strict=True)]
 
     @property
     def is_first(self) -> bool:
@@ -119,13 +134,16 @@ class Topology:
             return Communicator(name, 0, 1, None, log)
 
         return Topology(
-            rank=0, world=1, num_replicas=1, device=torch.device(device), keys=alone("keys"), vectors=alone("vectors"),
+            rank=0, world=1, num_replicas=1, placement="shards_contiguous", device=torch.device(device),
+            keys=alone("keys"), vectors=alone("vectors"),
             replica_keys=alone("replica_keys"), replicas=alone("replicas"), dense=alone("dense"),
             control=alone("control"), samples=Communicator("samples", 0, 1, None, CollectiveLog()), log=log,
         )  # fmt: skip
 
     @staticmethod
-    def from_environment(device: str = "cpu", *, num_replicas: int = 1, timeout_s: float = 300.0) -> "Topology":
+    def from_environment(
+        device: str = "cpu", ranks: RanksConfig | None = None, *, timeout_s: float = 300.0
+    ) -> "Topology":
         """The topology that torchrun's environment describes; alone where it describes none.
 
         device: `cpu` (Gloo) or `cuda` (NCCL, on the device of LOCAL_RANK). timeout_s: after this long without an
@@ -138,36 +156,50 @@ class Topology:
         if place.type == "cuda":
             torch.cuda.set_device(place)
         if world == 1:
+            _check_replicas(ranks or RanksConfig(), 1)
             return Topology.single(place)
         with meeting_watched():
             if not dist.is_initialized():
                 store, rank, size = open_store(timeout_s)
                 limit = timedelta(seconds=timeout_s)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-            return Topology.of_process_group(place, num_replicas=num_replicas, timeout_s=timeout_s)
+            return Topology.of_process_group(place, ranks, timeout_s=timeout_s)
 
     @staticmethod
-    def of_process_group(device: torch.device, *, num_replicas: int = 1, timeout_s: float = 300.0) -> "Topology":
+    def of_process_group(
+        device: torch.device, ranks: RanksConfig | None = None, *, timeout_s: float = 300.0
+    ) -> "Topology":
         """The topology over the ranks of the default process group; every rank must call it."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        if num_replicas < 1 or world % num_replicas:
-            remedy = f"choose a divisor of {world}"
-            raise UserError("must divide the number of ranks", field="num_replicas", value=num_replicas, remedy=remedy)
-        shards = world // num_replicas
-        shard_axis = [list(range(r * shards, (r + 1) * shards)) for r in range(num_replicas)]
-        replica_axis = [list(range(s, world, shards)) for s in range(shards)]
+        cfg, rank, world = ranks or RanksConfig(), dist.get_rank(), dist.get_world_size()
+        _check_replicas(cfg, world)
+        shard_axis = mesh(world, cfg.replicas, cfg.placement)
+        replica_axis = [list(holders) for holders in zip(*shard_axis, strict=True)]
         everyone = [list(range(world))]
         tensors: Backend = "nccl" if device.type == "cuda" else "gloo"
         log = CollectiveLog()
         make = _group_maker(rank, timedelta(seconds=timeout_s), log)
         return Topology(
-            rank=rank, world=world, num_replicas=num_replicas, device=device, log=log,
+            rank=rank, world=world, num_replicas=cfg.replicas, placement=cfg.placement, device=device, log=log,
             keys=make("keys", shard_axis, "gloo"), vectors=make("vectors", shard_axis, tensors),
             replica_keys=make("replica_keys", replica_axis, "gloo"),
             replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, tensors),
             control=make("control", everyone, "gloo"),
             samples=replace(make("samples", everyone, "gloo"), log=CollectiveLog()),
         )  # fmt: skip
+
+
+def mesh(world: int, num_replicas: int, placement: Placement) -> list[list[int]]:
+    """For each replica group its ranks, in order of shard."""
+    shards = world // num_replicas
+    if placement == "shards_contiguous":
+        return [list(range(r * shards, (r + 1) * shards)) for r in range(num_replicas)]
+    return [list(range(r, world, num_replicas)) for r in range(num_replicas)]
+
+
+def _check_replicas(ranks: RanksConfig, world: int) -> None:
+    if ranks.replicas < 1 or world % ranks.replicas:
+        remedy = f"choose a divisor of {world}"
+        raise UserError("must divide the number of ranks", field="ranks.replicas", value=ranks.replicas, remedy=remedy)
 
 
 def _group_maker(

@@ -9,7 +9,9 @@
     engine.write_back(working)                            local: rows to the stores
 
 `route` is `deduplicate` (local), `exchange_keys` (collective) and `assemble` (local); `accumulate` is
-`exchange_gradients` (collective) and `add_gradients` (local). Pipelines call the halves on their own lanes.
+`exchange_gradients` (collective), `add_gradients` (local) and `sum_over_holders` (collective); `update` is
+`update_rows` (local) and `average_over_holders` (collective). Pipelines call the parts on their own lanes. What is over
+holders does nothing unless there are replica groups.
 
 One rank takes the same path as many: its exchanges are no-ops.
 """
@@ -21,12 +23,30 @@ import torch
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import agree, all_reduce_sum, all_to_all_rows
+from nestrec.distributed.exchange import agree, all_to_all_rows, gather_rows_from_all
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
+from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.overlap import Overlap
+from nestrec.embedding.replica_keys import ReplicaKeys
+from nestrec.embedding.replica_sync import (
+    Averaged,
+    ReplicaSyncConfig,
+    check_tables_can_differ,
+    mean_bytes_sent,
+    mean_over_holders,
+)
 from nestrec.embedding.residency import DynamicResidency
-from nestrec.embedding.routing import AskedKeys, Routed, RoutedTable, assemble, exchange_keys, key_bytes_sent, route
+from nestrec.embedding.routing import (
+    AskedKeys,
+    Routed,
+    RoutedTable,
+    assemble,
+    exchange_keys,
+    join_holders,
+    key_bytes_sent,
+    route,
+)
 from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.shard import Chunk, FetchedRows, TableShard
 from nestrec.embedding.source_keys import FeatureKeys, SourceKeys, deduplicate
@@ -41,22 +61,32 @@ from nestrec.ops.gather_rows import gather_rows, take_rows
 class EmbeddingEngine:
     """All tables of a model on one rank."""
 
-    def __init__(self, tables: Sequence[TableConfig], topology: Topology, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, tables: Sequence[TableConfig], topology: Topology, device: torch.device | str = "cpu",
+        replica_sync: ReplicaSyncConfig | None = None,
+    ) -> None:  # fmt: skip
         check_tables(tables)
         agree(topology.control, "tables", [to_plain(t) for t in tables])
+        self.replica_sync = replica_sync or ReplicaSyncConfig()
+        self._replicas: ReplicaKeys | None = None
+        if topology.replicas.group is not None:
+            self._replicas = ReplicaKeys(self.replica_sync, topology.replica_keys)
+            if self.replica_sync.mode == "weights":
+                check_tables_can_differ(tables)
         self.tables = {t.name: t for t in tables}
         self.topology, self.device = topology, torch.device(device)
         self.shards = {t.name: TableShard(t, topology.shard, topology.num_shards, self.device) for t in tables}
         self.statistics = EngineStatistics()
 
-    def route(self, *parts: FeatureKeys, window_cache: bool = False) -> Routed:
+    def route(self, *parts: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
 
         Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
-        window_cache: a key used by several parts of a rank crosses once in each direction (rule 6).
+        window_cache: a key used by several parts of a rank crosses once in each direction (rule 6). step: of the batch,
+        from 1; only needed where weights are averaged over replica groups.
         """
         source = self.deduplicate(*parts, window_cache=window_cache)
-        return self.assemble(source, self.exchange_keys(source))
+        return self.assemble(source, self.exchange_keys(source, step=step))
 
     def deduplicate(self, *parts: FeatureKeys, window_cache: bool = False) -> SourceKeys:
         """What this rank will ask for. Local."""
@@ -64,9 +94,10 @@ class EmbeddingEngine:
         tables = list(self.tables.values())
         return deduplicate(parts, tables, self.topology.num_shards, window_cache=window_cache)
 
-    def exchange_keys(self, source: SourceKeys) -> AskedKeys:
+    def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same UserError on every rank."""
-        return exchange_keys(source, list(self.tables.values()), self.topology, is_training=True)
+        asked = exchange_keys(source, list(self.tables.values()), self.topology)
+        return asked if self._replicas is None else join_holders(asked, self._replicas, len(self.tables), step)
 
     def assemble(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each part. Local."""
@@ -87,7 +118,11 @@ class EmbeddingEngine:
             keys = routed.owned[name]
             into = None if buffers is None else buffers.take(name, step, len(keys), shard.layout, self.device)
             fetched = shard.fetch(keys, step, into)
-            working.tables[name] = WorkingTable(shard.table, shard.layout, fetched)
+            working.tables[name] = WorkingTable(
+                shard.table, shard.layout, fetched,
+                num_touched=routed.num_touched[name], averaged=routed.averaged.get(name),
+                gradient_scale=self.topology.num_replicas if self.replica_sync.mode == "weights" else 1,
+            )  # fmt: skip
             self.statistics.rows_fetched += len(fetched.keys)
         return working
 
@@ -121,6 +156,7 @@ class EmbeddingEngine:
         The gradients are given away: with one rank they become the sums themselves.
         """
         self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, part), part)
+        self.sum_over_holders(routed, working, part)
 
     def exchange_gradients(
         self, routed: Routed, gradients: Mapping[str, torch.Tensor], part: int
@@ -140,24 +176,56 @@ class EmbeddingEngine:
         for name, table in routed.parts[part].gradients.items():
             working.tables[name].add(table, received[name])
 
+    def sum_over_holders(self, routed: Routed, working: WorkingSet, part: int) -> None:
+        """Gradients that are complete after a part, summed over the holders of their rows. Collective; after
+        `add_gradients` of the part, parts in order."""
+        for name, places in routed.parts[part].crossing.items():
+            table, holders = working.tables[name], self.topology.replicas
+            assert table.gradient is not None
+            mine = table.gradient.index_select(0, places[holders.rank])
+            received = gather_rows_from_all(holders, mine, [len(p) for p in places])
+            table.add_of_holders(places, received)
+            self.statistics.replicas.add(len(mine), (holders.size - 1) * mine.numel() * mine.element_size())
+
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
         """One row optimiser step on every row of the batch, with the step of the batch.
 
         Collective where there are replica groups.
         """
-        self.sum_over_replicas(working)
         self.update_rows(working, learning_rate=learning_rate)
-
-    def sum_over_replicas(self, working: WorkingSet) -> None:
-        """Gradients summed over the holders of a row. Collective; nothing to do without replica groups."""
-        for table in working.tables.values():
-            if table.gradient is not None:
-                all_reduce_sum(self.topology.replicas, table.gradient)
+        self.average_over_holders(working)
 
     def update_rows(self, working: WorkingSet, *, learning_rate: float) -> None:
         """The row optimiser step alone. Local."""
         for table in working.tables.values():
             table.update(working.step, learning_rate)
+
+    def average_over_holders(self, working: WorkingSet) -> None:
+        """Copies of rows replaced by their mean, in the steps that replica_sync names. Collective."""
+        what = self.replica_sync.averaged_at(working.step)
+        for table in working.tables.values():
+            if what is not None and table.averaged is not None:
+                self._average(table.fetched.rows, table.averaged, table.layout, what)
+
+    def settle(self, step: int) -> None:
+        """After a step, with no batch in flight: copies that may differ are averaged. Collective, or nothing to do."""
+        if self._replicas is None or (unions := self._replicas.unsettled(step, len(self.tables))) is None:
+            return
+        for shard, keys in zip(self.shards.values(), unions, strict=True):
+            fetched = shard.fetch(keys, step)
+            everything = torch.arange(len(keys), device=self.device)
+            self._average(fetched.rows, everything, shard.layout, "rows")
+            shard.write_back(fetched)
+
+    def _average(self, rows: torch.Tensor, places: torch.Tensor, layout: RowLayout, what: Averaged) -> None:
+        """Rows at these places, in the same order on every holder."""
+        taken, holders = rows.index_select(0, places), self.topology.replicas
+        for column in layout.columns if what == "rows" else layout.columns[:1]:
+            view = layout.view(taken, column.name)
+            values = view.contiguous()
+            view.copy_(mean_over_holders(holders, values))
+            self.statistics.replicas.add(len(values), mean_bytes_sent(holders, values))
+        rows.index_copy_(0, places, taken)
 
     def write_back(self, working: WorkingSet, shared: Overlap | None = None) -> None:
         """Rows and state of the batch to the stores.
@@ -178,7 +246,7 @@ class EmbeddingEngine:
         """
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
-        routed = route([complete], list(self.tables.values()), self.topology, self.device, is_training=False)
+        routed = route([complete], list(self.tables.values()), self.topology, self.device)
         vectors: dict[str, torch.Tensor] = {}
         for name, table in routed.parts[0].tables.items():
             shard = self.shards[name]

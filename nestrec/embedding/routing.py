@@ -1,12 +1,12 @@
 """Where the keys of a batch go: asked from their owners by one exchange, distinct again at the owner.
 
 Collective over the shards of a replica group: every rank routes the same number of micro-batches (parts), empty ones
-included. With replica groups, the keys of a training batch are the union over the holders of a shard (rule 11). The
-exchange stands between two local halves, so that a pipeline can run each on its own lane.
+included. With replica groups, holders of the same shard join their keys (replica_keys). The exchange stands between two
+local halves, so that a pipeline can run each on its own lane.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import all_gather_rows, all_to_all_fixed, all_to_all_rows
+from nestrec.distributed.exchange import all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.dedup import dedup
+from nestrec.embedding.replica_keys import Owned, ReplicaKeys, last_part_of
 from nestrec.embedding.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, SourcePart, deduplicate
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device
@@ -50,6 +51,9 @@ class RoutedPart:
     """Window cache: table to the place in the cache of each distinct key of the part. Empty without the cache."""
     leaving: dict[str, torch.Tensor]
     """Window cache: table to the places in the cache of the gradients that leave."""
+    crossing: dict[str, tuple[torch.Tensor, ...]]
+    """Table to the places, for each holder of this shard, of the rows whose gradient crosses to the others after this
+    part. Empty where gradients are not summed over holders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +65,16 @@ class Routed:
     """Table to the distinct keys of the whole batch that this shard owns: the order of the working set."""
     cache_rows: dict[str, int]
     """Table to the distinct keys of this rank's batch, where the window cache is on; else empty."""
+    num_touched: dict[str, int]
+    """Table to the number of its first rows that the batch updates; the others are there to be averaged."""
+    averaged: dict[str, torch.Tensor]
+    """Table to the places of the rows that are averaged over holders after the update; else empty."""
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
         """`index` of a batch in one part."""
         assert len(self.parts) == 1, "a batch of several parts has an index for each"
         return self.parts[0].index
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """The keys of a batch and table that this shard owns."""
-
-    keys: NDArray[np.int64]
-    slots: list[NDArray[np.int32]] | None
-    """For each part the places of the asked keys among them, in order of source; none: 0, 1, 2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +87,23 @@ class AskedKeys:
     """[part][table] keys, in order of source."""
     last_part: list[list[NDArray[np.int16]]] | None
     """The same shape: the part that uses the key last, where the window cache is on."""
-    unions: list[Owned] | None
+    joined: list[Owned] | None = None
     """For each table, where other ranks hold copies of this shard."""
 
     def owned(self, table: int) -> Owned:
         """Deduplicated over parts and sources."""
-        return self.unions[table] if self.unions else _owner_dedup([p[table] for p in self.keys], len(self.counts))
+        return self.joined[table] if self.joined else _owner_dedup([p[table] for p in self.keys], len(self.counts))
 
 
 def route(
-    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], topology: Topology, device: torch.device, *,
-    is_training: bool,
-) -> Routed:  # fmt: skip
-    """Route the keys of a batch. A mistake in any rank's keys raises the same UserError on every rank of the group."""
+    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], topology: Topology, device: torch.device
+) -> Routed:
+    """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
     source = deduplicate(parts, tables, topology.num_shards, window_cache=False)
-    return assemble(source, exchange_keys(source, tables, topology, is_training=is_training), tables, device)
+    return assemble(source, exchange_keys(source, tables, topology), tables, device)
 
 
-def exchange_keys(
-    source: SourceKeys, tables: Sequence[TableConfig], topology: Topology, *, is_training: bool
-) -> AskedKeys:
+def exchange_keys(source: SourceKeys, tables: Sequence[TableConfig], topology: Topology) -> AskedKeys:
     """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong."""
     counts = _exchange_counts(source, tables, topology.keys)
     asked = [[d.keys for d in part.tables] for part in source.parts]
@@ -115,33 +111,59 @@ def exchange_keys(
     if source.windows is not None:
         parts = [[plan.last_part[p] for plan in source.windows] for p in range(len(source.parts))]
         last = _exchange_pieces(source.parts, parts, counts, topology.keys)
-    found = AskedKeys(counts, keys, last, None)
-    if not is_training or topology.replica_keys.group is None:
-        return found
-    unions = [_union_over_replicas(found.owned(t), topology.replica_keys) for t in range(len(tables))]
-    return AskedKeys(counts, keys, last, unions)
+    return AskedKeys(counts, keys, last)
+
+
+def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_tables: int, step: int) -> AskedKeys:
+    """The same, with the keys that other holders of this shard bring. Collective over the holders."""
+    owned = [asked.owned(t) for t in range(num_tables)]
+    last_parts = []
+    for t, table in enumerate(owned):
+        sent_in = None if asked.last_part is None else [part[t] for part in asked.last_part]
+        last_parts.append(last_part_of(table.explicit_slots(), len(table.keys), sent_in))
+    return replace(asked, joined=replicas.join(owned, last_parts, len(asked.keys), step))
 
 
 def assemble(source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], device: torch.device) -> Routed:
     """Put together what is asked by this rank and from this rank. Local."""
-    owned: dict[str, NDArray[np.int64]] = {}
+    mine = {table.name: asked.owned(t) for t, table in enumerate(tables)}
     coming: list[dict[str, RoutedTable]] = [{} for _ in source.parts]
     going: list[dict[str, RoutedTable]] = [{} for _ in source.parts]
     for t, table in enumerate(tables):
-        mine = asked.owned(t)
-        owned[table.name], slots = mine.keys, mine.slots
+        slots = mine[table.name].slots
         for p, part in enumerate(source.parts):
             place = None if slots is None else to_device(slots[p], device)
             send, receive = tuple(part.tables[t].counts.tolist()), tuple(asked.counts[:, p, t].tolist())
             coming[p][table.name] = RoutedTable(part.tables[t].keys, send, receive, place)
         for p, leg in enumerate(_gradient_legs(source, asked, slots, t, device)):
             going[p][table.name] = leg or coming[p][table.name]
+    crossing = [_crossing(mine, p, device) for p in range(len(source.parts))]
     parts = [
-        RoutedPart(_indices(part, tables, device), coming[p], going[p], *_cache_places(source, tables, p, device))
+        RoutedPart(
+            _indices(part, tables, device), coming[p], going[p], *_cache_places(source, tables, p, device), crossing[p]
+        )
         for p, part in enumerate(source.parts)
     ]
     windows = source.windows or []
-    return Routed(tuple(parts), owned, {t.name: w.num_rows for t, w in zip(tables, windows, strict=bool(windows))})
+    return Routed(
+        parts=tuple(parts),
+        owned={name: table.keys for name, table in mine.items()},
+        cache_rows={t.name: w.num_rows for t, w in zip(tables, windows, strict=bool(windows))},
+        num_touched={name: _or_all(table.num_touched, table.keys) for name, table in mine.items()},
+        averaged={n: to_device(table.averaged, device) for n, table in mine.items() if table.averaged is not None},
+    )
+
+
+def _or_all(number: int | None, keys: NDArray[np.int64]) -> int:
+    return len(keys) if number is None else number
+
+
+def _crossing(mine: Mapping[str, Owned], part: int, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
+    return {
+        name: tuple(to_device(places, device) for places in table.crossing[part])
+        for name, table in mine.items()
+        if table.crossing is not None
+    }
 
 
 def key_bytes_sent(routed: Routed, rank: int) -> int:
@@ -202,15 +224,6 @@ def _owner_dedup(asked: list[NDArray[np.int64]], num_sources: int) -> Owned:
         return Owned(asked[0], None)
     found = dedup(np.concatenate(asked))
     return Owned(found.keys, np.split(found.inverse, np.cumsum([len(a) for a in asked])[:-1]))
-
-
-def _union_over_replicas(owned: Owned, replicas: Communicator) -> Owned:
-    """The same list of keys on every holder of this shard, and the places of this holder's keys in it."""
-    everyone, counts = all_gather_rows(replicas, replicas, torch.from_numpy(owned.keys))
-    found = dedup(everyone.numpy())
-    start = sum(counts[: replicas.rank])
-    mine = found.inverse[start : start + len(owned.keys)]
-    return Owned(found.keys, [mine] if owned.slots is None else [mine[part] for part in owned.slots])
 
 
 def _gradient_legs(

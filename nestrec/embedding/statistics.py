@@ -27,6 +27,8 @@ class EngineStatistics:
     """Vectors, on their way from the owners."""
     gradients: Leg = field(default_factory=Leg)
     """Gradients, on their way to the owners."""
+    replicas: Leg = field(default_factory=Leg)
+    """Gradients or rows, on their way to the other holders of a shard."""
     rows_fetched: int = 0
     """Distinct rows that the owner took from its stores."""
     rows_written: int = 0

@@ -1,9 +1,11 @@
 """The rows of one batch on their owner, in device buffers, with the sums of their gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.optimizers import can_update_on_host, update_rows, update_rows_on_host
@@ -24,6 +26,14 @@ class WorkingTable:
     fetched: FetchedRows
     gradient: torch.Tensor | None = None
     """(n, dim) sums in the state's type; none until the first gradients arrive."""
+    total: torch.Tensor | None = None
+    """(n, dim) sums over the holders of these rows, where gradients cross between them."""
+    num_touched: int | None = None
+    """Only the first so many rows are updated; none: all."""
+    averaged: torch.Tensor | None = None
+    """Places of the rows that are averaged over holders after the update; none: no row is."""
+    gradient_scale: int = 1
+    """What gradients are multiplied with before the update."""
 
     def vectors(self, routed: RoutedTable) -> torch.Tensor:
         """Vectors of the keys asked from this shard, in order of source. May share memory with the working set."""
@@ -51,28 +61,42 @@ class WorkingTable:
             ):
                 self.gradient.index_add_(0, places, part)
 
+    def add_of_holders(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Add complete sums of the holders, in order of holder."""
+        if self.total is None:
+            self.total = gradients[0].new_zeros(len(self.fetched.keys), self.table.dim)
+        for where, grad in zip(places, gradients, strict=True):
+            if grad.device.type == "cpu":
+                add_by_index(self.total, where, grad)
+            else:
+                self.total.index_add_(0, where, grad)  # a holder's places are distinct: no order to lose
+
     def update(self, step: int, learning_rate: float) -> None:
         """One step of the row optimiser; rows that were not admitted stay as they begin."""
-        if self.gradient is None or not len(self.fetched.keys):
+        gradient = self.gradient if self.total is None else self.total
+        end = len(self.fetched.keys) if self.num_touched is None else self.num_touched
+        self.gradient = self.total = None
+        if gradient is None or not end:
             return
-        rows, optimizer = self.fetched.rows, self.table.optimizer
-        if can_update_on_host(rows, self.layout):
-            self._update_on_host(step, learning_rate)
-        else:
-            refused = self.fetched.slots < 0
-            places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if refused.any() else None
-            update_rows(rows, self.gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
-                        places=None if places is None else to_device(places, rows.device))  # fmt: skip
-        used_here([self.gradient])
-        self.gradient = None
+        if self.gradient_scale != 1:
+            gradient = gradient * self.gradient_scale
+        self._update(self.fetched.rows[:end], gradient[:end], self.fetched.slots[:end], step, learning_rate)
 
-    def _update_on_host(self, step: int, learning_rate: float) -> None:
-        assert self.gradient is not None
-        rows, refused = self.fetched.rows, torch.from_numpy(np.flatnonzero(self.fetched.slots < 0))
-        before = rows.index_select(0, refused)
-        update_rows_on_host(rows, self.gradient, self.layout, self.table.optimizer, step=step,
-                            learning_rate=learning_rate, num_threads=self.table.store.num_threads)  # fmt: skip
-        rows.index_copy_(0, refused, before)
+    def _update(
+        self, rows: torch.Tensor, gradient: torch.Tensor, slots: NDArray[np.int64], step: int, learning_rate: float
+    ) -> None:
+        refused, optimizer = slots < 0, self.table.optimizer
+        if can_update_on_host(rows, self.layout):
+            kept = torch.from_numpy(np.flatnonzero(refused))
+            before = rows.index_select(0, kept)
+            update_rows_on_host(rows, gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
+                                num_threads=self.table.store.num_threads)  # fmt: skip
+            rows.index_copy_(0, kept, before)
+        else:
+            places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if refused.any() else None
+            update_rows(rows, gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
+                        places=None if places is None else to_device(places, rows.device))  # fmt: skip
+        used_here([gradient])
 
 
 def _places(routed: RoutedTable, device: torch.device) -> torch.Tensor:

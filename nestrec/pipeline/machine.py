@@ -100,7 +100,7 @@ class Machine:
         """Stage 3."""
         number, loaded = loading.number, loading.loaded
         asked = self.lanes.communication.submit(
-            lambda span: self.engine.exchange_keys(loaded.wait().source),
+            lambda span: self.engine.exchange_keys(loaded.wait().source, step=number),
             self._label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
         )  # fmt: skip
 
@@ -204,11 +204,20 @@ class Machine:
                 window.send(part)
             if is_broken("pipeline.rule4"):
                 self.engine.update_rows(window.working, learning_rate=rates.tables)
-            elif part == flying.num_parts - 1:
-                self.engine.sum_over_replicas(window.working)
 
         label = self._label("train.embedding.gradients", "communication", flying.number, part, is_collective=True)
-        return self.lanes.communication.submit(send, label)
+        sent = self.lanes.communication.submit(send, label)
+        return self._sum_over_holders(window, flying.number, part) if window.routed.parts[part].crossing else sent
+
+    def _sum_over_holders(self, window: Window, number: int, part: int) -> Ticket[None]:
+        """Gradients that a micro-batch completes, to and from the other holders of their rows."""
+
+        def exchange(span: OpenSpan) -> None:
+            with _counted(span, self.engine.statistics.replicas):
+                self.engine.sum_over_holders(window.routed, window.working, part)
+
+        label = self._label("train.embedding.replicas", "communication", number, part, is_collective=True)
+        return self.lanes.communication.submit(exchange, label)
 
     def reduce_dense(self, step: Step, loss: torch.Tensor) -> Ticket[torch.Tensor]:
         """Dense gradients, loss and the wish to stop, summed over ranks."""
@@ -228,20 +237,38 @@ class Machine:
         assert flying.rows is not None
         with self.span("train.embedding.update", "compute"):
             self.engine.update_rows(flying.rows.wait(), learning_rate=rates.tables)
+        if flying.routed.wait().averaged:
+            self._average(flying.number, flying.rows).wait()
+
+    def _average(self, number: int, rows: Ticket[WorkingSet]) -> Ticket[None]:
+        """Copies of updated rows replaced by their mean."""
+
+        def average(span: OpenSpan) -> None:
+            with _counted(span, self.engine.statistics.replicas):
+                self.engine.average_over_holders(rows.wait())
+
+        label = self._label("train.embedding.replicas", "communication", number, is_collective=True)
+        return self.lanes.communication.submit(average, label, after=[rows])
 
     def update_in_store(self, flying: InFlight, rates: Rates, after: Ticket[None]) -> None:
         """For rows that were read ahead: apply their gradients to the rows that the store holds by then."""
         old, routed = self.open_window(flying).working, flying.routed
 
-        def update(span: OpenSpan) -> None:
+        def update(span: OpenSpan) -> WorkingSet:
             fresh = self.engine.fetch(routed.wait(), step=flying.number)
             for name, table in fresh.tables.items():
-                table.gradient = old.tables[name].gradient
+                table.gradient, table.total = old.tables[name].gradient, old.tables[name].total
             self.engine.update_rows(fresh, learning_rate=rates.tables)
-            self.engine.write_back(_measured(span, fresh))
+            if not routed.wait().averaged:
+                self.engine.write_back(_measured(span, fresh))
+            return fresh
 
         label = self._label("train.embedding.write_back", "lookup", flying.number)
-        self.lanes.lookup.submit(update, label, after=[after])
+        updated = self.lanes.lookup.submit(update, label, after=[after])
+        if routed.wait().averaged:
+            averaged = self._average(flying.number, updated)
+            write = lambda span: self.engine.write_back(_measured(span, updated.wait()))  # noqa: E731
+            self.lanes.lookup.submit(write, label, after=[averaged])
 
     def issue(self, collective: Callable[[], T]) -> T:
         """A collective of the caller's, in its place among the others."""
@@ -255,6 +282,7 @@ class Machine:
             yield
             if step.is_fence:
                 self.lanes.drain()
+                self.issue(lambda: self.engine.settle(step.number))
         self._run_ahead.end_step()
 
     def zero(self) -> torch.Tensor:

@@ -42,7 +42,8 @@ class Serial:
         engine, parts = self._engine, step.batch.micro_batches
         with self._tracer.context(lane="compute", step=step.number), self._span("train.step", "step"):
             with self._span("train.embedding.route", "lookup", is_collective=True):
-                routed = engine.route(*[part.keys for part in parts], window_cache=self._window_cache)
+                keys = [part.keys for part in parts]
+                routed = engine.route(*keys, step=step.number, window_cache=self._window_cache)
             with self._span("train.embedding.fetch", "lookup"):
                 working = engine.fetch(routed, step=step.number)
             window = Window(engine, routed, working)
@@ -58,6 +59,8 @@ class Serial:
                 engine.update(working, learning_rate=step.rates.tables)
             with self._span("train.embedding.write_back", "lookup"):
                 engine.write_back(working)
+            if step.is_fence:
+                engine.settle(step.number)
         return totals
 
     def issue(self, collective: Callable[[], T]) -> T:
@@ -75,6 +78,9 @@ class Serial:
             window.keep(i, gradients)
         with self._span("train.embedding.gradients", "communication", is_collective=True):
             window.send(i)
+        if window.routed.parts[i].crossing:
+            with self._span("train.embedding.replicas", "communication", is_collective=True):
+                self._engine.sum_over_holders(window.routed, window.working, i)
         return loss
 
     def _span(self, name: str, kind: Kind, is_collective: bool = False) -> OpenSpan:

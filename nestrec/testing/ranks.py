@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.topology import Topology
 
 _START_TIMEOUT_S = 100.0
@@ -31,7 +32,7 @@ class RankFailure:
 class RankPool:
     """`world` processes; `run` calls a picklable function on each as `function(topology, *args)`."""
 
-    def __init__(self, world: int, *, num_replicas: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(self, world: int, ranks: RanksConfig | None = None, *, timeout_s: float = 60.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
         context = multiprocessing.get_context("spawn")
         threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
@@ -40,7 +41,7 @@ class RankPool:
         for rank in range(world):
             mine, theirs = context.Pipe()
             meeting = str(Path(self._folder.name) / "meeting")
-            args = (rank, world, num_replicas, timeout_s, meeting, theirs)
+            args = (rank, world, ranks, timeout_s, meeting, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -91,13 +92,15 @@ class RankPool:
             raise AssertionError("\n".join(f"rank {f.rank}: {f.kind}: {f.text}" for f in failed))
 
 
-def _serve(rank: int, world: int, num_replicas: int, timeout_s: float, meeting: str, pipe: Connection) -> None:  # noqa: PLR0917
+def _serve(  # noqa: PLR0917
+    rank: int, world: int, ranks: RanksConfig | None, timeout_s: float, meeting: str, pipe: Connection
+) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
-    topology = Topology.of_process_group(torch.device("cpu"), num_replicas=num_replicas, timeout_s=timeout_s)
+    topology = Topology.of_process_group(torch.device("cpu"), ranks, timeout_s=timeout_s)
     pipe.send("ready")
     while True:
         try:

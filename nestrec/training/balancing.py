@@ -140,13 +140,11 @@ def _groups(topology: Topology) -> dict[str, list[list[int]]]:
 
     On a GPU those are the exchanges of keys: NCCL's return at once.
     """
-    world, shards = topology.world, topology.num_shards
-    shard_axis = [list(range(first, first + shards)) for first in range(0, world, shards)]
-    replica_axis = [list(range(shard, world, shards)) for shard in range(shards)]
+    shard_axis, replica_axis = topology.shard_axis, topology.replica_axis
     between_hosts = {"keys": shard_axis, "replica_keys": replica_axis}
     if topology.device.type == "cuda":
         return between_hosts
-    return {**between_hosts, "vectors": shard_axis, "replicas": replica_axis, "dense": [list(range(world))]}
+    return {**between_hosts, "vectors": shard_axis, "replicas": replica_axis, "dense": [list(range(topology.world))]}
 
 
 def _step_times(spans: Sequence[Span], step: int) -> tuple[float, float]:

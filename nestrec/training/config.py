@@ -5,6 +5,8 @@ from typing import Literal
 from nestrec.balance import BalanceConfig
 from nestrec.base.config import config
 from nestrec.data.batches import BatchConfig
+from nestrec.distributed.options import RanksConfig
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.training.tasks.ranking import RankingTaskConfig
 from nestrec.training.tasks.retrieval import RetrievalTaskConfig
@@ -81,6 +83,10 @@ class RunConfig:
     """how samples form steps"""
     balance: BalanceConfig = BalanceConfig()
     """which rank computes which samples of a step"""
+    ranks: RanksConfig = RanksConfig()
+    """how ranks share the rows of the tables"""
+    replica_sync: ReplicaSyncConfig = ReplicaSyncConfig()
+    """how copies of a row are kept alike, where ranks.replicas > 1"""
     optimizer: OptimizerConfig = OptimizerConfig()
     """how weights follow gradients"""
     pipeline: PipelineConfig = PipelineConfig()

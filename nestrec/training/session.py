@@ -46,7 +46,7 @@ class Session:
             torch.manual_seed(cfg.training.seed)
             task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype)
         task.model.to(device=topology.device, dtype=getattr(torch, cfg.training.dtype))
-        engine = EmbeddingEngine(task.tables, topology, topology.device)
+        engine = EmbeddingEngine(task.tables, topology, topology.device, cfg.replica_sync)
         return Session(
             cfg=cfg, topology=topology, dataset=dataset, task=task, engine=engine,
             dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device), tables=SavedTables(engine),

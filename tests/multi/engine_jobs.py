@@ -10,6 +10,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import DenseSync, Topology
 from nestrec.distributed.exchange import agree, all_reduce_sum, raise_together
+from nestrec.distributed.options import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
 from nestrec.ops.gather_rows import gather_rows
@@ -239,4 +240,4 @@ def mesh(topology: Topology) -> dict[str, Any]:
 
 
 def torchrun_like(topology: Topology, num_replicas: int) -> None:
-    Topology.of_process_group(torch.device("cpu"), num_replicas=num_replicas)
+    Topology.of_process_group(torch.device("cpu"), RanksConfig(replicas=num_replicas))

@@ -14,7 +14,9 @@ from nestrec.base.failpoints import armed
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.ops.gather_rows import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
 from nestrec.pipeline.lanes import make_tracer
@@ -51,6 +53,12 @@ class Job:
     """rule to break"""
     stale_steps: int = 1
     device: str = "cpu"
+    dtype: str = "float32"
+    """of tables and dense weights"""
+    moment_scale: float = 1.0
+    dense_rate: float = 0.01
+    ranks: RanksConfig = field(default_factory=RanksConfig)
+    replica_sync: ReplicaSyncConfig = field(default_factory=ReplicaSyncConfig)
 
 
 def keys_of(stream: str, step: int, num_samples: int) -> dict[str, np.ndarray]:
@@ -107,8 +115,8 @@ class TinyCompute:
 
 
 def tables_of(job: Job) -> list[TableConfig]:
-    optimizer = RowOptimizerConfig(kind=job.optimizer)
-    common = {"dim": DIM, "optimizer": optimizer}
+    optimizer = RowOptimizerConfig(kind=job.optimizer, moment_scale=job.moment_scale)
+    common = {"dim": DIM, "optimizer": optimizer, "dtype": job.dtype}
     store = {"kind": job.store, "folder": job.folder, "cache_rows": 16}
     return [
         TableConfig(name="items", num_rows=NUM_ROWS, features=("item", "target"), seed=1, store=StoreConfig(**store),
@@ -160,14 +168,15 @@ class Training:
             self._steps(1, last)
         issued = self.topology.log.entries()[-(self.topology.log.count - start) :] if self.topology.world > 1 else []
         result = {**self._look(), "losses": torch.stack(self.losses).tolist(), "seen": self.seen, "issued": issued,
-                  "statistics": self.engine.statistics, "spans": self.spans}  # fmt: skip
+                  "statistics": self.engine.statistics, "spans": self.spans,
+                  "vectors": all_vectors(self.engine)}  # fmt: skip
         self.engine.close()
         return result
 
     def _open(self) -> None:
         device = self.job.device
-        self.engine = EmbeddingEngine(tables_of(self.job), self.topology, device)
-        model = Tiny().to(device)
+        self.engine = EmbeddingEngine(tables_of(self.job), self.topology, device, self.job.replica_sync)
+        model = Tiny().to(device, getattr(torch, self.job.dtype))
         self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device(device))
         self.tracer = make_tracer(self.engine.device, rank=self.topology.rank)
         options = PipelineConfig(
@@ -181,7 +190,7 @@ class Training:
         feed = Feed(batches_of(self.job, self.topology, first))
         for number in range(first, last + 1):
             is_fence = number == last or number in self.job.fences
-            rates = Rates(dense=0.01 / number**0.5, tables=0.1 / number**0.5)
+            rates = Rates(dense=self.job.dense_rate / number**0.5, tables=0.1 / number**0.5)
             step = Step(number=number, batch=next(feed), rates=rates, is_fence=is_fence)
             self.losses.append(self.pipeline.advance(step, feed).loss)
             if is_fence:
@@ -210,7 +219,26 @@ class Training:
 def train(topology: Topology, schedule: str, job: Job) -> dict[str, Any]:
     """The state after the last step, and after every fence."""
     with armed(f"pipeline.{job.broken}") if job.broken else contextlib.nullcontext():
-        return Training(topology, schedule, job).run()
+        return Training(regrouped(topology, job.ranks), schedule, job).run()
+
+
+_topologies: dict[RanksConfig, Topology] = {}
+
+
+def regrouped(topology: Topology, ranks: RanksConfig) -> Topology:
+    """The same ranks in other replica groups; groups are made once in a process."""
+    if topology.world == 1 or ranks == RanksConfig():
+        return topology
+    if ranks not in _topologies:
+        _topologies[ranks] = Topology.of_process_group(torch.device("cpu"), ranks, timeout_s=60.0)
+    return _topologies[ranks]
+
+
+def all_vectors(engine: EmbeddingEngine) -> torch.Tensor:
+    """Every vector that training can have touched, on every rank."""
+    items = np.arange(NUM_ROWS)
+    found = engine.lookup_readonly({"item": items, "user": (np.arange(NUM_ROWS) // 3 - 9) * 2**50})
+    return torch.cat([found["item"], found["user"]])
 
 
 def compare(topology: Topology, schedules: list[str], job: Job) -> dict[str, bool]:

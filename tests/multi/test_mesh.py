@@ -7,12 +7,13 @@ import pytest
 from engine_jobs import mesh, torchrun_like, train
 
 from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
 from nestrec.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="module")
 def two_by_two() -> Iterator[RankPool]:
-    pool = RankPool(4, num_replicas=2)
+    pool = RankPool(4, RanksConfig(replicas=2))
     yield pool
     pool.close()
 

@@ -1,0 +1,17 @@
+"""How ranks are arranged."""
+
+from typing import Literal
+
+from nestrec.base.config import config
+
+Placement = Literal["shards_contiguous", "replicas_contiguous"]
+
+
+@config
+class RanksConfig:
+    replicas: int = 1
+    """groups of ranks that each hold all rows; a divisor of the number of ranks. Exchanges of vectors stay inside a
+    group, and copies of a row are kept alike as replica_sync says"""
+    placement: Placement = "shards_contiguous"
+    """which ranks form a group: neighbours (vectors stay inside a host), or every so-many-th rank (the copies of a row
+    lie inside a host)"""

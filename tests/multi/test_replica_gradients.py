@@ -1,0 +1,80 @@
+"""Gradients summed over replica groups: training as one group, to rounding; copies alike, to the bit."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from schedule_jobs import Job, same, train
+
+from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
+
+EXACT = ["dual_buffer", "frozen_window", "nested"]
+GROUPS = {
+    2: RanksConfig(replicas=2),
+    4: RanksConfig(replicas=2, placement="replicas_contiguous"),
+}
+CASES = [
+    # Every optimiser, exact schedule, number of ranks and cache setting occurs; the full grid is slow.
+    (2, "sgd", "serial", False), (4, "adagrad", "nested", True), (2, "rowwise_adagrad", "dual_buffer", True),
+    (4, "adam", "frozen_window", False), (2, "rowwise_adam", "nested", False), (4, "rowwise_adagrad", "serial", True),
+]  # fmt: skip
+
+
+@functools.cache
+def one_group(optimizer: str) -> dict[str, object]:
+    return train(Topology.single(), "serial", Job(dtype="float64", num_steps=100, optimizer=optimizer))
+
+
+def check_equality(pools, world: int, optimizer: str, schedule: str, window_cache: bool) -> None:
+    job = Job(dtype="float64", num_steps=100, optimizer=optimizer, window_cache=window_cache, ranks=GROUPS[world])
+    expected = one_group(optimizer)
+    results = pools[world].run(train, schedule, job)
+    for result in results:
+        assert result["tables"] == results[0]["tables"]
+        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), rtol=1e-9, atol=0)
+        difference = (result["vectors"] - expected["vectors"]).norm() / expected["vectors"].norm()
+        assert float(difference) < 1e-9
+
+
+@pytest.mark.parametrize(("world", "optimizer", "schedule", "window_cache"), CASES)
+def test_groups_that_sum_gradients_train_as_one_over_100_steps(pools, world, optimizer, schedule, window_cache):
+    check_equality(pools, world, optimizer, schedule, window_cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window_cache", [False, True])
+@pytest.mark.parametrize("schedule", ["serial", *EXACT])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_groups_that_sum_gradients_train_as_one_on_the_full_grid(pools, world, optimizer, schedule, window_cache):
+    check_equality(pools, world, optimizer, schedule, window_cache)
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "job"),
+    [
+        (2, 2, Job(stream="distance_one", store="dram", fences=(7,))),
+        (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={20: 1})),
+        (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "eviction": "lru", "max_rows": 24})),
+    ],
+)
+def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas, job):
+    job = replace(job, ranks=RanksConfig(replicas=replicas), num_steps=24)
+    serial = pools[world].run(train, "serial", job)
+    assert len({tuple(result["tables"]) for result in serial}) == 1
+    for schedule in EXACT:
+        results = pools[world].run(train, schedule, job)
+        assert all(same(a, b) for a, b in zip(results, serial, strict=True)), schedule
+        assert all(result["issued"] == results[0]["issued"] for result in results)
+
+
+def test_a_gradient_crosses_once_and_only_for_touched_rows(pools):
+    job = Job(stream="no_overlap", num_steps=8, ranks=RanksConfig(replicas=2))
+    for result in pools[2].run(train, "serial", job):
+        sent = result["statistics"]
+        # One shard a group: the owner is asked for each distinct key of its own batch, and nothing else crosses.
+        assert sent.replicas.rows <= sent.gradients.rows
+        assert sent.replicas.bytes_sent == sent.replicas.rows * 8 * 4
+        assert sent.gradients.bytes_sent == 0
