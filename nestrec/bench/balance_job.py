@@ -64,8 +64,6 @@ class MeasuredBench:
 class TimedCompute:
     """Forward and backward passes with their wall and processor time."""
 
-    couples_samples = False
-
     def __init__(self, inner: ModelCompute):
         self._inner = inner
         self.wall_s = self.cpu_s = 0.0

@@ -62,8 +62,6 @@ class TokenNetwork(nn.Module):
 class TokenCompute:
     """Forward and backward of the network."""
 
-    couples_samples = False
-
     def __init__(self, network: nn.Module) -> None:
         self._network = network
 

@@ -8,7 +8,7 @@ from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.negatives import uniform_negatives
+from nestrec.data.negatives import Sampler, shared_tokens
 from nestrec.data.split import Part, Split
 from nestrec.data.stochastic_length import kept_events, kept_length
 from nestrec.data.windows import positions, sample_keys, token_keys, window_index
@@ -34,13 +34,13 @@ class RetrievalAssembler(Assembler):
         history: HistoryConfig,
         *,
         seed: int,
-        num_negatives: int,
-        whole_catalogue: bool,
+        sampler: Sampler | None,
+        sharing: int = 1,
         use_times: bool,
     ):
-        self._whole_catalogue = whole_catalogue
+        """sampler: of negatives; none compares with the whole catalogue. sharing: tokens whose negatives one meets."""
         self._dataset, self._split, self._history, self._seed = dataset, split, history, seed
-        self._num_negatives, self._use_times = num_negatives, use_times
+        self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
         self._users = np.flatnonzero(split.train_end >= 2)
         self.tokens = np.minimum(split.train_end[self._users] - 1, history.max_length)
         self.weights = self.tokens.astype(np.float64)
@@ -75,10 +75,14 @@ class RetrievalAssembler(Assembler):
         if times is not None:
             tensors |= time_tensors(times[is_input], times[is_target], self._history)
         keys = {"history": items[index[is_input]], "positive": target}
-        if self._num_negatives:
-            keys["negative"] = uniform_negatives(key_T, self._num_negatives, self._dataset.card.counts.items)
-        if self._whole_catalogue:
+        if self._sampler is None:
             keys["catalogue"] = np.arange(1, self._dataset.card.counts.items + 1)
+        else:
+            drawn = self._sampler.draw(key_T, target)
+            keys |= drawn.keys
+            tensors |= drawn.tensors
+            if self._sharing > 1:
+                tensors["shared_token"] = torch.from_numpy(shared_tokens(key_T, self._sharing - 1))
         return MicroBatch(users, keys, tensors, max_length=_longest(offsets), num_tokens=int(offsets[-1]))
 
     def _kept(self, users: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:

@@ -2,15 +2,6 @@
 
 from nestrec.base.errors import UserError
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.stages import Compute
-
-
-def check_can_split(schedule: str, compute: Compute) -> None:
-    """A loss that couples samples would depend on how they are dealt to micro-batches (rule 7)."""
-    if compute.couples_samples:
-        problem = "splits a batch into micro-batches, and this task's loss couples the samples of a batch"
-        remedy = "take the schedule dual_buffer with batch.micro_batches=1, or a loss that is a sum over samples"
-        raise UserError(problem, field="pipeline.schedule", value=schedule, remedy=remedy)
 
 
 def check_can_pipeline(schedule: str, engine: EmbeddingEngine) -> None:

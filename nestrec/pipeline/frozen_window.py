@@ -7,24 +7,14 @@ lookup           fetch                                               write back
 compute                          F1 F2 F3 ... update rows, update dense
 """
 
-from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.checks import check_can_split
 from nestrec.pipeline.feed import Feed
-from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Step, Totals
+from nestrec.pipeline.stages import Step, Totals
 from nestrec.pipeline.windows import overlapped
-from nestrec.trace import Tracer
 
 
 class FrozenWindow(Pipelined):
     """Exchanges hidden, lookup not."""
-
-    def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
-    ) -> None:
-        check_can_split("frozen_window", compute)
-        super().__init__(engine, compute, dense, tracer, options)
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine = self._machine

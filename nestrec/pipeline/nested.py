@@ -8,7 +8,7 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 """
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.checks import check_can_pipeline, check_can_split
+from nestrec.pipeline.checks import check_can_pipeline
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.lookup_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
@@ -25,7 +25,6 @@ class Nested(Pipelined):
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
         check_can_pipeline("nested", engine)
-        check_can_split("nested", compute)
         super().__init__(engine, compute, dense, tracer, options)
         self._lookup = LookupAhead(self._machine)
 

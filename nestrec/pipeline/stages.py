@@ -48,11 +48,11 @@ class Totals:
 
 
 class Compute(Protocol):
-    """Forward and backward of one micro-batch; dense gradients add up in the parameters."""
+    """Forward and backward of one micro-batch; dense gradients add up in the parameters.
 
-    @property
-    def couples_samples(self) -> bool:
-        """A sample's loss depends on the other samples of its micro-batch (in-batch negatives, logit sharing)."""
+    A sample's loss may depend on the other samples of its micro-batch (in-batch negatives, logit sharing), never on
+    those of another: schedules are then equal at equal partition (rule 7).
+    """
 
     def transfer(self, part: MicroBatch) -> MicroBatch:
         """The micro-batch with its tensors on the device."""

@@ -54,8 +54,6 @@ def _batch(number: int, micro_batches: int) -> Batch:
 class _Compute:
     """The gradient of a row is the row."""
 
-    couples_samples = False
-
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 

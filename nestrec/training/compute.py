@@ -19,10 +19,6 @@ class ModelCompute:
         if device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
-    @property
-    def couples_samples(self) -> bool:
-        return self._task.couples_samples
-
     def transfer(self, part: MicroBatch) -> MicroBatch:
         return on_device(part, self._device)
 

@@ -29,6 +29,8 @@ class TrainState:
     """changes of the cost model of samples, with the batches from which they hold"""
     window_changes: tuple[WindowChange, ...] = ()
     """changes of the number of micro-batches, likewise"""
+    loss_variant: str | None = None
+    """how the loss is computed, where the config left it to measurement"""
 
     def after(self, batch: Batch, following: Position) -> "TrainState":
         """The state after training on `batch`."""

@@ -20,12 +20,14 @@ from nestrec.training.compute import ModelCompute
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
+from nestrec.training.negatives_checks import check_supply
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import Saving
 from nestrec.training.session import Session
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.tasks.task import Evaluation
+from nestrec.training.variant_choice import settle_variant
 from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
@@ -40,6 +42,7 @@ class Trainer:
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
         agree_on_config(cfg, topology)
         self.session = Session.open(cfg, topology)
+        check_supply(cfg, self.session.task.assembler, topology.world)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
         self.tracer = make_tracer(topology.device, rank=topology.rank)
@@ -103,9 +106,20 @@ class Trainer:
             self.state,
             cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step),
             window_changes=self.window.resume(self.state.window_changes),
+            loss_variant=self._settled_variant(self.state.loss_variant),
         )
         self._listener.started(self._total_steps(), self.state.step)
         self._start_watching()
+
+    def _settled_variant(self, saved: str | None) -> str | None:
+        """How the loss is computed, where that was left open: as the run began, or measured now. Collective."""
+        settled = settle_variant(self.cfg, self.session.task, self._topology, saved)
+        if settled is None:
+            return None
+        variant, measured_ms = settled
+        if variant != saved:
+            self.folder.record("event", step=self.state.step, text=f"loss variant: {variant}, of {measured_ms} ms")
+        return variant
 
     def _step(self, batch: Batch, wants_stop: bool) -> Step:
         """The next step; it is a fence where something that reads the tables follows it."""

@@ -95,8 +95,6 @@ class Tiny(nn.Module):
 
 
 class TinyCompute:
-    couples_samples = False
-
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model, self._device = model, device
 

@@ -11,14 +11,18 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
 from nestrec.data.dataset import Dataset
+from nestrec.data.negatives import ByPopularity, InBatch, Sampler, Uniform
 from nestrec.data.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
 from nestrec.data.split import Part, leave_one_out
 from nestrec.data.windows import window_index
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.hstu import HSTUConfig
+from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import EncoderConfig, RetrievalModel, SimilarityConfig
 from nestrec.ops.gather_rows import gather_rows
-from nestrec.ops.softmax_losses import bce, full_cross_entropy, sampled_logits, sampled_softmax
+from nestrec.ops.sampled_losses import Variant, sampled_loss
+from nestrec.ops.softmax_losses import full_cross_entropy
+from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.training.baselines import LastItem, Popularity
 from nestrec.training.metrics import bootstrap, ranking_metrics
 from nestrec.training.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
@@ -38,7 +42,9 @@ class RetrievalTaskConfig:
     loss: Literal["sampled_softmax", "full", "bce"] = "sampled_softmax"
     """over sampled negatives, the whole catalogue, or pairs"""
     num_negatives: int = 128
-    """uniform negatives of a token, with replacement"""
+    """negatives drawn for a token, with replacement"""
+    negatives: NegativesConfig = NegativesConfig()
+    """where they are drawn from, and what they cost (docs/negatives.md)"""
     item_init: InitConfig = InitConfig(scale=0.02)
     """first values of item vectors"""
     item_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="adam", beta2=0.98)
@@ -59,16 +65,17 @@ class RetrievalTask(Task):
         self._split = leave_one_out(dataset.lengths)
         self._baselines: dict[Part, dict[str, NDArray[np.int64]]] = {}
         self.model = RetrievalModel(cfg.encoder, cfg.similarity)
-        features = ("history", "positive", "negative") if cfg.loss != "full" else ("history", "positive", "catalogue")
+        self.variant: Variant = "plain" if cfg.negatives.variant == "auto" else cfg.negatives.variant
+        """how the loss is computed; where the config says auto, set when a run begins"""
         self.tables = (
             TableConfig(
-                name="items", dim=cfg.encoder.dim, num_rows=dataset.num_items + 1, features=features, dtype=dtype,
+                name="items", dim=cfg.encoder.dim, num_rows=dataset.num_items + 1, features=_features(cfg), dtype=dtype,
                 seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store,
             ),
         )  # fmt: skip
         self.assembler = RetrievalAssembler(
-            dataset, self._split, cfg.history, seed=seed, use_times=self._use_times,
-            num_negatives=0 if cfg.loss == "full" else cfg.num_negatives, whole_catalogue=cfg.loss == "full",
+            dataset, self._split, cfg.history, seed=seed, use_times=self._use_times, sampler=self._sampler(),
+            sharing=cfg.negatives.sharing,
         )  # fmt: skip
 
     def loss(
@@ -78,12 +85,12 @@ class RetrievalTask(Task):
         query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
         if self.cfg.loss == "full":
             catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
-            return full_cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
-        candidate_UD = self.model.item_vectors(row_UD)
-        positive, negative = sampled_logits(query_TD, candidate_UD, index["positive"], index["negative"])
-        return (
-            sampled_softmax(positive, negative) if self.cfg.loss == "sampled_softmax" else bce(positive, negative)
-        ).sum()
+            cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
+            return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
+        return sampled_loss(
+            query_TD, self.model.item_vectors(row_UD), candidates_of(index, batch.tensors), self.cfg.loss,
+            variant=self.variant, segment_tokens=self.cfg.negatives.segment_tokens,
+        ).sum()  # fmt: skip
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         queries = RetrievalQueries(self._dataset, self._split, self.cfg.history, part, use_times=self._use_times)
@@ -102,12 +109,46 @@ class RetrievalTask(Task):
         details = {"users": queries.users, **{f"rank/{system}": r for system, r in rank.items()}}
         return Evaluation(part, self.cfg.evaluation.headline, metrics, details)
 
-    def _baseline_ranks(self, measure: CatalogueRanks) -> dict[str, NDArray[np.int64]]:
+    def _sampler(self) -> Sampler | None:
+        """What draws the negatives; none for the whole catalogue."""
+        cfg, options, num_items = self.cfg, self.cfg.negatives, self._dataset.num_items
+        if cfg.loss == "full":
+            return None
+        if options.sampler == "uniform":
+            _check_enough(cfg, num_items, "items")
+            return Uniform(cfg.num_negatives, num_items)
+        counts_N = np.bincount(self._training_events()[0], minlength=num_items + 1)[1:]
+        if options.sampler == "in_batch":
+            return InBatch(counts_N if options.log_q else None, cfg.num_negatives)
+        _check_enough(cfg, int((counts_N > 0).sum()), "items with events")
+        return ByPopularity(counts_N, cfg.num_negatives, power=options.popularity_power, log_q=options.log_q)
+
+    def _training_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Items of the training events of all users, and the offsets of the users."""
         items, offsets = self._dataset.rows(np.arange(self._dataset.num_samples)).lists["item_ids"]
         index, train_offsets = window_index(offsets[:-1], offsets[:-1] + self._split.train_end)
-        popularity = Popularity(items[index], self._dataset.num_items)
-        last_item = LastItem(items[index], train_offsets, popularity)
+        return items[index], train_offsets
+
+    def _baseline_ranks(self, measure: CatalogueRanks) -> dict[str, NDArray[np.int64]]:
+        items, train_offsets = self._training_events()
+        popularity = Popularity(items, self._dataset.num_items)
+        last_item = LastItem(items, train_offsets, popularity)
         return {"popularity": measure.of_baseline(popularity), "last item": measure.of_baseline(last_item)}
+
+
+def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:
+    """What reads the item table; negatives that are targets of other tokens read nothing."""
+    if cfg.loss == "full":
+        return "history", "positive", "catalogue"
+    return ("history", "positive") if cfg.negatives.sampler == "in_batch" else ("history", "positive", "negative")
+
+
+def _check_enough(cfg: RetrievalTaskConfig, num_items: int, what: str) -> None:
+    if num_items <= cfg.num_negatives:
+        raise UserError(
+            f"needs more than so many {what} to draw from, and there are {num_items}", field="task.num_negatives",
+            value=cfg.num_negatives, remedy="take fewer negatives, or the whole catalogue with task.loss=full",
+        )  # fmt: skip
 
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:

@@ -46,8 +46,6 @@ class Task(ABC):
     model: nn.Module
     tables: tuple[TableConfig, ...]
     assembler: Assembler
-    couples_samples: bool = False
-    """a sample's loss depends on the other samples of its micro-batch, as with in-batch negatives"""
 
     @abstractmethod
     def loss(

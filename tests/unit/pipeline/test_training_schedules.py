@@ -83,15 +83,12 @@ def test_stale_trains_and_is_another_run(tiny_data, tmp_path):
     assert run("hstu", tiny_data, tmp_path / "stale", "stale", pipeline__stale_steps=2) != serial
 
 
-@pytest.mark.parametrize("schedule", ["frozen_window", "nested"])
-def test_losses_that_couple_samples_are_refused(tiny_data, tmp_path, schedule, monkeypatch):
-    from nestrec.training.tasks.retrieval import RetrievalTask
-
-    monkeypatch.setattr(RetrievalTask, "couples_samples", True)
-    with pytest.raises(UserError, match="couples the samples of a batch") as refused:
-        run("hstu", tiny_data, tmp_path, schedule)
-    assert refused.value.field == "pipeline.schedule"
-    assert "dual_buffer" in (refused.value.remedy or "")
+@pytest.mark.parametrize("negatives", ["in_batch", "popularity"])
+def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tiny_data, tmp_path, negatives):
+    more = {"task__negatives__sampler": negatives, "task__negatives__sharing": 3, "task__negatives__variant": "fused"}
+    expected = run("hstu", tiny_data, tmp_path / "serial", "serial", **more)
+    for schedule in EXACT:
+        assert run("hstu", tiny_data, tmp_path / schedule, schedule, **more) == expected
 
 
 def test_a_delay_of_nothing_is_refused():

@@ -25,7 +25,8 @@ def data(tmp_path_factory):
 
 
 def session_of(data, **overrides):
-    cfg = with_overrides(recipe("demo"), {"data.folder": str(data), "training.device": "cpu", **overrides})
+    given = {"data.folder": str(data), "training.device": "cpu", "task.num_negatives": "16", **overrides}
+    cfg = with_overrides(recipe("demo"), given)
     return Session.open(cfg, Topology.single())
 
 

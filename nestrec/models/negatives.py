@@ -1,0 +1,60 @@
+"""What a token is compared with besides its positive, and at what price.
+
+Legend: T tokens, R negatives drawn for a token, K others whose negatives it meets too, D channels.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.ops.candidates import Candidates, make_candidates
+from nestrec.ops.sampled_losses import Variant
+
+
+@config
+class NegativesConfig:
+    sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"
+    """items alike, in proportion to their events, or targets of other tokens of the micro-batch (nothing looked up)"""
+    popularity_power: float = 1.0
+    """popularity: events are raised to it; 0.75 flattens, 0 is uniform over the items that were seen"""
+    log_q: bool = True
+    """popularity and in_batch: logits are corrected by the log of how often an item is drawn"""
+    sharing: int = 1
+    """k: a token also meets the negatives of k - 1 other tokens of its micro-batch, drawn for each token. k times the
+    logits, and no row more is looked up"""
+    variant: Variant | Literal["auto"] = "plain"
+    """plain keeps all vectors of negatives; segments gathers them twice; fused never stores them; offload keeps them in
+    host memory; auto measures at the start and takes the fastest that fits. Of loss=full: all but plain by tiles"""
+    segment_tokens: int = 512
+    """segments and offload: tokens whose vectors are in memory at a time"""
+    memory_gib: float | None = None
+    """auto: what the loss may take; none is a quarter of the device's memory"""
+
+    def __post_init__(self) -> None:
+        for name in ("sharing", "segment_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    "must be at least 1", field=f"task.negatives.{name}", value=getattr(self, name),
+                    remedy="give a positive number",
+                )  # fmt: skip
+        if self.popularity_power < 0:
+            raise UserError(
+                "must not be negative", field="task.negatives.popularity_power", value=self.popularity_power,
+                remedy="give 0 to 1",
+            )  # fmt: skip
+
+
+def candidates_of(index: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Candidates:
+    """Positives and negatives of a micro-batch, out of what was looked up and what its assembler has added."""
+    positive_T = index["positive"]
+    token_TR = tensors.get("negative_token")
+    if token_TR is None:
+        negative_TR = index["negative"]
+    else:
+        negative_TR = positive_T.index_select(0, token_TR.reshape(-1)).view(token_TR.shape)
+    return make_candidates(
+        positive_T, negative_TR, bias_TR=tensors.get("negative_bias"), shared_TK=tensors.get("shared_token")
+    )

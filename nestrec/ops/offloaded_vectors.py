@@ -1,0 +1,129 @@
+"""Candidate vectors in host memory, as in TurboGR: written segment by segment, brought back with a double buffer.
+
+    forward    gather a segment into one of two device buffers, hand it out, and copy it to the host meanwhile
+    backward   copy a segment into one buffer while the caller works on the other
+
+A buffer is written again only after its reader is done: the copying stream and the caller's wait for each other's
+events, and the host for neither. Without CUDA the vectors lie in host memory anyway and are handed out as they are.
+
+Legend: T tokens, S tokens of a segment, N candidates of a token, U rows, D channels.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+
+class OffloadedVectors:
+    """Vectors of all candidates of a micro-batch."""
+
+    def __init__(self, row_UD: torch.Tensor, index_TN: torch.Tensor, segment_tokens: int) -> None:
+        self._row_UD, self._index_TN, self._segment_tokens = row_UD, index_TN, segment_tokens
+        self._is_cuda = row_UD.is_cuda
+        shape = (*index_TN.shape, row_UD.shape[1])
+        self._host_TND = torch.empty(shape, dtype=row_UD.dtype, pin_memory=self._is_cuda)
+
+    @property
+    def num_bytes(self) -> int:
+        """What crosses in each direction."""
+        return self._host_TND.nbytes
+
+    def forward(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(start, stop, (S, N, D) vectors), gathered from the rows; valid until the next is asked for."""
+        buffers = _DoubleBuffer(self._row_UD.device) if self._is_cuda else None
+        for number, (start, stop) in enumerate(self._bounds()):
+            flat_index = self._index_TN[start:stop].reshape(-1)
+            if buffers is None:
+                vectors = self._host_TND[start:stop]
+                torch.index_select(self._row_UD, 0, flat_index, out=vectors.view(-1, vectors.shape[2]))
+                yield start, stop, vectors
+            else:
+                vectors = buffers.take(number, self._host_TND[start:stop])
+                torch.index_select(self._row_UD, 0, flat_index, out=vectors.view(-1, vectors.shape[2]))
+                buffers.copy(number, vectors, self._host_TND[start:stop])
+                yield start, stop, vectors
+        self._row_UD = self._row_UD[:0]  # from here on the host has them
+
+    def backward(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The same segments, brought back."""
+        bounds = list(self._bounds())
+        if not self._is_cuda:
+            for start, stop in bounds:
+                yield start, stop, self._host_TND[start:stop]
+            return
+        buffers = _DoubleBuffer(self._index_TN.device)
+
+        def fetch(number: int) -> torch.Tensor:
+            part = self._host_TND[slice(*bounds[number])]
+            vectors = buffers.take(number, part)
+            buffers.copy(number, part, vectors)
+            return vectors
+
+        coming = fetch(0) if bounds else None
+        for number, (start, stop) in enumerate(bounds):
+            vectors, coming = coming, fetch(number + 1) if number + 1 < len(bounds) else None
+            assert vectors is not None
+            buffers.wait_for_copy(number)
+            yield start, stop, vectors
+            buffers.release(number)
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        num_tokens = len(self._index_TN)
+        for start in range(0, num_tokens, self._segment_tokens):
+            yield start, min(start + self._segment_tokens, num_tokens)
+
+
+class _DoubleBuffer:
+    """Two device buffers between the current stream, which computes, and a stream that copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._copies = device, _copy_stream(device.index or 0)
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._released: list[torch.cuda.Event | None] = [None, None]
+        self._compute = torch.cuda.current_stream(device)
+
+    def take(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """The buffer of a segment; what is launched next on the current stream may write into it."""
+        place = number % 2
+        buffer = self._buffers[place]
+        if buffer is None:
+            buffer = self._buffers[place] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            buffer.record_stream(self._copies)
+        copied = self._copied[place]
+        if copied is not None:
+            self._compute.wait_event(copied)
+        return buffer[: len(like)]
+
+    def copy(self, number: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start a copy, after what the current stream has launched and after the reader of the buffer is done."""
+        place = number % 2
+        released = self._released[place]
+        ready = released
+        if ready is None or source.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record(self._compute)
+        self._copies.wait_event(ready)
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._copies)
+        self._copied[place] = done
+
+    def wait_for_copy(self, number: int) -> None:
+        """The current stream goes on when the buffer holds its segment."""
+        copied = self._copied[number % 2]
+        assert copied is not None
+        self._compute.wait_event(copied)
+
+    def release(self, number: int) -> None:
+        """The current stream has launched all that reads the buffer."""
+        event = torch.cuda.Event()
+        event.record(self._compute)
+        self._released[number % 2] = event
+
+
+@lru_cache(maxsize=8)
+def _copy_stream(device_index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device_index)

@@ -1,0 +1,127 @@
+"""How the loss is computed where the config leaves it open: measured when a run begins, one value for all ranks.
+
+The choice is a matter of rounding only. It is logged and saved in checkpoints, and a resumed run keeps it (rule 14);
+to replay a run, name its variant in the config.
+"""
+
+import statistics
+import time
+
+import psutil
+import torch
+
+from nestrec.base.config import config
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_gather_json
+from nestrec.ops.candidates import make_candidates
+from nestrec.ops.sampled_losses import VARIANTS, Variant, sampled_loss
+from nestrec.ops.softmax_losses import SampledKind
+from nestrec.training.config import RunConfig
+from nestrec.training.negatives_checks import mean_micro_batch
+from nestrec.training.tasks.retrieval import RetrievalTask
+from nestrec.training.tasks.task import Task
+
+_ROUNDS = 3
+
+
+@config
+class LossShape:
+    """A micro-batch of about the size that training will have."""
+
+    tokens: int
+    """of the micro-batch"""
+    negatives: int
+    """drawn for a token"""
+    sharing: int
+    """tokens whose negatives one meets, itself included"""
+    rows: int
+    """distinct rows"""
+    dim: int
+    """channels"""
+    segment_tokens: int
+    """of a segment"""
+    kind: SampledKind
+    """the loss"""
+    dtype: str
+    """of the rows"""
+
+
+def settle_variant(
+    cfg: RunConfig, task: Task, topology: Topology, saved: str | None
+) -> tuple[str, dict[str, float]] | None:
+    """Make the task compute its loss as a run began, or as is best here, with the times; none: as configured."""
+    if not isinstance(task, RetrievalTask) or task.cfg.loss == "full" or task.cfg.negatives.variant != "auto":
+        return None
+    if saved in VARIANTS:
+        task.variant = saved
+        return saved, {}
+    options, tokens = task.cfg.negatives, mean_micro_batch(task.assembler, cfg.batch, topology.world)
+    negatives = task.cfg.num_negatives
+    shape = LossShape(
+        tokens=tokens, negatives=negatives, sharing=options.sharing, dim=task.cfg.encoder.dim, kind=task.cfg.loss,
+        rows=min(task.tables[0].num_rows or 1, tokens * (negatives + 2)), segment_tokens=options.segment_tokens,
+        dtype=cfg.training.dtype,
+    )  # fmt: skip
+    task.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
+    return task.variant, measured_ms
+
+
+def choose_variant(shape: LossShape, topology: Topology, memory_gib: float | None) -> tuple[Variant, dict[str, float]]:
+    """The fastest that fits, and the milliseconds on the slowest rank of those that fit everywhere. Collective.
+
+    offload is never tried: segments and fused need no more of the device, and move nothing over the bus. fused fits
+    always, so there is always something to choose.
+    """
+    tried = [v for v in VARIANTS if v != "offload" and _fits(v, shape, topology, memory_gib)]
+    everyone = all_gather_json(topology.control, {v: _milliseconds(v, shape, topology.device) for v in tried})
+    slowest = {v: max(rank[v] for rank in everyone) for v in tried if all(v in rank for rank in everyone)}
+    return min(slowest, key=lambda v: slowest[v]), {str(v): round(ms, 3) for v, ms in slowest.items()}
+
+
+def loss_bytes(variant: Variant, shape: LossShape) -> int:
+    """Bytes of candidate vectors and their gradients on the device, as the variant's code allocates them."""
+    candidates = 1 + shape.negatives * shape.sharing
+    vector = candidates * shape.dim * torch.empty((), dtype=getattr(torch, shape.dtype)).element_size()
+    segment = 2 * min(shape.segment_tokens, shape.tokens) * vector
+    return {"plain": 2 * shape.tokens * vector, "segments": segment, "offload": segment, "fused": 0}[variant]
+
+
+def _fits(variant: Variant, shape: LossShape, topology: Topology, memory_gib: float | None) -> bool:
+    if memory_gib is None:
+        on_cuda = topology.device.type == "cuda"
+        whole = torch.cuda.mem_get_info(topology.device)[1] if on_cuda else psutil.virtual_memory().total
+        memory_gib = whole / 4 / 2**30
+    return loss_bytes(variant, shape) <= memory_gib * 2**30
+
+
+def _milliseconds(variant: Variant, shape: LossShape, device: torch.device) -> float:
+    """Median of forward and backward on random numbers, after one that warms up."""
+    draw = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    query_TD = torch.randn(shape.tokens, shape.dim, generator=draw, dtype=dtype, device=device).requires_grad_()
+    row_UD = torch.randn(shape.rows, shape.dim, generator=draw, dtype=dtype, device=device).requires_grad_()
+
+    def places(*size: int, bound: int) -> torch.Tensor:
+        return torch.randint(bound, size, generator=draw, dtype=torch.int32, device=device)
+
+    candidates = make_candidates(
+        places(shape.tokens, bound=shape.rows), places(shape.tokens, shape.negatives, bound=shape.rows),
+        shared_TK=places(shape.tokens, shape.sharing - 1, bound=shape.tokens),
+    )  # fmt: skip
+    times = []
+    for _ in range(_ROUNDS + 1):
+        query_TD.grad = row_UD.grad = None
+        _synchronise(device)
+        start_s = time.perf_counter()
+        loss_T = sampled_loss(
+            query_TD, row_UD, candidates, shape.kind, variant=variant, segment_tokens=shape.segment_tokens
+        )
+        loss_T.sum().backward()
+        _synchronise(device)
+        times.append(1e3 * (time.perf_counter() - start_s))
+    return statistics.median(times[1:])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

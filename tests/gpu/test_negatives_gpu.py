@@ -1,0 +1,97 @@
+"""Losses over negatives on a GPU: every variant equals the plain one, and repeats itself to the bit."""
+
+import pytest
+import torch
+
+from nestrec.ops.candidates import Candidates, make_candidates
+from nestrec.ops.sampled_losses import sampled_loss
+from nestrec.ops.softmax_losses import full_cross_entropy
+from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(0, 3, 5, 4), (1, 1, 1, 4), (33, 17, 700, 50), (130, 70, 9000, 64), (40, 130, 20000, 1024)]
+
+
+def drawn(shape, *, shared, bias, dtype, seed=0):
+    num_tokens, num_negatives, num_rows, dim = shape
+    torch.manual_seed(seed)
+    query = torch.randn(num_tokens, dim, dtype=torch.float64, device="cuda") / dim**0.25
+    rows = torch.randn(num_rows, dim, dtype=torch.float64, device="cuda") / dim**0.25
+    positive = torch.randint(num_rows, (num_tokens,), device="cuda", dtype=torch.int32)
+    negative = torch.randint(num_rows, (num_tokens, num_negatives), device="cuda", dtype=torch.int32)
+    others = torch.randint(max(num_tokens, 1), (num_tokens, shared), device="cuda", dtype=torch.int32)
+    biases = torch.randn(num_tokens, num_negatives, device="cuda") if bias else None
+    candidates = make_candidates(positive, negative, bias_TR=biases, shared_TK=others if shared else None)
+    return query.to(dtype), rows.to(dtype), candidates
+
+
+def loss_and_gradients(query, rows, candidates, kind, **options):
+    leaves = query.clone().requires_grad_(), rows.clone().requires_grad_()
+    loss = sampled_loss(*leaves, candidates, kind, **options)
+    (loss * torch.linspace(0.5, 1.5, len(loss), dtype=loss.dtype, device="cuda")).sum().backward()
+    return [loss.detach(), *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("kind", ["sampled_softmax", "bce"])
+@pytest.mark.parametrize("variant", ["segments", "fused", "offload"])
+def test_variants_equal_plain_in_float64(variant, kind):
+    for shape in SHAPES:
+        for shared, bias in ((0, False), (2, True)):
+            inputs = drawn(shape, shared=shared, bias=bias, dtype=torch.float64)
+            plain = loss_and_gradients(*inputs, kind)
+            for segment_tokens in (7, 10_000):
+                other = loss_and_gradients(*inputs, kind, variant=variant, segment_tokens=segment_tokens)
+                for a, b in zip(plain, other, strict=True):
+                    assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("variant", ["segments", "fused", "offload"])
+def test_errors_are_at_most_twice_those_of_the_plain_one_in_the_same_precision(variant, dtype):
+    for seed, shape in enumerate(SHAPES[2:]):
+        narrow = drawn(shape, shared=1, bias=False, dtype=dtype, seed=seed)
+        exact = loss_and_gradients(*(x.double() for x in narrow[:2]), narrow[2], "sampled_softmax")
+        eager = loss_and_gradients(*narrow, "sampled_softmax")
+        found = loss_and_gradients(*narrow, "sampled_softmax", variant=variant, segment_tokens=32)
+        for a, b, c in zip(exact, eager, found, strict=True):
+            assert (c.double() - a).norm() <= 2 * (b.double() - a).norm() + 1e-7 * a.norm()
+
+
+@pytest.mark.parametrize("variant", ["segments", "fused", "offload"])
+def test_variants_repeat_themselves_to_the_bit(variant):
+    torch.manual_seed(0)
+    query, rows = torch.randn(500, 64, device="cuda"), torch.randn(300, 64, device="cuda")
+    candidates = Candidates(torch.randint(300, (500, 65), device="cuda", dtype=torch.int32))
+    first = loss_and_gradients(query, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=64)
+    for _ in range(20):
+        again = loss_and_gradients(query, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=64)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_vectors_of_candidates_outside_the_rows_are_never_read():
+    """Rows stand between margins of NaN; a read beyond them would show."""
+    torch.manual_seed(0)
+    padded = torch.full((40, 20), torch.nan, device="cuda")
+    padded[10:30] = torch.randn(20, 20, device="cuda")
+    candidates = Candidates(torch.randint(20, (33, 18), device="cuda", dtype=torch.int32))
+    found = loss_and_gradients(torch.randn(33, 20, device="cuda"), padded[10:30], candidates, "bce", variant="fused")
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_tiled_cross_entropy_is_that_of_the_whole(dtype):
+    for num_tokens, num_items, dim in ((1, 1, 1), (7, 3000, 33), (300, 9000, 64)):
+        torch.manual_seed(0)
+        query = (torch.randn(num_tokens, dim, device="cuda") * 2).to(dtype)
+        rows, target = torch.randn(num_items, dim, device="cuda").to(dtype), torch.randint(num_items, (num_tokens,))
+        found = []
+        for tiled, wide in ((False, True), (False, False), (True, False)):
+            leaves = [(x.double() if wide else x).clone().requires_grad_() for x in (query, rows)]
+            options = {"tile_tokens": 128, "tile_items": 2500} if tiled else {}
+            loss = (tiled_cross_entropy if tiled else full_cross_entropy)(*leaves, target.cuda(), **options)
+            loss.sum().backward()
+            found.append([loss.detach(), leaves[0].grad, leaves[1].grad])
+        for exact, eager, ours in zip(*found, strict=True):
+            error = (ours.double() - exact).norm()
+            floor = 1e-12 if dtype == torch.float64 else 1e-6
+            assert error <= 2 * (eager.double() - exact).norm() + floor * exact.norm()

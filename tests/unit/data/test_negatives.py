@@ -1,0 +1,79 @@
+"""Samplers of negatives: what they draw from, that only the token decides, and how log-Q corrects them."""
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.base.random import fold_array
+from nestrec.data.negatives import ByPopularity, InBatch, Uniform, log_q_bias, other_tokens, shared_tokens
+
+KEYS = fold_array(7, np.arange(4000))
+COUNTS = np.array([50, 0, 10, 25, 15])
+
+
+def test_popularity_draws_in_proportion_and_never_what_was_never_seen():
+    ids = ByPopularity(COUNTS, 25, power=1.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
+    share = np.bincount(ids.reshape(-1), minlength=6)[1:] / ids.size
+    assert share[1] == 0
+    assert np.abs(share - COUNTS / COUNTS.sum()).max() < 0.006  # about four deviations of 100,000 draws
+
+
+def test_a_power_of_nothing_is_uniform_over_what_was_seen():
+    ids = ByPopularity(COUNTS, 25, power=0.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
+    share = np.bincount(ids.reshape(-1), minlength=6)[1:] / ids.size
+    assert np.abs(share - np.array([0.25, 0, 0.25, 0.25, 0.25])).max() < 0.006
+
+
+@pytest.mark.parametrize("log_q", [False, True])
+def test_the_correction_makes_sums_those_of_uniform_draws(log_q):
+    """sum of exp(logit + bias) over popularity draws against the mean over the items that can be drawn."""
+    counts = np.array([50, 30, 10, 25, 15])
+    logits = np.array([0.3, -1.0, 0.8, 0.1, -0.4])
+    drawn = ByPopularity(counts, 25, power=1.0, log_q=log_q).draw(KEYS, KEYS.astype(np.int64))
+    bias = drawn.tensors["negative_bias"].numpy() if log_q else 0.0
+    mean = np.exp(logits[drawn.keys["negative"] - 1] + bias).mean()
+    is_right = abs(mean - np.exp(logits).mean()) < 0.01
+    assert is_right == log_q
+
+
+@pytest.mark.parametrize("sampler", [Uniform(9, 5), ByPopularity(COUNTS, 9, power=0.75, log_q=True)])
+def test_draws_depend_on_the_token_alone(sampler):
+    targets = np.ones(len(KEYS), np.int64)
+    whole = sampler.draw(KEYS, targets)
+    part = sampler.draw(KEYS[100:117], targets[100:117])
+    assert np.array_equal(whole.keys["negative"][100:117], part.keys["negative"])
+    for name, tensor in part.tensors.items():
+        assert torch.equal(whole.tensors[name][100:117], tensor)
+
+
+def test_in_batch_negatives_are_targets_of_other_tokens_and_look_nothing_up():
+    targets = np.array([1, 3, 4, 5, 3, 1])
+    drawn = InBatch(COUNTS, 40).draw(KEYS[:6], targets)
+    token = drawn.tensors["negative_token"].numpy()
+    assert not drawn.keys
+    assert (token != np.arange(6)[:, None]).all()
+    assert set(token.reshape(-1)) == set(range(6))
+    expected = log_q_bias(COUNTS.astype(np.float64))[targets - 1][token]
+    assert np.array_equal(drawn.tensors["negative_bias"].numpy(), expected)
+    assert "negative_bias" not in InBatch(None, 40).draw(KEYS[:6], targets).tensors
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 300])
+def test_shared_tokens_are_others_and_distinct_and_as_many_as_there_are(num_tokens):
+    shared = shared_tokens(KEYS[:num_tokens], 3)
+    assert shared.shape == (num_tokens, min(3, max(num_tokens - 1, 0)))
+    for token, others in enumerate(shared.tolist()):
+        assert token not in others
+        assert len(set(others)) == len(others)
+
+
+def test_every_other_token_is_shared_equally_often():
+    token = other_tokens(KEYS[:5], 20_000, distinct=False)
+    for own, others in enumerate(token):
+        share = np.bincount(others, minlength=5) / len(others)
+        assert share[own] == 0
+        assert np.abs(np.delete(share, own) - 0.25).max() < 0.02
+
+
+def test_a_lonely_token_has_only_itself():
+    assert other_tokens(KEYS[:1], 3, distinct=False).tolist() == [[0, 0, 0]]

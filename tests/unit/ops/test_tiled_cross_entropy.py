@@ -1,0 +1,36 @@
+"""Tiled cross-entropy against the whole logits, for tiles smaller and larger than the data."""
+
+import pytest
+import torch
+
+from nestrec.ops.softmax_losses import full_cross_entropy
+from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (1, 1, 1), (7, 11, 4), (40, 130, 9)])
+@pytest.mark.parametrize("tile", [(1, 1), (3, 4), (1000, 1000)])
+def test_tiles_give_the_loss_and_the_gradients_of_the_whole(shape, tile):
+    num_tokens, num_items, dim = shape
+    torch.manual_seed(0)
+    query = torch.randn(num_tokens, dim, dtype=torch.float64) * 3
+    rows = torch.randn(num_items, dim, dtype=torch.float64)
+    target = torch.randint(num_items, (num_tokens,))
+    found = []
+    for tiled in (False, True):
+        leaves = query.clone().requires_grad_(), rows.clone().requires_grad_()
+        options = {"tile_tokens": tile[0], "tile_items": tile[1]} if tiled else {}
+        loss = (tiled_cross_entropy if tiled else full_cross_entropy)(*leaves, target, **options)
+        (loss * torch.linspace(0.5, 1.5, num_tokens, dtype=torch.float64)).sum().backward()
+        found.append([loss.detach(), leaves[0].grad, leaves[1].grad])
+    for whole, tiled in zip(*found, strict=True):
+        assert torch.allclose(whole, tiled, rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    query, rows = torch.randn(64, 8).bfloat16(), torch.randn(3000, 8).bfloat16()
+    target = torch.randint(3000, (64,))
+    exact = full_cross_entropy(query.double(), rows.double(), target)
+    eager = (full_cross_entropy(query, rows, target) - exact).norm()
+    tiled = tiled_cross_entropy(query, rows, target, tile_tokens=16, tile_items=500)
+    assert tiled.dtype == torch.float32
+    assert (tiled - exact).norm() <= 2 * eager

@@ -1,0 +1,109 @@
+"""Options of negatives in a run: variants that agree, choices that are kept, mistakes that are named at the start."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.checkpoint import Checkpoints
+from nestrec.distributed import Topology
+from nestrec.testing.run_digest import run_digest
+from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.trainer import Trainer
+from nestrec.training.variant_choice import LossShape, choose_variant
+
+RUN = {"training.max_steps": 6, "training.epochs": 9, "training.dtype": "float64"}
+
+
+@pytest.fixture(scope="module")
+def tiny_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return folder
+
+
+def trainer_of(data: Path, folder: Path, more: dict[str, object], family: str = "hstu") -> Trainer:
+    given = {**RUN, **{name.replace("__", "."): value for name, value in more.items()}}
+    return Trainer(config_of(family, data, given), folder, Topology.single())
+
+
+def weights_after(data: Path, folder: Path, family: str = "hstu", **more: object):
+    trainer = trainer_of(data, folder, more, family)
+    trainer.train()
+    return next(iter(trainer.session.engine.snapshot("items")))["weight"]
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "popularity", "in_batch"])
+def test_every_variant_trains_the_same_model(tiny_data, tmp_path, sampler):
+    more = {"task__negatives__sampler": sampler, "task__negatives__sharing": 2}
+    plain = weights_after(tiny_data, tmp_path / "plain", **more)
+    for variant in ("segments", "fused", "offload"):
+        other = weights_after(tiny_data, tmp_path / variant, **more, task__negatives__variant=variant)
+        assert (other - plain).abs().max() < 1e-10
+
+
+def test_the_whole_catalogue_by_tiles_trains_the_same_model(tiny_data, tmp_path):
+    plain, tiled = (
+        weights_after(tiny_data, tmp_path / variant, "sasrec", task__negatives__variant=variant)
+        for variant in ("plain", "fused")
+    )
+    assert (tiled - plain).abs().max() < 1e-10
+
+
+def test_sharing_changes_the_loss_and_looks_nothing_more_up(tiny_data, tmp_path):
+    rows = {}
+    for sharing in (1, 3):
+        trainer = trainer_of(tiny_data, tmp_path / str(sharing), {"task.negatives.sharing": sharing})
+        trainer.train()
+        rows[sharing] = trainer.session.engine.statistics.vectors.rows
+    assert rows[1] == rows[3]
+    assert run_digest(tmp_path / "1") != run_digest(tmp_path / "3")
+
+
+def test_auto_is_measured_logged_saved_and_kept_by_a_resumed_run(tiny_data, tmp_path):
+    more = {"task.negatives.variant": "auto", "training.max_steps": 3}
+    first = trainer_of(tiny_data, tmp_path, more)
+    first.train()
+    variant = first.session.task.variant
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("text", "").startswith(f"loss variant: {variant}") for line in lines)
+    restored = Checkpoints(tmp_path / "checkpoints").restore_latest()
+    assert restored is not None
+    assert restored.state["train"]["loss_variant"] == variant
+    resumed = trainer_of(tiny_data, tmp_path, {**more, "training.max_steps": 5})
+    resumed.state = resumed.saving.find_last()
+    assert resumed._settled_variant("segments") == "segments"
+    assert resumed.session.task.variant == "segments"
+
+
+def test_auto_takes_only_what_fits():
+    shape = LossShape(
+        tokens=64, negatives=64, sharing=1, rows=500, dim=64, segment_tokens=8, kind="bce", dtype="float32"
+    )
+    _, everything = choose_variant(shape, Topology.single(), None)
+    assert set(everything) == {"plain", "segments", "fused"}
+    _, small = choose_variant(shape, Topology.single(), 1e-3)
+    assert set(small) == {"segments", "fused"}
+    assert choose_variant(shape, Topology.single(), 0.0)[0] == "fused"
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "found"),
+    [
+        ({"task.negatives.sharing": 2000}, "task.negatives.sharing", "the largest has 9[0-9]"),
+        ({"task.negatives.sampler": "in_batch", "task.num_negatives": 500}, "task.num_negatives", "other tokens"),
+        ({"task.num_negatives": 60}, "task.num_negatives", "more than so many items"),
+        (
+            {"task.negatives.sampler": "popularity", "task.num_negatives": 60},
+            "task.num_negatives",
+            "items with events",
+        ),
+        ({"task.negatives.sharing": 0}, "task.negatives.sharing", "at least 1"),
+    ],
+)
+def test_what_no_micro_batch_or_catalogue_can_supply_is_refused_at_the_start(tiny_data, tmp_path, given, field, found):
+    with pytest.raises(UserError, match=found) as refused:
+        trainer_of(tiny_data, tmp_path, given)
+    assert refused.value.field == field
+    assert refused.value.remedy
