@@ -103,6 +103,21 @@ def stores(context: typer.Context, json: JsonFile = None) -> None:
     _finish("stores", measure_stores(bench), json)
 
 
+@app.command(context_settings=PASSED_ON)
+def lookup(context: typer.Context, json: JsonFile = None) -> None:
+    """Rows of a table in device memory: gather, update, and deduplicate + sum + update, beside plain torch and a copy.
+
+    The fields of LookupBench are options: [bold]--num_rows 1000000 --num_keys 65536 --zipf 1.05 --device cpu[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.lookup import LookupBench, measure_lookup, short_rows
+
+    bench = with_overrides(LookupBench(), parse_overrides(context.args, ("json",)))
+    rows = list(measure_lookup(bench))
+    _show("lookup", short_rows(rows))
+    _save("lookup", rows, json)
+
+
 @app.command()
 def peers(
     *,

@@ -177,19 +177,19 @@ if HAS_TRITON:
 
     @triton.jit
     def sum_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        grad, order, first, length, like, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-        ROWS: tl.constexpr, UNROLL: tl.constexpr,
+        grad, order, first, length, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+        UNROLL: tl.constexpr, TYPE: tl.constexpr,
     ):  # fmt: skip
         """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other."""
         column = tl.arange(0, BLOCK)[None, :]
-        total = tl.zeros([ROWS, BLOCK], like.dtype.element_ty)
+        total = tl.zeros([ROWS, BLOCK], TYPE)
         for t in range(0, tl.max(length, axis=0), UNROLL):
             for u in tl.static_range(UNROLL):
                 used = t + u < length
                 position = tl.load(order + first + t + u, mask=used, other=0).to(tl.int64)
                 at = grad + (position * STRIDE)[:, None] + column
                 value = tl.load(at, mask=used[:, None] & (column < D), other=0.0)
-                total += value.to(like.dtype.element_ty)
+                total += value.to(TYPE)
         return total
 
     @triton.jit
@@ -225,7 +225,8 @@ if HAS_TRITON:
         first = tl.load(starts + row, mask=inside, other=0)
         length = tl.load(starts + row + 1, mask=inside, other=0) - first
         inside = inside & (length <= RUN_SIZE)
-        total = sum_tile(grad, order, first, tl.where(inside, length, 0), out, D, STRIDE, BLOCK, ROWS, UNROLL)
+        length = tl.where(inside, length, 0)
+        total = sum_tile(grad, order, first, length, D, STRIDE, BLOCK, ROWS, UNROLL, out.dtype.element_ty)
         column = tl.arange(0, BLOCK)[None, :]
         tl.store(out + (row.to(tl.int64) * D)[:, None] + column, total, mask=inside[:, None] & (column < D))
 
@@ -246,7 +247,8 @@ if HAS_TRITON:
         if is_mine:
             place = tl.zeros([1], tl.int32)
             length = tl.minimum(end - first, RUN_SIZE) + place
-            total = sum_tile(grad, order, first + place, length, partial, D, STRIDE, BLOCK, 1, UNROLL)
+            element: tl.constexpr = partial.dtype.element_ty
+            total = sum_tile(grad, order, first + place, length, D, STRIDE, BLOCK, 1, UNROLL, element)
             column = tl.arange(0, BLOCK)[None, :]
             at = partial + (2 * (start // RUN_SIZE) + number).to(tl.int64) * D
             tl.store(at + column, total, mask=column < D)

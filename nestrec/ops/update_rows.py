@@ -125,9 +125,9 @@ _RULES: dict[str, Callable[[Sequence[torch.Tensor], torch.Tensor, RowRule], torc
 }
 
 
-def can_launch(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor) -> bool:
-    """float32 gradients and states only: Triton has no correctly rounded root of float64."""
-    return runs_triton(weight_ND) and all(t.dtype == torch.float32 for t in (*states, grad_PD))
+def can_launch(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> bool:
+    """Summed gradients and states in float32 only: Triton has no correctly rounded root of float64."""
+    return runs_triton(weight_ND) and {sum_dtype, *(state.dtype for state in states)} == {torch.float32}
 
 
 def _run(  # noqa: PLR0917
@@ -135,7 +135,7 @@ def _run(  # noqa: PLR0917
     kind: str, numbers: list[float],
 ) -> None:  # fmt: skip
     rule = rule_of(kind, numbers)
-    if can_launch(weight_ND, states, grad_PD):
+    if can_launch(weight_ND, states, grad_PD.dtype):
         _launch(weight_ND, states, grad_PD, index_P, rule)
     elif index_P is None:
         update_rows_reference(weight_ND, states, grad_PD, rule)

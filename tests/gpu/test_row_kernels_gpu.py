@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from nestrec.ops.dedup_keys import dedup_keys, dedup_keys_reference
 from nestrec.ops.gather_rows import take_rows
+from nestrec.ops.learn_rows import learn_rows, learn_rows_reference
 from nestrec.ops.move_rows import move_rows, move_rows_reference
 from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.ops.sum_rows import sum_by_index, sum_by_index_reference
@@ -11,15 +13,15 @@ from nestrec.ops.update_rows import KINDS, RowRule, update_rows, update_rows_ref
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 
 
 def words(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given", ["gather", "scatter", "both", "neither"])
-@pytest.mark.parametrize("width", [1, 3, 37, 128, 132])
+@pytest.mark.parametrize(("width", "index_dtype"), [(1, torch.int32), (37, torch.int64), (132, torch.int32)])
 def test_rows_move_as_defined_and_others_stay(width, given, index_dtype):
     torch.manual_seed(width)
     source = words(300, width + width % 4)[:, :width]
@@ -71,8 +73,7 @@ def columns_of(kind: str, num_rows: int, dim: int, dtype: torch.dtype) -> list[t
     return [torch.randn(num_rows, dim, device=DEVICE).to(dtype), *(states if widths else [])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 16, 37])
+@pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float16), (16, torch.float32), (37, HALF)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
     torch.manual_seed(dim)
@@ -88,3 +89,44 @@ def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
     for column, values, found in zip(expected, picked, columns, strict=True):
         column[index.cpu()[kept]] = values
         assert torch.equal(found.cpu(), column)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_keys", "num_positions"), [(50, 3000), (5000, 4097), (1, 10), (7, 1), (3, 0)])
+def test_keys_are_deduplicated_as_defined(num_keys, num_positions, dtype):
+    torch.manual_seed(num_keys)
+    keys = (lookups(num_keys, num_positions) - num_keys // 2).to(dtype)
+    found, expected = dedup_keys(keys), dedup_keys_reference(keys)
+    count = int(found.count)
+    assert count == int(expected.count)
+    assert torch.equal(found.keys_P[:count], expected.keys_P[:count])
+    assert torch.equal(found.starts[: count + 1], expected.starts[: count + 1])
+    assert torch.equal(found.order_P, expected.order_P)
+    assert torch.equal(found.rows_P, expected.rows_P)
+    assert torch.equal(found.keys_P[found.inverse().long()], keys)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(("num_positions", "dim"), [(1200, 8), (700, 37)])
+def test_learning_is_deduplicate_sum_and_update(num_positions, dim, kind):
+    torch.manual_seed(dim)
+    rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
+    columns = columns_of(kind, 90, dim, torch.float32)
+    expected = [column.clone() for column in columns]
+    keys, grad = lookups(90, num_positions), torch.randn(num_positions, dim, device=DEVICE)
+    learn_rows(columns[0], columns[1:], keys, grad, rule)
+    learn_rows_reference(expected[0], expected[1:], keys, grad, rule)
+    for found, column in zip(columns, expected, strict=True):
+        assert torch.equal(found, column)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter runs programs one after the other")
+def test_learning_twenty_times_gives_the_same_bits():
+    keys, grad = lookups(50_000, 1_000_000), torch.randn(1_000_000, 128, device=DEVICE)
+    start = torch.randn(50_000, 128, device=DEVICE)
+    results = []
+    for _ in range(20):
+        weight, state = start.clone(), torch.zeros(50_000, 1, device=DEVICE)
+        learn_rows(weight, [state], keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.1, eps=1e-8))
+        results.append(torch.cat([weight, state], 1))
+    assert all(torch.equal(results[0], other) for other in results[1:])

@@ -1,0 +1,29 @@
+import torch
+
+from nestrec.bench.lookup import LookupBench, measure_lookup
+from nestrec.bench.torch_rows import PATHS, TorchTable
+from nestrec.ops.learn_rows import learn_rows
+from nestrec.ops.update_rows import RowRule
+
+
+def test_rows_are_read_and_trained_beside_plain_torch():
+    bench = LookupBench(num_rows=500, dim=8, num_keys=(200,), zipf=(0.0, 1.05), rounds=1, device="cpu")
+    rows = list(measure_lookup(bench))
+    required = {"op", "store", "keys", "dim", "dtype", "gb_per_s", "copy_gb_per_s"}
+    assert all(required <= set(row) for row in rows)
+    learned = [row for row in rows if row["op"] == "learn"]
+    assert [row["store"] for row in learned[:4]] == ["nestrec", *(f"torch {name}" for name in PATHS)]
+    assert max(row["of_best_torch"] for row in learned[1:4]) == 1.0
+    assert learned[0]["identical_repeats"] == 20
+
+
+def test_every_way_of_plain_torch_trains_the_same_rows():
+    torch.manual_seed(0)
+    keys, grad, weight = torch.randint(0, 30, (200,)), torch.randn(200, 8), torch.randn(40, 8)
+    expected, state = weight.clone(), torch.zeros(40, 1)
+    learn_rows(expected, [state], keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
+    for path in PATHS.values():
+        table = TorchTable(weight.clone(), torch.zeros(40))
+        path(table, keys, grad)
+        torch.testing.assert_close(table.weight, expected)
+        torch.testing.assert_close(table.state, state[:, 0])
