@@ -5,14 +5,38 @@
 Legend: T tokens, D channels.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from nestrec.base.random import uniform24
+from nestrec.base.random import mix64, uniform24
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """One dropout of a forward pass, as the kernels take it."""
+
+    key_T: torch.Tensor
+    """int64 keys of the tokens"""
+    site: int
+    """tells apart the dropouts of one forward pass"""
+    probability: float
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return dropout(x_TD, self.key_T, self.site, self.probability)
+
+    def arguments(self) -> tuple[torch.Tensor | None, int, int, float]:
+        """(key or none, site key, threshold, scale) of the row kernels."""
+        if self.probability == 0.0:
+            return None, 0, 0, 1.0
+        key = mix64(self.site)
+        site = key - (1 << 64) if key >> 63 else key
+        return self.key_T, site, _threshold(self.probability), 1.0 / (1.0 - self.probability)
 
 
 def keep_mask(key_T: torch.Tensor, site: int, num_channels: int, probability: float) -> torch.Tensor:
     """(T, D) bool: True where a value is kept."""
-    return uniform24(key_T, site, num_channels) >= round(probability * (1 << 24))
+    return uniform24(key_T, site, num_channels) >= _threshold(probability)
 
 
 def dropout(x_TD: torch.Tensor, key_T: torch.Tensor, site: int, probability: float) -> torch.Tensor:
@@ -21,3 +45,7 @@ def dropout(x_TD: torch.Tensor, key_T: torch.Tensor, site: int, probability: flo
         return x_TD
     keep = keep_mask(key_T, site, x_TD.shape[1], probability)
     return torch.where(keep, x_TD * (1.0 / (1.0 - probability)), 0.0)
+
+
+def _threshold(probability: float) -> int:
+    return round(probability * (1 << 24))
