@@ -1,8 +1,9 @@
 """Models and heads. They take vectors, not tables, and know nothing of ranks."""
 
 from nestrec.models.dlrm import DLRM, DLRMConfig
+from nestrec.models.fuxi import FuXi, FuXiConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.sasrec import SASRec, SASRecConfig
 from nestrec.models.sequence import SequenceInfo
 
-__all__ = ["DLRM", "HSTU", "DLRMConfig", "HSTUConfig", "SASRec", "SASRecConfig", "SequenceInfo"]
+__all__ = ["DLRM", "HSTU", "DLRMConfig", "FuXi", "FuXiConfig", "HSTUConfig", "SASRec", "SASRecConfig", "SequenceInfo"]

@@ -1,7 +1,7 @@
 """HSTU, as the public recipe has it (arXiv 2402.17152 and its released code).
 
-    U, V, Q, K = split(SiLU(LN(x) W1))
-    x <- x + W2 dropout(U * LN(attention(Q, K, V))) + b2
+    U, V, Q, K = split(SiLU(LN(x) W1))                            norm_projection
+    x <- x + W2 dropout(U * LN(attention(Q, K, V))) + b2          hstu_attention, gated_output
 
 The norms have no parameters, scores are not scaled, and the attention weights are divided by the constant
 `max_length + 11` of the recipe, padding included.
@@ -13,13 +13,15 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, silu
 
 from nestrec.base.config import config
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.dropout import dropout
+from nestrec.ops.dropout import Dropout
+from nestrec.ops.gated_output import gated_output
 from nestrec.ops.hstu_attention import hstu_attention
+from nestrec.ops.norm_projection import norm_projection, without_keeping
 from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.token_input import token_input
 
 NORM_EPS = 1e-6
 
@@ -48,10 +50,16 @@ class HSTUConfig:
     """learned bias of the time between tokens; needs timestamps"""
     num_time_buckets: int = 128
     """logarithmic buckets of the time bias"""
+    recompute: bool = False
+    """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
 
     @property
     def normaliser(self) -> float:
         return float(self.max_length + self.normaliser_margin)
+
+    @property
+    def uses_times(self) -> bool:
+        return self.time_bias
 
 
 class HSTULayer(nn.Module):
@@ -70,18 +78,26 @@ class HSTULayer(nn.Module):
             nn.Parameter(torch.empty(cfg.num_time_buckets + 1).normal_(std=0.02)) if cfg.time_bias else None
         )
 
-    def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        normed = layer_norm(x_TD, x_TD.shape[1:], eps=NORM_EPS)
-        u, v, q, k = silu(normed @ self.uvqk).chunk(4, dim=1)
-        heads = (x_TD.shape[0], self.cfg.num_heads, self.cfg.head_dim)
-        attended = hstu_attention(
-            q.reshape(heads), k.reshape(heads), v.reshape(heads), info.offsets, max_length=info.max_length,
-            normaliser=self.cfg.normaliser, bias=self._bias(info),
-        ).flatten(1)  # fmt: skip
-        gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
-        p = self.cfg.dropout if self.training else 0.0
-        out_TD: torch.Tensor = x_TD + self.output(dropout(gated, info.token_key_T, self.site, p))
-        return out_TD
+    def forward(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, info: SequenceInfo
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + delta, what this layer adds to it): the sum is left to the next one, which reads it anyway."""
+        cfg = self.cfg
+        width, heads = cfg.num_heads * cfg.head_dim, (len(x_TD), cfg.num_heads, cfg.head_dim)
+        projected = norm_projection(
+            x_TD, delta_TD, self.uvqk, (width,) * 4, norm="layer", eps=NORM_EPS, recompute=cfg.recompute
+        )
+        v, q, k = (part.reshape(heads) for part in projected.parts)
+        with without_keeping(projected):
+            attended = hstu_attention(
+                q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser, bias=self._bias(info)
+            )
+        drop = Dropout(info.token_key_T, self.site, cfg.dropout if self.training else 0.0)
+        added = gated_output(
+            (attended.flatten(1),), projected.gate, self.output.weight, self.output.bias, drop, norm="layer",
+            eps=NORM_EPS, recompute=cfg.recompute, packed=projected.packed,
+        )  # fmt: skip
+        return projected.total, added
 
     def _bias(self, info: SequenceInfo) -> RelativeBias:
         return RelativeBias(
@@ -101,8 +117,9 @@ class HSTU(nn.Module):
         self.layers = nn.ModuleList(HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers))
 
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        x_TD = x_TD * self.cfg.dim**0.5 + self.position[info.position_T]
-        x_TD = dropout(x_TD, info.token_key_T, 0, self.cfg.dropout if self.training else 0.0)
+        drop = Dropout(info.token_key_T, 0, self.cfg.dropout if self.training else 0.0)
+        x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self.cfg.dim**0.5, drop=drop)
+        delta_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD = layer(x_TD, info)
-        return x_TD
+            x_TD, delta_TD = layer(x_TD, delta_TD, info)
+        return x_TD if delta_TD is None else x_TD + delta_TD

@@ -5,14 +5,16 @@ Legend: T tokens, U rows, D channels, R negatives, N items of the catalogue.
 
 import torch
 from torch import nn
-from torch.nn.functional import normalize
 
 from nestrec.base.config import config
+from nestrec.models.fuxi import FuXi, FuXiConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.sasrec import SASRec, SASRecConfig
 from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.unit_rows import unit_rows
 
-EncoderConfig = HSTUConfig | SASRecConfig
+EncoderConfig = HSTUConfig | FuXiConfig | SASRecConfig
+UNIT_EPS = 1e-6
 
 
 @config
@@ -24,7 +26,9 @@ class SimilarityConfig:
 
 
 def make_encoder(cfg: EncoderConfig) -> nn.Module:
-    return HSTU(cfg) if isinstance(cfg, HSTUConfig) else SASRec(cfg)
+    if isinstance(cfg, HSTUConfig):
+        return HSTU(cfg)
+    return FuXi(cfg) if isinstance(cfg, FuXiConfig) else SASRec(cfg)
 
 
 class RetrievalModel(nn.Module):
@@ -38,8 +42,13 @@ class RetrievalModel(nn.Module):
     def forward(self, history_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         """(T, D) queries; the temperature is already in them."""
         state_TD = self.encoder(history_TD, info)
-        return self.item_vectors(state_TD) / self.similarity.temperature
+        return self._scaled(state_TD, 1.0 / self.similarity.temperature)
 
     def item_vectors(self, row_UD: torch.Tensor) -> torch.Tensor:
         """Rows of the item table as the similarity sees them."""
-        return normalize(row_UD, dim=1, eps=1e-6) if self.similarity.normalise else row_UD
+        return self._scaled(row_UD, 1.0)
+
+    def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        if self.similarity.normalise:
+            return unit_rows(x, factor, UNIT_EPS)
+        return x if factor == 1.0 else x * factor

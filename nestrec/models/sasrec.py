@@ -42,6 +42,10 @@ class SASRecConfig:
     final_norm: bool = True
     """LayerNorm of the output, as in the original"""
 
+    @property
+    def uses_times(self) -> bool:
+        return False
+
 
 class SASRecLayer(nn.Module):
     def __init__(self, cfg: SASRecConfig, site: int):

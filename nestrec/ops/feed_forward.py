@@ -9,17 +9,19 @@ Kept for the backward pass: total, [a, b] and the norm's statistics; the norm an
 Legend: T tokens, D model width, F hidden width.
 """
 
+# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import silu
 
+from nestrec.ops.activation_rows import swiglu, swiglu_backward
 from nestrec.ops.dropout import Dropout
+from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.norm_projection import normed, weight_gradient
-from nestrec.ops.row_launch import (
-    add_norm_rows, compute_type, norm_rows_again, norm_rows_backward, runs_kernels, swiglu, swiglu_backward,
-)  # fmt: skip
+from nestrec.ops.norm_rows import add_norm_rows, norm_rows_again, norm_rows_backward
 
 
 def feed_forward_reference(
@@ -58,9 +60,7 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, delta: torch.Tensor, up: torch.Tensor, down: torch.Tensor, options: _Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         up_cast, down_cast = up.to(options.dtype), down.to(options.dtype)
-        total, rows, mean, rstd = add_norm_rows(
-            x, delta, options.dtype, False, options.eps, *options.drop.arguments()
-        )
+        total, rows, mean, rstd = add_norm_rows(x, delta, options.dtype, False, options.eps, *options.drop.arguments())
         z = rows @ up_cast
         hidden = swiglu(z)
         ctx.options, ctx.types = options, (up.dtype, down.dtype)

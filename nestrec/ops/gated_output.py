@@ -17,8 +17,9 @@ import torch
 from torch.nn.functional import linear, silu
 
 from nestrec.ops.dropout import Dropout
+from nestrec.ops.gate_rows import gate_rows, gate_rows_backward
+from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.norm_projection import NormKind, PackedGradient, normed, weight_gradient
-from nestrec.ops.row_launch import compute_type, gate_rows, gate_rows_backward, runs_kernels
 
 
 def gated_output_reference(
@@ -34,7 +35,7 @@ def gated_output(
     attended: Sequence[torch.Tensor], gate_TU: torch.Tensor, weight_DU: torch.Tensor, bias_D: torch.Tensor,
     drop: Dropout, *, norm: NormKind, eps: float, recompute: bool = False, packed: PackedGradient | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The same by kernels, where there are any; one part or three of one width.
+    """The same by kernels, where there are any; one to three parts of one width.
 
     packed: that of the projection the gate comes from; without it the gradient of the gate is copied once more.
     """

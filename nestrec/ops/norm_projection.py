@@ -11,6 +11,7 @@ Kept for the backward pass: total, z, and the statistics of the norm; norm(total
 Legend: T tokens, D model width, Z width of the projection.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,10 +19,9 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import layer_norm, rms_norm, silu
 
-from nestrec.ops.row_launch import (
-    add_norm_rows, compute_type, norm_rows, norm_rows_again, norm_rows_backward, runs_kernels, silu_columns,
-    silu_columns_backward,
-)  # fmt: skip
+from nestrec.ops.activation_rows import silu_columns, silu_columns_backward
+from nestrec.ops.kernel_op import compute_type, runs_kernels
+from nestrec.ops.norm_rows import add_norm_rows, norm_rows, norm_rows_again, norm_rows_backward
 
 NormKind = Literal["layer", "rms"]
 NO_DROPOUT = (None, 0, 0, 1.0)
@@ -48,6 +48,24 @@ class PackedGradient:
         return buffer
 
 
+class Parts:
+    """The parts of a projection, made again from z in the backward pass, once for all who saved them."""
+
+    def __init__(self) -> None:
+        self.z: torch.Tensor | None = None
+        self.first = 0
+        self._made: torch.Tensor | None = None
+
+    def again(self) -> torch.Tensor:
+        if self._made is None:
+            assert self.z is not None
+            self._made = silu_columns(self.z, self.first)
+        return self._made
+
+    def drop(self) -> None:
+        self._made = None
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """What a layer goes on with."""
@@ -59,6 +77,25 @@ class Projection:
     parts: tuple[torch.Tensor, ...]
     """after their SiLU, one for each further width; strided views"""
     packed: PackedGradient | None = None
+    forgotten: Parts | None = None
+    """where the parts are not to be kept"""
+
+
+def without_keeping(projected: Projection) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block, whatever saves a view of the parts for its backward pass saves how to make it again."""
+    source = projected.forgotten
+    if source is None:
+        return contextlib.nullcontext()
+    memory = projected.parts[0].untyped_storage().data_ptr()
+
+    def pack(x: torch.Tensor) -> Any:
+        is_ours = x.untyped_storage().data_ptr() == memory
+        return (x.shape, x.stride(), x.storage_offset()) if is_ours else x
+
+    def unpack(kept: Any) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else source.again().as_strided(*kept)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def norm_projection_reference(
@@ -78,11 +115,13 @@ def norm_projection(
     """The same by kernels, where there are any."""
     if not runs_kernels(x_TD):
         return norm_projection_reference(x_TD, delta_TD, weight_DZ, widths, norm=norm, eps=eps)
-    packed = None if torch.compiler.is_compiling() else PackedGradient(sum(widths))
-    options = _Options(tuple(widths), norm == "layer", eps, recompute, compute_type(x_TD), packed)
+    is_eager = not torch.compiler.is_compiling()
+    packed = PackedGradient(sum(widths)) if is_eager else None
+    forgotten = Parts() if recompute and is_eager else None
+    options = _Options(tuple(widths), norm == "layer", eps, recompute, compute_type(x_TD), packed, forgotten)
     delta = None if delta_TD is None else delta_TD.contiguous()
     total, gate, *parts = _NormProjection.apply(x_TD.contiguous(), delta, weight_DZ, options)
-    return Projection(total, gate, tuple(parts), packed)
+    return Projection(total, gate, tuple(parts), packed, forgotten)
 
 
 def normed(x: torch.Tensor, norm: NormKind, eps: float) -> torch.Tensor:
@@ -105,6 +144,7 @@ class _Options:
     recompute: bool
     dtype: torch.dtype
     packed: PackedGradient | None
+    forgotten: Parts | None
 
 
 class _NormProjection(torch.autograd.Function):
@@ -117,12 +157,12 @@ class _NormProjection(torch.autograd.Function):
             total = x.view_as(x)
             rows, mean, rstd = norm_rows(x, options.dtype, options.centred, options.eps, *NO_DROPOUT)
         else:
-            total, rows, mean, rstd = add_norm_rows(
-                x, delta, options.dtype, options.centred, options.eps, *NO_DROPOUT
-            )
+            total, rows, mean, rstd = add_norm_rows(x, delta, options.dtype, options.centred, options.eps, *NO_DROPOUT)
         z = rows @ cast
         first = options.widths[0]
         parts = silu_columns(z, first)
+        if options.forgotten is not None:
+            options.forgotten.z, options.forgotten.first = z, first
         ctx.options, ctx.weight_type = options, weight.dtype
         ctx.save_for_backward(total, mean, rstd, cast, z, None if options.recompute else rows)
         return total, z[:, :first], *parts.split(list(options.widths[1:]), dim=1)
@@ -132,6 +172,8 @@ class _NormProjection(torch.autograd.Function):
         total, mean, rstd, cast, z, rows = ctx.saved_tensors
         options: _Options = ctx.options
         grad_total, grad_gate, *grad_parts = grads
+        if options.forgotten is not None:
+            options.forgotten.drop()
         packed = options.packed or PackedGradient(sum(options.widths))
         grad_z = packed.take(grad_gate.to(z.dtype))
         first = options.widths[0]
@@ -142,9 +184,7 @@ class _NormProjection(torch.autograd.Function):
             rows = norm_rows_again(total, mean, rstd, options.dtype, options.centred, *NO_DROPOUT)
         grad_weight = weight_gradient(rows, grad_z, ctx.weight_type)
         grad_rows = grad_z @ cast.T
-        grad_x = norm_rows_backward(
-            grad_rows, grad_total.contiguous(), total, mean, rstd, options.centred, *NO_DROPOUT
-        )
+        grad_x = norm_rows_backward(grad_rows, grad_total.contiguous(), total, mean, rstd, options.centred, *NO_DROPOUT)
         return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight, None
 
 

@@ -33,9 +33,20 @@ def _kept(key, row, has_row, channel, site, threshold):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _row_sum(x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_mean(x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """(ROWS, 1) mean over WIDTH channels; what lies beyond the width is 0."""
     return (tl.sum(x, axis=1) * (1.0 / WIDTH))[:, None]
+
+
+@triton.jit
+def _mean_of_parts(x0, x1, x2, WIDTH: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(ROWS, 1) mean over the channels of the first PARTS matrices."""
+    total = _row_mean(x0, WIDTH)
+    if PARTS >= 2:
+        total += _row_mean(x1, WIDTH)
+    if PARTS == 3:
+        total += _row_mean(x2, WIDTH)
+    return total * (1.0 / PARTS)
 
 
 @triton.jit
@@ -57,10 +68,10 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(total + at, rounded, mask=mask)
         value = rounded.to(tl.float32)
     if CENTRED:
-        centre = _row_sum(value, WIDTH)
+        centre = _row_mean(value, WIDTH)
         value = tl.where(mask, value - centre, 0.0)
         tl.store(mean + row[:, None], centre, mask=has_row[:, None])
-    scaled = 1.0 / tl.sqrt(_row_sum(value * value, WIDTH) + eps)
+    scaled = 1.0 / tl.sqrt(_row_mean(value * value, WIDTH) + eps)
     tl.store(rstd + row[:, None], scaled, mask=has_row[:, None])
     value = value * scaled
     if HAS_DROPOUT:
@@ -108,9 +119,9 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
     if CENTRED:
         normed = tl.where(mask, normed - tl.load(mean + row, mask=has_row, other=0.0)[:, None], 0.0)
     normed *= scaled
-    inner = g - normed * _row_sum(g * normed, WIDTH)
+    inner = g - normed * _row_mean(g * normed, WIDTH)
     if CENTRED:
-        inner -= _row_sum(g, WIDTH)
+        inner -= _row_mean(g, WIDTH)
     result = inner * scaled
     if HAS_TOTAL:
         result += tl.load(grad_total + at, mask=mask, other=0.0).to(tl.float32)
@@ -166,9 +177,7 @@ def _gate_part(  # type: ignore[no-untyped-def]
     result = value * tl.sigmoid(value) * normed
     if HAS_DROPOUT:
         result = tl.where(_kept(key, row, has_row, channel + offset, site, threshold), result * scale, 0.0)
-    tl.store(
-        out + row[:, None] * out_stride + (channel + offset)[None, :], result.to(out.dtype.element_ty), mask=mask
-    )
+    tl.store(out + row[:, None] * out_stride + (channel + offset)[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -184,28 +193,26 @@ def gate_forward_kernel(  # type: ignore[no-untyped-def]
     has_row = row < num_rows
     mask = has_row[:, None] & (channel < WIDTH)[None, :]
     x0 = _load_part(a0, row, stride0, channel, mask)
-    if PARTS == 3:
+    x1, x2 = x0, x0
+    if PARTS >= 2:
         x1 = _load_part(a1, row, stride1, channel, mask)
+    if PARTS == 3:
         x2 = _load_part(a2, row, stride2, channel, mask)
     if CENTRED:
-        centre = _row_sum(x0, WIDTH)
-        if PARTS == 3:
-            centre = (centre + _row_sum(x1, WIDTH) + _row_sum(x2, WIDTH)) * (1.0 / 3.0)
-            x1 = tl.where(mask, x1 - centre, 0.0)
-            x2 = tl.where(mask, x2 - centre, 0.0)
+        centre = _mean_of_parts(x0, x1, x2, WIDTH, PARTS)
         x0 = tl.where(mask, x0 - centre, 0.0)
+        x1 = tl.where(mask, x1 - centre, 0.0)
+        x2 = tl.where(mask, x2 - centre, 0.0)
         tl.store(mean + row[:, None], centre, mask=has_row[:, None])
-    square = _row_sum(x0 * x0, WIDTH)
-    if PARTS == 3:
-        square = (square + _row_sum(x1 * x1, WIDTH) + _row_sum(x2 * x2, WIDTH)) * (1.0 / 3.0)
-    scaled = 1.0 / tl.sqrt(square + eps)
+    scaled = 1.0 / tl.sqrt(_mean_of_parts(x0 * x0, x1 * x1, x2 * x2, WIDTH, PARTS) + eps)
     tl.store(rstd + row[:, None], scaled, mask=has_row[:, None])
     out_stride = PARTS * WIDTH
     _gate_part(x0 * scaled, gate, out, key, row, has_row, channel, mask, 0, gate_stride, out_stride,
                site, threshold, scale, HAS_DROPOUT)  # fmt: skip
-    if PARTS == 3:
+    if PARTS >= 2:
         _gate_part(x1 * scaled, gate, out, key, row, has_row, channel, mask, WIDTH, gate_stride, out_stride,
                    site, threshold, scale, HAS_DROPOUT)  # fmt: skip
+    if PARTS == 3:
         _gate_part(x2 * scaled, gate, out, key, row, has_row, channel, mask, 2 * WIDTH, gate_stride, out_stride,
                    site, threshold, scale, HAS_DROPOUT)  # fmt: skip
 
@@ -259,22 +266,24 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
     n0 = tl.where(mask, (_load_part(a0, row, stride0, channel, mask) - centre) * scaled, 0.0)
     g0 = _gate_part_backward(n0, grad, gate, grad_gate, again, key, row, has_row, channel, mask, 0, gate_stride,
                              grad_gate_stride, out_stride, site, threshold, scale, HAS_DROPOUT, AGAIN)  # fmt: skip
-    along, level = _row_sum(g0 * n0, WIDTH), _row_sum(g0, WIDTH)
-    if PARTS == 3:
+    n1, g1, n2, g2 = n0, g0, n0, g0
+    if PARTS >= 2:
         n1 = tl.where(mask, (_load_part(a1, row, stride1, channel, mask) - centre) * scaled, 0.0)
         g1 = _gate_part_backward(n1, grad, gate, grad_gate, again, key, row, has_row, channel, mask, WIDTH, gate_stride,
                                  grad_gate_stride, out_stride, site, threshold, scale, HAS_DROPOUT, AGAIN)  # fmt: skip
+    if PARTS == 3:
         n2 = tl.where(mask, (_load_part(a2, row, stride2, channel, mask) - centre) * scaled, 0.0)
         g2 = _gate_part_backward(n2, grad, gate, grad_gate, again, key, row, has_row, channel, mask, 2 * WIDTH,
                                  gate_stride, grad_gate_stride, out_stride, site, threshold, scale, HAS_DROPOUT,
                                  AGAIN)  # fmt: skip
-        along = (along + _row_sum(g1 * n1, WIDTH) + _row_sum(g2 * n2, WIDTH)) * (1.0 / 3.0)
-        level = (level + _row_sum(g1, WIDTH) + _row_sum(g2, WIDTH)) * (1.0 / 3.0)
-    if not CENTRED:
-        level = tl.zeros_like(level)
+    along = _mean_of_parts(g0 * n0, g1 * n1, g2 * n2, WIDTH, PARTS)
+    level = tl.zeros_like(along)
+    if CENTRED:
+        level = _mean_of_parts(g0, g1, g2, WIDTH, PARTS)
     _store_part(d0, row, channel, (g0 - n0 * along - level) * scaled, mask, WIDTH)
-    if PARTS == 3:
+    if PARTS >= 2:
         _store_part(d1, row, channel, (g1 - n1 * along - level) * scaled, mask, WIDTH)
+    if PARTS == 3:
         _store_part(d2, row, channel, (g2 - n2 * along - level) * scaled, mask, WIDTH)
 
 

@@ -7,34 +7,35 @@ The gradient of a position is a sum over the sequences that reach it, in their o
 Legend: T tokens, D model width, N positions of the table, B sequences.
 """
 
+# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nestrec.ops.dropout import Dropout
-from nestrec.ops.row_launch import (
-    compute_type, embed_rows, embed_rows_backward, position_gradient, runs_kernels,
-)  # fmt: skip
+from nestrec.ops.input_rows import embed_rows, embed_rows_backward, position_gradient
+from nestrec.ops.kernel_op import compute_type, runs_kernels
 
 
 def token_input_reference(
-    vector_TD: torch.Tensor, table_ND: torch.Tensor, position_T: torch.Tensor, factor: float, drop: Dropout
+    vector_TD: torch.Tensor, table_ND: torch.Tensor, position_T: torch.Tensor, *, factor: float, drop: Dropout
 ) -> torch.Tensor:
     """The definition."""
     return drop(vector_TD * factor + table_ND[position_T])
 
 
 def token_input(
-    vector_TD: torch.Tensor, table_ND: torch.Tensor, position_T: torch.Tensor, offsets: torch.Tensor, factor: float,
-    drop: Dropout,
+    vector_TD: torch.Tensor, table_ND: torch.Tensor, position_T: torch.Tensor, offsets: torch.Tensor, *,
+    factor: float, drop: Dropout,
 ) -> torch.Tensor:  # fmt: skip
     """The same by kernels, where there are any; there `position_T` must count from 0 in each sequence of `offsets`.
 
     Under autocast the result has autocast's type: it is the residual stream of the encoder.
     """
     if not runs_kernels(vector_TD):
-        return token_input_reference(vector_TD, table_ND, position_T, factor, drop)
+        return token_input_reference(vector_TD, table_ND, position_T, factor=factor, drop=drop)
     options = _Options(factor, compute_type(vector_TD), drop)
     return _TokenInput.apply(vector_TD.contiguous(), table_ND, position_T, offsets, options)  # type: ignore[no-any-return]
 
@@ -54,7 +55,9 @@ class _TokenInput(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.options, ctx.types, ctx.table_rows = options, (vector.dtype, table.dtype), len(table)
         ctx.save_for_backward(offsets)
-        return embed_rows(vector, table.contiguous(), position, options.dtype, options.factor, *options.drop.arguments())
+        return embed_rows(
+            vector, table.contiguous(), position, options.dtype, options.factor, *options.drop.arguments()
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

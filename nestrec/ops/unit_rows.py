@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from nestrec.ops.row_launch import runs_kernels, scale_rows, scale_rows_backward
+from nestrec.ops.input_rows import scale_rows, scale_rows_backward
+from nestrec.ops.kernel_op import runs_kernels
 
 
 def unit_rows_reference(x_TD: torch.Tensor, factor: float, eps: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from nestrec.data.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQ
 from nestrec.data.split import Part, leave_one_out
 from nestrec.data.windows import window_index
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.models.fuxi import FuXiConfig
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import EncoderConfig, RetrievalModel, SimilarityConfig
@@ -60,7 +61,7 @@ class RetrievalTask(Task):
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset = cfg, dataset
-        self._use_times = isinstance(cfg.encoder, HSTUConfig) and cfg.encoder.time_bias
+        self._use_times = cfg.encoder.uses_times
         _check(cfg, dataset, self._use_times)
         self._split = leave_one_out(dataset.lengths)
         self._baselines: dict[Part, dict[str, NDArray[np.int64]]] = {}
@@ -153,9 +154,10 @@ def _check_enough(cfg: RetrievalTaskConfig, num_items: int, what: str) -> None:
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
     if use_times and not dataset.card.has_timestamps:
+        field = f"task.encoder.{'time_channel' if isinstance(cfg.encoder, FuXiConfig) else 'time_bias'}"
         raise UserError(
-            "needs timestamps, and the dataset has none", field="task.encoder.time_bias", value=True,
-            remedy="set task.encoder.time_bias=false, or prepare the data from files with timestamps",
+            "needs timestamps, and the dataset has none", field=field, value=True,
+            remedy=f"set {field}=false, or prepare the data from files with timestamps",
         )  # fmt: skip
     if cfg.history.max_length != cfg.encoder.max_length:
         raise UserError(

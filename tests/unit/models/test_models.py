@@ -1,18 +1,26 @@
 """Encoders: a sample's result does not depend on the batch around it, and the published details hold."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from nestrec.base.random import as_int64
 from nestrec.data.windows import positions, sample_keys, token_keys
-from nestrec.models import DLRM, HSTU, DLRMConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
+from nestrec.models import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
 from nestrec.models.ranking import HeadConfig, RankingModel
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
 
 HSTU_CONFIG = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, dropout=0.3, time_bias=True)
 SASREC_CONFIG = SASRecConfig(dim=8, ffn_dim=8, num_heads=2, max_length=12, dropout=0.3)
-ENCODERS = {"hstu": lambda: HSTU(HSTU_CONFIG), "sasrec": lambda: SASRec(SASREC_CONFIG)}
+FUXI_CONFIG = FuXiConfig(dim=8, head_dim=4, num_heads=2, ffn_dim=12, max_length=12, dropout=0.3)
+ENCODERS = {
+    "hstu": lambda: HSTU(HSTU_CONFIG),
+    "fuxi": lambda: FuXi(FUXI_CONFIG),
+    "fuxi without times": lambda: FuXi(replace(FUXI_CONFIG, time_channel=False)),
+    "sasrec": lambda: SASRec(SASREC_CONFIG),
+}
 
 
 def info_of(lengths, users, *, epoch=0):
@@ -87,6 +95,40 @@ def test_hstu_without_attention_weights_is_the_residual_plus_the_bias():
     x = vectors_of([4], [3])
     expected = x * 8**0.5 + encoder.position[:4] + sum(layer.output.bias for layer in encoder.layers)
     assert torch.allclose(encoder(x, info_of([4], [3])), expected, atol=1e-12)
+
+
+def test_fuxi_large_has_the_published_number_of_weights():
+    """201.55 million in TurboGR's table: 16 blocks, width 1024, 8 heads of 128; tables and biases round it."""
+    cfg = FuXiConfig(dim=1024, num_heads=8, head_dim=128, ffn_dim=1024, num_layers=1, max_length=8)
+    with torch.device("meta"):
+        matrices = [p.numel() for p in FuXi(cfg).layers.parameters() if p.dim() == 2]
+    assert 16 * sum(matrices) == pytest.approx(201.55e6, rel=2e-3)
+
+
+def test_fuxi_is_what_its_formulas_say():
+    """One block, one sequence, every sum written out."""
+    torch.manual_seed(0)
+    cfg = FuXiConfig(dim=6, head_dim=2, num_heads=2, ffn_dim=5, num_layers=1, max_length=9)
+    encoder = FuXi(cfg).double().eval()
+    block, info, x = encoder.layers[0], info_of([5], [3]), vectors_of([5], [3], dim=6)
+    x = x * 6**0.5 + encoder.position[:5]
+    u, v, q, k = torch.nn.functional.silu(rms(x) @ block.uvqk).split([12, 4, 4, 4], dim=1)
+    channels = torch.zeros(3, 5, 4, dtype=torch.float64)
+    for i in range(5):
+        for j in range(i + 1):
+            for h in (slice(0, 2), slice(2, 4)):
+                channels[0, i, h] += torch.nn.functional.silu(q[i, h] @ k[j, h]) / 20 * v[j, h]
+            channels[1, i] += block.position_table[19 + j - i] * v[j]
+            bucket = int(np.log(max(1.0, abs(float(info.query_time_T[i] - info.time_T[j])))) / 0.301)
+            channels[2, i] += block.time_table[bucket] * v[j]
+    x = x + block.output(u * rms(torch.cat(list(channels), dim=1)))
+    a, b = (rms(x) @ block.up).chunk(2, dim=1)
+    x = x + (torch.nn.functional.silu(a) * b) @ block.down
+    assert torch.allclose(encoder(vectors_of([5], [3], dim=6), info), x, atol=1e-12)
+
+
+def rms(x):
+    return x / (x.square().mean(dim=1, keepdim=True) + 1e-6).sqrt()
 
 
 def test_normalised_similarity_gives_cosines_over_the_temperature():

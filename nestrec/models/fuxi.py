@@ -1,0 +1,137 @@
+"""FuXi-alpha, as published (arXiv 2502.03036 and its code): attention channels and a two-stage feed-forward part.
+
+    U, V, Q, K = split(SiLU(RMS(x) W1))                           U is as wide as all channels together
+    semantic   = sum_{j <= i} SiLU(Q_i . K_j) / normaliser V_j    the attention of HSTU, without a bias
+    temporal   = sum_{j <= i} time[bucket(t_i - t_j)] V_j         learned weights of a bucket, shared by the heads
+    positional = sum_{j <= i} position[j - i] V_j
+    x <- x + W2 dropout(U * RMS([semantic, positional, temporal])) + b2        first stage
+    x <- x + W4 (SiLU(a) * b),   a, b = dropout(RMS(x)) W3                       second stage
+
+Blocks without the time channel are for data without timestamps.
+
+Legend: T tokens, D model width, H heads.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from nestrec.base.config import config
+from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.bias_attention import bias_attention
+from nestrec.ops.dropout import Dropout
+from nestrec.ops.feed_forward import feed_forward
+from nestrec.ops.gated_output import gated_output
+from nestrec.ops.hstu_attention import hstu_attention
+from nestrec.ops.norm_projection import norm_projection, without_keeping
+from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.token_input import token_input
+
+NORM_EPS = 1e-6
+
+
+@config
+class FuXiConfig:
+    kind: Literal["fuxi"] = "fuxi"
+    """the backbone"""
+    dim: int = 50
+    """width of the model and of the item vectors"""
+    num_layers: int = 2
+    """blocks"""
+    num_heads: int = 1
+    """attention heads"""
+    head_dim: int = 50
+    """query, key and value width of a head"""
+    ffn_dim: int = 50
+    """hidden width of the second feed-forward stage"""
+    dropout: float = 0.2
+    """on the input and in both stages"""
+    max_length: int = 200
+    """longest sequence the model sees"""
+    normaliser_margin: int = 11
+    """semantic attention weights are divided by max_length plus this"""
+    time_channel: bool = True
+    """the temporal channel; needs timestamps"""
+    num_time_buckets: int = 128
+    """logarithmic buckets of the temporal channel"""
+    recompute: bool = False
+    """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
+
+    @property
+    def normaliser(self) -> float:
+        return float(self.max_length + self.normaliser_margin)
+
+    @property
+    def uses_times(self) -> bool:
+        return self.time_channel
+
+
+class FuXiBlock(nn.Module):
+    def __init__(self, cfg: FuXiConfig, site: int):
+        super().__init__()
+        self.cfg, self.site = cfg, site
+        width, num_channels = cfg.num_heads * cfg.head_dim, 3 if cfg.time_channel else 2
+        self.widths = (num_channels * width, width, width, width)
+        self.uvqk = nn.Parameter(torch.empty(cfg.dim, sum(self.widths)).normal_(std=0.02))
+        self.output = nn.Linear(num_channels * width, cfg.dim)
+        nn.init.xavier_uniform_(self.output.weight)
+        self.up = nn.Parameter(torch.empty(cfg.dim, 2 * cfg.ffn_dim))
+        self.down = nn.Parameter(torch.empty(cfg.ffn_dim, cfg.dim))
+        for matrix in (*self.up.data.chunk(2, dim=1), self.down.data):
+            nn.init.xavier_uniform_(matrix)
+        length = cfg.max_length + cfg.normaliser_margin
+        self.position_table = nn.Parameter(torch.empty(2 * length - 1).normal_(std=0.02))
+        self.time_table = (
+            nn.Parameter(torch.empty(cfg.num_time_buckets + 1).normal_(std=0.02)) if cfg.time_channel else None
+        )
+
+    def forward(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, info: SequenceInfo
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + delta and the first stage, what the second stage adds to it)"""
+        cfg = self.cfg
+        heads = (len(x_TD), cfg.num_heads, cfg.head_dim)
+        projected = norm_projection(
+            x_TD, delta_TD, self.uvqk, self.widths, norm="rms", eps=NORM_EPS, recompute=cfg.recompute
+        )
+        v, q, k = (part.reshape(heads) for part in projected.parts)
+        with without_keeping(projected):
+            semantic = hstu_attention(
+                q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser
+            ).flatten(1)
+            others = bias_attention(projected.parts[0], info.offsets, self._bias(info), max_length=info.max_length)
+        p = cfg.dropout if self.training else 0.0
+        first = gated_output(
+            (semantic, *others), projected.gate, self.output.weight, self.output.bias,
+            Dropout(info.token_key_T, self.site, p), norm="rms", eps=NORM_EPS, recompute=cfg.recompute,
+            packed=projected.packed,
+        )  # fmt: skip
+        drop = Dropout(info.token_key_T, self.site + 1, p)
+        return feed_forward(projected.total, first, self.up, self.down, drop, eps=NORM_EPS, recompute=cfg.recompute)
+
+    def _bias(self, info: SequenceInfo) -> RelativeBias:
+        return RelativeBias(
+            position_table=self.position_table, time_table=self.time_table,
+            time_T=info.time_T if self.cfg.time_channel else None,
+            query_time_T=info.query_time_T if self.cfg.time_channel else None,
+        )  # fmt: skip
+
+
+class FuXi(nn.Module):
+    """Encoder: (T, D) input vectors to (T, D) states."""
+
+    def __init__(self, cfg: FuXiConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.position = nn.Parameter(torch.empty(cfg.max_length + cfg.normaliser_margin, cfg.dim))
+        nn.init.xavier_normal_(self.position)
+        self.layers = nn.ModuleList(FuXiBlock(cfg, site=2 * i + 1) for i in range(cfg.num_layers))
+
+    def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        drop = Dropout(info.token_key_T, 0, self.cfg.dropout if self.training else 0.0)
+        x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self.cfg.dim**0.5, drop=drop)
+        delta_TD: torch.Tensor | None = None
+        for layer in self.layers:
+            x_TD, delta_TD = layer(x_TD, delta_TD, info)
+        return x_TD if delta_TD is None else x_TD + delta_TD
