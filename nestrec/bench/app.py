@@ -118,6 +118,42 @@ def lookup(context: typer.Context, json: JsonFile = None) -> None:
     _save("lookup", rows, json)
 
 
+@app.command(context_settings=PASSED_ON)
+def layer(context: typer.Context, json: JsonFile = None) -> None:
+    """One HSTU layer, forward and backward: fused, with recomputation, and in plain torch.
+
+    The fields of LayerBench are options: [bold]--lengths u4096,logn --heads 4x256,8x128[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.flops import FORMULA
+    from nestrec.bench.layer import LayerBench, measure_layers
+
+    bench = with_overrides(LayerBench(), parse_overrides(context.args, ("json",)))
+    rows = list(measure_layers(bench))
+    typer.echo(FORMULA)
+    _finish("layer", rows, json)
+
+
+@app.command(context_settings=PASSED_ON)
+def step(context: typer.Context, json: JsonFile = None) -> None:
+    """Whole training steps: lookup, model, sampled loss, optimisers. MFU, tokens a second, memory, time by part.
+
+    The fields of StepBench are options: [bold]--cases hstu-4x256-u4096 --num_negatives 32 --recompute true[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.flops import FORMULA
+    from nestrec.bench.step import StepBench, measure_steps, short_rows
+
+    bench = with_overrides(StepBench(), parse_overrides(context.args, ("json",)))
+    rows = []
+    for row in measure_steps(bench):
+        rows.append(row)
+        _save("step", rows, json)
+        typer.echo(f"{row['model']}: {row['step_ms']} ms, MFU {row['mfu']:.1%}. {row.get('parts', '')}")
+    typer.echo(FORMULA)
+    _show("training step", short_rows(rows))
+
+
 @app.command()
 def peers(
     *,

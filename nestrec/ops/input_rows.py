@@ -65,13 +65,13 @@ def position_gradient(
     return out
 
 
-@kernel_op("scale_rows", fake=lambda x, *_: (like(x), column(x)))
-def scale_rows(x: torch.Tensor, factor: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+@kernel_op("scale_rows", fake=lambda x, out_type, *_: (like(x, out_type), column(x)))
+def scale_rows(x: torch.Tensor, out_type: torch.dtype, factor: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """factor * x / max(|x|, eps), and one over that maximum."""
     from nestrec.ops.row_kernels import unit_forward_kernel
 
     check_rows(x)
-    out, inverse = like(x), column(x)
+    out, inverse = like(x, out_type), column(x)
     unit_forward_kernel[row_grid(x)](x, out, inverse, len(x), eps, factor, **row_tile(x.shape[1]))
     return out, inverse
 

@@ -6,11 +6,12 @@
 Measured on an H200, an eager call through the dispatcher cost the host about as much as the launch itself.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+
+from nestrec.ops.registry import runs_triton
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,8 +35,7 @@ def kernel_op(name: str, *, fake: Callable[..., Any], mutates: Sequence[str] = (
 
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether `x` is computed on by kernels: on a GPU, or anywhere under Triton's interpreter."""
-    place = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return place and x.dtype in KERNEL_TYPES
+    return runs_triton(x) and x.dtype in KERNEL_TYPES
 
 
 def compute_type(x: torch.Tensor) -> torch.dtype:

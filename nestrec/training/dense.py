@@ -21,7 +21,7 @@ class DenseUpdate:
         self._device, self._topology = device, topology
         self._optimizer = torch.optim.AdamW(
             self._named.values(), lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
-            weight_decay=cfg.weight_decay, foreach=True,
+            weight_decay=cfg.weight_decay, foreach=device.type != "cuda", fused=device.type == "cuda",
         )  # fmt: skip
         self._sync = DenseSync(list(self._named.values()), topology.dense)
 
@@ -64,11 +64,11 @@ class DenseUpdate:
             prefix = f"optimizer/{name}/"
             keys = [key for key in tensors if key.startswith(prefix)]
             if keys:
-                # AdamW keeps its step counts on the host.
+                # AdamW keeps its step counts on the host, except where one kernel updates everything.
                 self._optimizer.state[parameter] = {
-                    key.removeprefix(prefix): tensors[key]
-                    if key.endswith("/step")
-                    else tensors[key].to(parameter.device)
+                    key.removeprefix(prefix): tensors[key].to(
+                        "cpu" if key.endswith("/step") and self._device.type != "cuda" else parameter.device
+                    )
                     for key in keys
                 }
 
