@@ -1,7 +1,7 @@
 """Floating-point operations that a training step must do, and the utilisation they make of a device.
 
     projections   2 * tokens * weights of the layers' matrices            forward; backward twice that
-    attention     2 * sum(L (L + 1)) * heads * head_dim                   forward: two products over j <= i; backward 2.5x
+    attention     2 * sum(L (L + 1)) * heads * head_dim                   forward: two products, j <= i; backward 2.5x
     channels      sum(L (L + 1)) * heads * head_dim                       each of FuXi's bias channels; backward 2x
     MFU           (projections + attention + channels, forward and backward) / time / peak
 
@@ -19,8 +19,8 @@ from nestrec.models import FuXiConfig, HSTUConfig
 PEAK_TFLOPS = 989.0
 """dense bf16 of H100 and H200 (SXM), by their datasheet"""
 FORMULA = (
-    "MFU = FLOPs of the layers, forward + backward / (step time x 989 TFLOP/s). FLOPs: 6 x valid tokens x matrix weights"
-    " + 3.5 x 2 x sum(L(L+1)) x heads x head_dim (causal attention once)"
+    "MFU = FLOPs of the layers, forward + backward / (step time x 989 TFLOP/s). FLOPs: 6 x valid tokens x weights"
+    " of the matrices + 3.5 x 2 x sum(L(L+1)) x heads x head_dim (causal attention once)"
     " + FuXi: 3 x sum(L(L+1)) x heads x head_dim for each bias channel."
     " Valid tokens only; recomputation, padding, embedding, head and loss are not counted."
 )
@@ -45,11 +45,8 @@ class StepFlops:
         return self.tflops(seconds) / PEAK_TFLOPS
 
 
-def step_flops(
-    encoder: HSTUConfig | FuXiConfig, lengths: NDArray[np.int64], num_layers: int | None = None
-) -> StepFlops:
+def step_flops(encoder: HSTUConfig | FuXiConfig, lengths: NDArray[np.int64]) -> StepFlops:
     """Of the encoder's layers on sequences of these lengths."""
-    layers = encoder.num_layers if num_layers is None else num_layers
     tokens, pairs = float(lengths.sum()), float((lengths * (lengths + 1)).sum())
     width = encoder.num_heads * encoder.head_dim
     if isinstance(encoder, HSTUConfig):
@@ -58,8 +55,8 @@ def step_flops(
         channels = 2 if encoder.time_channel else 1
         weights = encoder.dim * ((4 + channels) * width + (1 + channels) * width + 3 * encoder.ffn_dim)
     return StepFlops(
-        projections=6.0 * tokens * weights * layers,
-        attention=(3.5 * 2 + 3.0 * channels) * pairs * width * layers,
+        projections=6.0 * tokens * weights * encoder.num_layers,
+        attention=(3.5 * 2 + 3.0 * channels) * pairs * width * encoder.num_layers,
     )
 
 

@@ -9,12 +9,10 @@ TFLOP/s count what nestrec.bench.flops counts. The ceilings are measured in the 
 device copy. The error is that of the output and of the gradient of the input against float64, on the first sequences.
 """
 
-import contextlib
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Literal
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +24,11 @@ from nestrec.bench.flops import step_flops
 from nestrec.bench.length_shapes import lengths_of
 from nestrec.data.windows import positions, sample_keys, token_keys
 from nestrec.models import HSTUConfig, SequenceInfo
-from nestrec.models.hstu import HSTULayer
+from nestrec.models.hstu import NORM_EPS, HSTULayer
+from nestrec.ops.dropout import Dropout
+from nestrec.ops.gated_output import gated_output_reference
+from nestrec.ops.hstu_attention import hstu_attention_padded
+from nestrec.ops.norm_projection import norm_projection_reference
 
 CHECKED_TOKENS = 2048
 
@@ -85,9 +87,10 @@ def _one(bench: LayerBench, shape: str, heads: str, impl: str) -> dict[str, Any]
     layer, info = HSTULayer(cfg, site=1).to(bench.device), info_of(lengths, bench.device)
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
     x, grad = (torch.randn(int(lengths.sum()), cfg.dim, device=bench.device, dtype=dtype) for _ in range(2))
-    with _plainly() if impl == "eager" else contextlib.nullcontext():
-        forward_ms, backward_ms, peak = _times(layer, x, grad, info, bench)
-        error = _error(layer, cfg, lengths, bench.device)
+    x.requires_grad_()
+    run = _eager if impl == "eager" else _fused
+    forward_ms, backward_ms, peak = _times(lambda: run(layer, x, info), [x, *layer.parameters()], grad, bench)
+    error = _error(run, layer, lengths, bench.device)
     flops = step_flops(cfg, lengths)
     seconds = (forward_ms + backward_ms) / 1e3
     return {
@@ -107,25 +110,48 @@ def info_of(lengths: NDArray[np.int64], device: str) -> SequenceInfo:
     )  # fmt: skip
 
 
-def _run(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-    """The layer with its residual: the sum that a model leaves to the next layer."""
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
-        total, added = layer(x, None, info)
-        return total + added  # type: ignore[no-any-return]
+Run = Callable[[HSTULayer, torch.Tensor, SequenceInfo], torch.Tensor]
+"""A layer with its residual: the sum that a model leaves to the next layer."""
+
+
+def _fused(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+    total, added = layer(x, None, info)
+    return total + added  # type: ignore[no-any-return]
+
+
+def _eager(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+    """The definitions, one operator of torch after the other."""
+    cfg = layer.cfg
+    projected = norm_projection_reference(
+        x, None, layer.uvqk, (cfg.num_heads * cfg.head_dim,) * 4, norm="layer", eps=NORM_EPS
+    )
+    v, q, k = (part.reshape(len(x), cfg.num_heads, cfg.head_dim) for part in projected.parts)
+    attended = hstu_attention_padded(
+        q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser
+    ).flatten(1)
+    added = gated_output_reference(
+        (attended,), projected.gate, layer.output.weight, layer.output.bias,
+        Dropout(info.token_key_T, layer.site, cfg.dropout), norm="layer", eps=NORM_EPS,
+    )  # fmt: skip
+    return x + added
+
+
+def _autocast(x: torch.Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16)
 
 
 def _times(
-    layer: HSTULayer, x: torch.Tensor, grad: torch.Tensor, info: SequenceInfo, bench: LayerBench
+    run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor, bench: LayerBench
 ) -> tuple[float, float, float]:
     """Median milliseconds forward and backward, and the peak of memory beyond what was there, in GiB."""
-    x = x.requires_grad_()
-    forward, backward, parameters = [], [], [x, *layer.parameters()]
+    forward, backward = [], []
     before = _memory(bench.device)
     for _ in range(3 + bench.repeats):
         out: list[torch.Tensor] = []
-        forward.append(_milliseconds(lambda out=out: out.append(_run(layer, x, info)), bench.device))  # type: ignore[misc]
+        with _autocast(grad):
+            forward.append(_milliseconds(lambda out=out: out.append(run()), bench.device))  # type: ignore[misc]
         backward.append(
-            _milliseconds(lambda out=out: torch.autograd.grad(out[0], parameters, grad), bench.device)  # type: ignore[misc]
+            _milliseconds(lambda out=out: torch.autograd.grad(out[0], leaves, grad), bench.device)  # type: ignore[misc]
         )
     peak = torch.cuda.max_memory_allocated() - before if bench.device == "cuda" else 0
     return statistics.median(forward[3:]), statistics.median(backward[3:]), round(peak / 2**30, 2)
@@ -140,8 +166,6 @@ def _memory(device: str) -> int:
 
 def _milliseconds(call: Callable[[], object], device: str) -> float:
     if device != "cuda":
-        import time
-
         begin = time.perf_counter()
         call()
         return (time.perf_counter() - begin) * 1e3
@@ -153,40 +177,27 @@ def _milliseconds(call: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last)
 
 
-def _error(layer: HSTULayer, cfg: HSTUConfig, lengths: NDArray[np.int64], device: str) -> float:
+def _error(run: Run, layer: HSTULayer, lengths: NDArray[np.int64], device: str) -> float:
     """The larger relative error of output and input gradient against float64, on short sequences."""
     short = np.minimum(lengths, 512)
     short = short[: max(1, int(np.searchsorted(short.cumsum(), CHECKED_TOKENS)))]
     info = info_of(short, device)
-    shape = (int(short.sum()), cfg.dim)
-    x, grad = (torch.randn(shape, device=device, dtype=torch.float64) for _ in range(2))
-    exact = HSTULayer(replace(cfg, recompute=False), site=1).to(device, torch.float64)
+    x, grad = (torch.randn(int(short.sum()), layer.cfg.dim, device=device, dtype=torch.float64) for _ in range(2))
+    exact = HSTULayer(layer.cfg, site=layer.site).to(device, torch.float64)
     exact.load_state_dict(layer.state_dict())
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    found = [_output_and_gradient(module, x.to(kind), grad.to(kind), info)
-             for module, kind in ((layer, dtype), (exact, torch.float64))]  # fmt: skip
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+    found = _output_and_gradient(run, layer, x.to(dtype), grad.to(dtype), info)
+    expected = _output_and_gradient(_eager, exact, x, grad, info)
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
 def _output_and_gradient(
-    layer: HSTULayer, x: torch.Tensor, grad: torch.Tensor, info: SequenceInfo
+    run: Run, layer: HSTULayer, x: torch.Tensor, grad: torch.Tensor, info: SequenceInfo
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.requires_grad_()
-    out = _run(layer, x, info)
+    with _autocast(x):
+        out = run(layer, x, info)
     return out.detach(), torch.autograd.grad(out, x, grad)[0]
-
-
-def _plainly() -> contextlib.AbstractContextManager[Any]:
-    """Everything in plain torch: no operator finds kernels, and attention takes padded blocks."""
-    from nestrec.models import hstu
-    from nestrec.ops import gated_output, norm_projection
-    from nestrec.ops.hstu_attention import hstu_attention_padded
-
-    stack = contextlib.ExitStack()
-    for module in (gated_output, norm_projection):
-        stack.enter_context(mock.patch.object(module, "runs_kernels", lambda x: False))
-    stack.enter_context(mock.patch.object(hstu, "hstu_attention", hstu_attention_padded))
-    return stack
 
 
 def _ceilings(repeats: int) -> Iterator[dict[str, Any]]:

@@ -17,8 +17,8 @@ PARTS = {
     "matmul": r"gemm|nvjet|cutlass|xmma|splitK",
     "loss": r"^_forward|^_backward|_sum_outer|_tile_logits|_add_tile|_to_slopes|logsumexp|unit_",
     "rows": r"norm_forward|norm_again|norm_backward|silu_|gate_|swiglu_|embed_|position_gradient",
-    "embedding": r"_move_|_rows_kernel|_runs_kernel|_finish_kernel|_learn_|_update|adagrad|radix|sort|scan|gather|scatter"
-    r"|index",
+    "embedding": r"_move_|_rows_kernel|_runs_kernel|_finish_kernel|_learn_|_update|adagrad|radix|sort|scan|gather"
+    r"|scatter|index",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "copies": r"memcpy|memset",
 }

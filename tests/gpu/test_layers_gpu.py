@@ -1,0 +1,242 @@
+"""Pieces of layers against their definitions: at most twice the error of the same precision in plain torch.
+
+Under TRITON_INTERPRET=1 the same tests run on a CPU, in float16.
+"""
+
+# ruff: noqa: PLR0917
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.bench.layer import info_of
+from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
+from nestrec.ops.bias_attention import bias_attention, bias_attention_padded
+from nestrec.ops.dropout import Dropout
+from nestrec.ops.feed_forward import feed_forward, feed_forward_reference
+from nestrec.ops.gated_output import gated_output, gated_output_reference
+from nestrec.ops.norm_projection import norm_projection, norm_projection_reference, without_keeping
+from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.token_input import token_input, token_input_reference
+from nestrec.ops.unit_rows import unit_rows, unit_rows_reference
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+WIDTHS = [(40, 24, torch.float32), (48, 16, HALF)] if IS_INTERPRETED else [(100, 52, torch.float32), (1024, 1024, HALF)]
+"""model width, part width, precision: each compiles its own kernels"""
+TOKENS = [1, 37, 130] if IS_INTERPRETED else [1, 2, 16, 63, 129, 1000]
+GENERATED = 0 if IS_INTERPRETED else 30
+
+
+def token_counts():
+    return [*TOKENS, *np.random.default_rng(0).integers(1, 3000, GENERATED).tolist()]
+
+
+def drawn(*shapes, dtype=torch.float64):
+    return [torch.randn(shape, dtype=dtype, device=DEVICE) for shape in shapes]
+
+
+def keys_of(tokens):
+    return torch.randint(-(2**62), 2**62, (tokens,), device=DEVICE)
+
+
+def compare(fused, plain, leaves, dtype, *, factor=2.0, floor=2e-7):
+    """Outputs and gradients of `fused` in `dtype` err at most `factor` times as much as those of `plain` in it."""
+    exact = results(plain, leaves, torch.float64)
+    ours, theirs = results(fused, leaves, dtype), results(plain, leaves, dtype)
+    for number, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        size = c.norm().clamp(min=1e-12)
+        error, allowed = (a.double() - c).norm() / size, (b.double() - c).norm() / size
+        assert error <= factor * allowed + floor, (number, float(error), float(allowed))
+
+
+def results(function, leaves, dtype):
+    own = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    outputs = function(*own)
+    torch.manual_seed(9)
+    grads = [torch.randn(o.shape, dtype=torch.float64, device=DEVICE).to(o.dtype) for o in outputs]
+    found = torch.autograd.grad(outputs, own, grads)
+    return [t.detach() for t in (*outputs, *found)]
+
+
+@pytest.mark.parametrize(("num_parts", "norm"), [(1, "layer"), (2, "rms"), (3, "rms")])
+@pytest.mark.parametrize(("dim", "width", "dtype"), WIDTHS)
+def test_the_ways_into_and_out_of_a_layer(dim, width, dtype, num_parts, norm):
+    for tokens in token_counts():
+        check_layer(tokens, dim, width, dtype, num_parts, norm)
+
+
+def check_layer(tokens, dim, width, dtype, num_parts, norm):
+    torch.manual_seed(tokens)
+    widths = (num_parts * width, width, width, width)
+    leaves = drawn((tokens, dim), (tokens, dim), (dim, sum(widths)), (dim, num_parts * width), (dim,))
+    leaves[2] /= dim**0.5
+    leaves[3] /= (num_parts * width) ** 0.5
+    drop = Dropout(keys_of(tokens), 3, 0.25)
+
+    def run(project, leave, x, delta, weight, output, bias, **options):
+        projected = project(x, delta, weight, widths, norm=norm, eps=1e-6, **options)
+        v, q, k = projected.parts
+        with without_keeping(projected):
+            attended = [v * q + 0.5, k * v + q, q * k][:num_parts]
+        if options:
+            options["packed"] = projected.packed
+        added = leave(attended, projected.gate, output, bias, drop, norm=norm, eps=1e-6, **options)
+        return projected.total * 1.0, added
+
+    def plain(*leaves):
+        return run(norm_projection_reference, gated_output_reference, *leaves)
+
+    for recompute in (False, True):
+        compare(lambda *own: run(norm_projection, gated_output, *own, recompute=recompute), plain, leaves, dtype)  # noqa: B023
+
+
+def test_the_gradient_of_a_gate_may_come_from_anywhere():
+    """Without the shared buffer, or with a further use of the gate, sums are the same."""
+    torch.manual_seed(0)
+    leaves = drawn((33, 16), (16, 32))
+
+    def run(project, x, weight):
+        projected = project(x, None, weight, (8, 8, 8, 8), norm="layer", eps=1e-6)
+        v, q, k = projected.parts
+        return (projected.gate * 2.0 + projected.gate.square() * v, q - k)
+
+    compare(lambda *own: run(norm_projection, *own), lambda *own: run(norm_projection_reference, *own), leaves,
+            torch.float32)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("dim", "width", "dtype"), WIDTHS)
+def test_feed_forward(dim, width, dtype, tokens):
+    torch.manual_seed(tokens)
+    leaves = drawn((tokens, dim), (tokens, dim), (dim, 2 * width), (width, dim))
+    leaves[2] /= dim**0.5
+    leaves[3] /= width**0.5
+    drop = Dropout(keys_of(tokens), 5, 0.5)
+    for recompute in (False, True):
+        compare(lambda *own: feed_forward(*own, drop, eps=1e-6, recompute=recompute),  # noqa: B023
+                lambda *own: feed_forward_reference(*own, drop, eps=1e-6), leaves, dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_the_input_of_an_encoder_and_the_gradient_of_its_positions(probability, dtype):
+    torch.manual_seed(1)
+    lengths = np.array([0, 5, 1, 21, 0, 13])
+    info = info_of(lengths, DEVICE)
+    leaves = drawn((40, 72), (30, 72))
+    drop = Dropout(info.token_key_T, 0, probability)
+    compare(lambda x, table: [token_input(x, table, info.position_T, info.offsets, factor=3.0, drop=drop)],
+            lambda x, table: [token_input_reference(x, table, info.position_T, factor=3.0, drop=drop)],
+            leaves, dtype)  # fmt: skip
+
+
+def test_rows_of_one_length_also_where_they_are_almost_nothing():
+    torch.manual_seed(2)
+    (x,) = drawn((50, 20))
+    x[3] = 0.0
+    x[4] *= 1e-9
+    compare(lambda x: [unit_rows(x, 20.0, 1e-6)], lambda x: [unit_rows_reference(x, 20.0, 1e-6)], [x], torch.float32)
+
+
+BATCHES = [[3, 0, 1, 40], [130, 5]] if IS_INTERPRETED else [[3, 0, 1, 40], [130, 5, 300, 128], [1000, 17], [64] * 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("has_times", [True, False])
+@pytest.mark.parametrize("lengths", BATCHES)
+def test_attention_by_bias_alone(lengths, has_times, dtype):
+    torch.manual_seed(sum(lengths))
+    torch.set_float32_matmul_precision("highest")
+    tokens, longest = sum(lengths), max(lengths)
+    offsets = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
+    time = torch.cat([torch.rand(n, dtype=torch.float64).cumsum(0) * 1e4 for n in lengths]).to(DEVICE)
+    leaves = drawn((tokens, 72), (2 * longest + 21,), *([(41,)] if has_times else []))
+
+    def run(attend, wide, position, table=None):
+        bias = RelativeBias(
+            position_table=position, time_table=table, time_T=time if has_times else None,
+            query_time_T=time + 10.0 if has_times else None,
+        )  # fmt: skip
+        return attend(wide[:, :40], offsets, bias, max_length=longest)
+
+    compare(lambda *own: run(bias_attention, *own), lambda *own: run(bias_attention_padded, *own), leaves, dtype,
+            floor=2e-6)  # fmt: skip
+
+
+MODELS = {
+    "hstu": lambda **options: HSTU(HSTUConfig(dim=64, num_heads=2, head_dim=32, max_length=160, **options)),
+    "fuxi": lambda **options: FuXi(FuXiConfig(dim=64, num_heads=2, head_dim=32, ffn_dim=64, max_length=160, **options)),
+}
+
+
+def info_with_times(lengths):
+    info = info_of(lengths, DEVICE)
+    time = info.position_T.double() * 77.0
+    return SequenceInfo(info.offsets, info.max_length, info.position_T, info.token_key_T, time, time + 50.0)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="too slow there; the pieces are tested above")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_on_a_gpu_are_those_of_a_cpu_with_dropout_on(kind, recompute):
+    """In float32 to rounding: the same masks, the same sums."""
+    torch.set_float32_matmul_precision("highest")
+    torch.manual_seed(0)
+    model, lengths = MODELS[kind](recompute=recompute), np.array([7, 0, 160, 33, 1])
+    info, x = info_with_times(lengths), torch.randn(201, 64)
+    found = model.cuda()(x.cuda(), info)
+    found.square().sum().backward()
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
+    model.zero_grad()
+    on_cpu = SequenceInfo(
+        info.offsets.cpu(), info.max_length, info.position_T.cpu(), info.token_key_T.cpu(), info.time_T.cpu(),
+        info.query_time_T.cpu(),
+    )  # fmt: skip
+    expected = model.cpu()(x, on_cpu)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (gradients[name] - parameter.grad).abs().max() <= 1e-3 * scale, name
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="autocast of a GPU")
+@pytest.mark.parametrize("kind", MODELS)
+def test_recomputation_changes_no_bit_and_saves_memory(kind):
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = MODELS[kind](recompute=recompute).cuda()
+        info = info_with_times(np.full(200, 160))
+        x = torch.randn(32_000, 64, device="cuda", requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(x, info)
+        held = torch.cuda.memory_allocated()
+        out.float().square().sum().backward()
+        results.append((held, out, x.grad, model.layers[0].uvqk.grad))
+    (kept, *first), (recomputed, *second) = results
+    assert recomputed < kept
+    for a, b in zip(first[:2], second[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs torch.compile for a GPU")
+def test_the_pieces_can_be_compiled():
+    torch.manual_seed(0)
+    leaves = drawn((64, 32), (64, 32), (32, 64), (32, 16), (32,), dtype=torch.float32)
+    drop = Dropout(keys_of(64), 1, 0.2)
+
+    def run(x, delta, weight, output, bias):
+        projected = norm_projection(x, delta, weight, (16, 16, 16, 16), norm="layer", eps=1e-6)
+        v, q, k = projected.parts
+        return projected.total * 1.0, gated_output(
+            [v * q + k], projected.gate, output, bias, drop, norm="layer", eps=1e-6
+        )
+
+    eager, compiled = (results(f, leaves, torch.float32) for f in (run, torch.compile(run, backend="aot_eager")))
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b)

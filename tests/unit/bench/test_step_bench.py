@@ -1,0 +1,60 @@
+"""FLOPs are those of the published accounting, kernels find their part, and the benches run."""
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.bench.flops import StepFlops, step_flops
+from nestrec.bench.layer import LayerBench, measure_layers
+from nestrec.bench.step import StepBench, encoder_of, measure_steps
+from nestrec.bench.step_parts import part_name, summed
+from nestrec.models import FuXiConfig, HSTUConfig
+
+
+def test_flops_are_those_of_the_published_step():
+    """recsys-examples: 32 sequences of 4099 tokens, 8 layers of 1024, 4 heads of 256: 26.41 + 6.60 and 30.88 TFLOP."""
+    cfg = HSTUConfig(dim=1024, num_layers=8, num_heads=4, head_dim=256)
+    flops = step_flops(cfg, np.full(32, 4099))
+    assert flops.projections / 1e12 == pytest.approx(26.41 + 6.60, rel=1e-3)
+    assert flops.attention / 1e12 == pytest.approx(30.88, rel=2e-3)
+    assert flops.mfu(0.187) == pytest.approx(0.345, rel=2e-3)
+
+
+def test_flops_of_fuxi_count_every_matrix_and_channel():
+    cfg = FuXiConfig(dim=64, num_layers=2, num_heads=2, head_dim=16, ffn_dim=128)
+    flops = step_flops(cfg, np.array([3, 5]))
+    assert flops.projections == 6 * 8 * 2 * (64 * 6 * 32 + 3 * 32 * 64 + 3 * 64 * 128)
+    assert flops.attention == 2 * (7 + 2 * 3) * (3 * 4 + 5 * 6) * 32
+
+
+def test_kernels_are_counted_with_their_part():
+    names = {
+        "nvjet_hsh_256x128": "matmul", "norm_forward_kernel": "rows", "bias_table_gradient_kernel": "attention",
+        "void multi_tensor_apply_kernel<adam>": "optimizer", "_forward": "loss", "Memcpy HtoD": "copies", "x": "other",
+    }  # fmt: skip
+    assert {name: part_name(name) for name in names} == names
+    found = summed({"nvjet": (2.0, 3.0), "x": (1.0, 1.0)}, StepFlops(4e9, 1e9), wall_ms=5.0)
+    assert found["matmul"]["tflops"] == 2.0
+    assert found["idle"]["ms"] == 2.0
+
+
+def test_a_case_that_is_none_is_refused():
+    with pytest.raises(UserError, match="is no case"):
+        encoder_of(StepBench(), "hstu")
+
+
+def test_the_step_bench_trains_every_model():
+    bench = StepBench(
+        cases=("hstu-2x8-logn", "fuxi-2x8-u1024"), tokens=1024, dim=16, num_layers=1, num_items=300, num_negatives=4,
+        device="cpu", precision="fp32", warm_up=1, steps=1, profiled=0,
+    )  # fmt: skip
+    rows = list(measure_steps(bench))
+    assert [row["tokens"] for row in rows] == [1024, 1024]
+    assert all(0.0 < row["loss"] < 10.0 and row["step_ms"] > 0 for row in rows)
+
+
+def test_the_layer_bench_compares_with_plain_torch():
+    bench = LayerBench(lengths=("u9",), sequences=3, dim=16, heads=("2x8",), device="cpu", repeats=1)
+    rows = list(measure_layers(bench))
+    assert [row["impl"] for row in rows] == ["fused", "recompute", "eager"]
+    assert all(row["rel_err"] < 1e-5 for row in rows)

@@ -1,0 +1,63 @@
+"""Kernels of layers without a GPU: under Triton's interpreter, where Triton is installed; and what they refuse."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestrec.base.errors import UserError
+from nestrec.ops.norm_rows import norm_rows
+from nestrec.ops.row_tiles import check_parts, check_rows, check_strided, part_grid, part_tile, row_grid, row_tile
+
+WARNS = "ignore:Conversion of an array with ndim:DeprecationWarning"
+"""By the interpreter, of its own use of numpy."""
+TESTS = Path(__file__).resolve().parents[2] / "gpu" / "test_layers_gpu.py"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_pass_the_tests_of_the_gpu_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", WARNS, str(TESTS)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("width", [1, 7, 50, 1024, 3000])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 4097])
+def test_tiles_cover_every_row_and_channel(tokens, width):
+    x = torch.empty(tokens, width, device="meta")
+    for parts in (1, 2, 3):
+        tile = row_tile(width, parts)
+        assert row_grid(x, parts)[0] * tile["ROWS"] >= tokens
+        assert tile["BLOCK"] >= width
+    tile, (rows, columns) = part_tile(width), part_grid(x)
+    assert rows * tile["ROWS"] >= tokens
+    assert columns * tile["BLOCK"] >= width
+
+
+def test_layouts_that_a_kernel_would_misread_are_refused():
+    x = torch.randn(6, 8)
+    for bad in (x.T, x[:, ::2], x[:, :4]):
+        with pytest.raises(UserError, match="packed"):
+            check_rows(bad)
+    check_strided(x[:, :4])
+    for bad in (x.T, x[:, ::2]):
+        with pytest.raises(UserError, match="side by side"):
+            check_strided(bad)
+    for parts in ([], [x] * 4, [x, x[:, :4]], [x[:, :4]]):
+        with pytest.raises(UserError, match="as wide as the gate"):
+            check_parts(parts, x)
+
+
+def test_the_operators_are_known_to_the_compiler():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(4, 8)
+        out, mean, _ = torch.ops.nestrec.norm_rows(x, torch.bfloat16, True, 1e-6, None, 0, 0, 1.0)
+        assert (out.shape, out.dtype, mean.shape) == (x.shape, torch.bfloat16, (4,))
+        grads = torch.ops.nestrec.gate_rows_backward(x, [x], x, mean, mean, x, True, None, 0, 0, 1.0, True)
+        assert len(grads) == 2
+    assert norm_rows.__doc__
