@@ -174,7 +174,7 @@ def _milliseconds(call: Callable[[], object], device: str) -> float:
     call()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last)
+    return float(first.elapsed_time(last))
 
 
 def _error(run: Run, layer: HSTULayer, lengths: NDArray[np.int64], device: str) -> float:
