@@ -142,16 +142,18 @@ def step(context: typer.Context, json: JsonFile = None) -> None:
     """
     from nestrec.base.config import with_overrides
     from nestrec.bench.flops import FORMULA
-    from nestrec.bench.step import StepBench, measure_steps, short_rows
+    from nestrec.bench.step import StepBench, measure_steps, memory_rows, short_rows
 
     bench = with_overrides(StepBench(), parse_overrides(context.args, ("json",)))
     rows = []
     for row in measure_steps(bench):
         rows.append(row)
         _save("step", rows, json)
-        typer.echo(f"{row['model']}: {row['step_ms']} ms, MFU {row['mfu']:.1%}. {row.get('parts', '')}")
+        if "step_ms" in row:
+            typer.echo(f"{row['model']}: {row['step_ms']} ms, MFU {row['mfu']:.1%}. {row.get('parts', '')}")
     typer.echo(FORMULA)
     _show("training step", short_rows(rows))
+    _show("memory of forward and backward", memory_rows(rows))
 
 
 @app.command()

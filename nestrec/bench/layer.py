@@ -88,7 +88,7 @@ def _one(bench: LayerBench, shape: str, heads: str, impl: str) -> dict[str, Any]
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
     x, grad = (torch.randn(int(lengths.sum()), cfg.dim, device=bench.device, dtype=dtype) for _ in range(2))
     x.requires_grad_()
-    run = _eager if impl == "eager" else _fused
+    run = eager_layer if impl == "eager" else _fused
     forward_ms, backward_ms, peak = _times(lambda: run(layer, x, info), [x, *layer.parameters()], grad, bench)
     error = _error(run, layer, lengths, bench.device)
     flops = step_flops(cfg, lengths)
@@ -119,7 +119,7 @@ def _fused(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tenso
     return total + added  # type: ignore[no-any-return]
 
 
-def _eager(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+def eager_layer(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
     """The definitions, one operator of torch after the other."""
     cfg = layer.cfg
     projected = norm_projection_reference(
@@ -187,7 +187,7 @@ def _error(run: Run, layer: HSTULayer, lengths: NDArray[np.int64], device: str) 
     exact.load_state_dict(layer.state_dict())
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     found = _output_and_gradient(run, layer, x.to(dtype), grad.to(dtype), info)
-    expected = _output_and_gradient(_eager, exact, x, grad, info)
+    expected = _output_and_gradient(eager_layer, exact, x, grad, info)
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 

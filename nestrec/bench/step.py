@@ -22,6 +22,7 @@ from nestrec.base.errors import UserError
 from nestrec.bench.flops import FORMULA, loss_flops, step_flops
 from nestrec.bench.length_shapes import lengths_of
 from nestrec.bench.step_data import fixed_batch, write_step_data
+from nestrec.bench.step_memory import measure_memory
 from nestrec.bench.step_parts import parts_of
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
@@ -86,6 +87,8 @@ class StepBench:
     """timed steps"""
     profiled: int = 2
     """further steps, under the profiler"""
+    memory_length: int = 8192
+    """longest sequence of the comparison of memory, jagged against padded; 0 leaves it out"""
 
 
 def encoder_of(bench: StepBench, case: str) -> tuple[HSTUConfig | FuXiConfig, NDArray[np.int64]]:
@@ -109,7 +112,7 @@ def encoder_of(bench: StepBench, case: str) -> tuple[HSTUConfig | FuXiConfig, ND
 
 
 def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
-    """A row for each case."""
+    """A row for each case, then those of the memory."""
     for case in bench.cases:
         encoder, lengths = encoder_of(bench, case)
         with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +124,10 @@ def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
             finally:
                 runner.close()
         _release(bench.device)
+    if bench.memory_length:
+        encoder, _ = encoder_of(bench, "hstu-4x256-u1024")
+        assert isinstance(encoder, HSTUConfig)
+        yield from measure_memory(replace(encoder, max_length=bench.memory_length), bench.device)
 
 
 def run_config(bench: StepBench, encoder: HSTUConfig | FuXiConfig, data: Path) -> RunConfig:
@@ -222,5 +229,10 @@ def _release(device: str) -> None:
 
 
 def short_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what is long."""
-    return [{k: v for k, v in row.items() if k not in ("parts", "formula", "lengths")} for row in rows]
+    """Steps without what is long."""
+    hidden = ("parts", "formula", "lengths")
+    return [{k: v for k, v in row.items() if k not in hidden} for row in rows if "step_ms" in row]
+
+
+def memory_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "impl" in row]

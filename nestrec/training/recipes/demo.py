@@ -2,7 +2,7 @@
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.retrieval import HistoryConfig
-from nestrec.models import HSTUConfig, SASRecConfig
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.retrieval import EncoderConfig, SimilarityConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from nestrec.training.tasks.catalogue_ranks import RetrievalEvaluationConfig
@@ -33,9 +33,14 @@ def demo() -> RunConfig:
     return _demo("demo", HSTUConfig(dim=48, head_dim=24, num_heads=2, num_layers=2, max_length=LENGTH, time_bias=True))
 
 
+def demo_fuxi() -> RunConfig:
+    """FuXi-alpha on the same logs."""
+    return _demo("demo_fuxi", FuXiConfig(dim=48, head_dim=24, num_heads=2, ffn_dim=48, num_layers=2, max_length=LENGTH))
+
+
 def demo_sasrec() -> RunConfig:
     """SASRec on the same logs."""
     return _demo("demo_sasrec", SASRecConfig(dim=48, ffn_dim=48, num_layers=2, max_length=LENGTH))
 
 
-RECIPES = {"demo": demo, "demo_sasrec": demo_sasrec}
+RECIPES = {"demo": demo, "demo_fuxi": demo_fuxi, "demo_sasrec": demo_sasrec}

@@ -2,7 +2,7 @@
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.retrieval import HistoryConfig
-from nestrec.models import HSTUConfig, SASRecConfig
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.retrieval import EncoderConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from nestrec.training.tasks.catalogue_ranks import RetrievalEvaluationConfig
@@ -46,6 +46,13 @@ def _hstu(dim: int = 50, num_layers: int = 2, num_heads: int = 1, *, time_bias: 
     )
 
 
+def _fuxi(dim: int = 50, num_layers: int = 2, num_heads: int = 1, *, time_channel: bool = True) -> FuXiConfig:
+    return FuXiConfig(
+        dim=dim, head_dim=dim // num_heads, ffn_dim=dim, num_layers=num_layers, num_heads=num_heads, max_length=LENGTH,
+        time_channel=time_channel,
+    )  # fmt: skip
+
+
 ML_1M = ("ml-1m", "nestrec prepare movielens ml-1m/ data/ml-1m (GroupLens' folder with ratings.dat)")
 ML_1M_ORDERED = (
     "ml-1m-ordered",
@@ -58,6 +65,8 @@ RECIPES = {
     "ml_1m_sasrec": lambda: _movielens("ml_1m_sasrec", *ML_1M, _sasrec()),
     "ml_1m_hstu": lambda: _movielens("ml_1m_hstu", *ML_1M, _hstu()),
     "ml_1m_hstu_large": lambda: _movielens("ml_1m_hstu_large", *ML_1M, _hstu(num_layers=8, num_heads=2)),
+    "ml_1m_fuxi": lambda: _movielens("ml_1m_fuxi", *ML_1M, _fuxi()),
+    "ml_1m_ordered_fuxi": lambda: _movielens("ml_1m_ordered_fuxi", *ML_1M_ORDERED, _fuxi(time_channel=False)),
     "ml_1m_ordered_sasrec": lambda: _movielens("ml_1m_ordered_sasrec", *ML_1M_ORDERED, _sasrec()),
     "ml_1m_ordered_hstu": lambda: _movielens("ml_1m_ordered_hstu", *ML_1M_ORDERED, _hstu(time_bias=False)),
     "ml_1m_ordered_sasrec_large": lambda: _movielens("ml_1m_ordered_sasrec_large", *ML_1M_ORDERED, _sasrec(64, 4, 2)),

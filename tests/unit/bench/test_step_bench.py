@@ -47,10 +47,13 @@ def test_the_step_bench_trains_every_model():
     bench = StepBench(
         cases=("hstu-2x8-logn", "fuxi-2x8-u1024"), tokens=1024, dim=16, num_layers=1, num_items=300, num_negatives=4,
         device="cpu", precision="fp32", warm_up=1, steps=1, profiled=0,
+        memory_length=24,
     )  # fmt: skip
     rows = list(measure_steps(bench))
-    assert [row["tokens"] for row in rows] == [1024, 1024]
-    assert all(0.0 < row["loss"] < 10.0 and row["step_ms"] > 0 for row in rows)
+    steps, memory = rows[:2], rows[2:]
+    assert [row["tokens"] for row in steps] == [1024, 1024]
+    assert [row["computed_tokens"] for row in memory] == [48, 48, 96, 96]
+    assert all(0.0 < row["loss"] < 10.0 and row["step_ms"] > 0 for row in steps)
 
 
 def test_the_layer_bench_compares_with_plain_torch():
