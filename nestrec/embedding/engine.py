@@ -26,6 +26,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import agree, all_to_all_rows, gather_rows_from_all
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
+from nestrec.embedding.half_rows import HalfRows
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.overlap import Overlap
 from nestrec.embedding.replica_keys import ReplicaKeys
@@ -51,7 +52,7 @@ from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.shard import Chunk, FetchedRows, TableShard
 from nestrec.embedding.source_keys import FeatureKeys, SourceKeys, deduplicate
 from nestrec.embedding.statistics import EngineStatistics, Leg
-from nestrec.embedding.table import TableConfig, check_tables
+from nestrec.embedding.table import DTYPES, TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.embedding.working_set import WorkingSet, WorkingTable
 from nestrec.jagged import Jagged
@@ -143,10 +144,25 @@ class EmbeddingEngine:
         """
         found = {}
         for name, table in routed.parts[part].tables.items():
+            if table.half is not None:
+                found[name] = self._exchange_by_type(table, table.half, working.tables[name])
+                continue
             vectors = working.tables[name].vectors(table)
-            self._count(self.statistics.vectors, table.receive_counts, vectors)
+            self._count_vectors(table.receive_counts, vectors)
             found[name] = self._return_to_sources(table, vectors)
         return found
+
+    def _exchange_by_type(self, table: RoutedTable, half: HalfRows, working: WorkingTable) -> torch.Tensor:
+        """The same where some rows cross in half precision: two exchanges into one order."""
+        config = working.table
+        arrived = torch.empty(len(table.keys), config.dim, dtype=config.weight_dtype, device=self.device)
+        types = config.weight_dtype, DTYPES[config.half_dtype]
+        for dtype, sent, received in zip(types, half.of_owner, half.of_source, strict=True):
+            vectors = working.vectors_at(sent.places).to(dtype)
+            self._count_vectors(sent.counts, vectors)
+            rows = all_to_all_rows(self.topology.vectors, vectors, sent.counts, received.counts)
+            arrived.index_copy_(0, received.places, rows.to(arrived.dtype))
+        return arrived
 
     def accumulate(
         self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], part: int = 0
@@ -339,6 +355,10 @@ class EmbeddingEngine:
 
     def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:
         return all_to_all_rows(self.topology.vectors, vectors, table.receive_counts, table.send_counts)
+
+    def _count_vectors(self, counts: Sequence[int], vectors: torch.Tensor) -> None:
+        self._count(self.statistics.vectors, counts, vectors)
+        self.statistics.vector_bytes += vectors.numel() * vectors.element_size()
 
     def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:
         others = sum(counts) - counts[self.topology.shard]

@@ -17,6 +17,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.dedup import dedup
+from nestrec.embedding.half_rows import Flags, HalfRows, half_rows
 from nestrec.embedding.replica_keys import Owned, ReplicaKeys, last_part_of
 from nestrec.embedding.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, SourcePart, deduplicate
 from nestrec.embedding.table import TableConfig
@@ -35,6 +36,8 @@ class RoutedTable:
     """Keys that each shard asks from this one."""
     slots: torch.Tensor | None
     """Place in the working set of each key asked from this shard, in order of source; none: 0, 1, 2, ..."""
+    half: HalfRows | None = None
+    """Which vectors cross in half precision; none: no one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class AskedKeys:
     """[part][table] keys, in order of source."""
     last_part: list[list[NDArray[np.int16]]] | None
     """The same shape: the part that uses the key last, where the window cache is on."""
+    half: list[list[Flags]] | None = None
+    """The same shape: which rows cross in half precision, where a table has such features."""
     joined: list[Owned] | None = None
     """For each table, where other ranks hold copies of this shard."""
 
@@ -111,7 +116,8 @@ def exchange_keys(source: SourceKeys, tables: Sequence[TableConfig], topology: T
     if source.windows is not None:
         parts = [[plan.last_part[p] for plan in source.windows] for p in range(len(source.parts))]
         last = _exchange_pieces(source.parts, parts, counts, topology.keys)
-    return AskedKeys(counts, keys, last)
+    half = None if source.half is None else _exchange_pieces(source.parts, source.half, counts, topology.keys)
+    return AskedKeys(counts, keys, last, half)
 
 
 def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_tables: int, step: int) -> AskedKeys:
@@ -134,7 +140,11 @@ def assemble(source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig]
         for p, part in enumerate(source.parts):
             place = None if slots is None else to_device(slots[p], device)
             send, receive = tuple(part.tables[t].counts.tolist()), tuple(asked.counts[:, p, t].tolist())
-            coming[p][table.name] = RoutedTable(part.tables[t].keys, send, receive, place)
+            half = None
+            if table.half_features and source.half is not None and asked.half is not None:
+                own = None if slots is None else slots[p]
+                half = half_rows((source.half[p][t], send), (asked.half[p][t], receive), own, device)
+            coming[p][table.name] = RoutedTable(part.tables[t].keys, send, receive, place, half)
         for p, leg in enumerate(_gradient_legs(source, asked, slots, t, device)):
             going[p][table.name] = leg or coming[p][table.name]
     crossing = [_crossing(mine, p, device) for p in range(len(source.parts))]

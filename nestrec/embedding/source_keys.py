@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.embedding.dedup import Deduplicated, dedup
+from nestrec.embedding.half_rows import Flags, flags_of_parts
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.window_plan import WindowPlan, plan_window
 
@@ -36,6 +37,8 @@ class SourceKeys:
     parts: list[SourcePart]
     windows: list[WindowPlan] | None
     """For each table, where the window cache is on."""
+    half: list[list[Flags]] | None
+    """[part][table] which of the keys to ask for cross in half precision; none: no table has such features."""
     error: list[int]
     """[1, number of the feature, key] of a key outside its static table, or zeros."""
 
@@ -54,7 +57,23 @@ def deduplicate(
     else:
         plans = None
         found = [[dedup(keys[p], num_shards) for keys in keys_of] for p in range(len(parts))]
-    return SourceKeys([SourcePart(s, f) for s, f in zip(shapes, found, strict=True)], plans, error)
+    half = None if error[0] else _half(flat, tables, found, plans)
+    return SourceKeys([SourcePart(s, f) for s, f in zip(shapes, found, strict=True)], plans, half, error)
+
+
+def _half(
+    flat: Sequence[dict[str, NDArray[np.int64]]], tables: Sequence[TableConfig], found: list[list[Deduplicated]],
+    plans: list[WindowPlan] | None,
+) -> list[list[Flags]] | None:  # fmt: skip
+    if not any(table.half_features for table in tables):
+        return None
+    by_table = []
+    for t, table in enumerate(tables):
+        whole = [f for f in table.feature_names if f not in table.half_features]
+        num_whole = [sum(len(part[f]) for f in whole) for part in flat]
+        plan = None if plans is None else plans[t]
+        by_table.append(flags_of_parts(table, num_whole, [part[t] for part in found], plan))
+    return [list(flags) for flags in zip(*by_table, strict=True)]
 
 
 def _keys_of(flat: dict[str, NDArray[np.int64]], table: TableConfig, *, is_bad: bool) -> NDArray[np.int64]:

@@ -25,6 +25,8 @@ class EngineStatistics:
     """Distinct keys of the sources, on their way to the owners."""
     vectors: Leg = field(default_factory=Leg)
     """Vectors, on their way from the owners."""
+    vector_bytes: int = 0
+    """Bytes of the vectors looked up, those that stay on the rank included."""
     gradients: Leg = field(default_factory=Leg)
     """Gradients, on their way to the owners."""
     replicas: Leg = field(default_factory=Leg)

@@ -81,6 +81,10 @@ class TableConfig:
     """Keys are 0 to num_rows - 1; none: dynamic, any int64 is a key and its row appears on first use."""
     features: tuple[str, ...] = ()
     """Names of the features that read this table; none: one feature, named as the table."""
+    half_features: tuple[str, ...] = ()
+    """The last of them, if any: keys that only these read are looked up and sent in `half_dtype`, gradients as ever."""
+    half_dtype: Literal["bfloat16", "float16"] = "float16"
+    """Type in which such rows cross; they are computed with in the type of the table."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Type of the weights; optimiser state is float32, or float64 beside float64 weights."""
     seed: int = 0
@@ -124,6 +128,11 @@ def _check_table(table: TableConfig) -> None:
     where = f"tables.{table.name}"
     if table.dim < 1:
         raise UserError("must be at least 1", field=f"{where}.dim", value=table.dim, remedy="give a positive number")
+    if table.half_features and table.feature_names[-len(table.half_features) :] != table.half_features:
+        raise UserError(
+            f"must be the last of the features {table.feature_names}", field=f"{where}.half_features",
+            value=table.half_features, remedy="name them last in both",
+        )  # fmt: skip
     if table.num_rows is not None and table.num_rows < 1:
         remedy = "give a positive number, or none for a dynamic table"
         raise UserError("must be at least 1", field=f"{where}.num_rows", value=table.num_rows, remedy=remedy)

@@ -42,6 +42,10 @@ class WorkingTable:
             return weight.contiguous()
         return take_rows(weight, routed.slots)
 
+    def vectors_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Vectors of the rows at these places."""
+        return take_rows(self.layout.view(self.fetched.rows, "weight"), places)
+
     def add(self, routed: RoutedTable, grad: torch.Tensor) -> None:
         """Add gradients of the keys asked from this shard, in order of source (rule 10)."""
         grad = grad.to(self.table.state_dtype)

@@ -32,6 +32,8 @@ class NegativesConfig:
     """segments and offload: tokens whose vectors are in memory at a time"""
     memory_gib: float | None = None
     """auto: what the loss may take; none is a quarter of the device's memory"""
+    lookup: Literal["full", "bfloat16", "float16"] = "full"
+    """type in which rows that are only negatives are looked up and sent between ranks; gradients stay full"""
 
     def __post_init__(self) -> None:
         for name in ("sharing", "segment_tokens"):

@@ -1,7 +1,7 @@
 """Next-item retrieval: trained on every position, measured by ranking the whole catalogue."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class RetrievalTask(Task):
         self.tables = (
             TableConfig(
                 name="items", dim=cfg.encoder.dim, num_rows=dataset.num_items + 1, features=_features(cfg), dtype=dtype,
-                seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store,
+                seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store, **_half(cfg),
             ),
         )  # fmt: skip
         self.assembler = RetrievalAssembler(
@@ -142,6 +142,13 @@ def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:
     if cfg.loss == "full":
         return "history", "positive", "catalogue"
     return ("history", "positive") if cfg.negatives.sampler == "in_batch" else ("history", "positive", "negative")
+
+
+def _half(cfg: RetrievalTaskConfig) -> dict[str, Any]:
+    """Fields of the item table for negatives that cross in half precision."""
+    if cfg.negatives.lookup == "full" or "negative" not in _features(cfg):
+        return {}
+    return {"half_features": ("negative",), "half_dtype": cfg.negatives.lookup}
 
 
 def _check_enough(cfg: RetrievalTaskConfig, num_items: int, what: str) -> None:

@@ -107,3 +107,15 @@ def test_what_no_micro_batch_or_catalogue_can_supply_is_refused_at_the_start(tin
         trainer_of(tiny_data, tmp_path, given)
     assert refused.value.field == field
     assert refused.value.remedy
+
+
+def test_negatives_in_half_precision_train_almost_the_same_and_read_fewer_bytes(tiny_data, tmp_path):
+    found, weights = {}, {}
+    for lookup in ("full", "bfloat16"):
+        more = {"task.negatives.lookup": lookup, "training.dtype": "float32", "pipeline.schedule": "nested"}
+        trainer = trainer_of(tiny_data, tmp_path / lookup, more)
+        trainer.train()
+        found[lookup] = trainer.session.engine.statistics.vector_bytes
+        weights[lookup] = next(iter(trainer.session.engine.snapshot("items")))["weight"]
+    assert found["bfloat16"] < found["full"]
+    assert 0 < (weights["full"] - weights["bfloat16"]).abs().max() < 0.01
