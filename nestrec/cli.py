@@ -11,6 +11,7 @@ import typer
 
 from nestrec.base import exit_codes
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
+from nestrec.base.memory import ask_for_huge_pages
 from nestrec.base.overrides import PASSED_ON, parse_overrides
 from nestrec.bench.app import app as bench_app
 
@@ -196,6 +197,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point: a user's mistake ends with a message and no traceback."""
+    ask_for_huge_pages()
     try:
         app(standalone_mode=True)
     except NonFiniteError as error:
