@@ -211,10 +211,15 @@ class EmbeddingEngine:
         self.update_rows(working, learning_rate=learning_rate)
         self.average_over_holders(working)
 
-    def update_rows(self, working: WorkingSet, *, learning_rate: float) -> None:
-        """The row optimiser step alone. Local."""
-        for table in working.tables.values():
-            table.update(working.step, learning_rate)
+    def update_rows(
+        self, working: WorkingSet, *, learning_rate: float, places: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """The row optimiser step alone, on all rows or on those at the given places of each table. Local."""
+        for name, table in working.tables.items():
+            if places is None:
+                table.update(working.step, learning_rate)
+            else:
+                table.update_some(places[name], working.step, learning_rate)
 
     def average_over_holders(self, working: WorkingSet) -> None:
         """Copies of rows replaced by their mean, in the steps that replica_sync names. Collective."""

@@ -65,9 +65,17 @@ def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> None:
             _copy_rows(source.fetched.rows[:, :words], table.older, target[:, :words], table.newer)
 
 
+def matching_places(
+    keys: NDArray[np.int64], others: NDArray[np.int64], is_excluded: NDArray[np.bool_] | None = None
+) -> NDArray[np.int64]:
+    """For each key its place among the others, -1 where it is not there or is excluded. Keys of a list are distinct."""
+    places = np.empty(len(keys), np.int64)
+    _join(keys, others, np.zeros(len(others), np.bool_) if is_excluded is None else is_excluded, places)
+    return places
+
+
 def _table_overlap(older: FetchedRows, newer: FetchedRows) -> TableOverlap:
-    places = np.empty(len(older.keys), np.int64)
-    _join(older.keys, newer.keys, newer.is_new, places)
+    places = matching_places(older.keys, newer.keys, newer.is_new)
     shared = np.flatnonzero(places >= 0)
     device = newer.rows.device
     slots = np.where(places >= 0, -1, older.slots)

@@ -36,7 +36,10 @@ class Window:
 
     def receive(self, part: int) -> None:
         """Collective."""
-        rows = self._engine.exchange_vectors(self.routed, self.working, part)
+        self.accept(part, self._engine.exchange_vectors(self.routed, self.working, part))
+
+    def accept(self, part: int, rows: Rows) -> None:
+        """Vectors that have come for a part."""
         if self._cache is None:
             self._rows[part] = rows
         else:

@@ -75,6 +75,16 @@ class WorkingTable:
             else:
                 self.total.index_add_(0, where, grad)  # a holder's places are distinct: no order to lose
 
+    def update_some(self, places: torch.Tensor, step: int, learning_rate: float) -> None:
+        """One step of the row optimiser on the rows at these places; the gradients of the others wait."""
+        gradient = self.gradient if self.total is None else self.total
+        if gradient is None or not len(places):
+            return
+        rows, chosen = self.fetched.rows.index_select(0, places), gradient.index_select(0, places)
+        slots = self.fetched.slots[places.cpu().numpy()]
+        self._update(rows, chosen * self.gradient_scale, slots, step, learning_rate)
+        self.fetched.rows.index_copy_(0, places, rows)
+
     def update(self, step: int, learning_rate: float) -> None:
         """One step of the row optimiser; rows that were not admitted stay as they begin."""
         gradient = self.gradient if self.total is None else self.total

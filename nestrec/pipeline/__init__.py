@@ -8,6 +8,7 @@ from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.frozen_window import FrozenWindow
 from nestrec.pipeline.nested import Nested
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.priority import Priority
 from nestrec.pipeline.serial import Serial
 from nestrec.pipeline.stages import Compute, Dense, Rates, Schedule, Step, Totals
 from nestrec.pipeline.stale import Stale
@@ -19,6 +20,7 @@ SCHEDULES: dict[str, Callable[[EmbeddingEngine, Compute, Dense, Tracer, Pipeline
     "dual_buffer": DualBuffer,
     "frozen_window": FrozenWindow,
     "nested": Nested,
+    "priority": Priority,
 }
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "FrozenWindow",
     "Nested",
     "PipelineConfig",
+    "Priority",
     "Rates",
     "Schedule",
     "Serial",

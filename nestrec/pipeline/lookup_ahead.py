@@ -61,13 +61,13 @@ class LookupAhead:
 
     def _write_back(self, now: InFlight, shared: Overlap) -> None:
         if is_broken("pipeline.rule2"):
-            _keep_rows(now)
+            keep_rows(now)
             self._after_fetch.append(lambda: self._machine.write_back(now, shared))
             return
         self._machine.write_back(now, shared)
         if is_broken("pipeline.rule3"):
             _run_all(self._after_write_back)
-            _keep_rows(now)
+            keep_rows(now)
             self._after_write_back.append(lambda: self._machine.write_back(now, None))
 
 
@@ -77,7 +77,7 @@ def _run_all(tasks: list[Callable[[], object]]) -> None:
     tasks.clear()
 
 
-def _keep_rows(flying: InFlight) -> None:
+def keep_rows(flying: InFlight) -> None:
     """Rows of its own for a batch whose buffer will be filled anew before a test has done with it."""
     assert flying.rows is not None
     for table in flying.rows.wait().tables.values():

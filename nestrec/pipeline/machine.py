@@ -19,6 +19,7 @@ import torch
 from nestrec.base.failpoints import is_broken
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
+from nestrec.embedding.collisions import Collisions
 from nestrec.embedding.overlap import Overlap, copy_shared, overlap_of
 from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.source_keys import SourceKeys
@@ -66,6 +67,8 @@ class InFlight:
     """its exchanges, once the rows are there"""
     first_vectors: Ticket[None] | None = None
     """exchange of its first micro-batch, where it was submitted ahead of its step"""
+    collisions: Ticket[Collisions] | None = None
+    """rows that it shares with the batch after it, told to all who use them; only looked for by `priority`"""
 
     @property
     def num_parts(self) -> int:
@@ -91,7 +94,7 @@ class Machine:
             keys = [part.keys for part in batch.micro_batches]
             return Loaded(parts, self.engine.deduplicate(*keys, window_cache=self._window_cache))
 
-        label = self._label("train.embedding.deduplicate", "lookup", number)
+        label = self.label("train.embedding.deduplicate", "lookup", number)
         loading = Loading(number, batch, self.lanes.transfer.submit(load, label))
         self._run_ahead.keep(loading)
         return loading
@@ -101,14 +104,14 @@ class Machine:
         number, loaded = loading.number, loading.loaded
         asked = self.lanes.communication.submit(
             lambda span: self.engine.exchange_keys(loaded.wait().source, step=number),
-            self._label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
+            self.label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
         )  # fmt: skip
 
         def assemble(span: OpenSpan) -> Routed:
-            with _counted(span, self.engine.statistics.keys):
+            with counted(span, self.engine.statistics.keys):
                 return self.engine.assemble(loaded.wait().source, asked.wait())
 
-        label = self._label("train.embedding.assemble", "lookup", number)
+        label = self.label("train.embedding.assemble", "lookup", number)
         routed = self.lanes.transfer.submit(assemble, label, after=[asked])
         flying = InFlight(number, loading.batch, loaded, routed)
         self._run_ahead.keep(flying)
@@ -126,14 +129,14 @@ class Machine:
             return _measured(span, working)
 
         flying.rows = self.lanes.lookup.submit(
-            fetch, self._label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed]
+            fetch, self.label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed]
         )
 
     def read_ahead(self, flying: InFlight) -> None:
         """Stage 4 without a promise: rows as the store holds them now."""
         flying.rows = self.lanes.lookup.submit(
             lambda span: _measured(span, self.engine.read_ahead(flying.routed.wait(), step=flying.number)),
-            self._label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed],
+            self.label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed],
         )  # fmt: skip
 
     def find_shared(self, older: InFlight, newer: InFlight) -> None:
@@ -143,7 +146,7 @@ class Machine:
         rows = older.rows, newer.rows
         newer.shared = self.lanes.lookup.submit(
             lambda span: overlap_of(rows[0].wait(), rows[1].wait()),
-            self._label("train.embedding.intersect", "lookup", newer.number), after=rows,
+            self.label("train.embedding.intersect", "lookup", newer.number), after=rows,
         )  # fmt: skip
 
     def copy_shared(self, older: InFlight, newer: InFlight) -> Overlap:
@@ -163,7 +166,7 @@ class Machine:
         rows = flying.rows
         return self.lanes.lookup.submit(
             lambda span: self.engine.write_back(_measured(span, rows.wait()), shared),
-            self._label("train.embedding.write_back", "lookup", flying.number), after=[rows],
+            self.label("train.embedding.write_back", "lookup", flying.number), after=[rows],
         )  # fmt: skip
 
     def open_window(self, flying: InFlight) -> Window:
@@ -179,10 +182,10 @@ class Machine:
         window, leg = self.open_window(flying), self.engine.statistics.vectors
 
         def receive(span: OpenSpan) -> None:
-            with _counted(span, leg):
+            with counted(span, leg):
                 window.receive(part)
 
-        label = self._label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
+        label = self.label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
         return self.lanes.communication.submit(receive, label)
 
     def compute(self, flying: InFlight, part: int) -> torch.Tensor:
@@ -200,12 +203,12 @@ class Machine:
         window = self.open_window(flying)
 
         def send(span: OpenSpan) -> None:
-            with _counted(span, self.engine.statistics.gradients):
+            with counted(span, self.engine.statistics.gradients):
                 window.send(part)
             if is_broken("pipeline.rule4"):
                 self.engine.update_rows(window.working, learning_rate=rates.tables)
 
-        label = self._label("train.embedding.gradients", "communication", flying.number, part, is_collective=True)
+        label = self.label("train.embedding.gradients", "communication", flying.number, part, is_collective=True)
         sent = self.lanes.communication.submit(send, label)
         return self._sum_over_holders(window, flying.number, part) if window.routed.parts[part].crossing else sent
 
@@ -213,17 +216,17 @@ class Machine:
         """Gradients that a micro-batch completes, to and from the other holders of their rows."""
 
         def exchange(span: OpenSpan) -> None:
-            with _counted(span, self.engine.statistics.replicas):
+            with counted(span, self.engine.statistics.replicas):
                 self.engine.sum_over_holders(window.routed, window.working, part)
 
-        label = self._label("train.embedding.replicas", "communication", number, part, is_collective=True)
+        label = self.label("train.embedding.replicas", "communication", number, part, is_collective=True)
         return self.lanes.communication.submit(exchange, label)
 
     def reduce_dense(self, step: Step, loss: torch.Tensor) -> Ticket[torch.Tensor]:
         """Dense gradients, loss and the wish to stop, summed over ranks."""
         return self.lanes.communication.submit(
             lambda span: self._dense.reduce(loss, step.wants_stop),
-            self._label("train.dense.reduce", "communication", step.number, is_collective=True),
+            self.label("train.dense.reduce", "communication", step.number, is_collective=True),
         )
 
     def apply_dense(self, step: Step, sums: Ticket[torch.Tensor]) -> Totals:
@@ -244,10 +247,10 @@ class Machine:
         """Copies of updated rows replaced by their mean."""
 
         def average(span: OpenSpan) -> None:
-            with _counted(span, self.engine.statistics.replicas):
+            with counted(span, self.engine.statistics.replicas):
                 self.engine.average_over_holders(rows.wait())
 
-        label = self._label("train.embedding.replicas", "communication", number, is_collective=True)
+        label = self.label("train.embedding.replicas", "communication", number, is_collective=True)
         return self.lanes.communication.submit(average, label, after=[rows])
 
     def update_in_store(self, flying: InFlight, rates: Rates, after: Ticket[None]) -> None:
@@ -263,7 +266,7 @@ class Machine:
                 self.engine.write_back(_measured(span, fresh))
             return fresh
 
-        label = self._label("train.embedding.write_back", "lookup", flying.number)
+        label = self.label("train.embedding.write_back", "lookup", flying.number)
         updated = self.lanes.lookup.submit(update, label, after=[after])
         if routed.wait().averaged:
             averaged = self._average(flying.number, updated)
@@ -285,6 +288,10 @@ class Machine:
                 self.issue(lambda: self.engine.settle(step.number))
         self._run_ahead.end_step()
 
+    def keep(self, flying: InFlight) -> None:
+        """A batch begun long ago is used by this step."""
+        self._run_ahead.keep(flying)
+
     def zero(self) -> torch.Tensor:
         return torch.zeros((), device=self.engine.device)
 
@@ -292,14 +299,15 @@ class Machine:
         """A span of the caller's lane."""
         return self.tracer.span(name, kind=kind)
 
-    def _label(
+    def label(
         self, name: str, kind: Kind, number: int, part: int | None = None, *, is_collective: bool = False
     ) -> Label:
+        """What a task of a batch is called in the trace."""
         return Label(name=name, kind=kind, step=number, micro_batch=part, is_collective=is_collective)
 
 
 @contextlib.contextmanager
-def _counted(span: OpenSpan, leg: Leg) -> Iterator[None]:
+def counted(span: OpenSpan, leg: Leg) -> Iterator[None]:
     """Rows and bytes that cross inside the block. Only one lane counts on a leg."""
     rows, num_bytes = leg.rows, leg.bytes_sent
     yield

@@ -10,7 +10,7 @@ from schedule_jobs import Job, same, train
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
 
-EXACT = ["dual_buffer", "frozen_window", "nested"]
+EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 GROUPS = {
     2: RanksConfig(replicas=2),
     4: RanksConfig(replicas=2, placement="replicas_contiguous"),
@@ -19,6 +19,7 @@ CASES = [
     # Every optimiser, exact schedule, number of ranks and cache setting occurs; the full grid is slow.
     (2, "sgd", "serial", False), (4, "adagrad", "nested", True), (2, "rowwise_adagrad", "dual_buffer", True),
     (4, "adam", "frozen_window", False), (2, "rowwise_adam", "nested", False), (4, "rowwise_adagrad", "serial", True),
+    (2, "adam", "priority", True),
 ]  # fmt: skip
 
 
