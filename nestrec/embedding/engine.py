@@ -238,6 +238,10 @@ class EmbeddingEngine:
             self._average(fetched.rows, everything, shard.layout, "rows")
             shard.write_back(fetched)
 
+    def is_settled_after(self, step: int) -> bool:
+        """Whether all copies of rows are alike after a step, with nothing left to `settle`."""
+        return self._replicas is None or self._replicas.is_settled_after(step)
+
     def _average(self, rows: torch.Tensor, places: torch.Tensor, layout: RowLayout, what: Averaged) -> None:
         """Rows at these places, in the same order on every holder."""
         taken, holders = rows.index_select(0, places), self.topology.replicas

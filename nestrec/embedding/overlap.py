@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nestrec.base.failpoints import is_broken
 from nestrec.base.parallel import for_parts
 from nestrec.embedding.hashing import mix64
+from nestrec.embedding.routing import Routed
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.transfer import to_device
 from nestrec.embedding.working_set import WorkingSet
@@ -63,6 +64,12 @@ def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> None:
             if is_broken("pipeline.rule1_state"):
                 words = source.layout.weight.width * source.layout.weight.dtype.itemsize // 4
             _copy_rows(source.fetched.rows[:, :words], table.older, target[:, :words], table.newer)
+
+
+def num_common_rows(older: Routed, newer: WorkingSet) -> int:
+    """Keys of this shard in both."""
+    keys = {name: table.fetched.keys for name, table in newer.tables.items()}
+    return sum(int((matching_places(owned, keys[name]) >= 0).sum()) for name, owned in older.owned.items())
 
 
 def matching_places(

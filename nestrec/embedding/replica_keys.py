@@ -36,7 +36,7 @@ class Owned:
     """[part][holder] places of the rows whose gradient then crosses to the other holders; none: nothing crosses."""
     num_touched: int | None = None
     """Only the first so many rows belong to the batch; none: all."""
-    averaged: Places | None = None
+    averaged: NDArray[np.int64] | None = None
     """Places of the rows that are averaged after the update, in the same order on every holder."""
 
     def explicit_slots(self) -> list[Places]:
@@ -69,12 +69,16 @@ class ReplicaKeys:
             joined.append(_with_averaged(table, union.keys, union.inverse[start : start + len(table.keys)]))
         return joined
 
+    def is_settled_after(self, step: int) -> bool:
+        """Whether no copies can differ after a step."""
+        return self._sync.mode == "gradients" or not self._sync.open_window(step)
+
     def unsettled(self, step: int, num_tables: int) -> list[Keys] | None:
         """For each table the keys whose copies may differ after a step, the same on every holder; none: they cannot.
 
         Collective unless none.
         """
-        if self._sync.mode == "gradients" or not self._sync.open_window(step):
+        if self.is_settled_after(step):
             return None
         none = np.empty(0, np.int64)
         mine = [self._first(none, t, self._sync.open_window(step)) for t in range(num_tables)]
@@ -145,9 +149,9 @@ def _by_part(held: list[Places], lasts: list[Places], num_parts: int) -> list[li
 
 def _with_averaged(owned: Owned, union: Keys, mine: Places) -> Owned:
     """The batch's own keys first, then the others of the union; mine: places of the own keys in the union."""
-    place = np.full(len(union), -1, np.int32)
-    place[mine] = np.arange(len(mine), dtype=np.int32)
+    place = np.full(len(union), -1, np.int64)
+    place[mine] = np.arange(len(mine))
     others = np.flatnonzero(place < 0)
-    place[others] = np.arange(len(mine), len(union), dtype=np.int32)
+    place[others] = np.arange(len(mine), len(union))
     keys = np.concatenate([owned.keys, union[others]])
     return Owned(keys, owned.explicit_slots(), num_touched=len(mine), averaged=place)

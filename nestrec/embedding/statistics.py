@@ -37,3 +37,9 @@ class EngineStatistics:
     """Rows that went back to the stores."""
     window_bytes: int = 0
     """Most bytes that a batch's vectors and gradients took in the window cache."""
+    rows_read: int = 0
+    """Rows that were read without waiting for the updates before them (semi_async)."""
+    rows_late: int = 0
+    """Those of them that an awaited update was about to change."""
+    most_late: int = 0
+    """Most updates that a row has missed."""

@@ -9,6 +9,7 @@ from nestrec.pipeline.frozen_window import FrozenWindow
 from nestrec.pipeline.nested import Nested
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.priority import Priority
+from nestrec.pipeline.semi_async import SemiAsync
 from nestrec.pipeline.serial import Serial
 from nestrec.pipeline.stages import Compute, Dense, Rates, Schedule, Step, Totals
 from nestrec.pipeline.stale import Stale
@@ -21,6 +22,7 @@ SCHEDULES: dict[str, Callable[[EmbeddingEngine, Compute, Dense, Tracer, Pipeline
     "frozen_window": FrozenWindow,
     "nested": Nested,
     "priority": Priority,
+    "semi_async": SemiAsync,
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Priority",
     "Rates",
     "Schedule",
+    "SemiAsync",
     "Serial",
     "Stale",
     "Step",

@@ -40,6 +40,10 @@ class KeysAhead:
         """The batch in flight under this number, if any."""
         return self._flying.get(number)
 
+    def in_flight(self) -> list[InFlight]:
+        """All batches whose keys were exchanged."""
+        return list(self._flying.values())
+
     def pop(self, number: int) -> InFlight:
         """A batch that leaves."""
         return self._flying.pop(number)

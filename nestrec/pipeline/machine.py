@@ -10,7 +10,7 @@ stage                 lane             what
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from nestrec.base.failpoints import is_broken
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
 from nestrec.embedding.collisions import Collisions
-from nestrec.embedding.overlap import Overlap, copy_shared, overlap_of
+from nestrec.embedding.overlap import Overlap, copy_shared, num_common_rows, overlap_of
 from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.source_keys import SourceKeys
 from nestrec.embedding.statistics import Leg
@@ -85,6 +85,7 @@ class Machine:
         self.lanes = Lanes(tracer, engine.device)
         self._compute, self._dense, self._window_cache = compute, dense, window_cache
         self._run_ahead = RunAhead(engine.device)
+        self._updated_to = 0
 
     def load(self, number: int, batch: Batch) -> Loading:
         """Stage 2."""
@@ -139,6 +140,21 @@ class Machine:
             self.label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed],
         )  # fmt: skip
 
+    def read_late(self, flying: InFlight, before: Sequence[InFlight], *, most_late: int) -> None:
+        """`read_ahead`, and how late it is: which rows miss the updates of the batches before, of how many at most."""
+
+        def read(span: OpenSpan) -> WorkingSet:
+            missed = [batch for batch in before if batch.number > self._updated_to]
+            assert len(missed) <= most_late, f"rows of step {flying.number} miss {len(missed)} updates"
+            working = self.engine.read_ahead(flying.routed.wait(), step=flying.number)
+            self.engine.statistics.rows_read += sum(len(table.fetched.keys) for table in working.tables.values())
+            self.engine.statistics.rows_late += sum(num_common_rows(batch.routed.wait(), working) for batch in missed)
+            self.engine.statistics.most_late = max(self.engine.statistics.most_late, len(missed))
+            return _measured(span, working)
+
+        label = self.label("train.embedding.fetch", "lookup", flying.number)
+        flying.rows = self.lanes.lookup.submit(read, label, after=[flying.routed])
+
     def find_shared(self, older: InFlight, newer: InFlight) -> None:
         """Stage 4: which rows two batches share."""
         assert older.rows is not None
@@ -187,6 +203,17 @@ class Machine:
 
         label = self.label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
         return self.lanes.communication.submit(receive, label)
+
+    def vectors_ahead(self, flying: InFlight, part: int) -> Ticket[None]:
+        """Exchange E of a micro-batch, as soon as its rows are there."""
+        assert flying.rows is not None
+
+        def receive(span: OpenSpan) -> None:
+            with counted(span, self.engine.statistics.vectors):
+                self.open_window(flying).receive(part)
+
+        label = self.label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
+        return self.lanes.communication.submit(receive, label, after=[flying.rows])
 
     def compute(self, flying: InFlight, part: int) -> torch.Tensor:
         """Forward and backward of a micro-batch whose vectors have come; its part of the loss."""
@@ -262,6 +289,7 @@ class Machine:
             for name, table in fresh.tables.items():
                 table.gradient, table.total = old.tables[name].gradient, old.tables[name].total
             self.engine.update_rows(fresh, learning_rate=rates.tables)
+            self._updated_to = flying.number
             if not routed.wait().averaged:
                 self.engine.write_back(_measured(span, fresh))
             return fresh

@@ -7,14 +7,15 @@ from nestrec.base.errors import UserError
 from nestrec.pipeline.clustering import Clustering
 from nestrec.pipeline.window_changes import WindowChange
 
-ScheduleName = Literal["serial", "stale", "dual_buffer", "frozen_window", "nested", "priority"]
+ScheduleName = Literal["serial", "stale", "dual_buffer", "frozen_window", "nested", "priority", "semi_async"]
 
 
 @config
 class PipelineConfig:
     schedule: ScheduleName = "serial"
     """serial, dual_buffer (lookup hidden), frozen_window (exchanges hidden), nested (both), priority (lookup, and the
-    exchanges of rows that the next batch does not use); stale is not exact"""
+    exchanges of rows that the next batch does not use); semi_async (all hidden, rows in two consecutive batches one
+    step late) and stale are not exact"""
     window_cache: bool = False
     """a row that several micro-batches of a rank use crosses the network once; costs the memory of a batch's vectors
     and gradients"""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 _STEPS_AHEAD = 2
-_STEPS_KEPT = 6
-"""Batches are begun three steps before theirs, and the host may be two steps ahead of the device."""
+_STEPS_KEPT = 8
+"""Batches are begun up to five steps before theirs, and the host may be two steps ahead of the device."""
 
 
 def launched(device: torch.device) -> torch.cuda.Event | None:

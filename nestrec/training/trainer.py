@@ -124,7 +124,8 @@ class Trainer:
     def _step(self, batch: Batch, wants_stop: bool) -> Step:
         """The next step; it is a fence where something that reads the tables follows it."""
         number, saves = self.state.step + 1, self.cfg.training.checkpoint_every_steps
-        self._stops = self._meter.wants_stop
+        # A stop may not change what the run would have become: where copies of rows differ, it waits.
+        self._stops = self._meter.wants_stop and self.session.engine.is_settled_after(number)
         ends_epoch = self.batches.order.after(batch.position).epoch > batch.position.epoch
         is_last = number == self.cfg.training.max_steps
         is_fence = self._stops or ends_epoch or is_last or (saves is not None and number % saves == 0)

@@ -71,6 +71,8 @@ def keys_of(stream: str, step: int, num_samples: int) -> dict[str, np.ndarray]:
         item = (24 * step + draw.integers(0, 48, shape)) % NUM_ROWS
     elif stream == "distance_two":  # even and odd steps share nothing, steps of one kind nearly everything
         item = 100 * (step % 2) + draw.integers(0, 30, shape)
+    elif stream == "alternating":  # the keys of the first half of the samples are those of the other half a step later
+        item = 100 * ((step + (np.arange(num_samples) >= num_samples // 2)) % 2)[:, None] + draw.integers(0, 30, shape)
     elif stream == "all_equal":
         item = np.full(shape, 7)
     else:

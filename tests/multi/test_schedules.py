@@ -108,6 +108,38 @@ def test_stale_is_repeatable(pools):
     assert first[0]["tables"] == first[1]["tables"]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_semi_async_misses_at_most_one_update_and_only_of_shared_rows(pools, world):
+    results = {}
+    for stream in ("no_overlap", "distance_two", "distance_one"):
+        job = Job(stream=stream, num_steps=20, fences=(9,))
+        run = [train(Topology.single(), "semi_async", job)] if world == 1 else pools[2].run(train, "semi_async", job)
+        serial = [train(Topology.single(), "serial", job)] if world == 1 else pools[2].run(train, "serial", job)
+        late = {result["statistics"].rows_late > 0 for result in run}
+        results[stream] = (all(same(a, b) for a, b in zip(run, serial, strict=True)), late)
+        assert {result["statistics"].most_late for result in run} == {1}
+    assert results == {"no_overlap": (True, {False}), "distance_two": (True, {False}), "distance_one": (False, {True})}
+
+
+def test_semi_async_stops_where_a_row_would_miss_two_updates():
+    with pytest.raises(AssertionError, match="miss 2 updates"):
+        train(Topology.single(), "semi_async", Job(broken="most_late", num_steps=6))
+
+
+def test_semi_async_has_six_batches_in_flight():
+    spans = train(Topology.single(), "semi_async", Job(num_steps=12))["spans"]
+    loads = {span.step: span for span in spans if span.name == "train.embedding.deduplicate"}
+    steps = {span.step: span for span in spans if span.kind == "step"}
+    assert all(steps[t].start_ns < loads[t + 5].start_ns < steps[t + 1].start_ns for t in range(2, 7))
+
+
+@pytest.mark.parametrize("schedule", ["stale", "semi_async", "priority"])
+def test_a_resumed_run_equals_one_that_went_on(schedule):
+    whole = train(Topology.single(), schedule, Job(num_steps=24, fences=(11,), stale_steps=2))
+    cut = train(Topology.single(), schedule, Job(num_steps=24, restart_after=11, stale_steps=2))
+    assert all(whole[name] == cut[name] for name in ("tables", "dense", "losses"))
+
+
 ENDS = {
     "short batches": Job(short_steps={5: 7, 6: 1, 13: 2, 20: 5}, num_steps=20),
     "fences in a row and at the end": Job(fences=(1, 2, 3, 7, 8, 19), num_steps=20),
@@ -147,7 +179,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one():
     assert all(whole[name] == cut[name] for name in ("tables", "dense", "losses"))
 
 
-@pytest.mark.parametrize("schedule", ["serial", "stale", *EXACT])
+@pytest.mark.parametrize("schedule", ["serial", "stale", "semi_async", *EXACT])
 def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools, schedule):
     job = Job(num_steps=12, fences=(5,), window_cache=True, shares=(9, 0, 1, 2))
     first, again = (pools[4].run(train, schedule, job) for _ in range(2))

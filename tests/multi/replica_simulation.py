@@ -1,0 +1,94 @@
+"""Weights averaged over replica groups, in one process: the definition, in which every row is averaged."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from schedule_jobs import Job, Tiny, TinyCompute, batches_of, tables_of
+
+from nestrec.data.batches import Batch
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.window import Window
+from nestrec.training.config import OptimizerConfig
+from nestrec.training.dense import DenseUpdate
+
+
+class Group:
+    """A replica group: all its ranks and shards in one engine."""
+
+    def __init__(self, job: Job, replica: int, world: int) -> None:
+        self.job, self.engine = job, EmbeddingEngine(tables_of(job), Topology.single())
+        self.model = Tiny().to(getattr(torch, job.dtype))
+        self.dense = DenseUpdate(self.model, OptimizerConfig(), Topology.single(), torch.device("cpu"))
+        shards = world // job.ranks.replicas
+        self._batches = [_batches_of_rank(job, replica * shards + s, world) for s in range(shards)]
+
+    def step(self, number: int, rate: float) -> torch.Tensor:
+        """Vectors, gradients and the group's own update; the loss. Owners add in order of (micro-batch, source)."""
+        of_ranks = [next(batches) for batches in self._batches]
+        parts = [part for of_part in zip(*(b.micro_batches for b in of_ranks), strict=True) for part in of_part]
+        routed = self.engine.route(*[part.keys for part in parts], window_cache=self.job.window_cache)
+        working = self.engine.fetch(routed, step=number)
+        window, compute, loss = (
+            Window(self.engine, routed, working),
+            TinyCompute(self.model, torch.device("cpu")),
+            torch.zeros(()),
+        )
+        for i, part in enumerate(parts):
+            window.receive(i)
+            of_part, gradients = compute.forward_backward(
+                part, window.rows(i), routed.parts[i].index, of_ranks[0].weight
+            )
+            loss = loss + of_part
+            window.keep(i, gradients)
+            window.send(i)
+        for table in working.tables.values():
+            assert table.gradient is not None
+            table.gradient = table.gradient * self.job.ranks.replicas  # the mean over the group's own samples
+        self.engine.update_rows(working, learning_rate=rate)
+        self.engine.write_back(working)
+        return loss
+
+
+def _batches_of_rank(job: Job, rank: int, world: int) -> Iterator[Batch]:
+    return batches_of(job, replace(Topology.single(), rank=rank, world=world), 1)
+
+
+def average(groups: list[Group], step: int, *, with_state: bool) -> None:
+    for name in groups[0].engine.tables:
+        shards = [group.engine.shards[name] for group in groups]
+        keys = np.unique(np.concatenate([shard.residency.rows_since(-1)[0] for shard in shards]))
+        fetched = [shard.fetch(keys, step) for shard in shards]
+        layout = shards[0].layout
+        for column in layout.columns if with_state else layout.columns[:1]:
+            copies = [layout.view(rows.rows, column.name).clone() for rows in fetched]
+            mean = copies[0] + sum(copy - copies[0] for copy in copies[1:]) * (1 / len(copies))
+            for rows in fetched:
+                layout.view(rows.rows, column.name).copy_(mean)
+        for shard, rows in zip(shards, fetched, strict=True):
+            shard.write_back(rows)
+
+
+def simulate(job: Job, world: int) -> list[dict[str, Any]]:
+    """For each replica group what `schedule_jobs.train` gives on its ranks."""
+    groups = [Group(job, replica, world) for replica in range(job.ranks.replicas)]
+    losses, seen = [], {}
+    for number in range(1, job.num_steps + 1):
+        of_groups = [group.step(number, 0.1 / number**0.5) for group in groups]
+        for of_copies in zip(*(group.model.parameters() for group in groups), strict=True):
+            total = sum(p.grad if p.grad is not None else torch.zeros_like(p) for p in of_copies)
+            for parameter in of_copies:
+                parameter.grad = total.clone()
+        sums = torch.stack([sum(loss.double() for loss in of_groups), torch.zeros((), dtype=torch.float64)])
+        totals = [group.dense.apply(sums, job.dense_rate / number**0.5) for group in groups]
+        losses.append(float(totals[0].loss))
+        is_fence = number == job.num_steps or number in job.fences
+        period = job.replica_sync.every
+        if number % period == 0 or is_fence:
+            average(groups, number, with_state=is_fence or number % (period * job.replica_sync.state_every) == 0)
+        if is_fence:
+            seen[number] = [[group.engine.digest(name) for name in group.engine.tables] for group in groups]
+    return [{"losses": losses, "seen": {n: tables[r] for n, tables in seen.items()}} for r in range(len(groups))]
