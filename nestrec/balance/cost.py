@@ -84,7 +84,7 @@ def fit_sums(
     columns = [np.ones(len(times)), tokens, tokens_squared]
     if candidates is not None:
         columns.append(candidates)
-    step, token, token_squared, *rest = _non_negative_least_squares(np.stack(columns, axis=1), times)
+    step, token, token_squared, *rest = non_negative_least_squares(np.stack(columns, axis=1), times)
     if token + token_squared + sum(rest) == 0:
         problem = "the times do not grow with the lengths"
         raise UserError(
@@ -97,7 +97,7 @@ def _sums(parts: Sequence[NDArray[Any]], power: int) -> NDArray[np.float64]:
     return np.array([(part.astype(np.float64) ** power).sum() for part in parts])
 
 
-def _non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+def non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
     """The best of the least-squares solutions over all subsets of the few columns, if it is not negative."""
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), np.finfo(np.float64).tiny)
     scaled, num_columns = matrix / scale, matrix.shape[1]

@@ -1,0 +1,118 @@
+"""What a cluster is made of: a TOML file, or one that comes with the package. docs/planning.md has the format."""
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from nestrec.base.config import config, from_plain
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.planning.links import Link, Links
+from nestrec.planning.profile import Profile
+
+GIB = 2**30
+
+
+@config
+class DeviceConfig:
+    """What a rank computes on."""
+
+    kind: Literal["cuda", "cpu"]
+    """cpu: a rank has no memory but its host's"""
+    memory_gib: float
+    """of one device; for a CPU the part of the host's memory that a rank may use"""
+    peak_tflops: float
+    """dense products in the training precision; what MFU is a part of"""
+    reserved_gib: float = 0.0
+    """taken by the runtime: contexts, communication buffers, fragmentation"""
+
+
+@config
+class HostConfig:
+    """What ranks share."""
+
+    ranks: int
+    """devices of a host"""
+    cores: int
+    """of a host"""
+    memory_gib: float
+    """of a host"""
+    disk_gib: float = 0.0
+    """of a host, for stores on disk"""
+    crowding: float = 0.0
+    """extra time of work while more lanes work than there are cores"""
+
+
+@config
+class ClusterConfig:
+    """A cluster of equal hosts."""
+
+    name: str
+    """for people"""
+    hosts: int
+    """how many"""
+    device: DeviceConfig
+    """one rank"""
+    host: HostConfig
+    """one host"""
+    links: tuple[Link, ...]
+    """from the innermost level to the outermost"""
+    profile: Profile
+    """what operations take"""
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.host.ranks
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether lanes that compute may outnumber the cores of a host."""
+        return self.device.kind == "cpu" and self.host.cores < 2 * self.host.ranks
+
+    def link_model(self) -> Links:
+        return Links(self.links)
+
+
+def load_cluster(name: str) -> ClusterConfig:
+    """A file, or a name that the package knows."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        if not path.exists():
+            raise UserError("there is no such file", field="--cluster", value=name, remedy="see docs/planning.md")
+        text = path.read_text()
+    else:
+        known = cluster_names()
+        if name not in known:
+            remedy = f"{did_you_mean(name, known)}, or the path of a .toml file"
+            raise UserError("is no known cluster", field="--cluster", value=name, remedy=remedy)
+        text = (resources.files("nestrec.planning") / "clusters" / f"{name}.toml").read_text()
+    return cluster_of(parse(text, name))
+
+
+def cluster_names() -> list[str]:
+    """Clusters that come with the package."""
+    folder = resources.files("nestrec.planning") / "clusters"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"is no TOML: {error}", field="--cluster", value=name, remedy="see docs/planning.md") from error
+
+
+def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
+    """Checked: every name, type and sign."""
+    cluster = from_plain(ClusterConfig, plain)
+    for field, value in (("hosts", cluster.hosts), ("host.ranks", cluster.host.ranks), ("host.cores", cluster.host.cores)):
+        if value < 1:
+            raise UserError("must be at least 1", field=field, value=value, remedy="give a positive number")
+    for link in cluster.links:
+        if link.gb_per_s <= 0:
+            raise UserError("must be positive", field=f"links.{link.name}.gb_per_s", value=link.gb_per_s,
+                            remedy="give gigabytes a second")  # fmt: skip
+    if not cluster.links or cluster.links[-1].ranks != 0:
+        raise UserError("the outermost level must join all ranks", field="links", value=len(cluster.links),
+                        remedy="give the last of them ranks = 0")  # fmt: skip
+    return cluster
