@@ -1,4 +1,4 @@
-"""The command line: nestrec {demo, prepare, train, eval, export, serve, replay, report, doctor, bench}.
+"""The command line: nestrec {demo, prepare, train, plan, eval, export, serve, replay, report, doctor, bench}.
 
 Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
 """
@@ -30,6 +30,10 @@ def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name (see `nestrec recipes`), or a config.json of a run.")],
     output: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE where not given.")] = None,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="Only check that the run fits, and say so.")] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="For --plan-only: a cluster file instead of this machine.")
+    ] = None,
 ) -> None:
     """Train a recipe, then measure its best epoch on the test part.
 
@@ -41,7 +45,47 @@ def train(
     from nestrec.console import train_run
 
     cfg = with_overrides(_recipe(recipe), parse_overrides(context.args, ("output",)))
+    if plan_only:
+        from nestrec.plan_console import check_plan
+
+        check_plan(cfg, cluster)
+        return
     train_run(cfg, output or Path("runs") / cfg.name)
+
+
+@app.command(context_settings=PASSED_ON)
+def plan(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a config.json of a run.")],
+    cluster: Annotated[str, typer.Option(help="A cluster file, or one that comes along: h100-ib400, cpu-hosts.")],
+    *,
+    hosts: Annotated[int | None, typer.Option(help="Another number of hosts than the file's.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="What `nestrec bench calibrate --json` wrote.")] = None,
+    most: Annotated[int, typer.Option(help="How many plans to show.")] = 3,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why the others lost.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the plans into this result file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write a page with scaling curves and a timeline.")] = None,
+) -> None:
+    """Search for the quickest way to run a recipe on a cluster that you may not have yet.
+
+    Tries schedules, micro-batches, replicas of the tables, stores, balance and window cache by simulation, within the
+    memory that there is: [bold]nestrec plan demo --cluster h100-ib400 --hosts 4 --batch.batch_samples 4096[/bold]. Any
+    field of the recipe can be changed as in `train`.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.plan_console import open_cluster, plan_run
+
+    given = ("cluster", "hosts", "profile", "most", "json", "page")
+    cfg = with_overrides(_recipe(recipe), parse_overrides(context.args, given))
+    found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), most=most, explains=explain)
+    if json is not None:
+        frame = make_frame(bench="plan", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
+        save_frame(json, {**frame, "shortages": [str(shortage) for shortage in found.shortages]})
+    if page is not None:
+        from nestrec.report.plan_page import write_plan_page
+
+        typer.echo(f"page: {write_plan_page(page, found)}")
 
 
 @app.command()

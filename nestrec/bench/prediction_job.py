@@ -4,14 +4,14 @@ A bed is a number of ranks, a bandwidth and a shape of lengths. All its configur
 turns, as in `nestrec bench schedules`.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from nestrec.base.config import config
+from nestrec.base.config import config, from_plain, to_plain
 from nestrec.bench.limited_links import can_limit, limited_links
 from nestrec.bench.ranks import run_on_ranks
 from nestrec.bench.schedules_job import TABLE, Contestant, JobConfig
@@ -139,7 +139,7 @@ def _batch(bed: Bed, num_parts: int, job: JobConfig, rank: int, step: int) -> Ba
     return Batch(Position(0, step), weight, np.arange(job.samples * bed.ranks), tuple(parts), tokens=counts)
 
 
-def _tokens(shape: Shape, job: JobConfig, groups: Sequence[np.ndarray], draw: np.random.Generator) -> list[int]:  # type: ignore[type-arg]
+def _tokens(shape: Shape, job: JobConfig, groups: Sequence[NDArray[np.int64]], draw: np.random.Generator) -> list[int]:
     """Tokens of the samples of each micro-batch: samples of similar lengths stand together."""
     if shape == "even":
         return [job.tokens] * len(groups)
@@ -147,5 +147,38 @@ def _tokens(shape: Shape, job: JobConfig, groups: Sequence[np.ndarray], draw: np
     return [max(1, round(float(lengths[group].mean()))) for group in groups]
 
 
-def plain_entry(entry: Entry) -> dict[str, Any]:
-    return dataclasses.asdict(entry)
+def to_plain_bed(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What `measure_bed` gave, as JSON-like data."""
+    return [
+        {
+            "entry": to_plain(one["entry"]),
+            "rounds": [
+                {
+                    **turn,
+                    "stages": {name: [[*at, s] for at, s in times.items()] for name, times in turn["stages"].items()},
+                }
+                for turn in one["rounds"]
+            ],
+        }
+        for one in measured
+    ]
+
+
+def from_plain_bed(plain: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The inverse of `to_plain_bed`."""
+    return [
+        {
+            "entry": from_plain(Entry, one["entry"]),
+            "rounds": [
+                {
+                    **turn,
+                    "stages": {
+                        name: {(step, rank, part): s for step, rank, part, s in times}
+                        for name, times in turn["stages"].items()
+                    },
+                }
+                for turn in one["rounds"]
+            ],
+        }
+        for one in plain
+    ]

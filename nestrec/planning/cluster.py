@@ -105,7 +105,11 @@ def parse(text: str, name: str) -> dict[str, Any]:
 def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
     """Checked: every name, type and sign."""
     cluster = from_plain(ClusterConfig, plain)
-    for field, value in (("hosts", cluster.hosts), ("host.ranks", cluster.host.ranks), ("host.cores", cluster.host.cores)):
+    for field, value in (
+        ("hosts", cluster.hosts),
+        ("host.ranks", cluster.host.ranks),
+        ("host.cores", cluster.host.cores),
+    ):
         if value < 1:
             raise UserError("must be at least 1", field=field, value=value, remedy="give a positive number")
     for link in cluster.links:

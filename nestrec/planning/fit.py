@@ -6,6 +6,7 @@ Time of a collective counts from the moment when the last rank has entered it.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def fit_profile(observed: Sequence[Observed], base: Profile) -> Profile:
 
     fetch, written = line("train.embedding.fetch", "row_bytes"), line("train.embedding.write_back", "row_bytes")
     compute = line("train.compute", "linear_flops")
-    rates = {
+    rates: dict[str, Any] = {
         "deduplicate": line("train.embedding.deduplicate", "keys"),
         "assemble": line("train.embedding.assemble", "asked"),
         "update_rows": line("train.embedding.update", "row_bytes"),
@@ -105,4 +106,3 @@ def _pairs(one: Observed, stage: str, amount: str) -> list[tuple[float, float]]:
 
 
 _BY_PART = ("train.compute", "train.embedding.vectors", "train.embedding.gradients")
-

@@ -83,3 +83,12 @@ class Links:
             found[link.name] = num_bytes * (group.size - inside) / group.size if peers else 0.0
             inside += peers
         return found
+
+    def bytes_reduced(self, group: Group, num_bytes: float) -> dict[str, float]:
+        """Bytes that a rank sends through each level in an all-reduce."""
+        found, inside = {}, 1
+        for link in self.levels:
+            parts = max(1, group.within(link.ranks) // inside)
+            found[link.name] = 2.0 * (parts - 1) / parts * num_bytes / inside
+            inside *= parts
+        return found

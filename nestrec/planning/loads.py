@@ -48,11 +48,11 @@ class Loads:
 
     @property
     def num_parts(self) -> int:
-        return self.linear_flops.shape[2]
+        return int(self.linear_flops.shape[2])
 
     @property
     def world(self) -> int:
-        return self.linear_flops.shape[1]
+        return int(self.linear_flops.shape[1])
 
     def place(self, step: int) -> int:
         """Where a step stands in the pattern."""

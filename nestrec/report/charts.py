@@ -33,9 +33,13 @@ class Line:
         return not self.style
 
 
-def line_chart(title: str, lines: Sequence[Line], *, x_label: str, from_zero: bool = False) -> Markup:
+def line_chart(
+    title: str, lines: Sequence[Line], *, x_label: str, from_zero: bool = False, is_log_x: bool = False
+) -> Markup:
     """Curves over one x axis, with a legend where there are several; values are shown where the pointer rests."""
-    x_axis = counting_axis([x for line in lines for x in line.x], _LEFT, WIDTH - _RIGHT)
+    x_values = [x for line in lines for x in line.x]
+    right = WIDTH - _RIGHT
+    x_axis = axis_over(x_values, _LEFT, right, is_log=True) if is_log_x else counting_axis(x_values, _LEFT, right)
     y_values = [y for line in lines for y in (*line.y, *line.low, *line.high)]
     y_axis = axis_over(y_values, HEIGHT - _BOTTOM, _TOP, from_zero=from_zero)
     drawn = [_curve(line, x_axis, y_axis) for line in lines]

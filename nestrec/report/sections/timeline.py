@@ -17,13 +17,20 @@ _WIDTH, _MOST_SPANS, _MOST_LANES = 1000, 1500, 24
 
 def timeline(run: RunRecords) -> Markup | None:
     """Shown where the run left spans with whole steps in them."""
-    times = Timeline(run.spans)
-    ranks = sorted({span.rank for span in run.spans if span.kind == "step"})
+    return timeline_of(run.spans)
+
+
+def timeline_of(spans: Sequence[Span]) -> Markup | None:
+    """The same for spans from anywhere; ranks without steps are used and not shown."""
+    times = Timeline(spans)
+    ranks = sorted({span.rank for span in spans if span.kind == "step"})
     steps = {rank: times.steps(rank) for rank in ranks}
     if not any(steps.values()):
         return None
     cards = [_breakdown(times, rank, steps[rank]) for rank in ranks if steps[rank]]
-    return element("div", element("div", cards, class_="charts"), _lanes(run.spans))
+    return element(
+        "div", element("div", cards, class_="charts"), _lanes([span for span in spans if span.rank in ranks])
+    )
 
 
 def _breakdown(times: Timeline, rank: int, steps: Sequence[int]) -> Markup:

@@ -1,0 +1,92 @@
+"""What `nestrec plan` and `nestrec train --plan-only` show on a terminal."""
+
+import json as json_module
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from nestrec.base.config import from_plain
+from nestrec.base.errors import UserError
+from nestrec.planning.cluster import ClusterConfig, load_cluster
+from nestrec.planning.own_plan import check_fits
+from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, plan_rows
+from nestrec.planning.profile import Profile
+from nestrec.planning.recipe_workload import store_option, workload_of
+from nestrec.planning.this_machine import this_machine
+from nestrec.report import bench_table
+from nestrec.training.config import RunConfig
+
+MOST_LOST = 40
+
+
+def plan_run(cfg: RunConfig, cluster: ClusterConfig, *, most: int, explains: bool) -> tuple[Plan, list[dict[str, Any]]]:
+    """Search, and print the best few; the plan and its rows."""
+    plan = make_plan(workload_of(cfg), cluster)
+    option = store_option(cfg)
+    launch = {o.candidate: launch_command(cfg.name, cluster, o.candidate, option) for o in plan.found.best[:most]}
+    rows = plan_rows(plan, most=most, launch=launch)
+    console = Console()
+    if rows:
+        title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
+        console.print(bench_table([_short(row) for row in rows], title=title))
+        console.print(bench_table([_bytes(row) for row in rows], title="MB of a rank"))
+        for i, row in enumerate(rows, 1):
+            console.print(f"{i}: {row['launch']}", soft_wrap=True, highlight=False, markup=False)
+    if explains:
+        console.print(bench_table(lost_rows(plan, most=MOST_LOST), title="why the others lost"))
+    for shortage in plan.shortages:
+        console.print(f"nothing fits: {shortage}", soft_wrap=True, highlight=False, markup=False)
+    return plan, rows
+
+
+def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterConfig:
+    """A cluster file, with another number of hosts or a measured profile where given."""
+    cluster = load_cluster(name)
+    if hosts is not None:
+        cluster = replace(cluster, hosts=hosts)
+    if profile is not None:
+        frame = json_module.loads(profile.read_text())
+        if "profile" not in frame:
+            raise UserError("holds no profile", field="--profile", value=str(profile),
+                            remedy="write one with `nestrec bench calibrate --json`")  # fmt: skip
+        cluster = replace(cluster, profile=from_plain(Profile, frame["profile"]))
+    return cluster
+
+
+def check_plan(cfg: RunConfig, cluster: str | None) -> None:
+    """Print what a run would need and take, as it is configured; an error where it does not fit."""
+    wanted = cfg.training.device
+    uses_cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
+    machine = this_machine(uses_cuda=uses_cuda) if cluster is None else load_cluster(cluster)
+    outcome = check_fits(cfg, workload_of(cfg), machine)
+    console = Console()
+    console.print(f"fits: {cfg.name} on {machine.name}, {machine.world} ranks", highlight=False)
+    for tier, memory in outcome.memory.items():
+        console.print(
+            f"  {tier}: {memory.needed / 1e6:,.1f} MB of {memory.limit / 1e6:,.1f} MB a rank", highlight=False
+        )
+    console.print(f"  predicted step: {outcome.step_s * 1e3:.1f} ms, bound by {outcome.bound_by}", highlight=False)
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu",
+             "compute_ms", "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by")  # fmt: skip
+    heads = {"micro_batches": "N", "window_cache": "cache", "exposed_lookup_ms": "lookup", "exposed_comm_ms": "comm",
+             "compute_ms": "compute", "idle_ms": "idle", "step_ms": "step"}  # fmt: skip
+    return {heads.get(name, name): row[name] for name in names}
+
+
+def _bytes(row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"schedule": row["schedule"], "N": row["micro_batches"]}
+    for tier, parts in row["memory_bytes"].items():
+        whole = f"{parts['needed'] / 1e6:,.1f} of {parts['limit'] / 1e6:,.0f}"
+        found[tier] = whole + "".join(
+            f"; {name} {parts[name] / 1e6:,.1f}" for name in ("tables", "state", "buffers", "activations", "dense")
+            if parts[name]
+        )  # fmt: skip
+    links = {f"link {name}": round(value / 1e6, 2) for name, value in row["link_bytes"].items()}
+    return {**found, **links}

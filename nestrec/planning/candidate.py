@@ -1,0 +1,113 @@
+"""What a planner chooses between."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from nestrec.base.config import config
+from nestrec.pipeline.options import ScheduleName
+from nestrec.planning.cluster import ClusterConfig
+from nestrec.planning.profile import StoreKind
+from nestrec.planning.workload import Workload
+
+INEXACT: frozenset[str] = frozenset({"stale", "semi_async"})
+"""Schedules whose result differs from serial's."""
+SPLITS: frozenset[str] = frozenset({"frozen_window", "nested"})
+"""Schedules that are about micro-batches."""
+
+
+@config
+class Candidate:
+    """One way to run a recipe."""
+
+    schedule: ScheduleName = "serial"
+    """how stages share the time"""
+    micro_batches: int = 1
+    """parts of a rank's batch"""
+    replicas: int = 1
+    """copies of the tables"""
+    store: StoreKind = "device"
+    """where rows are kept"""
+    policy: str = "fixed"
+    """balance of samples over ranks"""
+    window_cache: bool = False
+    """a row crosses once a batch, not once a micro-batch"""
+    transport: str = "collectives"
+    """how exchanges cross; the torch.distributed collectives"""
+
+    def changes(self, other: "Candidate") -> str:
+        """In what `other` differs, for people."""
+        names = [name for name in FIELDS if getattr(self, name) != getattr(other, name)]
+        return ", ".join(f"{name}={getattr(other, name)}" for name in names) or "nothing"
+
+    def overrides(self) -> dict[str, Any]:
+        """Options of `nestrec train` that make it so."""
+        found: dict[str, Any] = {
+            "pipeline.schedule": self.schedule, "batch.micro_batches": self.micro_batches,
+            "balance.policy": self.policy,
+        }  # fmt: skip
+        if self.window_cache:
+            found["pipeline.window_cache"] = "true"
+        if self.replicas > 1:
+            found["ranks.replicas"] = self.replicas
+        return found
+
+
+FIELDS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "transport")
+
+
+@config
+class Space:
+    """The values that are tried."""
+
+    schedules: tuple[ScheduleName, ...] = ("serial", "dual_buffer", "frozen_window", "nested")
+    """by default those whose result equals serial's"""
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """parts of a rank's batch"""
+    replicas: tuple[int, ...] = ()
+    """copies of the tables; none: powers of two up to the number of hosts"""
+    stores: tuple[StoreKind, ...] = ()
+    """tiers for rows; none: those that the cluster has"""
+    policies: tuple[str, ...] = ("fixed", "zigzag", "karmarkar_karp")
+    """of balance"""
+    window_cache: tuple[bool, ...] = (False, True)
+    """without and with"""
+    transports: tuple[str, ...] = ("collectives",)
+    """of exchanges"""
+
+    def on(self, cluster: ClusterConfig, workload: Workload) -> "Space":
+        """What makes sense on this cluster and for this recipe."""
+        copies = [
+            2**k for k in range(cluster.world.bit_length()) if cluster.world % 2**k == 0 and 2**k <= cluster.hosts
+        ]
+        stores: list[StoreKind] = ["device"] if cluster.device.kind == "cpu" else ["device", "dram"]
+        stores += ["disk"] if cluster.host.disk_gib > 0 else []
+        samples = workload.batch_samples // cluster.world
+        parts = tuple(n for n in self.micro_batches if n <= max(1, samples)) or (1,)
+        coupled = workload.couples_samples
+        return replace(
+            self,
+            replicas=self.replicas or tuple(copies), stores=self.stores or tuple(stores),
+            micro_batches=(1,) if coupled else parts,
+            schedules=tuple(s for s in self.schedules if not (coupled and s in SPLITS)),
+        )  # fmt: skip
+
+    def values(self, field: str) -> tuple[Any, ...]:
+        names = {"schedule": "schedules", "store": "stores", "policy": "policies", "transport": "transports"}
+        found: tuple[Any, ...] = getattr(self, names.get(field, field))
+        return found
+
+    def everything(self) -> Iterator[Candidate]:
+        """All combinations, once each: a window cache without micro-batches is none."""
+        for values in itertools.product(*(self.values(field) for field in FIELDS)):
+            candidate = Candidate(**dict(zip(FIELDS, values, strict=True)))
+            if is_sensible(candidate):
+                yield candidate
+
+
+def is_sensible(candidate: Candidate) -> bool:
+    """Not the same as another candidate under another name."""
+    if candidate.window_cache and candidate.micro_batches == 1:
+        return False
+    return candidate.micro_batches > 1 or candidate.schedule not in SPLITS

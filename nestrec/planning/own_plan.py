@@ -1,0 +1,38 @@
+"""Whether a run fits as it is configured: asked before anything is allocated."""
+
+from typing import Any
+
+from nestrec.base.errors import UserError
+from nestrec.planning.advice import shortages
+from nestrec.planning.candidate import Candidate, Space
+from nestrec.planning.cluster import ClusterConfig
+from nestrec.planning.outcome import Outcome, Predictor
+from nestrec.planning.workload import Workload
+from nestrec.training.config import RunConfig
+
+
+def candidate_of(cfg: RunConfig) -> Candidate:
+    """The run's own choices. Micro-batches that are chosen while training count as one, which needs most memory."""
+    task: Any = cfg.task
+    store = task.item_store if hasattr(task, "item_store") else task.table_store
+    parts = cfg.batch.micro_batches if isinstance(cfg.batch.micro_batches, int) else 1
+    ranks: Any = getattr(cfg, "ranks", None)
+    return Candidate(
+        schedule=cfg.pipeline.schedule, micro_batches=parts, store=store.kind, policy=cfg.balance.policy,
+        window_cache=cfg.pipeline.window_cache, replicas=1 if ranks is None else ranks.replicas,
+    )  # fmt: skip
+
+
+def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:
+    """Predicted figures of the run as configured, or a UserError that says what is short and what would fix it."""
+    predictor, candidate = Predictor(workload, cluster), candidate_of(cfg)
+    if cluster.world % candidate.replicas:
+        raise UserError("must divide the number of ranks", field="ranks.replicas", value=candidate.replicas,
+                        remedy=f"choose a divisor of {cluster.world}")  # fmt: skip
+    found = shortages(predictor, candidate, Space().on(cluster, workload))
+    if found:
+        short = found[0]
+        remedy = " or ".join(short.remedies) or "use larger hosts"
+        field = f"memory of the {short.tier} tier, bytes"
+        raise UserError(f"the plan does not fit: {short}", field=field, value=round(short.memory.needed), remedy=remedy)
+    return predictor.predict(candidate)

@@ -1,0 +1,101 @@
+"""A plan: the best few ways to run a recipe on a cluster, and why the others lost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nestrec.base.config import to_plain
+from nestrec.base.errors import UserError
+from nestrec.planning.advice import Shortage, shortages
+from nestrec.planning.candidate import Candidate, Space
+from nestrec.planning.cluster import ClusterConfig
+from nestrec.planning.outcome import Outcome, Predictor
+from nestrec.planning.search import Found, search
+from nestrec.planning.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the search found."""
+
+    workload: Workload
+    cluster: ClusterConfig
+    found: Found
+    shortages: tuple[Shortage, ...]
+    """of the candidate that lacks least, where none fits"""
+
+    @property
+    def best(self) -> Outcome | None:
+        return self.found.best[0] if self.found.best else None
+
+
+def make_plan(workload: Workload, cluster: ClusterConfig, space: Space | None = None) -> Plan:
+    """Search what makes sense on this cluster."""
+    if workload.batch_samples < cluster.world:
+        remedy = f"give --batch.batch_samples at least {cluster.world}, or take fewer hosts"
+        raise UserError("is less than a sample a rank", field="batch.batch_samples", value=workload.batch_samples,
+                        remedy=remedy)  # fmt: skip
+    predictor = Predictor(workload, cluster)
+    fitted_space = (space or Space()).on(cluster, workload)
+    found = search(predictor, fitted_space)
+    short: tuple[Shortage, ...] = ()
+    if not found.best:
+        short = tuple(shortages(predictor, found.others[0].candidate, fitted_space))
+    return Plan(workload, cluster, found, short)
+
+
+def launch_command(recipe: str, cluster: ClusterConfig, candidate: Candidate, store_option: str) -> str:
+    """How to start it on each host."""
+    options = {**candidate.overrides(), store_option: candidate.store}
+    given = " ".join(f"--{name} {value}" for name, value in options.items())
+    nodes = f"--nnodes {cluster.hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if cluster.hosts > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {cluster.host.ranks} -m nestrec train {recipe} {given}"
+
+
+def plan_rows(plan: Plan, *, most: int, launch: Mapping[Candidate, str] | None = None) -> list[dict[str, Any]]:
+    """The best few, for a table and a result file."""
+    return [_row(outcome, (launch or {}).get(outcome.candidate)) for outcome in plan.found.best[:most]]
+
+
+def lost_rows(plan: Plan, *, most: int) -> list[dict[str, Any]]:
+    """Why each of the others lost."""
+    best = plan.best
+    rows = []
+    for outcome in (*plan.found.best[1:], *plan.found.others)[:most]:
+        c = to_plain(outcome.candidate)
+        rows.append({**c, "step_ms": round(outcome.step_s * 1e3, 3), "why": _why(outcome, best)})
+    return rows
+
+
+def _why(outcome: Outcome, best: Outcome | None) -> str:
+    for tier, memory in outcome.memory.items():
+        if memory.missing > 0:
+            return f"does not fit: the {tier} tier is short by {memory.missing:,.0f} bytes"
+    if best is None:
+        return ""
+    names = {"compute": "compute_ns", "exposed lookup": "exposed_lookup_ns",
+             "exposed communication": "exposed_communication_ns", "waiting for other ranks": "idle_ns"}  # fmt: skip
+    more = {name: getattr(outcome.parts, f) - getattr(best.parts, f) for name, f in names.items()}
+    worst = max(more, key=lambda name: more[name])
+    slower = outcome.step_s / best.step_s - 1.0
+    return f"{slower:.1%} slower: {more[worst] * 1e-6:+.3f} ms of {worst}"
+
+
+def _row(outcome: Outcome, launch: str | None) -> dict[str, Any]:
+    parts = outcome.parts
+    row: dict[str, Any] = {
+        **to_plain(outcome.candidate), "step_ms": round(outcome.step_s * 1e3, 3), "mfu": round(outcome.mfu, 4),
+        "samples_s": round(outcome.samples_s, 1), "compute_ms": round(parts.compute_ns * 1e-6, 3),
+        "exposed_lookup_ms": round(parts.exposed_lookup_ns * 1e-6, 3),
+        "exposed_comm_ms": round(parts.exposed_communication_ns * 1e-6, 3), "idle_ms": round(parts.idle_ns * 1e-6, 3),
+        "bound_by": outcome.bound_by,
+        "memory_bytes": {tier: {name: round(value) for name, value in _parts_of(memory).items()}
+                         for tier, memory in outcome.memory.items()},
+        "link_bytes": {name: round(value) for name, value in outcome.link_bytes.items()},
+    }  # fmt: skip
+    return row if launch is None else {**row, "launch": launch}
+
+
+def _parts_of(memory: Any) -> dict[str, float]:
+    names = ("tables", "state", "buffers", "activations", "dense", "needed", "limit")
+    return {name: getattr(memory, name) for name in names}

@@ -1,0 +1,112 @@
+"""What a recipe asks for, taken from its own parts: the assembled samples of its data, its tables, its model.
+
+Nothing of the tables is allocated, and the model is made without memory.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.balance import hstu_cost
+from nestrec.base.errors import UserError
+from nestrec.data.batches import MicroBatch
+from nestrec.distributed import Topology
+from nestrec.embedding import TableConfig
+from nestrec.embedding.layout import layout_of
+from nestrec.models import HSTUConfig
+from nestrec.planning.workload import TableLoad, Workload
+from nestrec.training.config import RunConfig
+from nestrec.training.session import make_task, open_data
+from nestrec.training.tasks.retrieval import RetrievalTaskConfig
+from nestrec.training.tasks.task import Task
+
+NUM_QUANTILES = 257
+_SAMPLES_COUNTED = 4096
+_POINTS = (8, 32, 128, 512, 2048, 4096)
+
+
+def workload_of(cfg: RunConfig) -> Workload:
+    """Counts the keys of some thousand samples of the recipe's data; a synthetic dataset is generated if missing."""
+    dataset = open_data(cfg.data, Topology.single())
+    with torch.device("meta"):
+        task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype)
+    tokens = task.assembler.tokens[task.assembler.tokens > 0]
+    if not len(tokens):
+        raise UserError("has no samples", field="data.folder", value=cfg.data.folder, remedy="prepare it again")
+    lengths = np.quantile(tokens, np.linspace(0, 1, NUM_QUANTILES))
+    parameters = sum(p.numel() for p in task.model.parameters())
+    linear, squared = flops_of(cfg, parameters)
+    return Workload(
+        name=cfg.name, batch_samples=_batch_samples(cfg, float(tokens.mean())), lengths=tuple(map(float, lengths)),
+        tables=tuple(_table_loads(task, len(tokens), cfg.training.seed)), dense_parameters=parameters,
+        flops_a_token=linear, flops_a_token_squared=squared, activation_bytes_a_token=activation_bytes(cfg),
+        couples_samples=task.couples_samples,
+    )  # fmt: skip
+
+
+def flops_of(cfg: RunConfig, parameters: int) -> tuple[float, float]:
+    """Operations of forward and backward for each token, and for each token squared."""
+    encoder: Any = cfg.task.encoder
+    if isinstance(encoder, HSTUConfig):
+        cost = hstu_cost(
+            dim=encoder.dim, num_heads=encoder.num_heads, head_dim=encoder.head_dim, num_layers=encoder.num_layers
+        )
+        linear, squared = cost.token, cost.token_squared
+    else:
+        linear = 6.0 * parameters
+        squared = 6.0 * encoder.dim * getattr(encoder, "num_layers", 0)
+    if isinstance(cfg.task, RetrievalTaskConfig):
+        linear += 6.0 * encoder.dim * cfg.task.num_negatives
+    return linear, squared
+
+
+def activation_bytes(cfg: RunConfig) -> float:
+    """Kept from forward to backward for each token: inputs and outputs of every product and norm of a layer."""
+    encoder: Any = cfg.task.encoder
+    width = encoder.num_heads * encoder.head_dim if isinstance(encoder, HSTUConfig) else encoder.dim
+    numbers = getattr(encoder, "num_layers", 1) * (3 * encoder.dim + 11 * width)
+    if isinstance(cfg.task, RetrievalTaskConfig) and cfg.task.loss == "sampled_softmax":
+        numbers += cfg.task.num_negatives * (encoder.dim + 2)
+    return float(numbers) * (2.0 if cfg.training.precision == "bf16" else 4.0)
+
+
+def _batch_samples(cfg: RunConfig, mean_tokens: float) -> int:
+    if cfg.batch.batch_samples is not None:
+        return cfg.batch.batch_samples
+    assert cfg.batch.batch_tokens is not None
+    return max(1, round(cfg.batch.batch_tokens / mean_tokens))
+
+
+def _table_loads(task: Task, num_samples: int, seed: int) -> list[TableLoad]:
+    chosen = np.random.default_rng(seed).permutation(num_samples)[:_SAMPLES_COUNTED]
+    points = [n for n in _POINTS if n <= len(chosen)] or [len(chosen)]
+    batches = [_assembled(task, np.sort(chosen[:n])) for n in points]
+    return [_table_load(table, batches) for table in task.tables]
+
+
+def _assembled(task: Task, samples: NDArray[np.int64]) -> MicroBatch:
+    return task.assembler.assemble(samples, task.assembler.read(samples), 0)
+
+
+def _table_load(table: TableConfig, batches: list[MicroBatch]) -> TableLoad:
+    layout = layout_of(table)
+    keys = [_keys_of(batch, table) for batch in batches]
+    seen = [max(1.0, float(len(k))) for k in keys]
+    distinct = [max(1.0, float(len(np.unique(k)))) for k in keys]
+    rows = table.num_rows if table.num_rows is not None else table.store.max_rows or int(distinct[-1])
+    return TableLoad(
+        name=table.name, rows=rows, row_bytes=layout.row_bytes, weight_bytes=table.dim * table.weight_dtype.itemsize,
+        gradient_bytes=table.dim * table.state_dtype.itemsize, seen_keys=tuple(seen), distinct_keys=tuple(distinct),
+        keys_a_token=seen[-1] / max(1, batches[-1].num_tokens),
+    )  # fmt: skip
+
+
+def _keys_of(batch: MicroBatch, table: TableConfig) -> NDArray[np.int64]:
+    return np.concatenate([np.asarray(batch.keys[name]).reshape(-1) for name in table.feature_names])
+
+
+def store_option(cfg: RunConfig) -> str:
+    """The option of `nestrec train` that says where rows are kept."""
+    return "task.item_store.kind" if hasattr(cfg.task, "item_store") else "task.table_store.kind"

@@ -1,0 +1,80 @@
+"""What a recipe asks of a cluster: samples and their lengths, keys and how often they repeat, tables, the model."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.config import config
+from nestrec.planning.loads import Amounts
+
+
+@config
+class TableLoad:
+    """A table, and how a batch reads it."""
+
+    name: str
+    """of the table"""
+    rows: int
+    """keys that may be asked for; of a dynamic table those that were seen"""
+    row_bytes: int
+    """weight and optimiser state"""
+    weight_bytes: int
+    """a vector on the wire"""
+    gradient_bytes: int
+    """the gradient of a row on the wire"""
+    keys_a_token: float
+    """keys looked up for each token that the model computes"""
+    seen_keys: tuple[float, ...]
+    """numbers of keys for which distinct ones were counted, increasing"""
+    distinct_keys: tuple[float, ...]
+    """how many of them were distinct"""
+
+    @property
+    def state_bytes(self) -> int:
+        return self.row_bytes - self.weight_bytes
+
+    def distinct(self, keys: Amounts) -> Amounts:
+        """Expected distinct keys among so many: between and beyond the counted points as a power law, up to `rows`."""
+        x, y = np.log(np.array(self.seen_keys)), np.log(np.array(self.distinct_keys))
+        asked = np.log(np.maximum(keys, 1e-9))
+        inside = np.interp(asked, x, y)
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
+        grown = np.where(asked > x[-1], y[-1] + slope * (asked - x[-1]), inside)
+        few = np.where(asked < x[0], np.minimum(asked, y[0]), grown)
+        found: Amounts = np.minimum(np.minimum(np.exp(few), self.rows), keys)
+        return found
+
+
+@config
+class Workload:
+    """A recipe as the planner sees it."""
+
+    name: str
+    """of the recipe"""
+    batch_samples: int
+    """of a global batch"""
+    lengths: tuple[float, ...]
+    """quantiles of the tokens of a sample, evenly spaced from the shortest to the longest"""
+    tables: tuple[TableLoad, ...]
+    """what is looked up"""
+    dense_parameters: int
+    """weights of the model outside the tables"""
+    flops_a_token: float
+    """operations of forward and backward that grow with tokens"""
+    flops_a_token_squared: float
+    """operations that grow with the square of a length"""
+    activation_bytes_a_token: float
+    """kept from forward to backward"""
+    couples_samples: bool = False
+    """samples of a micro-batch meet in the loss: it cannot be split"""
+
+    def draw_lengths(self, num_samples: int, seed: Sequence[int]) -> NDArray[np.float64]:
+        """Lengths of some samples."""
+        places = np.random.default_rng(list(seed)).random(num_samples) * (len(self.lengths) - 1)
+        drawn: NDArray[np.float64] = np.rint(np.interp(places, np.arange(len(self.lengths)), np.array(self.lengths)))
+        return drawn
+
+    @property
+    def mean_length(self) -> float:
+        return float(np.mean(self.lengths))

@@ -1,0 +1,103 @@
+"""The page of a plan: the best few, scaling curves for each schedule, and the timeline of one rank. One file."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nestrec.pipeline import SCHEDULES
+from nestrec.pipeline.options import ScheduleName
+from nestrec.planning.outcome import Outcome, Predictor
+from nestrec.planning.plan import Plan, lost_rows, plan_rows
+from nestrec.planning.scaling import WORLDS, Curve, scaling_curves
+from nestrec.report.charts import Line, line_chart
+from nestrec.report.formats import significant
+from nestrec.report.markup import Markup, element
+from nestrec.report.sections.timeline import timeline_of
+from nestrec.report.style import STYLE
+
+_MOST = 5
+_COLUMNS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu", "compute_ms",
+            "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by")  # fmt: skip
+
+
+def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS) -> Path:
+    """Write the page; it appears whole."""
+    page = render_plan(plan, worlds=worlds)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> str:
+    """The whole page as text."""
+    title = f"{plan.workload.name} on {plan.cluster.name}"
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", f"{title} · nestrec plan"), element("style", Markup(STYLE)),
+    )  # fmt: skip
+    facts = f"{plan.cluster.world} ranks, {plan.workload.batch_samples} samples a step. Simulated, nothing was run."
+    header = element("header", element("h1", title), element("p", facts))
+    sections = [_section("Plans", _plans(plan))]
+    if plan.best is not None:
+        sections += [_section("Scaling", _scaling(plan, plan.best, worlds)),
+                     _section("Timeline of one rank", _timeline(plan, plan.best))]  # fmt: skip
+    body = element("body", element("main", header, sections))
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _section(title: str, content: Markup | None) -> Markup:
+    return element("section", element("h2", title), content)
+
+
+def _plans(plan: Plan) -> Markup:
+    if plan.best is None:
+        return element("div", [element("p", f"Nothing fits: {short}", class_="problem") for short in plan.shortages])
+    lost = [{"plan": _name(row), "why": row["why"]} for row in lost_rows(plan, most=20)]
+    return element(
+        "div", _table(_COLUMNS, plan_rows(plan, most=_MOST)), element("h3", "Why others lost"),
+        _table(("plan", "why"), lost),
+    )  # fmt: skip
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    cache = ", window cache" if row["window_cache"] else ""
+    where = f"{row['replicas']} replicas, {row['store']}, {row['policy']}"
+    return f"{row['schedule']}, N {row['micro_batches']}, {where}{cache}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Markup:
+    heads = element("tr", [element("th", name.replace("_", " ")) for name in columns])
+    lines = [element("tr", [element("td", _shown(row[name])) for name in columns]) for row in rows]
+    return element("table", heads, lines, class_="numbers")
+
+
+def _shown(value: Any) -> str:
+    return significant(value, 4) if isinstance(value, float) else str(value)
+
+
+def _scaling(plan: Plan, best: Outcome, worlds: Sequence[int]) -> Markup:
+    names: list[ScheduleName] = [name for name in SCHEDULES if _can_run(plan, name)]  # type: ignore[misc]
+    curves = scaling_curves(plan.workload, plan.cluster, best.candidate, names, worlds)
+    times = _lines(curves, lambda c: [s * 1e3 for s in c.step_s])
+    shares = _lines(curves, lambda c: [100 * e for e in c.efficiency])
+    steps = line_chart("Step, ms", times, x_label="ranks", from_zero=True, is_log_x=True)
+    parts = line_chart("Efficiency, %", shares, x_label="ranks", from_zero=True, is_log_x=True)
+    note = "The same samples a rank everywhere. Each point is a replay of the schedule over all ranks."
+    return element("div", element("div", [steps, parts], class_="charts"), element("p", note, class_="quiet"))
+
+
+def _can_run(plan: Plan, schedule: str) -> bool:
+    return not (plan.workload.couples_samples and schedule in ("frozen_window", "nested"))
+
+
+def _lines(curves: Sequence[Curve], values: Any) -> list[Line]:
+    return [Line(curve.schedule, curve.worlds, values(curve), colour=i % 6) for i, curve in enumerate(curves)]
+
+
+def _timeline(plan: Plan, best: Outcome) -> Markup | None:
+    done = Predictor(plan.workload, plan.cluster).replayed(best.candidate)
+    return timeline_of(done.spans(done.slowest()))
