@@ -77,8 +77,9 @@ def plan(
     from nestrec.plan_console import open_cluster, plan_run
 
     given = ("cluster", "hosts", "profile", "most", "json", "page")
-    cfg = with_overrides(_recipe(recipe), parse_overrides(context.args, given))
-    found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), most=most, explains=explain)
+    overrides = parse_overrides(context.args, given)
+    cfg = with_overrides(_recipe(recipe), overrides)
+    found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
     if json is not None:
         frame = make_frame(bench="plan", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
         save_frame(json, {**frame, "shortages": [str(shortage) for shortage in found.shortages]})

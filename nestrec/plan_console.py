@@ -23,17 +23,23 @@ from nestrec.training.config import RunConfig
 MOST_LOST = 40
 
 
-def plan_run(cfg: RunConfig, cluster: ClusterConfig, *, most: int, explains: bool) -> tuple[Plan, list[dict[str, Any]]]:
-    """Search, and print the best few; the plan and its rows."""
+def plan_run(
+    cfg: RunConfig, cluster: ClusterConfig, overrides: Mapping[str, str], *, most: int, explains: bool
+) -> tuple[Plan, list[dict[str, Any]]]:
+    """Search, and print the best few; the plan and its rows. overrides: what the recipe was changed by."""
     plan = make_plan(workload_of(cfg), cluster)
     option = store_option(cfg)
-    launch = {o.candidate: launch_command(cfg.name, cluster, o.candidate, option) for o in plan.found.best[:most]}
+    launch = {
+        o.candidate: launch_command(cfg.name, cluster, o.candidate, option, overrides) for o in plan.found.best[:most]
+    }
     rows = plan_rows(plan, most=most, launch=launch)
     console = Console()
     if rows:
         title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
         console.print(bench_table([_short(row) for row in rows], title=title))
-        console.print(bench_table([_bytes(row) for row in rows], title="MB of a rank"))
+        tiers = [line for i, row in enumerate(rows, 1) for line in _tiers(i, row)]
+        console.print(bench_table(tiers, title="MB of a rank"))
+        console.print(bench_table([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step"))
         for i, row in enumerate(rows, 1):
             console.print(f"{i}: {row['launch']}", soft_wrap=True, highlight=False, markup=False)
     if explains:
@@ -80,13 +86,13 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     return {heads.get(name, name): row[name] for name in names}
 
 
-def _bytes(row: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"schedule": row["schedule"], "N": row["micro_batches"]}
-    for tier, parts in row["memory_bytes"].items():
-        whole = f"{parts['needed'] / 1e6:,.1f} of {parts['limit'] / 1e6:,.0f}"
-        found[tier] = whole + "".join(
-            f"; {name} {parts[name] / 1e6:,.1f}" for name in ("tables", "state", "buffers", "activations", "dense")
-            if parts[name]
-        )  # fmt: skip
-    links = {f"link {name}": round(value / 1e6, 2) for name, value in row["link_bytes"].items()}
-    return {**found, **links}
+def _tiers(number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = ("needed", "limit", "tables", "state", "buffers", "activations", "dense")
+    return [
+        {"plan": number, "tier": tier, **{name: round(parts[name] / 1e6, 2) for name in names}}
+        for tier, parts in row["memory_bytes"].items()
+    ]
+
+
+def _links(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"plan": number, **{name: round(value / 1e6, 3) for name, value in row["link_bytes"].items()}}

@@ -262,6 +262,81 @@ def front(context: typer.Context, json: JsonFile = None) -> None:
     _finish("front", measure_front(bench), json)
 
 
+@app.command(context_settings=PASSED_ON)
+def calibrate(context: typer.Context, json: JsonFile = None) -> None:
+    """What the operations of a step take on this machine: a profile for `nestrec plan --profile`.
+
+    The fields of CalibrateBench are options: [bold]--samples 64,192 --lengths 16,64 --job.dim 64[/bold].
+    """
+    from nestrec.base.config import to_plain, with_overrides
+    from nestrec.bench.calibrate import CalibrateBench
+    from nestrec.bench.calibrate import calibrate as measure
+    from nestrec.bench.frame import make_frame, save_frame
+
+    rows, profile = measure(with_overrides(CalibrateBench(), parse_overrides(context.args, ("json",))))
+    _show("calibrate: time = fixed + unit x amount", rows)
+    if json is not None:
+        save_frame(json, {**make_frame(bench="calibrate", command=_command(), rows=rows), "profile": to_plain(profile)})
+
+
+@app.command()
+def papers(
+    paper: Annotated[str, typer.Argument(help="nestpipe, 2d, freescale or turbogr.")], json: JsonFile = None
+) -> None:
+    """What papers print about many devices beside what the simulator says, and what had to be assumed."""
+    from nestrec.base.errors import UserError, did_you_mean
+    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.planning.papers import PAPERS
+
+    if paper not in PAPERS:
+        raise UserError("is no known paper", field="PAPER", value=paper, remedy=did_you_mean(paper, PAPERS))
+    found = PAPERS[paper]()
+    rows = [row.row() for row in found.rows]
+    _show(f"{paper}: published and predicted", [{k: v for k, v in row.items() if v is not None} for row in rows])
+    for assumption in found.assumptions:
+        typer.echo(f"assumed: {assumption}")
+    if json is not None:
+        frame = make_frame(bench="papers", command=_command(), rows=rows)
+        save_frame(json, {**frame, "assumptions": list(found.assumptions)})
+
+
+@app.command(context_settings=PASSED_ON)
+def prediction(
+    context: typer.Context,
+    measured: Annotated[
+        Path | None, typer.Option(help="File of measurements: kept, and beds in it not repeated.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Simulated steps beside measured ones on 2 and 4 ranks: fitted to a third of the configurations, tested on others.
+
+    The fields of PredictionBench are options: [bold]--ranks 2 --link_mbit 300,900 --rounds 5[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.bench.prediction import PredictionBench, measure_beds, predict, short_rows
+
+    bench = with_overrides(PredictionBench(), parse_overrides(context.args, ("json", "measured")))
+    rows, summary = predict(bench, measure_beds(bench, measured))
+    _show("prediction: milliseconds of a step", short_rows(rows))
+    _show("errors of the tested", [summary])
+    if json is not None:
+        save_frame(json, {**make_frame(bench="prediction", command=_command(), rows=rows), "summary": summary})
+
+
+@app.command(context_settings=PASSED_ON)
+def simulator(context: typer.Context, json: JsonFile = None) -> None:
+    """How long simulating many ranks and steps takes, and how much memory.
+
+    The fields of SimulatorBench are options: [bold]--ranks 4096 --steps 100 --schedules nested[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.simulator import SimulatorBench, measure_simulator
+
+    bench = with_overrides(SimulatorBench(), parse_overrides(context.args, ("json",)))
+    _finish("simulator", measure_simulator(bench), json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from nestrec.base.errors import UserError
 
 # A bucket fills while ranks compute, and what it holds passes at no cost: a large one would make small exchanges free.
-_BURST, _QUEUE = "128kb", "64mb"
+BURST_BYTES = 128 << 10
+_QUEUE = "64mb"
 _CLONE_NEWNET = 0x40000000
 _INSIDE = "link0"
 
@@ -65,7 +66,7 @@ def limited_links(num_ranks: int, link_mbit: float) -> Iterator[Links]:
 
 def _join(name: str, bridge: str, outside: str, rank: int, link_mbit: float) -> None:
     """One namespace on the bridge."""
-    limit = f"root tbf rate {link_mbit:.3f}mbit burst {_BURST} limit {_QUEUE}"
+    limit = f"root tbf rate {link_mbit:.3f}mbit burst {BURST_BYTES} limit {_QUEUE}"
     _run(f"ip netns add {name}")
     _run(f"ip link add {outside} type veth peer name {_INSIDE} netns {name}")
     _run(f"ip link set {outside} master {bridge} up")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config, from_plain, to_plain
 from nestrec.bench.limited_links import can_limit, limited_links
+from nestrec.bench.other_load import OtherLoad
 from nestrec.bench.ranks import run_on_ranks
 from nestrec.bench.schedules_job import TABLE, Contestant, JobConfig
 from nestrec.data.batches import Batch, MicroBatch
@@ -58,6 +59,12 @@ class BedOptions:
     """rounds of each configuration"""
     steps: int
     """steps of a round, first and last left out"""
+    attempts: int
+    """rounds at the most, where others disturb: the least disturbed are kept"""
+    emulated: bool
+    """time the links instead of limiting them"""
+    undisturbed: float
+    """cores that other processes may take before a round counts as disturbed"""
     job: JobConfig
     """what is trained"""
 
@@ -68,7 +75,7 @@ class BedOptions:
 
 def measure_bed(bed: Bed, entries: Sequence[Entry], options: BedOptions) -> list[dict[str, Any]]:
     """For each entry, for each round: mean step of the slowest rank in milliseconds, parts, and stages in seconds."""
-    if can_limit():
+    if can_limit() and not options.emulated:
         with limited_links(bed.ranks, bed.link_mbit) as links:
             answers = run_on_ranks(bed.ranks, _rank, bed, list(entries), options, None, enter=links.enter)
     else:
@@ -89,16 +96,20 @@ def _rank(
     if emulated_mbit is not None:
         topology = topology.with_emulated_links(emulated_mbit)
     contestants = [_contestant(topology, bed, entry, options) for entry in entries]
-    spans: list[list[list[Span]]] = [[] for _ in entries]
-    for turn in range(_WARM_UP_ROUNDS + options.rounds):
-        for kept, contestant in zip(spans, contestants, strict=True):
+    found: list[list[tuple[float, list[Span]]]] = [[] for _ in entries]
+    for turn in range(_WARM_UP_ROUNDS + options.attempts):
+        for kept, contestant in zip(found, contestants, strict=True):
+            if sum(others <= options.undisturbed for others, _ in kept) >= options.rounds:
+                continue
             barrier(topology.control)
+            load = OtherLoad(topology)
             taken = contestant.round(options.steps)
+            others = load.cores()
             if turn >= _WARM_UP_ROUNDS:
-                kept.append(taken)
+                kept.append((others, taken))
     for contestant in contestants:
         contestant.close()
-    return spans
+    return [[spans for _, spans in sorted(kept, key=lambda one: one[0])[: options.rounds]] for kept in found]
 
 
 def _contestant(topology: Topology, bed: Bed, entry: Entry, options: BedOptions) -> Contestant:

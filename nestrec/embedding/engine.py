@@ -70,7 +70,7 @@ class EmbeddingEngine:
         agree(topology.control, "tables", [to_plain(t) for t in tables])
         self.replica_sync = replica_sync or ReplicaSyncConfig()
         self._replicas: ReplicaKeys | None = None
-        if topology.replicas.group is not None:
+        if topology.num_replicas > 1:
             self._replicas = ReplicaKeys(self.replica_sync, topology.replica_keys)
             if self.replica_sync.mode == "weights":
                 check_tables_can_differ(tables)
@@ -250,7 +250,7 @@ class EmbeddingEngine:
             values = view.contiguous()
             view.copy_(mean_over_holders(holders, values))
             self.statistics.replicas.add(len(values), mean_bytes_sent(holders, values))
-        rows.index_copy_(0, places, taken)
+        rows.index_copy_(0, places.long(), taken)
 
     def write_back(self, working: WorkingSet, shared: Overlap | None = None) -> None:
         """Rows and state of the batch to the stores.

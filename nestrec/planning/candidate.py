@@ -85,12 +85,10 @@ class Space:
         stores += ["disk"] if cluster.host.disk_gib > 0 else []
         samples = workload.batch_samples // cluster.world
         parts = tuple(n for n in self.micro_batches if n <= max(1, samples)) or (1,)
-        coupled = workload.couples_samples
         return replace(
             self,
             replicas=self.replicas or tuple(copies), stores=self.stores or tuple(stores),
-            micro_batches=(1,) if coupled else parts,
-            schedules=tuple(s for s in self.schedules if not (coupled and s in SPLITS)),
+            micro_batches=parts,
         )  # fmt: skip
 
     def values(self, field: str) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ def counted_loads(
     world = len(batches_of_ranks)
     shared = [_shared(keys, owned[(p + 1) % len(owned)], tables, world) for p, keys in enumerate(owned)]
     fetched = [_sizes(keys, tables, world) for keys in owned]
+    gradients = np.stack([f[2] for f in fetched])
     return Loads(
         linear_flops=operations[..., 0], attention_flops=operations[..., 1], dense_bytes=dense_bytes,
         keys=np.stack([step["keys"] for step in counted]), asked=np.stack([step["asked"] for step in counted]),
@@ -35,7 +36,8 @@ def counted_loads(
         served_bytes=np.stack([step["served"] for step in counted]),
         summed_bytes=np.stack([step["served"] for step in counted]),
         rows=np.stack([f[0] for f in fetched]), row_bytes=np.stack([f[1] for f in fetched]),
-        gradient_bytes=np.stack([f[2] for f in fetched]), shared_rows=np.stack([s[0] for s in shared]),
+        gradient_bytes=gradients, completed_bytes=np.repeat(gradients[..., None], operations.shape[2], axis=2)
+        / operations.shape[2], shared_rows=np.stack([s[0] for s in shared]),
         shared_bytes=np.stack([s[1] for s in shared]),
     )  # fmt: skip
 

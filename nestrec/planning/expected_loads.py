@@ -78,15 +78,18 @@ def _table(table: TableLoad, tokens: Amounts, mesh: Mesh, *, window_cache: bool,
         returned = _new_keys(table, keys[..., ::-1])[..., ::-1]
     uneven = _unevenness(table, keys, mesh, seed)
     served, summed = _served(asked, mesh) * uneven[..., None], _served(returned, mesh) * uneven[..., None]
-    group = _group_sum(keys.sum(axis=2), mesh)
-    distinct = table.distinct(group)
+    everyone = np.broadcast_to(keys.sum(axis=(1, 2), keepdims=True)[..., 0], keys.shape[:2])
+    distinct = table.distinct(everyone)
     rows = distinct / mesh.num_shards * uneven
-    shared = np.maximum(0.0, 2 * distinct - table.distinct(2 * group)) / mesh.num_shards * uneven
+    shared = np.maximum(0.0, 2 * distinct - table.distinct(2 * everyone)) / mesh.num_shards * uneven
+    of_group = np.stack([_group_sum(keys[..., n], mesh) for n in range(keys.shape[2])], axis=2)
+    completed = _new_keys(table, of_group[..., ::-1])[..., ::-1] / mesh.num_shards
     return {
         "keys": keys.sum(axis=2), "asked": asked, "received_bytes": asked * table.weight_bytes,
         "returned_bytes": returned * table.gradient_bytes, "served_bytes": served * table.weight_bytes,
         "summed_bytes": summed * table.gradient_bytes, "rows": rows, "row_bytes": rows * table.row_bytes,
-        "gradient_bytes": rows * table.gradient_bytes, "shared_rows": shared, "shared_bytes": shared * table.row_bytes,
+        "gradient_bytes": rows * table.gradient_bytes, "completed_bytes": completed * table.gradient_bytes,
+        "shared_rows": shared, "shared_bytes": shared * table.row_bytes,
     }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ class Link:
     """of each further peer"""
     fan_in: float = 0.0
     """by what part the bytes of an All2All take longer for each peer"""
+    burst_bytes: float = 0.0
+    """bytes that pass at no cost after a pause: the bucket of a link that is limited"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Links:
             peers = group.within(link.ranks) - inside
             if peers <= 0:
                 continue
-            leaving = num_bytes * (group.size - inside) / group.size
+            leaving = np.maximum(0.0, num_bytes * (group.size - inside) / group.size - link.burst_bytes)
             slowest = np.maximum(slowest, leaving * (1.0 + link.fan_in * peers) / (link.gb_per_s * 1e9))
             extra += link.latency_us * 1e-6 + peers * link.message_us * 1e-6
             inside += peers
@@ -70,7 +72,7 @@ class Links:
             parts = group.within(link.ranks) // inside
             if parts <= 1:
                 continue
-            crossing = 2.0 * (parts - 1) / parts * num_bytes / inside
+            crossing = np.maximum(0.0, 2.0 * (parts - 1) / parts * num_bytes / inside - link.burst_bytes)
             total += crossing / (link.gb_per_s * 1e9) + 2 * (link.latency_us + (parts - 1) * link.message_us) * 1e-6
             inside *= parts
         return total

@@ -3,7 +3,9 @@
 Counted from batches, or expected from distributions (see expected_loads); costs are made of them, and of nothing else.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,8 @@ class Loads:
     """(P, R) their bytes, state included"""
     gradient_bytes: Amounts
     """(P, R) bytes of the sums of their gradients"""
+    completed_bytes: Amounts
+    """(P, R, N) of those of its own group, what each micro-batch completes: that crosses to the other holders"""
     shared_rows: Amounts
     """(P, R) of them also in the next batch"""
     shared_bytes: Amounts
@@ -57,3 +61,12 @@ class Loads:
     def place(self, step: int) -> int:
         """Where a step stands in the pattern."""
         return step % len(self.keys)
+
+    def starting_at(self, step: int) -> "Loads":
+        """The same steps from another one on: its step 1 is step `step` + 1 of this."""
+        turned: dict[str, Any] = {
+            field.name: np.roll(getattr(self, field.name), -step, axis=0)
+            for field in dataclasses.fields(self)
+            if field.name != "dense_bytes"
+        }
+        return dataclasses.replace(self, **turned)

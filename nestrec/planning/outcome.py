@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.candidate import Candidate
 from nestrec.planning.cluster import ClusterConfig
@@ -118,13 +119,10 @@ class Predictor:
         links, mesh = self.cluster.link_model(), self.mesh(candidate)
         exchanged = loads.asked * KEY_BYTES + loads.served_bytes + loads.returned_bytes
         total = links.bytes_leaving(Group(mesh.num_shards), float(exchanged.sum(axis=2).mean()))
-        for group, size in (
-            (Group(mesh.num_replicas, mesh.num_shards), float(loads.gradient_bytes.mean())),
-            (Group(mesh.world), loads.dense_bytes),
-        ):
-            reduced = links.bytes_reduced(group, size)
-            total = {name: total[name] + reduced[name] for name in total}
-        return total
+        holders = mesh.num_replicas * float(loads.completed_bytes.sum(axis=2).mean())
+        copies = links.bytes_leaving(Group(mesh.num_replicas, mesh.num_shards), holders)
+        reduced = links.bytes_reduced(Group(mesh.world), loads.dense_bytes)
+        return {name: total[name] + copies[name] + reduced[name] for name in total}
 
     def _make_loads(self, replicas: int, micro_batches: int, policy: str, window_cache: bool) -> Loads:
         mesh = Mesh(replicas, self.cluster.world // replicas)
@@ -135,7 +133,8 @@ class Predictor:
 
 def program_of(candidate: Candidate, steps: int) -> Program:
     options = PipelineConfig(schedule=candidate.schedule, window_cache=candidate.window_cache)
-    return rehearse(options, micro_batches=candidate.micro_batches, steps=steps)
+    sync = ReplicaSyncConfig() if candidate.replicas > 1 else None
+    return rehearse(options, micro_batches=candidate.micro_batches, steps=steps, replica_sync=sync)
 
 
 def buffers_of(program: Program) -> int:

@@ -1,5 +1,6 @@
 """A plan: the best few ways to run a recipe on a cluster, and why the others lost."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,14 @@ def make_plan(workload: Workload, cluster: ClusterConfig, space: Space | None = 
     return Plan(workload, cluster, found, short)
 
 
-def launch_command(recipe: str, cluster: ClusterConfig, candidate: Candidate, store_option: str) -> str:
-    """How to start it on each host."""
-    options = {**candidate.overrides(), store_option: candidate.store}
-    given = " ".join(f"--{name} {value}" for name, value in options.items())
+def launch_command(
+    recipe: str, cluster: ClusterConfig, candidate: Candidate, store_option: str, given: Mapping[str, str] | None = None
+) -> str:
+    """How to start it on each host. given: other options of the run."""
+    options = {**(given or {}), **candidate.overrides(), store_option: candidate.store}
+    chosen = shlex.join(part for name, value in options.items() for part in (f"--{name}", str(value)))
     nodes = f"--nnodes {cluster.hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if cluster.hosts > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {cluster.host.ranks} -m nestrec train {recipe} {given}"
+    return f"torchrun {nodes}--nproc-per-node {cluster.host.ranks} -m nestrec train {recipe} {chosen}"
 
 
 def plan_rows(plan: Plan, *, most: int, launch: Mapping[Candidate, str] | None = None) -> list[dict[str, Any]]:

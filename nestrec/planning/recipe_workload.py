@@ -42,7 +42,6 @@ def workload_of(cfg: RunConfig) -> Workload:
         name=cfg.name, batch_samples=_batch_samples(cfg, float(tokens.mean())), lengths=tuple(map(float, lengths)),
         tables=tuple(_table_loads(task, len(tokens), cfg.training.seed)), dense_parameters=parameters,
         flops_a_token=linear, flops_a_token_squared=squared, activation_bytes_a_token=activation_bytes(cfg),
-        couples_samples=task.couples_samples,
     )  # fmt: skip
 
 

@@ -78,11 +78,13 @@ class Recorder(Tracer):
         """An operation inside the span that this thread has open."""
         self._thread.operations.append(operation)
 
-    def noting(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, noted whenever it is called."""
+    def noting(
+        self, operation: str, function: Callable[..., Any], which: Callable[..., str] | None = None
+    ) -> Callable[..., Any]:
+        """`function`, noted whenever it is called. which: what is added to its name for given arguments."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self.note(operation)
+            self.note(operation + ("" if which is None else which(*args, **kwargs)))
             return function(*args, **kwargs)
 
         return noted

@@ -5,7 +5,9 @@ costs comes from a cost model and not from here.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,25 +15,37 @@ import torch
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
-from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step, Totals
 from nestrec.planning.program import Program
 from nestrec.planning.recorder import Recorder
 
 ENGINE_OPERATIONS = (
     "deduplicate", "exchange_keys", "assemble", "fetch", "read_ahead", "exchange_vectors", "exchange_gradients",
-    "add_gradients", "sum_over_replicas", "update_rows", "write_back",
+    "add_gradients", "sum_over_holders", "average_over_holders", "update_rows", "write_back",
 )  # fmt: skip
 _ROWS, _DIM = 8, 2
+SHARED, EXCLUSIVE = ":shared", ":exclusive"
+"""Added to the name of an operation that is made on a part of the rows only: those that the neighbouring batch uses,
+or the others."""
 
 
 @functools.lru_cache(maxsize=256)
-def rehearse(options: PipelineConfig, *, micro_batches: int, steps: int) -> Program:
-    """The program of `steps` steps under these options; the last one is a fence."""
-    recorder = Recorder()
-    engine = EmbeddingEngine([TableConfig(name="toy", dim=_DIM, num_rows=_ROWS)], Topology.single())
+def rehearse(
+    options: PipelineConfig, *, micro_batches: int, steps: int, replica_sync: ReplicaSyncConfig | None = None
+) -> Program:
+    """The program of `steps` steps under these options; the last one is a fence.
+
+    replica_sync: given where there are replica groups. The other holders of the toy's rows have nothing to say.
+    """
+    recorder, topology = Recorder(), Topology.single()
+    if replica_sync is not None:
+        topology = replace(topology, world=2, num_replicas=2)
+    table = TableConfig(name="toy", dim=_DIM, num_rows=_ROWS)
+    engine = EmbeddingEngine([table], topology, replica_sync=replica_sync)
     for name in ENGINE_OPERATIONS:
-        setattr(engine, name, recorder.noting(name, getattr(engine, name)))
+        setattr(engine, name, recorder.noting(name, getattr(engine, name), _HALVES.get(name)))
     schedule = SCHEDULES[options.schedule](engine, _Compute(recorder), _Dense(recorder), recorder, options)
     batches = [_batch(number, micro_batches) for number in range(1, steps + 1)]
     feed = Feed(iter(batches))
@@ -41,6 +55,37 @@ def rehearse(options: PipelineConfig, *, micro_batches: int, steps: int) -> Prog
     schedule.close()
     engine.close()
     return recorder.program(options.schedule, micro_batches)
+
+
+def _half(keys: Iterable[int]) -> str:
+    """Row 0 is shared by all batches, the others by none."""
+    is_shared = [key == 0 for key in keys]
+    if any(is_shared) == (not all(is_shared)):
+        return ""
+    return SHARED if is_shared[0] else EXCLUSIVE
+
+
+def _half_of_vectors(routed: Routed, working: WorkingSet, part: int = 0) -> str:
+    return _half(routed.parts[part].tables["toy"].keys.tolist())
+
+
+def _half_of_gradients(routed: Routed, gradients: Any, part: int) -> str:
+    return _half(routed.parts[part].gradients["toy"].keys.tolist())
+
+
+def _half_of_sums(routed: Routed, working: WorkingSet, received: Any, part: int) -> str:
+    return _half(routed.parts[part].gradients["toy"].keys.tolist())
+
+
+def _half_of_rows(working: WorkingSet, *, learning_rate: float, places: Any = None) -> str:
+    keys = working.tables["toy"].fetched.keys
+    return "" if places is None else _half(keys[np.asarray(places["toy"])].tolist())
+
+
+_HALVES: dict[str, Callable[..., str]] = {
+    "exchange_vectors": _half_of_vectors, "exchange_gradients": _half_of_gradients, "add_gradients": _half_of_sums,
+    "update_rows": _half_of_rows,
+}  # fmt: skip
 
 
 def _batch(number: int, micro_batches: int) -> Batch:

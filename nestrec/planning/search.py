@@ -1,4 +1,4 @@
-"""The search for a plan: from a few starting points, one option at a time is changed as long as that helps.
+"""The search for a plan: for each schedule, one option at a time is changed as long as that helps.
 
 Most of what options do to a step adds up, so this finds the best or nearly so with a small part of the predictions of
 an exhaustive search, which is here too: the slow twin.
@@ -49,7 +49,7 @@ def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
     best = predictor.predict(start)
     while True:
         before = best
-        for field in FIELDS:
+        for field in FIELDS[1:]:  # the schedule stays: which is best depends on the other options, and theirs on it
             for value in space.values(field):
                 changed = replace(best.candidate, **{field: value})
                 changed = changed if changed.micro_batches > 1 else replace(changed, window_cache=False)

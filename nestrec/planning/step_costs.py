@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nestrec.planning.links import Group, Links
 from nestrec.planning.loads import KEY_BYTES, Loads
 from nestrec.planning.profile import Profile, Rate, StoreKind
@@ -44,9 +46,10 @@ class StepCosts:
             "forward_backward": self._forward_backward,
             "exchange_gradients": self._exchange_gradients,
             "add_gradients": lambda p, n: self._work(profile.add_gradients, loads.summed_bytes[p][:, n]),
-            "sum_over_replicas": self._sum_over_replicas,
+            "sum_over_holders": self._sum_over_holders,
             "update_rows": lambda p, n: self._work(profile.update_rows, loads.row_bytes[p]),
             "write_back": self._write_back,
+            "train.embedding.collisions": self._collisions,
             "train.embedding.intersect": lambda p, n: self._work(profile.intersect, loads.rows[p]),
             "train.embedding.copy": lambda p, n: self._work(profile.copy, loads.shared_bytes[p]),
             "dense_reduce": self._dense_reduce,
@@ -54,12 +57,20 @@ class StepCosts:
         }
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
-        if operation not in self._operations:
+        name, _, half = operation.partition(":")
+        if name not in self._operations:
             return Cost()
         place = (operation, self._loads.place(step), micro_batch)
         if place not in self._known:
-            self._known[place] = self._operations[operation](place[1], micro_batch)
+            whole = self._operations[name](place[1], micro_batch)
+            self._known[place] = self._part_of(whole, place[1], half) if half else whole
         return self._known[place]
+
+    def _part_of(self, cost: Cost, p: int, half: str) -> Cost:
+        """Of the rows that the neighbouring batch shares, or of the others."""
+        shared = self._loads.shared_rows[p] / np.maximum(self._loads.rows[p], 1e-9)
+        part = shared if half == "shared" else 1.0 - shared
+        return Cost(cost.busy_s * part, cost.wire_s * part, cost.scope)
 
     @staticmethod
     def _work(rate: Rate, amount: Any) -> Cost:
@@ -68,7 +79,14 @@ class StepCosts:
     def _exchange_keys(self, p: int, n: int | None) -> Cost:
         asked = self._loads.asked[p].sum(axis=1)
         wire = self._links.all_to_all_s(self._sizes.shards, asked * KEY_BYTES)
+        wire = wire + self._links.all_to_all_s(self._sizes.replicas, self._loads.rows[p] * KEY_BYTES)
         return Cost(self._profile.exchange_keys.fixed_s + self._profile.exchange_keys.unit_s * asked, wire, "shards")
+
+    def _collisions(self, p: int, n: int | None) -> Cost:
+        """Owners tell sources with a byte a key which rows two batches share."""
+        asked = self._loads.asked[p].sum(axis=1)
+        wire = self._links.all_to_all_s(self._sizes.shards, asked)
+        return Cost(self._profile.intersect.fixed_s + self._profile.intersect.unit_s * asked, wire, "shards")
 
     def _exchange_vectors(self, p: int, n: int | None) -> Cost:
         served, received = self._loads.served_bytes[p][:, n], self._loads.received_bytes[p][:, n]
@@ -89,11 +107,14 @@ class StepCosts:
         linear, attention = self._loads.linear_flops[p][:, n], self._loads.attention_flops[p][:, n]
         return Cost(rates.fixed_s + rates.flop_s * linear + rates.attention_flop_s * attention)
 
-    def _sum_over_replicas(self, p: int, n: int | None) -> Cost:
-        if self._sizes.replicas.size == 1:
+    def _sum_over_holders(self, p: int, n: int | None) -> Cost:
+        """Each holder sends the whole to every other one."""
+        holders = self._sizes.replicas
+        if holders.size == 1:
             return Cost()
-        wire = self._links.all_reduce_s(self._sizes.replicas, self._loads.gradient_bytes[p])
-        return Cost(0.0, wire, "replicas")
+        sent = holders.size * self._loads.completed_bytes[p][:, n]
+        work = self._profile.add_gradients.fixed_s + self._profile.add_gradients.unit_s * sent
+        return Cost(work, self._links.all_to_all_s(holders, sent), "replicas")
 
     def _write_back(self, p: int, n: int | None) -> Cost:
         kept = self._loads.shared_bytes[p] if self._hands_over else 0.0

@@ -66,8 +66,6 @@ class Workload:
     """operations that grow with the square of a length"""
     activation_bytes_a_token: float
     """kept from forward to backward"""
-    couples_samples: bool = False
-    """samples of a micro-batch meet in the loss: it cannot be split"""
 
     def draw_lengths(self, num_samples: int, seed: Sequence[int]) -> NDArray[np.float64]:
         """Lengths of some samples."""

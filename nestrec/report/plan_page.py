@@ -80,7 +80,7 @@ def _shown(value: Any) -> str:
 
 
 def _scaling(plan: Plan, best: Outcome, worlds: Sequence[int]) -> Markup:
-    names: list[ScheduleName] = [name for name in SCHEDULES if _can_run(plan, name)]  # type: ignore[misc]
+    names: list[ScheduleName] = list(SCHEDULES)  # type: ignore[arg-type]
     curves = scaling_curves(plan.workload, plan.cluster, best.candidate, names, worlds)
     times = _lines(curves, lambda c: [s * 1e3 for s in c.step_s])
     shares = _lines(curves, lambda c: [100 * e for e in c.efficiency])
@@ -88,10 +88,6 @@ def _scaling(plan: Plan, best: Outcome, worlds: Sequence[int]) -> Markup:
     parts = line_chart("Efficiency, %", shares, x_label="ranks", from_zero=True, is_log_x=True)
     note = "The same samples a rank everywhere. Each point is a replay of the schedule over all ranks."
     return element("div", element("div", [steps, parts], class_="charts"), element("p", note, class_="quiet"))
-
-
-def _can_run(plan: Plan, schedule: str) -> bool:
-    return not (plan.workload.couples_samples and schedule in ("frozen_window", "nested"))
 
 
 def _lines(curves: Sequence[Curve], values: Any) -> list[Line]:

@@ -54,17 +54,19 @@ class Comparison:
 
 _SCOPES: dict[str, Scope] = {
     "exchange_keys": "shards", "exchange_vectors": "shards", "exchange_gradients": "shards",
-    "sum_over_replicas": "replicas", "dense_reduce": "all",
+    "sum_over_holders": "replicas", "average_over_holders": "replicas", "dense_reduce": "all",
 }  # fmt: skip
 
 
 class SameOnEveryRank:
-    """Costs that depend on the operation alone."""
+    """Costs that depend on the operation alone. shared: part of the rows that the neighbouring batch uses too."""
 
-    def __init__(self, seconds: Mapping[str, float]) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: Mapping[str, float], *, shared: float = 0.0) -> None:
+        self._seconds, self._shared = seconds, shared
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
-        seconds = self._seconds.get(operation, 0.0)
-        scope = _SCOPES.get(operation, "rank")
+        name, _, half = operation.partition(":")
+        part = {"": 1.0, "shared": self._shared, "exclusive": 1.0 - self._shared}[half]
+        seconds = self._seconds.get(name, 0.0) * part
+        scope = _SCOPES.get(name, "rank")
         return Cost(seconds) if scope == "rank" else Cost(0.0, seconds, scope)

@@ -5,6 +5,7 @@ peers: that gives the cost of a message. In replica groups of 256 the exchanges 
 everyone of the dense gradients still sends more messages when there are more hosts.
 """
 
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.papers.comparison import Comparison, Published, SameOnEveryRank
 from nestrec.planning.rehearsal import rehearse
@@ -64,5 +65,6 @@ def step_time(devices: int, group: int) -> float:
         "dense_reduce": 2.0 * message * devices / DEVICES_A_HOST,
         "forward_backward": 1.0 - message * (EXCHANGES * 256 + 2 * 256 / DEVICES_A_HOST),
     }  # fmt: skip
-    program = rehearse(PipelineConfig(schedule="serial"), micro_batches=1, steps=STEPS)
+    sync = ReplicaSyncConfig(mode="weights") if devices > group else None
+    program = rehearse(PipelineConfig(schedule="serial"), micro_batches=1, steps=STEPS, replica_sync=sync)
     return replay(program, SameOnEveryRank(seconds), Mesh(devices // group, group)).pace_s()

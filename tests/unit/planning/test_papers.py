@@ -1,0 +1,46 @@
+"""The papers' rows that are claimed are predicted within their bounds, from few of their numbers."""
+
+import pytest
+
+from nestrec.planning.papers import PAPERS
+from nestrec.planning.papers.comparison import Published
+from nestrec.planning.papers.nestpipe import COMMUNICATION_SHARE, LOOKUP_SHARE, METHODS, simulated
+from nestrec.planning.papers.two_d import GROUP, SHARDED_QPS, step_time
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_claims_hold_and_assumptions_are_listed(paper):
+    found = PAPERS[paper]()
+    assert found.assumptions
+    assert [row for row in found.rows if row.agrees is False] == []
+
+
+def test_the_claimed_rows_are_those_of_the_papers():
+    claimed = {row.method: row.published for row in PAPERS["nestpipe"]().rows if row.bound is not None}
+    assert claimed == {"2D-SP": 1.18, "UniEmb": 1.98, "NestPipe": 3.06, "NestPipe + 2D-SP": 3.18}
+    scaling = {row.method: row.published for row in PAPERS["2d"]().rows if row.bound is not None}
+    assert scaling == {"1024 devices": 96.0, "2048 devices": 95.0, "4096 devices": 90.0}
+
+
+@pytest.mark.parametrize("workers", [128, 1536])
+def test_the_baseline_has_the_published_shares_at_both_ends(workers):
+    parts = simulated(METHODS[0], workers).parts(0)
+    assert parts.exposed_lookup_ns / parts.step_ns == pytest.approx(LOOKUP_SHARE[workers], abs=1e-6)
+    assert parts.exposed_communication_ns / parts.step_ns == pytest.approx(COMMUNICATION_SHARE[workers], abs=1e-6)
+
+
+def test_the_fit_of_2d_meets_its_two_points():
+    ratio = step_time(512, 512) / step_time(256, 256)
+    assert ratio == pytest.approx(2 * SHARDED_QPS[256] / SHARDED_QPS[512])
+    assert step_time(GROUP, GROUP) == pytest.approx(1.0)
+
+
+def test_differences_are_relative_or_in_the_unit_of_the_number():
+    row = Published(table="t", quantity="q", method="m", published=2.0, predicted=2.1, bound=0.1)
+    assert row.difference == pytest.approx(0.05)
+    assert row.agrees
+    points = Published(
+        table="t", quantity="%", method="m", published=96.0, predicted=90.0, bound=5.0, is_relative=False
+    )
+    assert points.difference == pytest.approx(-6.0)
+    assert points.agrees is False

@@ -1,0 +1,76 @@
+"""A recipe's workload is counted from its own data; the commands print plans and refuse what does not fit."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from nestrec.cli import app
+from nestrec.planning.cluster import load_cluster
+from nestrec.planning.plan import make_plan
+from nestrec.planning.recipe_workload import flops_of, workload_of
+from nestrec.report.plan_page import render_plan
+from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets, overrides_of
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_recipes_has_a_workload(data, family):
+    cfg = config_of(family, data)
+    found = workload_of(cfg)
+    assert found.batch_samples == 16
+    assert found.dense_parameters > 0
+    assert all(table.row_bytes > table.weight_bytes for table in found.tables)
+    for table in found.tables:
+        assert table.distinct(np.array([5.0]))[0] <= 5.0
+        assert table.distinct(np.array([1e12]))[0] <= table.rows
+    assert flops_of(cfg, found.dense_parameters)[0] > 0
+
+
+def test_lengths_are_those_of_the_samples(data):
+    found = workload_of(config_of("hstu", data))
+    drawn = found.draw_lengths(20_000, (0, 0))
+    assert drawn.min() >= 1
+    assert drawn.max() <= 12
+    assert drawn.mean() == pytest.approx(found.mean_length, rel=0.05)
+
+
+def command(data, *more):
+    options = [f"--{name}={value}" for name, value in overrides_of("hstu", data).items()]
+    return [*more, *options]
+
+
+def test_plan_prints_the_best_few_and_writes_them(data, tmp_path):
+    result = CliRunner().invoke(
+        app, command(data, "plan", "demo", "--cluster", "cpu-hosts", "--json", str(tmp_path / "plan.json"), "--explain")
+    )
+    assert result.exit_code == 0, result.output
+    assert "torchrun --nnodes 2" in result.output
+    assert "why the others lost" in result.output
+    frame = json.loads((tmp_path / "plan.json").read_text())
+    assert frame["bench"] == "plan"
+    assert frame["rows"][0]["launch"].startswith("torchrun")
+
+
+def test_plan_only_says_that_a_run_fits_and_trains_nothing(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command(data, "train", "demo", "--plan-only"))
+    assert result.exit_code == 0, result.output
+    assert "fits: demo on this machine" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_page_holds_curves_and_a_timeline(data):
+    cfg = config_of("hstu", data)
+    plan = make_plan(workload_of(cfg), load_cluster("cpu-hosts"))
+    page = render_plan(plan, worlds=(4, 8, 16))
+    for part in ("Scaling", "Timeline of one rank", "Efficiency", "nested", "communication", "Why others lost"):
+        assert part in page
+    assert "rank -1" not in page

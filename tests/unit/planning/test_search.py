@@ -1,0 +1,103 @@
+"""The search finds what an exhaustive one finds, or nearly; what does not fit is said, with a remedy that works."""
+
+from dataclasses import replace
+
+import pytest
+from planning_workloads import cpu_cluster, gpu_cluster, workload
+
+from nestrec.base.errors import UserError
+from nestrec.planning.advice import shortages
+from nestrec.planning.candidate import Candidate, Space, is_sensible
+from nestrec.planning.outcome import Predictor
+from nestrec.planning.plan import launch_command, lost_rows, make_plan, plan_rows
+from nestrec.planning.search import exhaustive, search
+
+SMALL = Space(micro_batches=(1, 2, 8), policies=("fixed", "zigzag"), window_cache=(False,), stores=("device", "dram"))
+SPACES = {
+    "cores": (workload(), cpu_cluster(cores=16)),
+    "one host": (workload(batch_samples=32), cpu_cluster(hosts=1, ranks=4, cores=16)),
+    "heavy compute": (workload(flops=2e9), cpu_cluster(cores=16)),
+    "heavy traffic": (workload(dim=512), cpu_cluster(cores=16)),
+    "short batch": (workload(batch_samples=8), cpu_cluster(cores=16)),
+    "few rows": (workload(rows=2_000), cpu_cluster(cores=16)),
+    "devices": (workload(batch_samples=512, flops=1e9), gpu_cluster()),
+    "devices, traffic": (workload(batch_samples=2048, dim=1024), gpu_cluster()),
+    "devices, large tables": (workload(batch_samples=512, rows=2_000_000_000), gpu_cluster()),
+    "four hosts": (workload(batch_samples=1024, flops=5e8), gpu_cluster(hosts=4)),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_the_choice_is_within_five_percent_of_the_best(name):
+    given, cluster = SPACES[name]
+    space = SMALL.on(cluster, given)
+    found, everything = search(Predictor(given, cluster), space), exhaustive(Predictor(given, cluster), space)
+    quickest = min(outcome.step_s for outcome in everything.best)
+    assert found.best[0].step_s <= 1.05 * quickest
+    assert len(found.best) + len(found.others) < len(everything.best) + len(everything.others)
+
+
+def test_of_equal_times_the_simplest_is_taken():
+    given, cluster = workload(batch_samples=16, flops=1e12), cpu_cluster(hosts=1, ranks=1, cores=16)
+    best = make_plan(given, cluster).best
+    assert best.candidate.store == "device"
+    assert not best.candidate.window_cache
+
+
+def test_candidates_that_are_others_in_disguise_are_left_out():
+    assert not is_sensible(Candidate(schedule="nested", micro_batches=1))
+    assert not is_sensible(Candidate(schedule="serial", window_cache=True))
+    space = SMALL.on(gpu_cluster(), workload(batch_samples=64))
+    assert len(set(space.everything())) == len(list(space.everything()))
+
+
+def test_a_plan_that_cannot_fit_says_what_is_short_and_what_would_fix_it():
+    given = workload(batch_samples=64, rows=3_000_000_000)
+    cluster = gpu_cluster(hosts=1)
+    predictor, candidate = Predictor(given, cluster), Candidate(store="device")
+    (short,) = shortages(predictor, candidate, Space().on(cluster, given))
+    needed = predictor.memory(candidate)["device"].needed
+    assert short.tier == "device"
+    assert short.memory.missing == pytest.approx(needed - short.memory.limit)
+    assert f"short by {short.memory.missing:,.0f} bytes" in str(short)
+    assert "store=dram" in short.remedies
+    assert any("hosts instead of 1" in remedy for remedy in short.remedies)
+    assert all(memory.missing == 0 for memory in predictor.memory(replace(candidate, store="dram")).values())
+
+
+def test_where_nothing_fits_the_plan_tells_so():
+    given = workload(batch_samples=64, rows=10**14)
+    plan = make_plan(given, gpu_cluster(hosts=1))
+    assert plan.best is None
+    assert plan.shortages
+    assert plan_rows(plan, most=3) == []
+
+
+def test_rows_say_everything_a_reader_asks_for():
+    given, cluster = SPACES["devices"]
+    plan = make_plan(given, cluster, SMALL)
+    (row,) = plan_rows(plan, most=1)
+    assert row["step_ms"] == pytest.approx(
+        row["compute_ms"] + row["exposed_lookup_ms"] + row["exposed_comm_ms"] + row["idle_ms"], rel=0.2
+    )
+    assert 0 < row["mfu"] < 1
+    assert set(row["memory_bytes"]) == {"device", "host", "disk"}
+    assert set(row["link_bytes"]) == {"host", "rack", "fabric"}
+    assert row["bound_by"] in ("compute", "lookup", "communication", "waiting for other ranks")
+    assert all("slower" in lost["why"] or "does not fit" in lost["why"] for lost in lost_rows(plan, most=50))
+
+
+def test_a_batch_smaller_than_the_cluster_is_refused():
+    with pytest.raises(UserError, match="less than a sample a rank"):
+        make_plan(workload(batch_samples=4), gpu_cluster())
+
+
+def test_launching_names_every_choice():
+    candidate = Candidate(
+        schedule="nested", micro_batches=8, replicas=2, store="dram", policy="zigzag", window_cache=True
+    )
+    command = launch_command("demo", gpu_cluster(hosts=4), candidate, "task.item_store.kind")
+    for part in ("--nnodes 4", "--nproc-per-node 8", "--pipeline.schedule nested", "--batch.micro_batches 8",
+                 "--ranks.replicas 2", "--task.item_store.kind dram", "--balance.policy zigzag",
+                 "--pipeline.window_cache true"):  # fmt: skip
+        assert part in command
