@@ -16,7 +16,9 @@ from torch.nn.functional import silu
 
 from nestrec.base.errors import UserError
 from nestrec.ops.attention_mask import PLAIN, AttentionRules, seen_mask
+from nestrec.ops.hstu_attention_op import KERNEL_DTYPES, LARGEST_HEAD, hstu_attention_kernel
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.registry import runs_triton
 from nestrec.ops.relative_bias import RelativeBias
 
 LARGE_PAIRS = 1 << 20
@@ -36,15 +38,16 @@ def hstu_attention(
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionRules = PLAIN,
-    deterministic: bool | None = None,
 ) -> torch.Tensor:
     """(T, H, D) attention of every token.
 
     offsets: (B + 1,) int64 bounds of the sequences, from 0 to T. max_length: the longest sequence of the batch or
-    more, known on the host. deterministic: whether gradients are the same bits on every run; by default what
-    `torch.use_deterministic_algorithms` says. On a CPU they always are.
+    more, known on the host. Outputs and gradients are the same bits on every run, on every device.
     """
     _check(q_THD, k_THD, v_THD, offsets)
+    _check_table(bias, max_length)
+    if runs_triton(q_THD) and q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD:
+        return hstu_attention_kernel(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
     if not q_THD.is_cuda and _better_one_by_one(offsets, max_length):
         return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
     return hstu_attention_padded(
@@ -135,6 +138,15 @@ def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offset
         raise UserError(
             "offsets are int64 bounds, one more than sequences", field="offsets", value=(offsets.shape, offsets.dtype)
         )
+
+
+def _check_table(bias: RelativeBias, max_length: int) -> None:
+    table = bias.position_table
+    if table is not None and table.numel() < 2 * max_length - 1:
+        raise UserError(
+            f"the table has no value for distances of sequences of {max_length} tokens", field="position_table",
+            value=table.numel(), remedy=f"give at least {2 * max_length - 1} values",
+        )  # fmt: skip
 
 
 def _better_one_by_one(offsets: torch.Tensor, max_length: int) -> bool:

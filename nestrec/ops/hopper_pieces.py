@@ -1,0 +1,275 @@
+"""What the Hopper attention kernels share: items of work, blocks on their way to shared memory, masks, activations.
+
+A program is persistent. One warp, the producer, takes items from the schedule's counter, hands them to the consumers
+through shared memory, and keeps blocks arriving by the copy engine; each consumer, a warp group, owns 64 rows of x and
+runs matrix products over the blocks of y. They meet only at barriers in shared memory, so that the elements of one
+consumer overlap with the products of the other.
+
+Words: x are the rows whose results an item computes, y the rows it sums over; reversed means that y asks and x is seen.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0917, RUF059
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+ROWS = gl.constexpr(64)
+"""of a consumer: one warp group, one matrix instruction high"""
+FIELDS = gl.constexpr(8)
+"""of an item, as the producer hands it to the consumers"""
+
+
+@gluon.jit
+def next_stage(stage, phase, NUM: gl.constexpr):
+    stage += 1
+    wraps = stage == NUM
+    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _entry(index, total, table, heads):
+    """Row of the schedule for an item; any row behind the last item."""
+    entry = table + 4 * (gl.minimum(index, total - 1) // heads)
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def _item(index, entry, heads, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr):
+    """First token, length and history of the sequence; head; first row of the block."""
+    start, length, before, sequence = entry
+    blocks = (length + XB - 1) // XB
+    within = index - before * heads
+    head = within // blocks
+    block = within % blocks
+    if not REVERSED:
+        block = blocks - 1 - block
+    history = length
+    if HAS_RULES:
+        targets, num_context, window = rules
+        if targets is not None:
+            history = gl.maximum(length - gl.load(targets + sequence).to(gl.int32), 0)
+    return start, length, history, head, block * XB
+
+
+@gluon.jit
+def _put(slots, slot, FIELD: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slots.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _get(slots, slot, FIELD: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(slots.index(slot * FIELDS + FIELD).load(layout), 0)
+
+
+@gluon.jit
+def put_item(slots, slot, start, length, history, head, x0, low, high, prefix):
+    _put(slots, slot, 0, start)
+    _put(slots, slot, 1, length)
+    _put(slots, slot, 2, history)
+    _put(slots, slot, 3, head)
+    _put(slots, slot, 4, x0)
+    _put(slots, slot, 5, low)
+    _put(slots, slot, 6, high)
+    _put(slots, slot, 7, prefix)
+
+
+@gluon.jit
+def get_item(slots, slot):
+    return (
+        _get(slots, slot, 0), _get(slots, slot, 1), _get(slots, slot, 2), _get(slots, slot, 3),
+        _get(slots, slot, 4), _get(slots, slot, 5), _get(slots, slot, 6), _get(slots, slot, 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+def range_of_y(x0, length, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr,
+           YB: gl.constexpr):  # fmt: skip
+    """Blocks [low, high) of y that a block of x may meet, and so many before them: the contextual prefix."""
+    x1 = gl.minimum(length, x0 + XB)
+    low = 0
+    prefix = 0
+    if REVERSED:
+        low = x0 // YB
+        end = length
+    else:
+        end = x1
+    if HAS_RULES:
+        targets, num_context, window = rules
+        is_context = x0 < num_context
+        if REVERSED:
+            end = x1 - 1 + window
+            end = gl.where((end > history) | is_context, length, gl.maximum(end, x1))
+        else:
+            low = gl.where(is_context, 0, gl.maximum(0, gl.minimum(x0, history) - window + 1) // YB)
+            end = gl.where(is_context, gl.maximum(x1, history), x1)
+        prefix = gl.minimum((num_context + YB - 1) // YB, low)
+    return low, (end + YB - 1) // YB, prefix
+
+
+@gluon.jit
+def row_of_block(i, low, high, prefix, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
+    """First row of the i-th block of y: from the diagonal on, the contextual prefix last."""
+    if REVERSED:
+        block = low + i
+    else:
+        block = high - 1 - i
+    if HAS_RULES:
+        block = gl.where(i < high - low, block, i - (high - low))
+    return block * YB
+
+
+@gluon.jit
+def skipped_blocks(x0, length, low, high, prefix, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
+    """Blocks of y that come first and lie wholly outside what the rows from x0 on meet."""
+    skipped = 0
+    if not HAS_RULES:
+        if REVERSED:
+            skipped = x0 // YB - low
+        else:
+            skipped = high - (gl.minimum(length, x0 + ROWS) + YB - 1) // YB
+    return gl.where(x0 < length, skipped, high - low + prefix)
+
+
+@gluon.jit
+def load_rows(desc, start, length, row, column, bar, smem):
+    """Rows of one sequence; rows behind its end arrive as zeros. Coordinates wrap around so that the bound of the
+    tensor falls on the end of the sequence."""
+    billion: gl.constexpr = 1 << 30
+    tma.async_copy_global_to_shared(desc, [billion, start + length, billion - length + row, column], bar, smem)
+
+
+@gluon.jit
+def store_rows(desc, start, length, row, column, smem):
+    """The reverse of `load_rows`: rows behind the end of the sequence are not written."""
+    billion: gl.constexpr = 1 << 30
+    tma.async_copy_shared_to_global(desc, [billion, start + length, billion - length + row, column], smem)
+
+
+@gluon.jit
+def producer(descs, smem, bars, table, state, heads, rules, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr,
+              GRADIENT: gl.constexpr, REVERSED: gl.constexpr, CONSUMERS: gl.constexpr, YB: gl.constexpr,
+              D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr):  # fmt: skip
+    x0_desc, x1_desc, y0_desc, y1_desc = descs
+    x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
+    x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars
+    XB: gl.constexpr = CONSUMERS * ROWS
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    counter = state + 1 + COUNTER + lane * 0
+    total = gl.load(state) * heads
+    index = gl.program_id(0)
+    taken = gl.atomic_add(counter, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+    entry = _entry(index, total, table, heads)
+    xs, xp = 0, 1
+    ys, yp = 0, 1
+    its, itp = 0, 1
+    while index < total:
+        start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB)
+        low, high, prefix = range_of_y(x0, length, history, rules, REVERSED, HAS_RULES, XB, YB)
+        # The next item is fetched while this one's blocks are on their way.
+        index = gl.num_programs(0) + gl.max(gl.where(lane == 0, taken, 0), 0)
+        taken = gl.atomic_add(counter, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+        entry = _entry(index, total, table, heads)
+        mbarrier.wait(item_empty.index(its), itp)
+        put_item(item_smem, its, start, length, history, head, x0, low, high, prefix)
+        mbarrier.arrive(item_full.index(its), count=1)
+        its, itp = next_stage(its, itp, 2)
+        column = head * D
+        mbarrier.wait(x_empty.index(xs), xp)
+        mbarrier.expect(x_full.index(xs), (2 if GRADIENT else 1) * XB * D * 2)
+        for c in gl.static_range(CONSUMERS):
+            place = xs * CONSUMERS + c
+            load_rows(x0_desc, start, length, x0 + c * ROWS, column, x_full.index(xs), x0_smem.index(place))
+            if GRADIENT:
+                load_rows(x1_desc, start, length, x0 + c * ROWS, column, x_full.index(xs), x1_smem.index(place))
+        xs, xp = next_stage(xs, xp, XSTAGES)
+        for i in range(high - low + prefix):
+            row = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
+            mbarrier.wait(y0_empty.index(ys), yp)
+            mbarrier.expect(y0_full.index(ys), YB * D * 2)
+            load_rows(y0_desc, start, length, row, column, y0_full.index(ys), y0_smem.index(ys))
+            mbarrier.wait(y1_empty.index(ys), yp)
+            mbarrier.expect(y1_full.index(ys), YB * D * 2)
+            load_rows(y1_desc, start, length, row, column, y1_full.index(ys), y1_smem.index(ys))
+            ys, yp = next_stage(ys, yp, STAGES)
+    mbarrier.wait(item_empty.index(its), itp)
+    _put(item_smem, its, 1, -1)
+    mbarrier.arrive(item_full.index(its), count=1)
+
+
+@gluon.jit
+def _tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def places(x0, y0, LAYOUT: gl.constexpr, REVERSED: gl.constexpr, YB: gl.constexpr):
+    """Positions of the asking and of the seen tokens of a tile."""
+    x = (x0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))[:, None]
+    y = (y0 + gl.arange(0, YB, gl.SliceLayout(0, LAYOUT)))[None, :]
+    if REVERSED:
+        return y, x
+    else:
+        return x, y
+
+
+@gluon.jit
+def is_whole(x0, y0, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
+    """Whether every pair of a tile is seen."""
+    if REVERSED:
+        is_whole = y0 >= x0 + ROWS - 1
+    else:
+        is_whole = y0 + YB - 1 <= x0
+    if HAS_RULES:
+        targets, num_context, window = rules
+        if REVERSED:
+            is_near = y0 + YB - 1 - x0 < window
+        else:
+            is_near = x0 + ROWS - 1 - y0 < window
+        is_history = (x0 + ROWS <= history) & (y0 + YB <= history)
+        is_whole = is_whole & is_near & is_history & (x0 >= num_context) & (y0 >= num_context)
+    return is_whole
+
+
+@gluon.jit
+def seen_pairs(i, j, history, rules, HAS_RULES: gl.constexpr):
+    if HAS_RULES:
+        targets, num_context, window = rules
+        place = gl.minimum(i, history)
+        is_near = (place - j < window) | (j < num_context)
+        return (i == j) | ((j < history) & (((j < place) & is_near) | (i < num_context)))
+    else:
+        return j <= i
+
+
+@gluon.jit
+def silu_and_gradient(s, FAST: gl.constexpr):
+    """SiLU and its derivative from one special-function instruction, or exactly from two."""
+    if FAST:
+        half = s * 0.5
+        t = _tanh(half)
+        return half * t + half, (0.5 * t + 0.5) * ((half + 1.0) - half * t)
+    else:
+        sigmoid = 1.0 / (1.0 + gl.exp2(s * -1.4426950408889634))
+        return s * sigmoid, sigmoid * (1.0 + s * (1.0 - sigmoid))
+
+
+@gluon.jit
+def add_bias(s, i, j, history, bias):
+    """Scores with the bias of the distance between the places of i and j."""
+    table, centre = bias
+    distance = gl.minimum(j, history) - gl.minimum(i, history)
+    # Rows behind the end of the sequence, whose results are dropped, may stand further apart than the table reaches.
+    distance = gl.maximum(gl.minimum(distance, centre), -centre)
+    return s + gl.load(table + (distance + centre)).to(gl.float32)
+
+
+@gluon.jit
+def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars

@@ -1,0 +1,162 @@
+"""HSTU attention on Hopper GPUs: shapes of the work, launches, and which launch gives which tensor.
+
+Legend: T tokens, H heads, D head dimension.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.attention_schedule import Schedule, make_schedule
+from nestrec.ops.hopper_pair import pair_kernel
+from nestrec.ops.hopper_pieces import ROWS
+from nestrec.ops.hopper_stream import stream_kernel
+
+HEAD_DIMS = (64, 128, 256)
+_GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+class Tiles(NamedTuple):
+    """Shape of the work of one program."""
+
+    consumers: int
+    """warp groups, each with 64 rows of x"""
+    block: int
+    """rows of y at a time"""
+    stages: int
+    """blocks of y in shared memory"""
+    x_stages: int
+    """blocks of x in shared memory"""
+    own_out: bool
+    """whether results leave from shared memory of their own, or from where x was"""
+
+
+class Inputs(NamedTuple):
+    """What every launch of a batch shares."""
+
+    offsets: torch.Tensor
+    normaliser: float
+    position_table: torch.Tensor | None
+    rules: AttentionRules
+
+
+WEIGHTS = {64: Tiles(3, 128, 3, 2, True), 128: Tiles(2, 128, 2, 2, True), 256: Tiles(2, 64, 2, 1, False)}
+"""By head dimension. Pinned: a timing never chooses them, so that results repeat."""
+GRADIENTS = {64: Tiles(2, 64, 3, 2, True), 128: Tiles(2, 64, 3, 1, True), 256: Tiles(2, 32, 3, 1, False)}
+BACKWARD_WEIGHTS = Tiles(2, 64, 2, 1, False)
+"""For heads of 256, whose d k and d v do not fit the registers together."""
+PAIR_BLOCK, PAIR_STAGES = 64, 3
+
+
+def forward_pass(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """(T, H, D) attention."""
+    q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
+    tiles = WEIGHTS[q.shape[2]]
+    schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
+    return launch_stream((q, q), (k, v), schedule, tiles, inputs, is_gradient=False, is_reversed=False, counter=0)
+
+
+def backward_pass(
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values."""
+    grad, q, k, v = (readable(x) for x in (grad_THD, q_THD, k_THD, v_THD))
+    tiles = GRADIENTS[q.shape[2]]
+    schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
+    dq = launch_stream((q, grad), (k, v), schedule, tiles, inputs, is_gradient=True, is_reversed=False, counter=0)
+    if q.shape[2] <= 128:
+        return dq, *launch_pair((k, v), (q, grad), schedule, inputs, counter=1)
+    dk = launch_stream((k, v), (q, grad), schedule, tiles, inputs, is_gradient=True, is_reversed=True, counter=1)
+    dv = launch_stream(
+        (k, k), (q, grad), schedule, BACKWARD_WEIGHTS, inputs, is_gradient=False, is_reversed=True, counter=2
+    )
+    return dq, dk, dv
+
+
+def launch_stream(
+    x: tuple[torch.Tensor, torch.Tensor],
+    y: tuple[torch.Tensor, torch.Tensor],
+    schedule: Schedule,
+    tiles: Tiles,
+    inputs: Inputs,
+    *,
+    is_gradient: bool,
+    is_reversed: bool,
+    counter: int,
+) -> torch.Tensor:
+    """(T, H, D) sums over y for every row of x."""
+    out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
+    stream_kernel[(_programs(out),)](
+        rows_of(x[0], ROWS.value), rows_of(x[1], ROWS.value), rows_of(y[0], tiles.block), rows_of(y[1], tiles.block),
+        rows_of(out, ROWS.value), *schedule, *_scalars(out, inputs), COUNTER=counter, **_switches(out, inputs),
+        GRADIENT=is_gradient, REVERSED=is_reversed, CONSUMERS=tiles.consumers, YB=tiles.block, STAGES=tiles.stages,
+        XSTAGES=tiles.x_stages, OWN_OUT=tiles.own_out, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def launch_pair(
+    x: tuple[torch.Tensor, torch.Tensor],
+    y: tuple[torch.Tensor, torch.Tensor],
+    schedule: Schedule,
+    inputs: Inputs,
+    *,
+    counter: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of keys and values (x), from queries and the gradient of the output (y)."""
+    dk, dv = (torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device) for _ in range(2))
+    keys = (rows_of(each, ROWS.value) for each in x)
+    queries = (rows_of(each, PAIR_BLOCK) for each in y)
+    pair_kernel[(_programs(dk),)](
+        *keys, *queries, rows_of(dk, ROWS.value), rows_of(dv, ROWS.value), *schedule, *_scalars(dk, inputs),
+        COUNTER=counter, **_switches(dk, inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
+    )  # fmt: skip
+    return dk, dv
+
+
+def _programs(x: torch.Tensor) -> int:
+    """One for each multiprocessor."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def _scalars(out_THD: torch.Tensor, inputs: Inputs) -> tuple[Any, ...]:
+    """Heads, scale, rules and bias, as both kernels take them."""
+    rules, table = inputs.rules, inputs.position_table
+    tokens, heads, _ = out_THD.shape
+    return (
+        heads, 1.0 / inputs.normaliser, rules.num_targets_B, rules.num_context,
+        rules.max_attention_length or tokens + 1, table, 0 if table is None else (table.numel() - 1) // 2,
+    )  # fmt: skip
+
+
+def _switches(out_THD: torch.Tensor, inputs: Inputs) -> dict[str, Any]:
+    return {
+        "HAS_RULES": not inputs.rules.is_plain, "HAS_BIAS": inputs.position_table is not None,
+        "D": out_THD.shape[2], "FAST": out_THD.dtype == torch.bfloat16,
+    }  # fmt: skip
+
+
+def readable(x_THD: torch.Tensor) -> torch.Tensor:
+    """As it is where the copy engine can read it: heads side by side, rows on 16-byte bounds. A copy otherwise."""
+    _, heads, dim = x_THD.shape
+    has_rows = x_THD.stride(2) == 1 and (heads == 1 or x_THD.stride(1) == dim) and x_THD.stride(0) >= heads * dim
+    is_aligned = x_THD.stride(0) % 8 == 0 and x_THD.data_ptr() % 16 == 0
+    return x_THD if has_rows and is_aligned else x_THD.clone(memory_format=torch.contiguous_format)
+
+
+def rows_of(x_THD: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Blocks of rows of one head, bounded by the end of a sequence.
+
+    A bound of the copy engine holds for the whole tensor. Here rows are addressed by two coordinates of one stride,
+    whose sum selects the row and the second of which ends at 2^30: a sequence is placed so that its end falls on that
+    bound. The outermost coordinate takes the surplus back, by wrapping around in 64 bits.
+    """
+    _, heads, dim = x_THD.shape
+    step = x_THD.stride(0)
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], _GL_TYPES[x_THD.dtype])
+    return TensorDescriptor(
+        x_THD, [0x7FFF0000, 0x7FFF0000, 1 << 30, heads * dim], [2**34 - step, step, step, 1], [1, 1, rows, dim], layout
+    )

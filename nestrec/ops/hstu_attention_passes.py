@@ -1,0 +1,99 @@
+"""Forward and backward pass of HSTU attention: which kernel computes which tensor.
+
+The Hopper kernel takes what it was written for, the plain Triton kernel everything else; both fill the same roles
+(see the head of either file). No pass waits for the device.
+"""
+
+# ruff: noqa: PLR0917
+
+from typing import NamedTuple
+
+import torch
+
+from nestrec.ops import hstu_attention_triton as plain
+from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.attention_schedule import make_schedule
+from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.relative_bias import RelativeBias
+
+
+class Gradients(NamedTuple):
+    """An absent table has none."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    position_table: torch.Tensor | None
+    time_table: torch.Tensor | None
+
+
+def forward_pass(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    normaliser: float,
+    bias: RelativeBias,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """(T, H, D) attention."""
+    if q_THD.shape[0] == 0:
+        return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    if _suits_hopper(q_THD, bias):
+        from nestrec.ops import hstu_attention_hopper as hopper
+
+        inputs = hopper.Inputs(offsets, normaliser, bias.position_table, rules)
+        return hopper.forward_pass(q_THD, k_THD, v_THD, inputs)
+    return plain.weights((q_THD, k_THD, v_THD), _plain(q_THD, offsets, normaliser, bias, rules), is_reversed=False)
+
+
+def backward_pass(
+    grad_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    normaliser: float,
+    bias: RelativeBias,
+    rules: AttentionRules,
+) -> Gradients:
+    """Gradients of queries, keys, values and tables."""
+    if q_THD.shape[0] == 0:
+        return _no_gradients(q_THD, bias)
+    tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if not bias.is_empty:
+        inputs = _plain(q_THD, offsets, normaliser, bias, rules)
+        tables = plain.table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)
+    if _suits_hopper(q_THD, bias):
+        from nestrec.ops import hstu_attention_hopper as hopper
+
+        shared = hopper.Inputs(offsets, normaliser, bias.position_table, rules)
+        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, shared), *tables)
+    inputs = _plain(q_THD, offsets, normaliser, bias, rules)
+    dq = plain.gradient((q_THD, grad_THD), (k_THD, v_THD), inputs, is_reversed=False)
+    dk = plain.gradient((k_THD, v_THD), (q_THD, grad_THD), inputs, is_reversed=True)
+    dv = plain.weights((k_THD, q_THD, grad_THD), inputs, is_reversed=True)
+    return Gradients(dq, dk, dv, *tables)
+
+
+def _no_gradients(q_THD: torch.Tensor, bias: RelativeBias) -> Gradients:
+    dq, dk, dv = (torch.empty_like(q_THD, memory_format=torch.contiguous_format) for _ in range(3))
+    position, time = (None if t is None else torch.zeros_like(t) for t in (bias.position_table, bias.time_table))
+    return Gradients(dq, dk, dv, position, time)
+
+
+def _plain(
+    q_THD: torch.Tensor, offsets: torch.Tensor, normaliser: float, bias: RelativeBias, rules: AttentionRules
+) -> plain.Inputs:
+    block = plain.blocks_for(q_THD.shape[2], q_THD.dtype).x
+    return plain.Inputs(make_schedule(offsets, q_THD.shape[0], block), normaliser, bias, rules)
+
+
+def _suits_hopper(q_THD: torch.Tensor, bias: RelativeBias) -> bool:
+    return (
+        not IS_INTERPRETED
+        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and q_THD.shape[2] in (64, 128, 256)
+        and bias.time_table is None
+    )

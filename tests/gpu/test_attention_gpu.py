@@ -1,0 +1,196 @@
+"""Attention kernels on a GPU: as exact as eager torch of the same precision, repeatable, blind to what is not theirs.
+
+Errors are relative, in the norm of a whole tensor, against float64; the kernel may have twice that of the padded torch
+version in the kernel's own precision.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.jagged import offsets_of
+from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_padded
+from nestrec.ops.relative_bias import RelativeBias
+
+pytestmark = pytest.mark.gpu
+OPTIONS = ["plain", "targets", "context", "window", "position", "time", "all rules", "everything"]
+DIMS = [40, 64, 128, 256]
+SHAPES_EACH = 16  # times 4 dims and 8 options: 512 batches
+EDGES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 384, 513]
+NORMALISER = 300.0
+
+
+def random_lengths(draw):
+    count = int(draw.integers(1, 9))
+    edges, others = draw.choice(EDGES, count), draw.integers(0, 640, count)
+    return np.where(draw.random(count) < 0.5, edges, others).tolist()
+
+
+def random_vectors(draw, layout, shape, dtype):
+    """q, k, v or d out, in one of the layouts that callers have."""
+    tokens, heads, dim = shape
+    generator = torch.Generator("cuda").manual_seed(int(draw.integers(1 << 30)))
+    make = lambda *s: torch.randn(*s, generator=generator, device="cuda").to(dtype)  # noqa: E731
+    if layout == "parts of one product":
+        return [x.view(shape) for x in make(tokens, 4 * heads * dim).chunk(4, dim=1)]
+    if layout == "heads first":
+        return [make(heads, tokens, dim).transpose(0, 1) for _ in range(4)]
+    if layout == "every second element":
+        return [make(tokens, heads, 2 * dim)[:, :, ::2] for _ in range(4)]
+    return [make(*shape) for _ in range(4)]
+
+
+LAYOUTS = ["contiguous", "parts of one product", "heads first", "every second element"]
+
+
+def random_rules(draw, option, lengths):
+    has = lambda name: option in (name, "all rules", "everything")  # noqa: E731
+    targets = torch.tensor([int(draw.integers(0, n + 1)) for n in lengths], device="cuda") if has("targets") else None
+    return AttentionRules(
+        num_targets_B=targets, num_context=int(draw.integers(1, 80)) if has("context") else 0,
+        max_attention_length=int(draw.integers(1, 300)) if has("window") else None,
+    )  # fmt: skip
+
+
+def random_bias(draw, option, lengths):
+    has = lambda name: option in (name, "everything")  # noqa: E731
+    tokens, longest = sum(lengths), max(lengths)
+    table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).cuda().requires_grad_()  # noqa: E731
+    time = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, tokens)).astype(np.float64)).cuda()
+    wait = torch.from_numpy(draw.integers(0, 10**4, tokens).astype(np.float64)).cuda()
+    return RelativeBias(
+        position_table=table(2 * longest + 9) if has("position") else None,
+        time_table=table(65) if has("time") else None, time_T=time, query_time_T=time + wait,
+    )  # fmt: skip
+
+
+def results(attend, vectors, bias, dtype):
+    """Output and gradients of everything, in `dtype`; tables stay in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, grad = vectors
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    tables = [
+        None if t is None else t.detach().to(wide).requires_grad_() for t in (bias.position_table, bias.time_table)
+    ]
+    own = RelativeBias(
+        position_table=tables[0], time_table=tables[1], time_T=bias.time_T, query_time_T=bias.query_time_T
+    )
+    out = attend(*inputs, own)
+    wanted = inputs + [t for t in tables if t is not None]
+    return [out, *torch.autograd.grad(out, wanted, grad.to(dtype))]
+
+
+def error(found, exact):
+    assert not found.isnan().any()
+    return float((found.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def compare(lengths, vectors, bias, rules, dtype):
+    offsets = offsets_of(torch.tensor(lengths)).cuda()
+    shared = {"max_length": max(lengths), "normaliser": NORMALISER, "rules": rules}
+    ours = lambda q, k, v, b: hstu_attention(q, k, v, offsets, bias=b, **shared)  # noqa: E731
+    eager = lambda q, k, v, b: hstu_attention_padded(q, k, v, offsets, bias=b, **shared)  # noqa: E731
+    exact = results(eager, vectors, bias, torch.float64)
+    found, usual = results(ours, vectors, bias, dtype), results(eager, vectors, bias, dtype)
+    names = ["out", "dq", "dk", "dv", "table", "second table"]
+    for name, a, b, c in zip(names, found, usual, exact, strict=False):
+        assert error(a, c) <= 2 * error(b, c) + 1e-7, (name, error(a, c), error(b, c), lengths)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_errors_are_at_most_twice_those_of_eager_torch(dim, option):
+    draw = np.random.default_rng([dim, OPTIONS.index(option)])
+    for number in range(SHAPES_EACH):
+        dtype = torch.float16 if dim == 64 and number % 4 == 0 else torch.bfloat16
+        lengths = random_lengths(draw)
+        if sum(lengths) == 0:
+            lengths[0] = 5
+        shape = (sum(lengths), int(draw.integers(1, 5)), dim)
+        vectors = random_vectors(draw, LAYOUTS[number % 4], shape, torch.float32)
+        # Scores of a spread of 1 to 3, as in training, whatever the dimension.
+        vectors[0] = vectors[0] * float(draw.uniform(1, 3)) * dim**-0.5
+        vectors = [random_vectors(draw, LAYOUTS[number % 4], shape, dtype)[0].copy_(x) for x in vectors]
+        compare(lengths, vectors, random_bias(draw, option, lengths), random_rules(draw, option, lengths), dtype)
+
+
+@pytest.mark.parametrize("option", ["plain", "everything"])
+def test_float32_is_as_exact_as_eager_float32(option):
+    assert torch.get_float32_matmul_precision() == "highest"
+    draw = np.random.default_rng(3)
+    for _ in range(3):
+        lengths = [*random_lengths(draw), 70]
+        vectors = random_vectors(draw, "contiguous", (sum(lengths), 2, 48), torch.float32)
+        vectors[0] *= 0.3
+        bias, rules = random_bias(draw, option, lengths), random_rules(draw, option, lengths)
+        compare(lengths, vectors, bias, rules, torch.float32)
+
+
+@pytest.mark.parametrize("option", ["plain", "position", "everything"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_twenty_runs_give_the_same_bits(dim, option):
+    draw = np.random.default_rng(dim)
+    lengths = [700, 0, 33, 1300, 257, 64, 5, 900]
+    vectors = random_vectors(draw, "contiguous", (sum(lengths), 4, dim), torch.bfloat16)
+    bias, rules = random_bias(draw, option, lengths), random_rules(draw, option, lengths)
+    offsets = offsets_of(torch.tensor(lengths)).cuda()
+
+    def attend(q, k, v, b):
+        return hstu_attention(q, k, v, offsets, max_length=1300, normaliser=NORMALISER, bias=b, rules=rules)
+
+    first = results(attend, vectors, bias, torch.bfloat16)
+    for _ in range(19):
+        for a, b in zip(first, results(attend, vectors, bias, torch.bfloat16), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("option", ["plain", "all rules", "everything"])
+@pytest.mark.parametrize("dim", [48, 64, 128, 256])
+def test_what_lies_around_a_sequence_is_never_read(dim, option):
+    """Other sequences and the memory before and behind the batch are poisoned with NaN."""
+    draw = np.random.default_rng(dim)
+    lengths = [130, 70, 1, 200, 64]
+    tokens, margin = sum(lengths), 300
+    clean = random_vectors(draw, "contiguous", (tokens, 2, dim), torch.bfloat16)
+    bias, rules = random_bias(draw, option, lengths), random_rules(draw, option, lengths)
+    offsets = offsets_of(torch.tensor(lengths)).cuda()
+    attend = lambda q, k, v, b: hstu_attention(  # noqa: E731
+        q, k, v, offsets, max_length=200, normaliser=NORMALISER, bias=b, rules=rules
+    )
+    expected = results(attend, clean, bias, torch.bfloat16)[:4]
+    around = torch.full((4, tokens + 2 * margin, 2, dim), float("nan"), dtype=torch.bfloat16, device="cuda")
+    for kept in range(len(lengths)):
+        rows = slice(int(offsets[kept]), int(offsets[kept + 1]))
+        around[:] = float("nan")
+        for n, x in enumerate(clean):
+            around[n, margin + rows.start : margin + rows.stop] = x[rows]
+        poisoned = [around[n, margin : margin + tokens] for n in range(4)]
+        found = results(attend, poisoned, bias, torch.bfloat16)[:4]
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a[rows], b[rows])
+
+
+def test_empty_batches_and_empty_sequences_are_fine():
+    for lengths in ([], [0], [0, 0, 3]):
+        offsets = offsets_of(torch.tensor(lengths, dtype=torch.int64)).cuda()
+        q = torch.randn(sum(lengths), 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = hstu_attention(q, q, q, offsets, max_length=3, normaliser=1.0)
+        out.sum().backward()
+        assert out.shape == q.shape == q.grad.shape
+
+
+def test_a_compiled_layer_keeps_the_operator():
+    """torch.compile sees one operator and its shapes, in forward and backward."""
+    lengths = [100, 30]
+    offsets = offsets_of(torch.tensor(lengths)).cuda()
+    x = torch.randn(130, 3 * 2 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def layer(x):
+        q, k, v = (part.view(-1, 2, 64) for part in x.chunk(3, dim=1))
+        return hstu_attention(q, k, v, offsets, max_length=100, normaliser=100.0).flatten(1).tanh()
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    grads = [torch.autograd.grad(f(x).float().square().sum(), x)[0] for f in (layer, compiled)]
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-5)

@@ -1,0 +1,92 @@
+"""The plain attention kernel in Triton's interpreter: every option, forward and backward, without a GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.jagged import offsets_of
+from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_reference
+from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
+from nestrec.ops.relative_bias import RelativeBias
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.skipif(not (HAS_TRITON and IS_INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1"),
+]
+NORMALISER = 20.0
+
+
+def random_case(seed):
+    """Lengths, vectors, bias and rules; every option is drawn on its own."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.choice([0, 1, 2, 7, 17, 31, 32, 33, 40], draw.integers(1, 4)).tolist()
+    lengths = lengths if sum(lengths) else [5]
+    shape = (sum(lengths), 1, int(draw.choice([8, 20])))
+    vectors = [torch.from_numpy(draw.normal(0, 0.7, shape)) for _ in range(4)]
+    targets = [int(draw.integers(0, n + 1)) for n in lengths]
+    rules = AttentionRules(
+        num_targets_B=torch.tensor(targets) if draw.random() < 0.5 else None,
+        num_context=int(draw.integers(1, 35)) if draw.random() < 0.4 else 0,
+        max_attention_length=int(draw.integers(1, 40)) if draw.random() < 0.4 else None,
+    )
+    times = torch.from_numpy(np.cumsum(draw.integers(0, 10**4, shape[0])).astype(np.float64))
+    bias = RelativeBias(
+        position_table=torch.from_numpy(draw.normal(0, 0.5, 2 * max(lengths) + 1)) if draw.random() < 0.5 else None,
+        time_table=torch.from_numpy(draw.normal(0, 0.5, 40)) if draw.random() < 0.5 else None,
+        time_T=times, query_time_T=times + 3,
+    )  # fmt: skip
+    return lengths, vectors, bias, rules
+
+
+def results(attend, vectors, bias, dtype, table_dtype):
+    inputs = [x.to(dtype).requires_grad_() for x in vectors[:3]]
+    tables = [None if t is None else t.to(table_dtype).requires_grad_() for t in (bias.position_table, bias.time_table)]
+    own = RelativeBias(
+        position_table=tables[0], time_table=tables[1], time_T=bias.time_T, query_time_T=bias.query_time_T
+    )
+    out = attend(*inputs, own)
+    return [out, *torch.autograd.grad(out, inputs + [t for t in tables if t is not None], vectors[3].to(dtype))]
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_the_kernel_equals_the_definition(seed):
+    lengths, vectors, bias, rules = random_case(seed)
+    offsets = offsets_of(torch.tensor(lengths))
+    dtype, tolerance = (torch.float32, 2e-6) if seed % 3 else (torch.float16, 3e-3)
+    found = results(
+        lambda q, k, v, b: hstu_attention(
+            q, k, v, offsets, max_length=max(lengths), normaliser=NORMALISER, bias=b, rules=rules
+        ),
+        vectors, bias, dtype, torch.float32,
+    )  # fmt: skip
+    exact = results(
+        lambda q, k, v, b: hstu_attention_reference(q, k, v, offsets, normaliser=NORMALISER, bias=b, rules=rules),
+        vectors, bias, torch.float64, torch.float64,
+    )  # fmt: skip
+    for a, b in zip(found, exact, strict=True):
+        assert float((a.double() - b).detach().norm()) <= tolerance * max(float(b.detach().norm()), 1e-3)
+
+
+def test_strided_inputs_give_the_results_of_their_copies():
+    lengths, vectors, _, rules = random_case(2)
+    offsets = offsets_of(torch.tensor(lengths))
+    strided = [torch.stack([x, x], dim=-1).flatten(2).float()[:, :, ::2] for x in vectors]
+    assert not strided[0].is_contiguous()
+    call = {"max_length": max(lengths), "normaliser": NORMALISER, "rules": rules}
+    pairs = [[x[n] for x in (strided, vectors)] for n in range(3)]
+    found, expected = (hstu_attention(*(pair[n].float() for pair in pairs), offsets, **call) for n in range(2))
+    assert torch.equal(found, expected)
+
+
+def test_the_operator_declares_its_shapes_and_gradients():
+    """What torch.compile relies on."""
+    from nestrec.ops.hstu_attention_op import hstu_attention_kernel  # noqa: F401
+
+    lengths, vectors, _, _ = random_case(3)
+    q, k, v = (x.float().requires_grad_() for x in vectors[:3])
+    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 5, 0, None, NORMALISER)
+    torch.library.opcheck(
+        torch.ops.nestrec.hstu_attention, arguments,
+        test_utils=["test_schema", "test_autograd_registration", "test_faketensor"],
+    )  # fmt: skip
