@@ -337,6 +337,19 @@ def simulator(context: typer.Context, json: JsonFile = None) -> None:
     _finish("simulator", measure_simulator(bench), json)
 
 
+@app.command(context_settings=PASSED_ON)
+def attention(context: typer.Context, json: JsonFile = None) -> None:
+    """HSTU attention on this GPU against what torch offers, with the ceilings of a matrix product and a copy.
+
+    The fields of AttentionBench are options: [bold]--shapes u4096,logn --heads 4x128 --impls nestrec[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.attention import AttentionBench, measure_attention
+
+    bench = with_overrides(AttentionBench(), parse_overrides(context.args, ("json",)))
+    _finish("attention", measure_attention(bench), json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)
