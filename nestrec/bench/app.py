@@ -350,6 +350,24 @@ def attention(context: typer.Context, json: JsonFile = None) -> None:
     _finish("attention", measure_attention(bench), json)
 
 
+@app.command(context_settings=PASSED_ON)
+def negatives(context: typer.Context, json: JsonFile = None) -> None:
+    """Memory and time of training steps, by the number of negatives and how their vectors are kept.
+
+    The fields of NegativesBench are options: [bold]--negatives 32,128 --variants plain,fused --precision bf16[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.negatives import NegativesBench, measure_negatives
+
+    bench = with_overrides(NegativesBench(), parse_overrides(context.args, ("json",)))
+    rows = []
+    for row in measure_negatives(bench):
+        rows.append(row)
+        _save("negatives", rows, json)  # each row as soon as it is there: the next may not fit the device
+        typer.echo(f"{row['variant']} {row['negatives']}: {row['peak_gib']} GiB, {row['step_ms']} ms", err=True)
+    _finish("negatives", rows, json)
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from nestrec.ops.candidates import FALSE_NEGATIVE_LOGIT
-from nestrec.ops.softmax_losses import SampledKind
 
 _MASKED = tl.constexpr(FALSE_NEGATIVE_LOGIT)
 
@@ -117,7 +116,7 @@ def _sum_outer(
 
 def forward_kernel(
     query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None,
-    kind: SampledKind,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(T,) losses and (T,) log-sum-exp; inputs are contiguous."""
     (num_tokens, num_candidates), dim, wide = index_TN.shape, row_UD.shape[1], _wide(row_UD)
@@ -132,7 +131,7 @@ def forward_kernel(
 
 def backward_kernel(
     query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None,
-    total_T: torch.Tensor, grad_loss_T: torch.Tensor, kind: SampledKind,
+    total_T: torch.Tensor, grad_loss_T: torch.Tensor, kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(T, D) gradients of the queries and (T, N) of the logits."""
     (num_tokens, num_candidates), dim, wide = index_TN.shape, row_UD.shape[1], _wide(row_UD)

@@ -15,6 +15,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.parallel import for_parts
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import runs_triton
 
 
 def sum_outer_reference(
@@ -30,16 +32,26 @@ def sum_outer_reference(
 
 def sum_outer(slope_TN: torch.Tensor, query_TD: torch.Tensor, index_TN: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(num_rows, D) sums in the type of the slopes; float32 or float64."""
-    if slope_TN.device.type == "cuda":
-        from nestrec.ops.sampled_loss_kernels import sum_outer_kernel
-
-        return sum_outer_kernel(slope_TN, query_TD, index_TN, num_rows)
+    if runs_triton(slope_TN):
+        return sum_outer_on_device(slope_TN, query_TD, index_TN, num_rows)
     out = np.zeros((num_rows, query_TD.shape[1]), slope_TN.numpy().dtype)
     slope, index = slope_TN.contiguous().numpy(), index_TN.contiguous().numpy()
     query = query_TD.to(slope_TN.dtype).contiguous().numpy()
     # Threads share out rows, not positions, so that each row is still summed in order.
     for_parts(num_rows, index.size, lambda low, high: _sum_outer(out, slope, query, index, low, high))
     return torch.from_numpy(out)
+
+
+def _fake(slope: torch.Tensor, query: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return slope.new_empty(num_rows, query.shape[1])
+
+
+@kernel_op("sum_outer", fake=_fake)
+def sum_outer_on_device(slope: torch.Tensor, query: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The same by a kernel: one program a row, positions in order by tiles of a few."""
+    from nestrec.ops.sampled_loss_kernels import sum_outer_kernel
+
+    return sum_outer_kernel(slope, query, index, num_rows)
 
 
 @njit(cache=True, nogil=True)

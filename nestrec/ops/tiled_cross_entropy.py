@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import runs_triton
 from nestrec.ops.softmax_losses import at_least_float32
 
 TILE_TOKENS, TILE_ITEMS = 4096, 8192
@@ -63,10 +65,8 @@ def add_tile(
     first_S: torch.Tensor,
 ) -> None:  # fmt: skip
     """Bring the running maximum, sum and target logit of each token up to date, in place."""
-    if logit_SJ.is_cuda:
-        from nestrec.ops.tiled_cross_entropy_kernels import add_tile_kernel
-
-        add_tile_kernel(logit_SJ, target_S, highest_S, summed_S, first_S)
+    if runs_triton(logit_SJ):
+        _add_tile_on_device(logit_SJ, target_S, highest_S, summed_S, first_S)
         return
     logit_SJ = at_least_float32(logit_SJ)
     higher_S = torch.maximum(highest_S, logit_SJ.amax(1))
@@ -78,15 +78,35 @@ def add_tile(
 
 def to_slopes(logit_SJ: torch.Tensor, target_S: torch.Tensor, total_S: torch.Tensor, upstream_S: torch.Tensor) -> None:
     """Logits to the derivatives of the loss by them, in place."""
-    if logit_SJ.is_cuda:
-        from nestrec.ops.tiled_cross_entropy_kernels import to_slopes_kernel
-
-        to_slopes_kernel(logit_SJ, target_S, total_S, upstream_S)
+    if runs_triton(logit_SJ):
+        _to_slopes_on_device(logit_SJ, target_S, total_S, upstream_S)
         return
     softmax_SJ = (at_least_float32(logit_SJ) - total_S[:, None]).exp()
     is_here, place_S = _in_tile(target_S, logit_SJ.shape[1])
     softmax_SJ.scatter_add_(1, place_S[:, None], -is_here[:, None].to(softmax_SJ.dtype))
     logit_SJ.copy_(softmax_SJ * upstream_S[:, None])
+
+
+def _fake(*arguments: torch.Tensor) -> None:
+    """What is written is written into arguments."""
+
+
+@kernel_op("cross_entropy_tile", fake=_fake, mutates=("highest", "summed", "first"))
+def _add_tile_on_device(
+    logit: torch.Tensor, target: torch.Tensor, highest: torch.Tensor, summed: torch.Tensor, first: torch.Tensor
+) -> None:
+    from nestrec.ops.tiled_cross_entropy_kernels import add_tile_kernel
+
+    add_tile_kernel(logit, target, highest, summed, first)
+
+
+@kernel_op("cross_entropy_slopes", fake=_fake, mutates=("logit",))
+def _to_slopes_on_device(
+    logit: torch.Tensor, target: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
+) -> None:
+    from nestrec.ops.tiled_cross_entropy_kernels import to_slopes_kernel
+
+    to_slopes_kernel(logit, target, total, upstream)
 
 
 def _in_tile(target_S: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,24 @@
+"""The benchmark of negatives, small and on a CPU: its rows, and that every variant computed the same loss."""
+
+import json
+
+from typer.testing import CliRunner
+
+from nestrec.bench.app import app
+
+SMALL = {"negatives": "3,5", "lookups": "full,float16", "batch": 2, "length": 6, "num_layers": 1, "dim": 8,
+         "num_heads": 2, "num_items": 50, "warm_up": 1, "steps": 2, "device": "cpu"}  # fmt: skip
+
+
+def test_rows_of_every_variant_hold_what_the_frame_promises(tmp_path):
+    options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    found = CliRunner().invoke(app, ["negatives", *options, "--json", str(tmp_path / "n.json")])
+    assert found.exit_code == 0, found.output
+    rows = json.loads((tmp_path / "n.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["none"] + 4 * ["plain", "segments", "fused", "offload"]
+    assert all({"variant", "negatives", "peak_gib", "step_ms", "looked_up_bytes"} <= set(row) for row in rows)
+    assert all(row["step_ms"] > 0 for row in rows)
+    by_lookup = {(row["negatives"], row["lookup"]): row["looked_up_bytes"] for row in rows[1:]}
+    assert by_lookup[3, "float16"] < by_lookup[3, "full"] < by_lookup[5, "full"]
+    assert rows[0]["looked_up_bytes"] < by_lookup[3, "float16"]
+    assert [row["bus_floor_ms"] >= 0 for row in rows if row["variant"] == "offload"] == 4 * [True]
