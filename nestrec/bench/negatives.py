@@ -5,7 +5,6 @@ Memory of negatives is the peak above that of the same step without negatives. P
 FuXi-large on another kind of device, without and with its offload: only their ratios can be compared.
 """
 
-import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,13 @@ from nestrec.data.retrieval import HistoryConfig
 from nestrec.embedding import RowOptimizerConfig
 from nestrec.models import HSTUConfig
 from nestrec.models.negatives import NegativesConfig
+from nestrec.models.retrieval import SimilarityConfig
 from nestrec.ops.sampled_losses import VARIANTS, Variant
 from nestrec.pipeline import PipelineConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
 
+Lookup = Literal["full", "float16", "bfloat16"]
 PUBLISHED_GB = {32: (22.21, 17.42), 64: (31.64, 23.44), 128: (50.39, 34.27)}
 """TurboGR, Table 7: device memory with the negatives' vectors on the device, and offloaded."""
 BUS_BYTES_PER_S = 55e9
@@ -40,7 +41,7 @@ class NegativesBench:
     """of a token; a step without any is measured first"""
     variants: tuple[Variant, ...] = VARIANTS
     """how the loss is computed"""
-    lookups: tuple[Literal["full", "float16", "bfloat16"], ...] = ("full",)
+    lookups: tuple[Lookup, ...] = ("full",)
     """types in which rows that are only negatives are looked up"""
     sharing: int = 1
     """tokens whose negatives one meets"""
@@ -49,7 +50,7 @@ class NegativesBench:
     length: int = 2048
     """tokens of a sequence"""
     num_layers: int = 16
-    """of HSTU"""
+    """layers of HSTU"""
     dim: int = 1024
     """width of the model and of the rows, which are float32"""
     num_heads: int = 4
@@ -58,10 +59,10 @@ class NegativesBench:
     """rows of the item table, drawn uniformly"""
     segment_tokens: int = 512
     """tokens whose vectors are in memory at a time"""
-    schedule: Literal["serial", "dual_buffer"] = "serial"
+    schedule: Literal["serial", "dual_buffer"] = "dual_buffer"
     """how lookup and compute share the time"""
-    precision: Literal["tf32", "bf16", "fp32"] = "tf32"
-    """of dense products; TurboGR trains in TF32"""
+    precision: Literal["tf32", "bf16", "fp32"] = "bf16"
+    """of dense products"""
     device: Literal["cuda", "cpu"] = "cuda"
     """a CPU measures no memory; it is for tests"""
     warm_up: int = 3
@@ -71,54 +72,57 @@ class NegativesBench:
 
 
 def measure_negatives(bench: NegativesBench) -> Iterator[dict[str, Any]]:
-    """A row without negatives, then one for each number, lookup and variant."""
+    """For each lookup a row without negatives, then one for each number and variant."""
     lengths = np.full(bench.batch, bench.length)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         write_step_data(data, lengths, num_batches=NUM_BATCHES, num_items=bench.num_items, zipf=0.75)
-        base = next(_of_number(bench, data, 0, "full", (bench.variants[0],)))
-        yield {**base, "variant": "none"}
-        for number in bench.negatives:
-            for lookup in bench.lookups:
-                plain: dict[str, Any] = {}
-                for row in _of_number(bench, data, number, lookup, bench.variants):
-                    plain = row if row["variant"] == "plain" else plain
-                    yield row | _compared(row, base, plain) | _beside(bench, row)
+        for lookup in bench.lookups:
+            runner = StepRunner(_run_config(bench, data, lookup), bench.batch)
+            try:
+                yield from _of_lookup(bench, runner, lookup)
+            finally:
+                runner.close()
 
 
-def _of_number(
-    bench: NegativesBench, data: Path, number: int, lookup: Literal["full", "float16", "bfloat16"],
-    variants: tuple[Variant, ...],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    runner = StepRunner(_run_config(bench, data, number, lookup), bench.batch)
-    task, statistics = runner.session.task, runner.session.engine.statistics
+def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Iterator[dict[str, Any]]:
+    """All numbers of negatives on the same model and table."""
+    task, base = runner.session.task, {"peak_gib": 0.0}
     assert isinstance(task, RetrievalTask)
-    try:
-        for variant in variants:
+    for number in (0, *bench.negatives):
+        runner.step(is_last=True)
+        runner.take_from(task.assembler_of(number))
+        plain: dict[str, Any] = {}
+        for variant in bench.variants if number else bench.variants[:1]:
             task.variant = variant
-            for _ in range(bench.warm_up):
-                runner.step()
-            runner.wait()
-            _reset_peak(bench.device)
-            before = statistics.vector_bytes
-            seconds = runner.seconds(bench.steps)
-            yield {
-                "variant": variant, "negatives": number, "lookup": lookup, "sharing": bench.sharing,
-                "peak_gib": _peak_gib(bench.device), "step_ms": round(1e3 * seconds, 2),
-                "looked_up_bytes": (statistics.vector_bytes - before) // bench.steps,
-                "loss": round(float(runner.step()), 4), "precision": bench.precision, "items": bench.num_items,
-            }  # fmt: skip
-    finally:
-        runner.close()
-        del runner
-        gc.collect()
-        if bench.device == "cuda":
-            torch.cuda.empty_cache()
+            row = {"variant": variant, "negatives": number, "lookup": lookup, **_measured(bench, runner)}
+            if not number:
+                base = row
+                yield {**row, "variant": "none"}
+                continue
+            plain = row if variant == "plain" else plain
+            yield row | _compared(row, base, plain) | _beside(bench, row)
 
 
-def _run_config(
-    bench: NegativesBench, data: Path, number: int, lookup: Literal["full", "float16", "bfloat16"]
-) -> RunConfig:
+def _measured(bench: NegativesBench, runner: StepRunner) -> dict[str, Any]:
+    statistics = runner.session.engine.statistics
+    for _ in range(bench.warm_up):
+        runner.step()
+    runner.wait()
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()  # what other variants have left in pieces
+        torch.cuda.reset_peak_memory_stats()
+    before = statistics.vector_bytes
+    seconds = runner.seconds(bench.steps)
+    peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
+    return {
+        "peak_gib": round(peak / 2**30, 3), "step_ms": round(1e3 * seconds, 2),
+        "looked_up_bytes": (statistics.vector_bytes - before) // bench.steps, "loss": round(float(runner.step()), 4),
+        "sharing": bench.sharing, "precision": bench.precision, "items": bench.num_items,
+    }  # fmt: skip
+
+
+def _run_config(bench: NegativesBench, data: Path, lookup: Lookup) -> RunConfig:
     encoder = HSTUConfig(
         dim=bench.dim, num_layers=bench.num_layers, num_heads=bench.num_heads, head_dim=bench.dim // bench.num_heads,
         max_length=bench.length, position_bias=False,
@@ -127,7 +131,9 @@ def _run_config(
     return RunConfig(
         name="negatives",
         task=RetrievalTaskConfig(
-            encoder=encoder, history=HistoryConfig(max_length=bench.length), num_negatives=number, negatives=negatives,
+            encoder=encoder, history=HistoryConfig(max_length=bench.length), negatives=negatives,
+            # Rows as they are: vectors of negatives stay float32 whatever the precision of dense products.
+            similarity=SimilarityConfig(normalise=False, temperature=1.0), num_negatives=max(bench.negatives),
             item_optimizer=RowOptimizerConfig(kind="rowwise_adagrad"),
         ),
         data=DataConfig(folder=str(data)),
@@ -159,12 +165,3 @@ def _beside(bench: NegativesBench, row: dict[str, Any]) -> dict[str, Any]:
         moved = 2 * bench.batch * bench.length * (1 + row["negatives"] * bench.sharing) * bench.dim * 4
         found["bus_floor_ms"] = round(1e3 * moved / BUS_BYTES_PER_S, 2)
     return found
-
-
-def _reset_peak(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak_gib(device: str) -> float:
-    return round(torch.cuda.max_memory_allocated() / 2**30, 3) if device == "cuda" else 0.0

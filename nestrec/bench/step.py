@@ -24,7 +24,7 @@ from nestrec.bench.length_shapes import lengths_of
 from nestrec.bench.step_data import fixed_batch, write_step_data
 from nestrec.bench.step_memory import measure_memory
 from nestrec.bench.step_parts import parts_of
-from nestrec.data.batches import Batch
+from nestrec.data.batches import Assembler, Batch
 from nestrec.data.order import Position
 from nestrec.data.retrieval import HistoryConfig
 from nestrec.distributed import Topology
@@ -156,9 +156,13 @@ class StepRunner:
         self._schedule: Schedule = SCHEDULES[cfg.pipeline.schedule](
             self.session.engine, compute, self.session.dense, Tracer(rank=0), cfg.pipeline
         )
-        made = [fixed_batch(self.session.task.assembler, b, batch_samples) for b in range(NUM_BATCHES)]
+        self._batch_samples, self._number = batch_samples, 0
+        self.take_from(self.session.task.assembler)
+
+    def take_from(self, assembler: Assembler) -> None:
+        """Batches of this assembler from here on; before the first step, or after a last one."""
+        made = [fixed_batch(assembler, b, self._batch_samples) for b in range(NUM_BATCHES)]
         self._feed = Feed(_endless(made))
-        self._number = 0
 
     def step(self, *, is_last: bool = False) -> torch.Tensor:
         """One step; its loss, still on the device. The last one is a fence: nothing is in flight after it."""

@@ -74,9 +74,14 @@ class RetrievalTask(Task):
                 seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store, **_half(cfg),
             ),
         )  # fmt: skip
-        self.assembler = RetrievalAssembler(
-            dataset, self._split, cfg.history, seed=seed, use_times=self._use_times, sampler=self._sampler(),
-            sharing=cfg.negatives.sharing,
+        self._seed = seed
+        self.assembler = self.assembler_of(cfg.num_negatives)
+
+    def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
+        """Samples with so many negatives a token."""
+        return RetrievalAssembler(
+            self._dataset, self._split, self.cfg.history, seed=self._seed, use_times=self._use_times,
+            sampler=self._sampler(num_negatives), sharing=self.cfg.negatives.sharing,
         )  # fmt: skip
 
     def loss(
@@ -110,19 +115,19 @@ class RetrievalTask(Task):
         details = {"users": queries.users, **{f"rank/{system}": r for system, r in rank.items()}}
         return Evaluation(part, self.cfg.evaluation.headline, metrics, details)
 
-    def _sampler(self) -> Sampler | None:
+    def _sampler(self, num_negatives: int) -> Sampler | None:
         """What draws the negatives; none for the whole catalogue."""
         cfg, options, num_items = self.cfg, self.cfg.negatives, self._dataset.num_items
         if cfg.loss == "full":
             return None
         if options.sampler == "uniform":
-            _check_enough(cfg, num_items, "items")
-            return Uniform(cfg.num_negatives, num_items)
+            _check_enough(num_negatives, num_items, "items")
+            return Uniform(num_negatives, num_items)
         counts_N = np.bincount(self._training_events()[0], minlength=num_items + 1)[1:]
         if options.sampler == "in_batch":
-            return InBatch(counts_N if options.log_q else None, cfg.num_negatives)
-        _check_enough(cfg, int((counts_N > 0).sum()), "items with events")
-        return ByPopularity(counts_N, cfg.num_negatives, power=options.popularity_power, log_q=options.log_q)
+            return InBatch(counts_N if options.log_q else None, num_negatives)
+        _check_enough(num_negatives, int((counts_N > 0).sum()), "items with events")
+        return ByPopularity(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
 
     def _training_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Items of the training events of all users, and the offsets of the users."""
@@ -151,11 +156,11 @@ def _half(cfg: RetrievalTaskConfig) -> dict[str, Any]:
     return {"half_features": ("negative",), "half_dtype": cfg.negatives.lookup}
 
 
-def _check_enough(cfg: RetrievalTaskConfig, num_items: int, what: str) -> None:
-    if num_items <= cfg.num_negatives:
+def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
+    if num_items <= num_negatives:
         raise UserError(
             f"needs more than so many {what} to draw from, and there are {num_items}", field="task.num_negatives",
-            value=cfg.num_negatives, remedy="take fewer negatives, or the whole catalogue with task.loss=full",
+            value=num_negatives, remedy="take fewer negatives, or the whole catalogue with task.loss=full",
         )  # fmt: skip
 
 
