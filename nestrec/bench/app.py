@@ -355,6 +355,7 @@ def negatives(context: typer.Context, json: JsonFile = None) -> None:
     """Memory and time of training steps, by the number of negatives and how their vectors are kept.
 
     The fields of NegativesBench are options: [bold]--negatives 32,128 --variants plain,fused --precision bf16[/bold].
+    With [bold]--ranks 4[/bold] only the bytes are counted that so many ranks of this machine's CPU move.
     """
     from nestrec.base.config import with_overrides
     from nestrec.bench.negatives import NegativesBench, measure_negatives
@@ -364,7 +365,8 @@ def negatives(context: typer.Context, json: JsonFile = None) -> None:
     for row in measure_negatives(bench):
         rows.append(row)
         _save("negatives", rows, json)  # each row as soon as it is there: the next may not fit the device
-        typer.echo(f"{row['variant']} {row['negatives']}: {row['peak_gib']} GiB, {row['step_ms']} ms", err=True)
+        figures = [f"{name} {row[name]}" for name in ("peak_gib", "step_ms", "looked_up_bytes") if name in row]
+        typer.echo(f"{row['variant']} {row['negatives']}: {', '.join(figures)}", err=True)
     _finish("negatives", rows, json)
 
 

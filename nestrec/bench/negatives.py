@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
+from nestrec.bench.negatives_bytes import Lookup, measure_bytes
 from nestrec.bench.step import NUM_BATCHES, StepRunner
 from nestrec.bench.step_data import write_step_data
 from nestrec.data.retrieval import HistoryConfig
@@ -26,7 +27,6 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
 
-Lookup = Literal["full", "float16", "bfloat16"]
 PUBLISHED_GB = {32: (22.21, 17.42), 64: (31.64, 23.44), 128: (50.39, 34.27)}
 """TurboGR, Table 7: device memory with the negatives' vectors on the device, and offloaded."""
 BUS_BYTES_PER_S = 55e9
@@ -69,10 +69,16 @@ class NegativesBench:
     """steps that are not timed"""
     steps: int = 5
     """timed steps"""
+    ranks: int = 0
+    """so many ranks of this machine's CPU count the bytes they move, and nothing is timed; 0: one device is timed"""
 
 
 def measure_negatives(bench: NegativesBench) -> Iterator[dict[str, Any]]:
-    """For each lookup a row without negatives, then one for each number and variant."""
+    """For each lookup a row without negatives, then one for each number and variant; or the bytes that ranks move."""
+    if bench.ranks:
+        tokens = bench.batch * bench.length
+        yield from measure_bytes(bench.ranks, tokens, bench.dim, bench.num_items, bench.negatives)
+        return
     lengths = np.full(bench.batch, bench.length)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")

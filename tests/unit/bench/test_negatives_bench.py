@@ -5,6 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from nestrec.bench.app import app
+from nestrec.bench.negatives_bytes import measure_bytes
 
 SMALL = {"negatives": "3,5", "lookups": "full,float16", "batch": 2, "length": 6, "num_layers": 1, "dim": 8,
          "num_heads": 2, "num_items": 50, "warm_up": 1, "steps": 2, "device": "cpu"}  # fmt: skip
@@ -22,3 +23,10 @@ def test_rows_of_every_variant_hold_what_the_frame_promises(tmp_path):
     assert by_lookup[3, "float16"] < by_lookup[3, "full"] < by_lookup[5, "full"]
     assert by_lookup[0, "full"] == by_lookup[0, "float16"] < by_lookup[3, "float16"]
     assert [row["bus_floor_ms"] >= 0 for row in rows if row["variant"] == "offload"] == 4 * [True]
+
+
+def test_ranks_move_half_the_bytes_of_negatives_in_half_precision():
+    rows = list(measure_bytes(2, tokens=20, dim=4, num_items=500, negatives=(8,)))
+    assert [row["lookup"] for row in rows] == ["full", "float16"]
+    assert rows[0]["sent_bytes"] > 0
+    assert rows[1]["of_full"] == [0.5, 0.5]
