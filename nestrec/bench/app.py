@@ -207,16 +207,16 @@ def relay(context: typer.Context, json: JsonFile = None) -> None:
     """
     from nestrec.base.config import with_overrides
     from nestrec.bench.relay import RelayBench, measure_relay
+    from nestrec.bench.relay_tables import short_rows, summary
 
     bench = with_overrides(RelayBench(), parse_overrides(context.args, ("json",)))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in measure_relay(bench):
         rows.append(row)
-        found = f"{row['max_qps']}/s" if "max_qps" in row else f"{row['longest_history']} events"
-        typer.echo(f"{row['mode']}, returning {row['returning']}: {found}", err=True)
-    _show("relay: largest rate", [row for row in rows if "max_qps" in row])
-    _show("relay: longest history", [row for row in rows if "longest_history" in row])
-    _save("relay", rows, json)
+        typer.echo(summary(row), err=True)
+        _save("relay", rows, json, emulated=any(row.get("emulated", False) for row in rows))
+    for title, shown in short_rows(rows).items():
+        _show(f"relay: {title}", shown)
 
 
 @app.command()

@@ -81,9 +81,10 @@ async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send,
 
 
 def largest(
-    measure: Callable[[float], Trial], slo_ms: float, *, start: float, rounds: int = 5
+    measure: Callable[[float], Trial], slo_ms: float, *, start: float, rounds: int = 5, factor: float = 2.0
 ) -> tuple[float, Trial | None]:
-    """The largest rate (or whatever `measure` takes) that meets the SLO: double, then halve the interval."""
+    """The largest rate (or whatever `measure` takes) that meets the SLO: multiply or divide by `factor` until it lies
+    in between, then halve the interval."""
     low, high, best = 0.0, math.inf, None
     value = start
     for _ in range(24):
@@ -93,10 +94,12 @@ def largest(
         else:
             high = value
         if math.isinf(high):
-            value = low * 2
+            value = low * factor
+        elif not low and rounds > 0 and high > start / 64:
+            value = high / factor
         elif rounds == 0 or high <= low * 1.05:
             break
         else:
             rounds -= 1
-            value = (low + high) / 2 if low else high / 2
+            value = (low + high) / 2
     return low, best

@@ -1,41 +1,39 @@
-"""`nestrec bench relay`: how many requests a second meet a P99, in four ways of serving the same model.
+"""`nestrec bench relay`: how many requests a second meet a P99, in several ways of serving the same model.
 
     full        every request computes history and candidates
-    dram_fetch  prefixes wait in DRAM and are fetched when the ranking request is there
+    dram_fetch  prefixes of earlier visits wait in DRAM and are fetched when the ranking request is there
     relay       a signal precedes the request, the prefix is computed ahead and kept on the device
     relay_dram  the same, with DRAM behind the device
 
-and, as ablations,
-
-    reactive    no signals: prefixes of earlier requests are found on the device or in DRAM, or not at all
-    relay_all   a signal for every request within the bounds, at risk or not
-
-All modes use the same kernels, batches and engine; they differ in where prefixes are kept and when they are computed.
-Requests go straight to the engine: the front is measured by `nestrec replay`.
+and the ablations of `relay_modes`. All use the same kernels, batches and engine. Requests go straight to the engine:
+the front is measured by `nestrec bench front`.
 """
 
-import asyncio
+import gc
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError, did_you_mean
-from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_loop
+from nestrec.bench.open_loop import Trial, largest
+from nestrec.bench.relay_bound import Costs, measure_costs
+from nestrec.bench.relay_load import NUM_ITEMS, Load, run_trial
+from nestrec.bench.relay_modes import MODES, Mode, mode_named
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.forms import Form, make_form
+from nestrec.serving.page_pool import PagePool, bytes_a_token
 from nestrec.serving.random_model import random_ranking
-from nestrec.serving.servable import Servable
+from nestrec.serving.runners import make_runner
 from nestrec.serving.tiers import TiersConfig
 from nestrec.serving.trigger import TriggerConfig
-from nestrec.serving.work import RefusedError
 
-MODES = ("full", "dram_fetch", "relay", "relay_dram")
+_MOST_VISITS = 64
+_LONGEST = 3
+"""times the longest history: how far `longest` looks"""
 
 
 @config
@@ -50,24 +48,36 @@ class RelayBench:
     """items of a ranking request"""
     returning: tuple[float, ...] = (0.0, 0.3, 0.6)
     """shares of requests of users who were here before"""
-    modes: tuple[str, ...] = MODES
-    """ways of serving; also reactive and relay_all"""
+    recent_users: int = 64
+    """a returning user is one of so many latest ones"""
+    new_events: int = 4
+    """of a user between two visits"""
+    modes: tuple[str, ...] = tuple(MODES)
+    """ways of serving; also reactive, relay_all, no_affinity and remote_fetch"""
     longest: bool = False
     """also find the longest history that meets the SLO at half the largest rate of the first mode"""
+    curve: tuple[float, ...] = ()
+    """also the latency at these multiples of each mode's largest rate"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
-    slo_ms: float = 0.0
-    """SLO, where it is not to follow from the factor"""
+    slo_ms: tuple[float, ...] = ()
+    """SLOs beside that one"""
     signal_ms: float = 150.0
     """from signal to ranking request"""
     duration_s: float = 8.0
     """of a trial"""
-    rounds: int = 4
+    rounds: int = 3
     """halvings of the interval in which the largest rate is searched"""
     cache_bytes: int = 256 << 20
     """device memory for prefixes"""
     dram_bytes: int = 1 << 30
     """host memory for prefixes"""
+    max_batch_tokens: int = 4096
+    """new tokens of a batch"""
+    chunk_tokens: int = 256
+    """tokens of signals in a batch that ranks nothing"""
+    mixed_chunk_tokens: int = 0
+    """tokens of signals in a batch that ranks"""
     device: str = "cpu"
     """cpu or cuda"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -76,156 +86,177 @@ class RelayBench:
     """of weights, arrivals and histories"""
 
 
-class Load:
-    """Users and their requests; a user's history is a function of the user."""
+class Bed:
+    """A model with its memory and graphs, on which engines of all modes run one after the other."""
 
-    def __init__(self, bench: RelayBench, history: int, candidates: int, returning: float):
-        self.bench, self.history, self.candidates, self.returning = bench, history, candidates, returning
-
-    def users(self, count: int) -> list[int]:
-        rng = np.random.default_rng(self.bench.seed)
-        users: list[int] = []
-        for number in range(count):
-            is_back = bool(users) and rng.random() < self.returning
-            users.append(users[int(rng.integers(len(users)))] if is_back else number)
-        return users
-
-    def request(self, user: int) -> tuple[History, Candidates]:
-        rng = np.random.default_rng((self.bench.seed, user))
-        length = self.history
-        history = History(
-            items=rng.integers(1, 10_000, length), times_ms=np.sort(rng.integers(0, 10**10, length)),
-            actions=rng.integers(0, 4, length), features={"event_tab": rng.integers(0, 3, length)},
+    def __init__(self, bench: RelayBench):
+        self.bench = bench
+        events = max(bench.history) * (_LONGEST if bench.longest else 1) + _MOST_VISITS * bench.new_events
+        encoder = replace(bench.encoder, max_length=2 * (events + 1))
+        dtype = getattr(torch, bench.dtype)
+        servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
+        self.form: Form = make_form(servable)
+        page_tokens = TiersConfig().page_tokens
+        pool = PagePool(
+            encoder, num_pages=max(1, bench.cache_bytes // (bytes_a_token(encoder, dtype) * page_tokens)),
+            page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
         )  # fmt: skip
-        items, tab = rng.integers(1, 10_000, self.candidates), np.ones(self.candidates, np.int64)
-        return history, Candidates(items=items, now_ms=2 * 10**10, features={"event_tab": tab})
+        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
+        self._num_trials = 0
+
+    def load(self, history: int, candidates: int, returning: float) -> Load:
+        bench = self.bench
+        return Load(
+            history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
+            recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
+            seed=bench.seed,
+        )  # fmt: skip
+
+    def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> tuple[Trial, dict[str, int]]:
+        """An engine of its own with empty caches; its counts."""
+        self._num_trials += 1
+        gc.collect()
+        engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
+        try:
+            return run_trial(engine, mode, load, rate), engine.counts
+        finally:
+            engine.close()
+
+
+def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
+    """The engine of a mode."""
+    tiers = TiersConfig(
+        cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
+        keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
+        dram_link_gb_per_s=mode.fetch_gb_per_s,
+    )  # fmt: skip
+    trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
+    return EngineConfig(
+        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=bench.chunk_tokens,
+        mixed_chunk_tokens=bench.mixed_chunk_tokens, max_batch_tokens=bench.max_batch_tokens,
+    )  # fmt: skip
 
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     """Rows, as they are ready."""
-    for history in bench.history:
-        servable = model_for(bench, history)
-        for candidates in bench.candidates:
-            alone = Engine(make_form(servable), engine_config("full", bench, 1e3))
-            unloaded = run_trial(alone, Load(bench, history, candidates, 0.0), 2.0, sends_signals=False)
-            slo_ms = bench.slo_ms or bench.slo_factor * unloaded.percentile_ms(50)
-            for returning in bench.returning:
-                load = Load(bench, history, candidates, returning)
-                rows = []
-                for row in _compare(servable, bench, load, slo_ms, unloaded.percentile_ms(50)):
-                    rows.append(row)
-                    yield row
-                if bench.longest and rows[0]["max_qps"]:
-                    yield from _longest(bench, load, slo_ms, rows[0]["max_qps"] / 2)
+    for name in bench.modes:
+        mode_named(name)
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(5e-4)  # generator and engine share an interpreter: neither may keep it for milliseconds
+    try:
+        bed = Bed(bench)
+        for history in bench.history:
+            for candidates in bench.candidates:
+                yield from _at_one_size(bed, history, candidates)
+    finally:
+        sys.setswitchinterval(before_s)
 
 
-def model_for(bench: RelayBench, history: int) -> Servable:
-    encoder = replace(bench.encoder, max_length=2 * (history + 1))
-    dtype = getattr(torch, bench.dtype)
-    return random_ranking(encoder, num_items=10_000, seed=bench.seed, device=bench.device, dtype=dtype)
+def _at_one_size(bed: Bed, history: int, candidates: int) -> Iterator[dict[str, Any]]:
+    bench = bed.bench
+    costs = measure_costs(bed.runner, bed.load(history, candidates, 0.0))
+    quiet = replace(bed.load(history, candidates, 0.0), duration_s=min(2.0, bench.duration_s))
+    unloaded, _ = bed.trial(MODES["full"], quiet, max(10.0, 100.0 / costs.full_ms), 1e3)
+    slos_ms = [bench.slo_factor * unloaded.percentile_ms(50), *bench.slo_ms]
+    best_of: dict[tuple[str, float], float] = {}
+    for returning in bench.returning:
+        load = bed.load(history, candidates, returning)
+        for name in bench.modes:
+            sweep = Sweep(bed, name, load, costs, slos_ms[0])
+            for slo_ms in slos_ms:
+                is_known = not mode_named(name).keeps_prefix and (name, slo_ms) in best_of
+                row = sweep.row(slo_ms, known=best_of.get((name, slo_ms)) if is_known else None)
+                best_of[name, slo_ms] = row["max_qps"]
+                first = best_of[bench.modes[0], slo_ms]
+                yield {**row, "speedup": round(row["max_qps"] / first, 3) if first else None,
+                       "full_p50_ms": round(unloaded.percentile_ms(50), 3)}  # fmt: skip
+            yield from sweep.curve(slos_ms[0], best_of[name, slos_ms[0]])
+        if bench.longest:
+            yield from _longest(bed, load, slos_ms[0], best_of[bench.modes[0], slos_ms[0]] / 2)
 
 
-def _longest(bench: RelayBench, load: Load, slo_ms: float, rate: float) -> Iterator[dict[str, Any]]:
+class Sweep:
+    """Trials of one mode under one load; a rate is tried once."""
+
+    def __init__(self, bed: Bed, name: str, load: Load, costs: Costs, budget_ms: float):
+        self._bed, self._name, self._load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
+        self._mode = mode_named(name)
+        self._trials: dict[float, tuple[Trial, dict[str, int]]] = {}
+
+    def measure(self, rate: float) -> Trial:
+        if rate not in self._trials:
+            self._trials[rate] = self._bed.trial(self._mode, self._load, rate, self._budget_ms)
+        return self._trials[rate][0]
+
+    def row(self, slo_ms: float, known: float | None = None) -> dict[str, Any]:
+        """The largest rate that meets an SLO; `known` where another load has given it already."""
+        bound = self._costs.bound_qps(self._mode, self._load.returning)
+        best: Trial | None = None
+        if known is None:
+            start = bound * (0.85 if self._mode.sends_signals else 0.4)
+            rate, best = largest(self.measure, slo_ms, start=start, rounds=self._bed.bench.rounds, factor=1.3)
+        else:
+            rate = known
+        return {
+            **self._labels(), "slo_ms": round(slo_ms, 3), "max_qps": round(rate, 2), "bound_qps": round(bound, 1),
+            **_percentiles(best), **_shares(self._trials[rate][1] if best is not None else {}),
+            "full_device_ms": self._costs.full_ms, "prefix_device_ms": self._costs.prefix_ms,
+            "rank_device_ms": self._costs.rank_ms, "reload_ms": self._costs.reload_ms,
+            "prefix_mb": round(self._costs.prefix_mb, 2), "trials": len(self._trials),
+        }  # fmt: skip
+
+    def curve(self, slo_ms: float, capacity: float) -> Iterator[dict[str, Any]]:
+        for share in self._bed.bench.curve if capacity else ():
+            trial = self.measure(share * capacity)
+            yield {
+                **self._labels(), "slo_ms": round(slo_ms, 3), "load": share, "rate": round(share * capacity, 2),
+                **_percentiles(trial), "refused": trial.num_refused,
+            }  # fmt: skip
+
+    def _labels(self) -> dict[str, Any]:
+        load, bench = self._load, self._bed.bench
+        return {
+            "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
+            "device": bench.device, "dtype": bench.dtype, "emulated": self._mode.fetch_gb_per_s > 0,
+        }  # fmt: skip
+
+
+def _longest(bed: Bed, load: Load, slo_ms: float, rate: float) -> Iterator[dict[str, Any]]:
     """The longest history of each mode at one rate and one SLO."""
     baseline = 0.0
-    for mode in bench.modes:
+    for name in bed.bench.modes if rate else ():
 
-        def measure(length: float, mode: str = mode) -> Trial:
-            engine = Engine(make_form(model_for(bench, round(length))), engine_config(mode, bench, slo_ms))
-            longer = Load(bench, round(length), load.candidates, load.returning)
-            return run_trial(engine, longer, rate, sends_signals=mode.startswith("relay"))
+        def measure(length: float, name: str = name) -> Trial:
+            longer = replace(load, history=min(round(length), _LONGEST * max(bed.bench.history)))
+            return bed.trial(mode_named(name), longer, rate, slo_ms)[0]
 
-        length, best = largest(measure, slo_ms, start=float(load.history), rounds=bench.rounds)
+        length, best = largest(measure, slo_ms, start=float(load.history), rounds=bed.bench.rounds, factor=1.4)
+        length = min(length, _LONGEST * max(bed.bench.history))
         baseline = baseline or length
         yield {
-            "mode": mode, "longest_history": round(length), "candidates": load.candidates, "returning": load.returning,
-            "slo_ms": round(slo_ms, 2), "rate": round(rate, 2), "of_first_mode": round(length / max(baseline, 1.0), 3),
-            "p50_ms": _ms(best, 50), "p99_ms": _ms(best, 99), "device": bench.device, "dtype": bench.dtype,
+            "mode": name, "longest_history": round(length), "candidates": load.candidates, "returning": load.returning,
+            "slo_ms": round(slo_ms, 3), "rate": round(rate, 2), "of_first_mode": round(length / max(baseline, 1.0), 3),
+            **_percentiles(best), "device": bed.bench.device, "dtype": bed.bench.dtype,
         }  # fmt: skip
 
 
-def _compare(
-    servable: Servable, bench: RelayBench, load: Load, slo_ms: float, unloaded_ms: float
-) -> Iterator[dict[str, Any]]:
-    baseline = 0.0
-    for mode in bench.modes:
-        counts_of: dict[float, dict[str, int]] = {}
-
-        def measure(rate: float, mode: str = mode, counts_of: dict[float, dict[str, int]] = counts_of) -> Trial:
-            engine = Engine(make_form(servable), engine_config(mode, bench, slo_ms))
-            trial = run_trial(engine, load, rate, sends_signals=mode.startswith("relay"))
-            counts_of[rate] = engine.counts
-            return trial
-
-        start = max(baseline, 0.3 * 1e3 / unloaded_ms)
-        rate, best = largest(measure, slo_ms, start=start, rounds=bench.rounds)
-        baseline = baseline or rate
-        yield {
-            "mode": mode, "history": load.history, "candidates": load.candidates, "returning": load.returning,
-            "slo_ms": round(slo_ms, 2), "max_qps": round(rate, 2), "speedup": round(rate / max(baseline, 1e-9), 3),
-            "p50_ms": _ms(best, 50), "p99_ms": _ms(best, 99), **_shares(counts_of.get(rate, {})),
-            "full_p50_ms": round(unloaded_ms, 2), "device": bench.device, "dtype": bench.dtype,
-        }  # fmt: skip
+def _percentiles(trial: Trial | None) -> dict[str, float | None]:
+    if trial is None:
+        return {"p50_ms": None, "p99_ms": None, "generator_late_p99_ms": None}
+    return {
+        "p50_ms": round(trial.percentile_ms(50), 3), "p99_ms": round(trial.percentile_ms(99), 3),
+        "generator_late_p99_ms": round(trial.lateness_ms, 3),
+    }  # fmt: skip
 
 
 def _shares(counts: dict[str, int]) -> dict[str, float]:
     ranked = {source: counts.get(f"rank_{source}", 0) for source in ("none", "device", "dram")}
     total = max(1, sum(ranked.values()))
-    signals = max(1, sum(counts.get(name, 0) for name in _DECISIONS))
+    signals = max(1, sum(counts.get(f"signal_{reason}", 0) for reason in _DECISIONS))
     return {
         "hit_rate": round(1 - ranked["none"] / total, 3), "dram_hits": round(ranked["dram"] / total, 3),
         "admitted": round(counts.get("signal_admitted", 0) / signals, 3),
     }  # fmt: skip
 
 
-_DECISIONS = {f"signal_{reason}" for reason in ("admitted", "safe", "live_cap", "rate_cap", "never")}
-
-
-def _ms(trial: Trial | None, q: float) -> float | None:
-    return None if trial is None else round(trial.percentile_ms(q), 2)
-
-
-def engine_config(mode: str, bench: RelayBench, slo_ms: float) -> EngineConfig:
-    """The engine of a mode."""
-    if mode not in (*MODES, "reactive", "relay_all"):
-        raise UserError("is no way of serving", field="modes", value=mode, remedy=did_you_mean(mode, MODES))
-    tiers = TiersConfig(
-        cache_bytes=bench.cache_bytes,
-        dram_bytes=0 if mode in ("full", "relay") else bench.dram_bytes,
-        keeps_prefix=mode != "full",
-        keeps_on_device=mode != "dram_fetch",
-    )
-    policy = "all" if mode == "relay_all" else "at_risk" if mode.startswith("relay") else "never"
-    trigger = TriggerConfig(policy=policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
-    is_cpu = bench.device == "cpu"
-    return EngineConfig(
-        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=256 if is_cpu else 2048,
-        mixed_chunk_tokens=0 if is_cpu else 1024,
-    )  # fmt: skip
-
-
-def run_trial(engine: Engine, load: Load, rate: float, *, sends_signals: bool) -> Trial:
-    """One rate on an engine of its own, which is closed at the end."""
-    bench, signal_s = load.bench, load.bench.signal_ms / 1e3
-    at_s = poisson_arrivals(rate, bench.duration_s, bench.seed)
-    users = load.users(len(at_s))
-    requests = {user: load.request(user) for user in set(users)}
-
-    async def send(number: int) -> bool:
-        user = users[number]
-        history, candidates = requests[user]
-        try:
-            if sends_signals:
-                engine.preinfer(str(user), history, candidates.now_ms, len(candidates), timeout_s=10.0)
-            await asyncio.sleep(signal_s)
-            work = engine.rank(str(user), history, candidates, timeout_s=10.0)
-            await asyncio.wrap_future(work.future)
-        except RefusedError:
-            return False
-        return True
-
-    trial = asyncio.run(run_open_loop(at_s, send, lead_s=signal_s))
-    engine.close()
-    if bench.device == "cuda":
-        torch.cuda.empty_cache()
-    return trial
+_DECISIONS = ("admitted", "safe", "live_cap", "rate_cap", "never")

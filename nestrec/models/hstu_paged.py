@@ -25,6 +25,8 @@ class PagedBatch:
     """of the pool, where keys and values are kept; negative where they are not"""
     blocks: torch.Tensor
     """(blocks, FIELDS) of `plan_blocks`, filled up with zeros"""
+    last_blocks: torch.Tensor
+    """those of the candidates, whose states alone are read after the last layer"""
     pages: torch.Tensor
     """page numbers of all sequences"""
 
@@ -39,22 +41,23 @@ def is_pageable(model: HSTU) -> bool:
 def paged_forward(
     model: HSTU, x_TD: torch.Tensor, batch: PagedBatch, pool: torch.Tensor, page_tokens: int
 ) -> torch.Tensor:
-    """(T, D) states. pool: (L, 2, H, slots, D), read and written."""
+    """(T, D) states, of the candidates only. pool: (L, 2, H, slots, D), read and written."""
     x_TD = x_TD * model.cfg.dim**0.5 + model.position[batch.position_T]
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, HSTULayer)
-        x_TD = _layer(layer, x_TD, batch, pool[number], page_tokens)
+        blocks = batch.last_blocks if number == len(model.layers) - 1 else batch.blocks
+        x_TD = _layer(layer, x_TD, batch, blocks, pool[number], page_tokens)
     return x_TD
 
 
-def _layer(
-    layer: HSTULayer, x_TD: torch.Tensor, batch: PagedBatch, pool: torch.Tensor, page_tokens: int
+def _layer(  # noqa: PLR0917
+    layer: HSTULayer, x_TD: torch.Tensor, batch: PagedBatch, blocks: torch.Tensor, pool: torch.Tensor, page_tokens: int
 ) -> torch.Tensor:
     normed = layer_norm(x_TD, x_TD.shape[1:], eps=NORM_EPS)
     u, v, q, k = silu(normed @ layer.uvqk, inplace=True).chunk(4, dim=1)
     store_in_pages(k, v, pool, batch.slot_T)
     attended = paged_attention(
-        q, k, v, pool, batch.blocks, batch.pages, page_tokens=page_tokens, normaliser=layer.cfg.normaliser
+        q, k, v, pool, blocks, batch.pages, page_tokens=page_tokens, normaliser=layer.cfg.normaliser
     )
     gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
     out_TD: torch.Tensor = x_TD + layer.output(gated)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 BLOCK_KEYS = 64
 FIELDS = 8
 
@@ -157,7 +157,7 @@ def paged_attention(  # noqa: PLR0917
     page_tokens: int,
     normaliser: float,
     block_rows: int = BLOCK_ROWS,
-    num_warps: int = 8,
+    num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
     """(T, H * D); rows that no block names are left as they were in memory.

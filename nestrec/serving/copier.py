@@ -20,7 +20,9 @@ _SMOOTH = 0.1
 class Copier:
     """One copy after the other; `done` is called on the copier's thread."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, link_gb_per_s: float = 0.0) -> None:
+        """link_gb_per_s: emulates a slower link; 0 copies as fast as the machine can."""
+        self._link_s_a_byte = 1e-9 / link_gb_per_s if link_gb_per_s else 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nestrec-copier")
         self._lock = threading.Lock()
@@ -31,6 +33,7 @@ class Copier:
             start_s = time.perf_counter()
             with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
                 result = copy()
+            time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
             seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
             with self._lock:
                 self._seconds_a_byte += _SMOOTH * (seconds - self._seconds_a_byte)

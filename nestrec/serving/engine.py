@@ -7,6 +7,7 @@ while answers, holds and copies to DRAM wait for its end.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.planner import Planner, Step
 from nestrec.serving.prefix_cache import CacheKey, Entry
-from nestrec.serving.runner import Launched, Scored
+from nestrec.serving.runner import BatchRunner, Launched, Scored
 from nestrec.serving.runners import make_runner
 from nestrec.serving.tiers import PrefixTiers
 from nestrec.serving.trigger import Decision, Trigger
@@ -43,14 +44,19 @@ class _Batch:
 class Engine:
     """Submit from any thread. `close` ends the thread."""
 
-    def __init__(self, form: Form, cfg: EngineConfig, *, keyed: KeyedHash | None = None, clock: Clock | None = None):
+    def __init__(
+        self, form: Form, cfg: EngineConfig, *, keyed: KeyedHash | None = None, clock: Clock | None = None,
+        runner: BatchRunner | None = None,
+    ):  # fmt: skip
+        """runner: one of an engine that has been closed, with its memory and graphs."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
         self.counts: dict[str, int] = {}
         self.costs = CostModel()
         self.tiers = PrefixTiers(
-            form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count
-        )
-        self._runner = make_runner(form, self.tiers.pool, cfg)
+            form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
+            pool=runner.pool if runner is not None else None,
+        )  # fmt: skip
+        self._runner = runner or make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
         self._planner = Planner(
             cfg, self.tiers, self.clock, tokens_an_event=form.tokens_an_event, end=self._finish,
@@ -60,6 +66,7 @@ class Engine:
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
+        self._busy_until_s = 0.0
         self._queued_s = 0.0
         self._num_pending = 0
         self._is_draining = self._is_closed = False
@@ -177,6 +184,7 @@ class Engine:
             warm_up(self._runner, self.costs)
             self._is_warm.set()
             while self._take_new():
+                self._wait_for_turn()
                 steps = self._planner.plan()
                 if steps:
                     self._launch(steps)
@@ -205,7 +213,15 @@ class Engine:
             self._planner.add(work)
         return True
 
+    def _wait_for_turn(self) -> None:
+        """Plan as late as keeps the device busy: who comes meanwhile is in the next batch and not in the one after."""
+        left_s = self._busy_until_s - self._runner.lead_s - time.perf_counter()
+        if self._in_flight and left_s > 0:
+            time.sleep(left_s)
+            self._take_new()
+
     def _launch(self, steps: list[Step]) -> None:
+        self._busy_until_s = max(self._busy_until_s, time.perf_counter()) + self._predict_s(steps)
         try:
             launched = self._runner.launch([step.part for step in steps])
         except Exception:
@@ -233,8 +249,8 @@ class Engine:
             for step in batch.steps:
                 self._fail(step)
             return
-        works = [step.part.work for step in batch.steps]
-        self.costs.observe(sum(w[0] for w in works), sum(w[1] for w in works), seconds)
+        self.costs.observe(*_work_of(batch.steps), seconds)
+        self._busy_until_s = time.perf_counter() + sum(self._predict_s(later.steps) for later in self._in_flight)
         self._count("batches")
         for step, scored in zip(batch.steps, results, strict=True):
             if scored is not None:
@@ -292,6 +308,9 @@ class Engine:
         elif error is not None and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
 
+    def _predict_s(self, steps: list[Step]) -> float:
+        return self.costs.predict_s(*_work_of(steps))
+
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
@@ -303,3 +322,8 @@ class Engine:
         waiting += [step.work for batch in self._in_flight for step in batch.steps]
         for work in waiting:
             self._finish(work, None, UnavailableError("the engine has ended", 1.0))
+
+
+def _work_of(steps: list[Step]) -> tuple[int, int]:
+    works = [step.part.work for step in steps]
+    return sum(tokens for tokens, _ in works), sum(pairs for _, pairs in works)

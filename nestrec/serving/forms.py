@@ -180,6 +180,11 @@ class RankingForm:
 
     # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given categories.
 
+    @property
+    def num_fields(self) -> int:
+        """of a record"""
+        return 3 + len(self._given)
+
     def candidate_records(self, candidates: Candidates) -> NDArray[np.int64]:
         """Records of candidates, like those of events."""
         none = np.zeros(len(candidates), np.int64)
@@ -197,9 +202,13 @@ class RankingForm:
 
     def event_tokens(self, records: torch.Tensor, content_ED: torch.Tensor) -> torch.Tensor:
         """(2E, D) content and action tokens of events by turns."""
-        bit = torch.arange(self._model.action.shape[0], device=content_ED.device)
-        action_ED = ((records[:, 1, None] >> bit) & 1).to(content_ED.dtype) @ self._model.action
-        return torch.stack([content_ED, action_ED], dim=1).flatten(0, 1)
+        return torch.stack([content_ED, self.action(records)], dim=1).flatten(0, 1)
+
+    def action(self, records: torch.Tensor) -> torch.Tensor:
+        """(R, D) sum of the vectors of the bits that are set."""
+        weight = self._model.action
+        bit = torch.arange(weight.shape[0], device=weight.device)
+        return ((records[:, 1, None] >> bit) & 1).to(weight.dtype) @ weight
 
     def logits(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
         """(C, outputs) float32"""

@@ -22,7 +22,7 @@ class PagePool:
     """(L, 2, H, slots, D), allocated once."""
 
     def __init__(self, cfg: HSTUConfig, *, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype):
-        self.page_tokens = page_tokens
+        self.num_pages, self.page_tokens = num_pages, page_tokens
         shape = (cfg.num_layers, 2, cfg.num_heads, num_pages * page_tokens, cfg.head_dim)
         # Not filled: on a CPU, memory is then taken as pages come into use.
         self._pool = torch.empty(shape, device=device, dtype=dtype)

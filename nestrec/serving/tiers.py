@@ -36,6 +36,8 @@ class TiersConfig:
     """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
     page_tokens: int = 64
     """tokens of a page"""
+    dram_link_gb_per_s: float = 0.0
+    """emulates DRAM behind a slower link, for benchmarks; 0: this machine's own"""
     keeps_prefix: bool = True
     """prefixes are stored and used; without it every request is computed in full"""
     keeps_on_device: bool = True
@@ -47,24 +49,26 @@ class PrefixTiers:
 
     def __init__(
         self, form: Form, cfg: TiersConfig, *, keyed: KeyedHash, clock: Clock, costs: CostModel, post: Post,
-        count: Callable[[str], None],
+        count: Callable[[str], None], pool: PagePool | None = None,
     ):  # fmt: skip
+        """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""
         self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
         weights = form.encoder.position
         self.bytes_a_token = bytes_a_token(form.encoder.cfg, weights.dtype)
         self._longest = form.encoder.cfg.max_length
         num_pages = max(1, cfg.cache_bytes // (self.bytes_a_token * cfg.page_tokens)) if cfg.keeps_prefix else 1
-        self.num_bytes = num_pages * self.bytes_a_token * cfg.page_tokens
-        self.pool = PagePool(
+        self.pool = pool or PagePool(
             form.encoder.cfg, num_pages=num_pages, page_tokens=cfg.page_tokens, device=weights.device,
             dtype=weights.dtype,
         )  # fmt: skip
+        num_pages = min(num_pages, self.pool.num_pages)
+        self.num_bytes = num_pages * self.bytes_a_token * self.pool.page_tokens
         self.device = PrefixCache(
-            num_pages=num_pages, page_tokens=cfg.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
+            num_pages=num_pages, page_tokens=self.pool.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
             slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
         )  # fmt: skip
         self.dram: Expander[torch.Tensor] = Expander(max_bytes=cfg.dram_bytes, ttl_s=cfg.dram_ttl_s, clock=clock)
-        self._copier = Copier(weights.device)
+        self._copier = Copier(weights.device, cfg.dram_link_gb_per_s)
         self._reloading: dict[CacheKey, list[Work]] = {}
 
     def find(self, work: Work) -> Entry | None:

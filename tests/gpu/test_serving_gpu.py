@@ -4,15 +4,18 @@ The model with relative biases runs sequence by sequence, the one without in cap
 """
 
 from dataclasses import replace
+from queue import Queue
 
 import numpy as np
 import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.copier import Copier
 from nestrec.serving.engine import Engine, EngineConfig
 from nestrec.serving.forms import make_form
 from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.page_pool import PagePool
 from nestrec.serving.random_model import random_ranking
 from nestrec.serving.tiers import TiersConfig
 from nestrec.serving.trigger import TriggerConfig
@@ -70,8 +73,19 @@ def test_cached_bfloat16_is_as_good_as_uncached_bfloat16(kind):
 
 
 def test_prefixes_go_to_dram_and_come_back_on_a_stream_of_their_own():
-    encoder = ENCODERS["plain"]
-    full, _ = scores_of(encoder, "cuda", torch.float32, replace(TIERS, keeps_prefix=False))
-    moved, sources = scores_of(encoder, "cuda", torch.float32, replace(TIERS, keeps_on_device=False))
-    assert sources["dram"] > 0
-    assert np.abs(moved - full).max() <= 1e-5
+    device = torch.device("cuda")
+    pool = PagePool(ENCODERS["plain"], num_pages=8, page_tokens=64, device=device, dtype=torch.float32)
+    pool.tensor.normal_()
+    before, pages, copier = pool.tensor.clone(), [5, 2, 7], Copier(device)
+    stored: Queue[torch.Tensor] = Queue()
+    copier.submit(lambda: pool.copy_out(pages, 150), 1, stored.put)
+    kept = stored.get(timeout=30.0)
+    assert kept.is_pinned()
+    pool.tensor.zero_()
+    torch.cuda.synchronize()
+    copier.submit(lambda: pool.copy_in(pages, kept), 1, stored.put)
+    stored.get(timeout=30.0)
+    copier.close()
+    slots = pool.slots(pages, 0, 150)
+    assert torch.equal(pool.tensor[:, :, :, slots], before[:, :, :, slots])
+    assert pool.tensor.count_nonzero() == before[:, :, :, slots].count_nonzero()

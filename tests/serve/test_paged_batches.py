@@ -50,8 +50,9 @@ def make_parts(form, rng):
 
 
 def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence():
-    from nestrec.models.hstu_paged import PagedBatch, is_pageable, paged_forward
-    from nestrec.serving.graph_runner import lay_out
+    from nestrec.models.hstu_paged import is_pageable
+    from nestrec.serving.batch_layout import lay_out
+    from nestrec.serving.graph_runner import Captured
 
     form = make_form(random_ranking(ENCODER, num_items=100))
     assert is_pageable(form.encoder)
@@ -64,17 +65,11 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
     for pool in pools:
         pool.tensor.copy_(filled)
     expected = Runner(form, pools[0]).run(parts)
+    captured = Captured(form, pools[1], num_rows=512, most_pages=16)
     layout = lay_out(form, pools[1], parts)
+    assert captured.fits(layout)
     with torch.inference_mode():
-        records = torch.from_numpy(layout.records)
-        content, events = form.content(records), layout.num_history // 2
-        x = torch.cat([form.event_tokens(records[:events], content[:events]), content[events:]])
-        batch = PagedBatch(
-            position_T=torch.from_numpy(layout.position_T).int(), slot_T=torch.from_numpy(layout.slot_T).int(),
-            blocks=torch.from_numpy(layout.blocks), pages=torch.tensor([*layout.pages, 0], dtype=torch.int32),
-        )  # fmt: skip
-        state = paged_forward(form.encoder, x, batch, pools[1].tensor, 64)
-        scores = form.logits(state[layout.num_history :], content[events:])
+        scores = captured.run(layout)[layout.num_history : layout.num_rows]
     wanted = np.concatenate([scored.scores for scored in expected if scored is not None])
     assert np.abs(scores.numpy() - wanted).max() <= 1e-5
     torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)

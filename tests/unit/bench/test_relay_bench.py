@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.relay import MODES, Load, RelayBench, engine_config, measure_relay, run_trial
+from nestrec.bench.relay import Bed, RelayBench, measure_relay
+from nestrec.bench.relay_bound import Costs
+from nestrec.bench.relay_load import Load, Requests
+from nestrec.bench.relay_modes import ABLATIONS, MODES
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine import Engine
-from nestrec.serving.forms import make_form
-from nestrec.serving.random_model import random_ranking
 
 BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),
@@ -20,25 +20,54 @@ SOURCES = {
     "dram_fetch": {"none", "dram"},
     "relay": {"none", "device"},
     "reactive": {"none", "device", "dram"},
+    "no_affinity": {"none", "device", "dram"},
 }
 
 
-@pytest.mark.parametrize("mode", SOURCES)
-def test_each_mode_takes_prefixes_from_its_tiers_only(mode):
-    engine = Engine(make_form(random_ranking(BENCH.encoder, num_items=10_000)), engine_config(mode, BENCH, slo_ms=0.01))
-    trial = run_trial(engine, Load(BENCH, 24, 4, returning=0.8), 80.0, sends_signals=mode == "relay")
+@pytest.fixture(scope="module")
+def bed():
+    return Bed(BENCH)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_mode_takes_prefixes_from_its_tiers_only(bed, name):
+    mode = {**MODES, **ABLATIONS}[name]
+    trial, counts = bed.trial(mode, bed.load(24, 4, 0.8), 80.0, 0.01)
     assert trial.num_refused == 0
-    used = {source for source in ("none", "device", "dram") if engine.counts.get(f"rank_{source}")}
-    assert used <= SOURCES[mode]
-    assert mode != "relay" or "device" in used
+    used = {source for source in ("none", "device", "dram") if counts.get(f"rank_{source}")}
+    assert used <= SOURCES[name]
+    assert name != "relay" or "device" in used
+    assert name != "no_affinity" or counts["rank_none"] > 5, "half of the requests went astray"
 
 
 def test_every_mode_gives_a_row():
-    rows = list(measure_relay(replace(BENCH, slo_ms=1e-3)))
+    rows = list(measure_relay(replace(BENCH, slo_factor=1e-6)))
     assert [row["mode"] for row in rows] == list(MODES)
-    assert all(row["max_qps"] == 0 for row in rows), "nothing is served within a microsecond"
+    assert all(row["max_qps"] == 0 for row in rows), "nothing is served within a nanosecond"
+
+
+def test_users_return_with_more_events_and_only_recent_ones():
+    load = Load(history=10, candidates=3, returning=0.5, new_events=2, recent_users=8)
+    visits = load.visits(400)
+    assert visits == load.visits(400)
+    latest = {}
+    for number, (user, visit) in enumerate(visits):
+        assert visit == 0 if user == number else visit > 0
+        latest[user] = number
+    assert 0.4 < sum(visit > 0 for _, visit in visits) / 400 < 0.6
+    first, second = (Requests(0).request(load, 7, visit)[0] for visit in (0, 1))
+    assert (len(first), len(second)) == (10, 12)
+    assert (second.items[:10] == first.items).all()
+
+
+def test_bounds_follow_from_the_costs():
+    costs = Costs(full_ms=10.0, prefix_ms=8.0, rank_ms=2.0, extend_ms=0.5, reload_ms=40.0, prefix_mb=1.0)
+    assert costs.bound_qps(MODES["full"], 0.5) == 100.0
+    assert costs.bound_qps(MODES["relay"], 0.0) == 100.0
+    assert costs.bound_qps(MODES["relay"], 1.0) == 400.0
+    assert costs.bound_qps(MODES["dram_fetch"], 0.5) == 50.0, "the link is what bounds it"
 
 
 def test_an_unknown_mode_is_named():
     with pytest.raises(UserError, match="rely"):
-        engine_config("rely", BENCH, 1.0)
+        list(measure_relay(replace(BENCH, modes=("rely",))))
