@@ -182,7 +182,8 @@ def serve(
 
     One retrieval model answers /v1/recommend and /v1/rank; with a ranking model beside it, retrieval finds and ranking
     orders. Options are dotted fields: [bold]nestrec serve --model models/demo --port 8080 --host 0.0.0.0
-    --service.engine.tiers.cache_bytes 4000000000[/bold].
+    --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on this machine, each with a cache of its
+    own, behind one address: [bold]--instances 3 --front gateway[/bold] (or nginx, or ray).
     """
     from nestrec.base.config import with_overrides
 
@@ -192,9 +193,18 @@ def serve(
     except ModuleNotFoundError as error:
         remedy = "install it with: pip install 'nestrec[serve]'"
         raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
-    cfg = with_overrides(ServeConfig(), parse_overrides(context.args, ("model",)))
+    overrides = parse_overrides(context.args, ("model",))
+    cfg = with_overrides(ServeConfig(), overrides)
     typer.echo(f"serving on http://{cfg.host}:{cfg.port} (live page at /, stop with Ctrl-C)", err=True)
-    serve_models(model, cfg)
+    if cfg.front == "none":
+        if cfg.instances != 1:
+            remedy = "name a front: --front gateway, nginx or ray"
+            raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
+        serve_models(model, cfg)
+    else:
+        from nestrec.serving.many.start import serve_many
+
+        serve_many(model, cfg, overrides)
 
 
 @app.command(context_settings=PASSED_ON)

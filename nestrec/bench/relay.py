@@ -64,10 +64,14 @@ class RelayBench:
     """SLOs beside that one"""
     signal_ms: float = 150.0
     """from signal to ranking request"""
+    warm_s: float = 0.5
+    """of a trial before requests are counted"""
     duration_s: float = 8.0
-    """of a trial"""
-    rounds: int = 3
-    """halvings of the interval in which the largest rate is searched"""
+    """of a trial after that"""
+    factor: float = 1.3
+    """between two rates that are tried, until one meets the SLO and the next does not"""
+    rounds: int = 2
+    """halvings of the interval between these two"""
     cache_bytes: int = 256 << 20
     """device memory for prefixes"""
     dram_bytes: int = 1 << 30
@@ -102,19 +106,17 @@ class Bed:
             page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
         )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
-        self._num_trials = 0
 
     def load(self, history: int, candidates: int, returning: float) -> Load:
         bench = self.bench
         return Load(
             history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
             recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
-            seed=bench.seed,
+            warm_s=bench.warm_s, seed=bench.seed,
         )  # fmt: skip
 
     def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> tuple[Trial, dict[str, int]]:
         """An engine of its own with empty caches; its counts."""
-        self._num_trials += 1
         gc.collect()
         engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
         try:
@@ -155,8 +157,8 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
 def _at_one_size(bed: Bed, history: int, candidates: int) -> Iterator[dict[str, Any]]:
     bench = bed.bench
     costs = measure_costs(bed.runner, bed.load(history, candidates, 0.0))
-    quiet = replace(bed.load(history, candidates, 0.0), duration_s=min(2.0, bench.duration_s))
-    unloaded, _ = bed.trial(MODES["full"], quiet, max(10.0, 100.0 / costs.full_ms), 1e3)
+    quiet = replace(bed.load(history, candidates, 0.0), duration_s=bench.duration_s / 2)
+    unloaded, _ = bed.trial(MODES["full"], quiet, 100.0 / costs.full_ms, 1e3)
     slos_ms = [bench.slo_factor * unloaded.percentile_ms(50), *bench.slo_ms]
     best_of: dict[tuple[str, float], float] = {}
     for returning in bench.returning:
@@ -190,11 +192,11 @@ class Sweep:
 
     def row(self, slo_ms: float, known: float | None = None) -> dict[str, Any]:
         """The largest rate that meets an SLO; `known` where another load has given it already."""
-        bound = self._costs.bound_qps(self._mode, self._load.returning)
+        bound, bench = self._costs.bound_qps(self._mode, self._load.returning), self._bed.bench
         best: Trial | None = None
         if known is None:
             start = bound * (0.85 if self._mode.sends_signals else 0.4)
-            rate, best = largest(self.measure, slo_ms, start=start, rounds=self._bed.bench.rounds, factor=1.3)
+            rate, best = largest(self.measure, slo_ms, start=start, rounds=bench.rounds, factor=bench.factor)
         else:
             rate = known
         return {

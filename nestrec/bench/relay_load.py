@@ -1,21 +1,26 @@
 """The load of `nestrec bench relay`: users who come, some of whom come back with a few more events."""
 
-import asyncio
+import contextlib
+import functools
+import time
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from nestrec.bench.open_loop import Trial, poisson_arrivals, run_open_loop
+from nestrec.bench.open_loop import Trial, poisson_arrivals
 from nestrec.bench.relay_modes import Mode
 from nestrec.serving.engine import Engine
 from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.work import RefusedError
+from nestrec.serving.work import Answer, RefusedError
 
 NUM_ITEMS = 10_000
 _BANK = 1 << 20
 _NOW_MS = 2 * 10**10
 _TIMEOUT_S = 10.0
+_FEWEST = 150
+"""requests of a trial, however short"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class Load:
     """a returning user is one of so many latest ones"""
     signal_s: float = 0.15
     """from signal to ranking request"""
+    warm_s: float = 0.5
+    """before requests are counted: caches, queues and the trigger settle"""
     duration_s: float = 8.0
     seed: int = 0
 
@@ -74,27 +81,37 @@ class Requests:
         return history, candidates
 
 
-def run_trial(engine: Engine, mode: Mode, load: Load, rate: float, *, tag: str = "") -> Trial:
-    """One rate. Users of different tags are different users."""
-    at_s = poisson_arrivals(rate, load.duration_s, load.seed)
-    visits = load.visits(len(at_s))
-    bank = Requests(load.seed)
+def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Trial:
+    """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
+
+    The sender is a plain thread, since the event loop's clock ticks in milliseconds.
+    """
+    at_s = poisson_arrivals(rate, load.warm_s + max(load.duration_s, _FEWEST / rate), load.seed)
+    visits, bank = load.visits(len(at_s)), Requests(load.seed)
     requests = [bank.request(load, *visit) for visit in visits]
     is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
+    latency_ms, lateness_ms = np.full(len(at_s), np.inf), np.zeros(len(at_s))
+    moments = [(at, False, number) for number, at in enumerate(at_s)] if mode.sends_signals else []
+    moments = sorted(moments + [(at + load.signal_s, True, number) for number, at in enumerate(at_s)])
+    start_s = time.perf_counter() + 0.01
 
-    async def send(number: int) -> bool:
-        user, (history, candidates) = f"{tag}.{visits[number][0]}", requests[number]
-        try:
-            if mode.sends_signals:
+    def answered(number: int, future: "Future[Answer]") -> None:
+        if future.exception() is None:
+            latency_ms[number] = (time.perf_counter() - start_s - at_s[number] - load.signal_s) * 1e3
+
+    for moment_s, is_rank, number in moments:
+        time.sleep(max(0.0, start_s + moment_s - time.perf_counter()))
+        user, (history, candidates) = f"{visits[number][0]}", requests[number]
+        if not is_rank:
+            with contextlib.suppress(RefusedError):
                 engine.preinfer(user, history, candidates.now_ms, len(candidates), timeout_s=_TIMEOUT_S)
-            await asyncio.sleep(load.signal_s)
-            name = f"{user}.{number}" if is_stray[number] else user  # whoever comes by chance finds nothing of theirs
+            continue
+        lateness_ms[number] = (time.perf_counter() - start_s - moment_s) * 1e3
+        name = f"{user}.{number}" if is_stray[number] else user  # whoever comes by chance finds nothing of theirs
+        with contextlib.suppress(RefusedError):
             work = engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S)
-            await asyncio.wrap_future(work.future)
-        except RefusedError:
-            return False
-        return True
-
-    trial = asyncio.run(run_open_loop(at_s, send, lead_s=load.signal_s))
+            work.future.add_done_callback(functools.partial(answered, number))
     engine.wait_until_idle(_TIMEOUT_S)
-    return trial
+    counted = at_s >= load.warm_s
+    span_s = float(at_s[-1]) - load.warm_s
+    return Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)

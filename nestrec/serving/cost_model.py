@@ -14,6 +14,7 @@ _FORGET = 0.995
 _WINDOW = 512
 _REFRESH_EVERY = 32
 _MOST_SURPRISE = 4.0
+_SMOOTH = 0.05
 
 
 class CostModel:
@@ -25,21 +26,27 @@ class CostModel:
         self._covariance = np.eye(3) * 10.0
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._tail = 1.5
+        self._batch_size = 1.0
         self._lock = threading.Lock()
         self.num_observed = 0
 
-    def predict_s(self, tokens: int, pairs: int, steps: int = 1) -> float:
-        """Expected seconds of work that takes `steps` batches; 0 for its share of a batch with others."""
+    def predict_s(self, tokens: int, pairs: int, steps: float = 1.0) -> float:
+        """Expected seconds of work that takes `steps` batches."""
         work = np.array([steps, tokens, pairs]) * self._scale
         return float(max(work @ np.maximum(self._theta, 0.0), 1e-6))
+
+    def share_s(self, tokens: int, pairs: int) -> float:
+        """Expected seconds of a request in a batch with as many others as of late."""
+        return self.predict_s(tokens, pairs, steps=1.0 / self._batch_size)
 
     @property
     def tail(self) -> float:
         """What a prediction is multiplied by for its 99th percentile."""
         return self._tail
 
-    def observe(self, tokens: int, pairs: int, seconds: float) -> None:
-        """A batch took so long."""
+    def observe(self, tokens: int, pairs: int, seconds: float, batch_size: int = 1) -> None:
+        """A batch of so many requests took so long."""
+        self._batch_size += _SMOOTH * (batch_size - self._batch_size)
         work = np.array([1.0, tokens, pairs]) * self._scale
         with self._lock:
             if self.num_observed >= 8:

@@ -157,7 +157,7 @@ class Engine:
 
         return Work(
             key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
-            estimate_s=self.costs.predict_s(*work, steps=0), digest=digest,
+            estimate_s=self.costs.share_s(*work), digest=digest,
         )  # fmt: skip
 
     def _key(self, user: str) -> CacheKey:
@@ -249,7 +249,7 @@ class Engine:
             for step in batch.steps:
                 self._fail(step)
             return
-        self.costs.observe(*_work_of(batch.steps), seconds)
+        self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
         self._busy_until_s = time.perf_counter() + sum(self._predict_s(later.steps) for later in self._in_flight)
         self._count("batches")
         for step, scored in zip(batch.steps, results, strict=True):

@@ -38,16 +38,19 @@ class Route:
     """not the user's first living slot: that one was at its bound"""
 
 
-def slot_for(ring: Ring, place: int, loads: Sequence[int], is_alive: Sequence[bool], bound: float) -> Route | None:
+def slot_for(
+    ring: Ring, place: int, loads: Sequence[int], is_alive: Sequence[bool], *, bound: float, free_load: int = 1
+) -> Route | None:
     """The slot of a user at `place`; none where no slot is alive.
 
-    loads: requests under way at each slot. With `bound` > 1 some living slot is always below it.
+    loads: requests under way at each slot. With `bound` > 1 some living slot is always below it. free_load: requests
+    that a slot takes whatever the others do: a few at once are no sign of load, and a user's cache is worth more.
     """
     num_alive = sum(is_alive)
     if num_alive == 0:
         return None
     total = sum(load for load, alive in zip(loads, is_alive, strict=True) if alive)
-    most = math.ceil(bound * (total + 1) / num_alive)
+    most = max(free_load, math.ceil(bound * (total + 1) / num_alive))
     start = bisect_right(ring.places, place)
     first = None
     for step in range(len(ring.slots)):
@@ -64,8 +67,12 @@ def slot_for(ring: Ring, place: int, loads: Sequence[int], is_alive: Sequence[bo
 class Router:
     """Routes of users over time, under one lock of the caller."""
 
-    def __init__(self, ring: Ring, keyed: KeyedHash, clock: Clock, *, bound: float = 1.25, sticky_s: float = 2.0):
-        self._ring, self._keyed, self._clock, self._bound, self._sticky_s = ring, keyed, clock, bound, sticky_s
+    def __init__(
+        self, ring: Ring, keyed: KeyedHash, clock: Clock, *, bound: float = 1.25, free_load: int = 8,
+        sticky_s: float = 2.0,
+    ):  # fmt: skip
+        self._ring, self._keyed, self._clock, self._sticky_s = ring, keyed, clock, sticky_s
+        self._bound, self._free_load = bound, free_load
         num_slots = max(ring.slots) + 1
         self.loads = [0] * num_slots
         self.is_alive = [True] * num_slots
@@ -85,7 +92,7 @@ class Router:
         else:
             self.num_leaked += known is not None
             place = int.from_bytes(hashed[:8], "little")
-            route = slot_for(self._ring, place, self.loads, self.is_alive, self._bound)
+            route = slot_for(self._ring, place, self.loads, self.is_alive, bound=self._bound, free_load=self._free_load)
             if route is None:
                 return None
             slot = route.slot

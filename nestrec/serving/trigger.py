@@ -1,13 +1,16 @@
 """Which requests are worth computing ahead: those whose full ranking would miss its budget, within two bounds.
 
-    at risk    wait + tail * t_full(n, m) > budget
+    at risk    wait + tail * t_full(n, m) + w99 > budget          w99 = t_full ln(100 load) / (2 (1 - load))
     live cap   bytes of admitted prefixes that ranking has not consumed yet   <= rho * bytes of the device cache
     rate cap   device seconds of pre-inference, as a token bucket filled with u_pre a second
 
 A prefix counts as live until it is consumed or until T_life = P99(ready to consumed) + margin has passed. By Little's
-law the live cap is the bound on admissions a second of the formulas that this follows.
+law the live cap is the bound on admissions a second of the formulas that this follows. `load` is the share of the
+device that ranking the others in full would have taken of late, and w99 what one then waits at the 99th percentile (a
+queue with random arrivals and equal work).
 """
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -16,6 +19,9 @@ import numpy as np
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
 from nestrec.serving.prefix_cache import CacheKey
+
+_LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
+_MOST_OFFERED = 2048
 
 
 @config
@@ -53,6 +59,7 @@ class Trigger:
         self._saved_s = cfg.burst_s
         self._filled_at_s = clock.now_s()
         self._lives: deque[float] = deque(maxlen=256)
+        self._offered: deque[tuple[float, float]] = deque(maxlen=_MOST_OFFERED)  # when, device seconds in full
 
     def decide(
         self, key: CacheKey, *, full_rank_s: float, tail: float, wait_s: float, preinfer_s: float, num_bytes: int
@@ -61,7 +68,8 @@ class Trigger:
         self._advance()
         if self.cfg.policy == "never":
             return Decision(False, "never")
-        if self.cfg.policy == "at_risk" and (wait_s + full_rank_s * tail) * 1e3 <= self.cfg.budget_ms:
+        late_s = wait_s + full_rank_s * tail + self._queue_tail_s(full_rank_s)
+        if self.cfg.policy == "at_risk" and late_s * 1e3 <= self.cfg.budget_ms:
             return Decision(False, "safe")
         if self._live_bytes + num_bytes > self.cfg.cache_share * self._cache_bytes:
             return Decision(False, "live_cap")
@@ -72,6 +80,16 @@ class Trigger:
         self._live[key] = (num_bytes, self._clock.now_s())
         self._live_bytes += num_bytes
         return Decision(True, "admitted")
+
+    def _queue_tail_s(self, full_rank_s: float) -> float:
+        """w99; the request joins the load of those after it."""
+        now_s = self._clock.now_s()
+        while self._offered and self._offered[0][0] < now_s - _LOAD_WINDOW_S:
+            self._offered.popleft()
+        span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
+        load = min(0.99, sum(seconds for _, seconds in self._offered) / span_s)
+        self._offered.append((now_s, full_rank_s))
+        return full_rank_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
 
     def consumed(self, key: CacheKey) -> None:
         """Ranking has read the prefix, or it is gone: it no longer counts as live."""

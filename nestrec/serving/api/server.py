@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import uvicorn
@@ -32,6 +32,10 @@ class ServeConfig:
     """0 takes a free one"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one"""
+    instances: int = 1
+    """processes behind a front"""
+    front: Literal["none", "gateway", "nginx", "ray"] = "none"
+    """what stands before several instances; none: this process answers by itself"""
     threads: int = 1
     """threads of torch inside a batch"""
     limits: LimitsConfig = LimitsConfig()
@@ -74,8 +78,11 @@ def _reload(service: Service, folders: list[Path], device: str) -> None:
 
 
 def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
+    return uvicorn_config(App(service, cfg.limits, MemoryHistoryStore(cfg.histories)), cfg)
+
+
+def uvicorn_config(app: Any, cfg: ServeConfig) -> uvicorn.Config:
     """h11 and not httptools: it is the one that bounds the headers of a request."""
-    app = App(service, cfg.limits, MemoryHistoryStore(cfg.histories))
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits.head_timeout_s), ws="none", lifespan="on",
         access_log=False, log_level="warning", server_header=False,

@@ -11,7 +11,7 @@ KEYED = KeyedHash(b"secret")
 
 
 def home(ring, user, alive):
-    return slot_for(ring, KEYED.number("user", user), [0] * len(alive), alive, 10.0).slot
+    return slot_for(ring, KEYED.number("user", user), [0] * len(alive), alive, bound=10.0).slot
 
 
 def test_only_the_lost_slots_users_move_and_they_return():
@@ -30,8 +30,9 @@ def test_no_slot_exceeds_its_bound_in_random_schedules():
     for seed in range(10_000):
         rng = random.Random(seed)
         num_slots, bound = rng.randint(1, 6), rng.choice([1.1, 1.25, 2.0])
+        free_load = rng.choice([1, 1, 4])
         clock = SimulatedClock()
-        router = Router(rings[num_slots], KEYED, clock, bound=bound, sticky_s=0.0)
+        router = Router(rings[num_slots], KEYED, clock, bound=bound, free_load=free_load, sticky_s=0.0)
         under_way = []
         for _ in range(25):
             clock.sleep(rng.random())
@@ -44,7 +45,8 @@ def test_no_slot_exceeds_its_bound_in_random_schedules():
                 assert router.is_alive[slot]
                 under_way.append(slot)
                 alive_load = sum(load for load, alive in zip(router.loads, router.is_alive, strict=True) if alive)
-                assert router.loads[slot] <= math.ceil(bound * alive_load / sum(router.is_alive))
+                most = max(free_load, math.ceil(bound * alive_load / sum(router.is_alive)))
+                assert router.loads[slot] <= most
             elif action < 0.9 and under_way:
                 router.end(under_way.pop(rng.randrange(len(under_way))))
             else:
@@ -62,6 +64,24 @@ def test_signal_and_request_take_the_same_way_though_loads_change():
     assert router.begin("a") == first
     clock.sleep(1.0)
     assert router.begin("a") != first
+    assert router.num_diverted == 1
+
+
+def test_whoever_was_diverted_returns_once_the_load_is_gone():
+    clock = SimulatedClock()
+    router = Router(Ring.make(3, KEYED), KEYED, clock, bound=1.25, free_load=2, sticky_s=1.0)
+    own = router.begin("a")
+    router.end(own)
+    clock.sleep(1.0)
+    busy = [own] * 4
+    for slot in busy:
+        router.loads[slot] += 1
+    assert router.begin("a") != own
+    assert (router.num_diverted, router.num_leaked) == (1, 0)
+    for slot in busy:
+        router.end(slot)
+    clock.sleep(1.0)
+    assert router.begin("a") == own
     assert router.num_diverted == 1
 
 

@@ -31,6 +31,19 @@ def test_only_requests_at_risk_are_admitted():
     assert decide(trigger, 3, full_rank_s=0.01, wait_s=0.05).is_admitted, "a queue puts short requests at risk"
 
 
+def test_load_puts_requests_at_risk_that_alone_would_be_safe():
+    """Full ranking of 10 ms at 70% of the device waits 10 ln(70) / 0.6 = 71 ms at the 99th percentile."""
+    shares = {}
+    for gap_s in (0.1, 0.010 / 0.7):
+        trigger, clock = make(budget_ms=50.0, compute_share=100.0, burst_s=100.0, cache_share=1e9)
+        reasons = []
+        for user in range(200):
+            clock.sleep(gap_s)
+            reasons.append(decide(trigger, user, full_rank_s=0.010).reason)
+        shares[gap_s] = reasons[50:].count("admitted") / 150
+    assert list(shares.values()) == [0.0, 1.0]
+
+
 def test_live_bytes_are_bounded_until_consumed_or_dead():
     trigger, clock = make(cache_share=0.5, first_life_s=1.0, compute_share=100.0, burst_s=100.0)
     assert [decide(trigger, user).reason for user in range(6)] == ["admitted"] * 5 + ["live_cap"]

@@ -1,0 +1,118 @@
+"""Instances that are killed under load: who fails, who moves, and who comes back."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.export import write_servable
+from nestrec.serving.many.instances import free_port, listens
+from nestrec.serving.many.upstream import Upstream
+from nestrec.serving.random_model import random_retrieval
+
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+NUM_INSTANCES, NUM_USERS, GAP_S = 3, 48, 0.02
+
+
+@dataclass(frozen=True)
+class Seen:
+    sent_s: float
+    ended_s: float
+    user: int
+    status: int
+    slot: int
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    """(port, process) of three instances behind the gateway."""
+    folder, port = tmp_path_factory.mktemp("model") / "model", free_port()
+    write_servable(random_retrieval(ENCODER, num_items=50), folder)
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
+    command += ["--instances", str(NUM_INSTANCES), "--front", "gateway"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not listens(port):
+        assert process.poll() is None
+        time.sleep(0.05)  # other processes start: there is no clock to inject
+    yield port, process
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def instance_of(process, slot):
+    for child in psutil.Process(process.pid).children():
+        if child.environ().get("NESTREC_SLOT") == str(slot):
+            return child
+    raise AssertionError(f"slot {slot} has no process")
+
+
+async def ask(upstream, user):
+    """A ranking request; its slot is -1 where it failed."""
+    body = {"user": f"u{user}", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3", "4"]}
+    sent_s = time.monotonic()
+    response = await upstream.send("POST", b"/v1/rank", json.dumps(body).encode())
+    slot = int(response.headers.get(b"x-nestrec-slot", b"-1"))
+    return Seen(sent_s, time.monotonic(), user, response.status, slot)
+
+
+async def homes(upstream):
+    return {user: (await ask(upstream, user)).slot for user in range(NUM_USERS)}
+
+
+async def status(upstream):
+    return json.loads((await upstream.send("GET", b"/v1/gateway")).body)
+
+
+async def kill_one_under_load(upstream, process, slot):
+    """Requests of all users at a steady rate; after half a second the instance of `slot` is gone."""
+    killed_s, tasks, start_s = 0.0, [], time.monotonic()
+    for number in range(int(2.5 / GAP_S)):
+        await asyncio.sleep(max(0.0, start_s + number * GAP_S - time.monotonic()))
+        tasks.append(asyncio.create_task(ask(upstream, number % NUM_USERS)))
+        if not killed_s and number * GAP_S > 0.5:
+            instance_of(process, slot).send_signal(signal.SIGKILL)
+            killed_s = time.monotonic()
+    return killed_s, await asyncio.gather(*tasks)
+
+
+async def one_round(upstream, process, slot):
+    before, counts = await homes(upstream), await status(upstream)
+    killed_s, seen = await kill_one_under_load(upstream, process, slot)
+    in_flight = [s for s in seen if s.sent_s <= killed_s <= s.ended_s and before[s.user] == slot]
+    failed = [s for s in seen if s.status != 200]
+    assert len(failed) <= len(in_flight)
+    assert all(s.status == 200 for s in seen if s.sent_s > killed_s + 1.0), "routing has recovered within a second"
+    after = [s for s in seen if s.sent_s > killed_s and s.status == 200]
+    assert all(s.slot == before[s.user] for s in after if before[s.user] != slot), "nobody else has moved"
+    moved = [s for s in after if before[s.user] == slot]
+    assert moved
+    assert all(s.slot != slot for s in moved if s.ended_s < killed_s + 0.5), "there was nobody to answer"
+    now = await status(upstream)
+    assert now["diverted"] == counts["diverted"], "below the bound nobody is diverted"
+    assert now["failed_over"] > counts["failed_over"] or now["leaked"] > counts["leaked"]
+    while not all((await status(upstream))["alive"]):
+        await asyncio.sleep(0.1)
+    while await homes(upstream) != before:  # they return when their routes of the meantime expire
+        assert time.monotonic() < killed_s + 60
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_killed_instance_costs_at_most_its_requests_in_flight_and_only_its_users_move(gateway, count):
+    port, process = gateway
+
+    async def run():
+        upstream = Upstream(port)
+        for number in range(count):
+            await one_round(upstream, process, number % NUM_INSTANCES)
+        upstream.close()
+
+    asyncio.run(run())

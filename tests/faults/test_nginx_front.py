@@ -1,0 +1,105 @@
+"""nginx before two instances, as it is shipped: affinity, equal scores, and a kill without errors."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.engine import Engine, EngineConfig
+from nestrec.serving.export import write_servable
+from nestrec.serving.forms import make_form
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.many.instances import free_port, listens
+from nestrec.serving.random_model import random_retrieval
+
+pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+NUM_USERS, GAP_S = 40, 0.02
+BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "now_ms": 5}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """(model, url, process) of two instances behind nginx."""
+    folder, port = tmp_path_factory.mktemp("model") / "model", free_port()
+    model = random_retrieval(ENCODER, num_items=50)
+    write_servable(model, folder)
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
+    command += ["--instances", "2", "--front", "nginx", "--service.engine.trigger.policy", "all"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not listens(port):
+        assert process.poll() is None
+        time.sleep(0.05)  # other processes start: there is no clock to inject
+    yield model, f"http://127.0.0.1:{port}", process
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+async def post(client, path, user):
+    body = {**BODY, "user": f"u{user}", **({} if path == "/v1/preinfer" else {"candidates": ["3", "4"]})}
+    response = await client.post(path, content=json.dumps(body), headers={"x-nestrec-user": f"u{user}"})
+    return response.status_code, response.headers["x-nestrec-instance"].split(", ")[-1], response.content
+
+
+def on_client(url, use):
+    async def run():
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(
+            base_url=url, timeout=20.0, limits=limits, headers={"content-type": "application/json"}
+        ) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def test_ranking_lands_where_its_signal_went_and_scores_are_those_of_an_engine(served):
+    model, url, _ = served
+
+    async def pairs(client):
+        return [[await post(client, path, user) for path in ("/v1/preinfer", "/v1/rank")] for user in range(NUM_USERS)]
+
+    found = on_client(url, pairs)
+    assert all(signalled[1] == ranked[1] for signalled, ranked in found)
+    assert len({ranked[1] for _, ranked in found}) == 2, "both instances have users"
+    engine = Engine(make_form(model), EngineConfig())
+    history = History(items=np.array([1, 2]), times_ms=np.array([1, 2]), actions=np.zeros(2, np.int64))
+    work = engine.rank("a", history, Candidates(items=np.array([3, 4]), now_ms=5), timeout_s=10.0)
+    expected = work.future.result(10.0).scores[:, 0]
+    engine.close()
+    for _, (status, _, content) in found:
+        assert status == 200
+        assert np.abs(np.array(json.loads(content)["scores"]["score"]) - expected).max() <= 1e-5
+
+
+def test_no_request_fails_when_an_instance_is_killed(served):
+    _, url, process = served
+
+    async def run(client):
+        before = {user: (await post(client, "/v1/rank", user))[1] for user in range(NUM_USERS)}
+        lost, tasks, start_s = before[0], [], time.monotonic()
+        children = psutil.Process(process.pid).children()
+        victim = next(c for c in children if lost.rpartition(":")[2] in c.cmdline())
+        for number in range(100):
+            await asyncio.sleep(max(0.0, start_s + number * GAP_S - time.monotonic()))
+            tasks.append(asyncio.create_task(post(client, "/v1/rank", number % NUM_USERS)))
+            if number == 25:
+                victim.send_signal(signal.SIGKILL)
+        seen = await asyncio.gather(*tasks)
+        return before, lost, seen
+
+    before, lost, seen = on_client(url, run)
+    assert [status for status, _, _ in seen] == [200] * 100
+    users = [number % NUM_USERS for number in range(100)]
+    kept = [(user, place) for user, (_, place, _) in zip(users, seen, strict=True) if before[user] != lost]
+    assert all(place == before[user] for user, place in kept), "only the lost instance's users have moved"
+    assert any(place != lost for user, (_, place, _) in zip(users, seen, strict=True) if before[user] == lost)
