@@ -95,9 +95,9 @@ def largest(
             high = value
         if math.isinf(high):
             value = low * factor
-        elif not low and rounds > 0 and high > start / 64:
+        elif not low and high > start / 64:
             value = high / factor
-        elif rounds == 0 or high <= low * 1.05:
+        elif not low or rounds == 0 or high <= low * 1.05:
             break
         else:
             rounds -= 1

@@ -10,6 +10,7 @@ the front is measured by `nestrec bench front`.
 """
 
 import gc
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,11 +78,13 @@ class RelayBench:
     dram_bytes: int = 1 << 30
     """host memory for prefixes"""
     max_batch_tokens: int = 4096
-    """new tokens of a batch"""
+    """new tokens of requests in a batch"""
     chunk_tokens: int = 256
-    """tokens of signals in a batch that ranks nothing"""
+    """tokens of signals in a batch that ranks nothing; 0: those of one history"""
     mixed_chunk_tokens: int = 0
-    """tokens of signals in a batch that ranks"""
+    """tokens of signals in a batch that ranks; -1: as many"""
+    is_paired: bool = False
+    """each history with the candidates at its place only, instead of with all"""
     device: str = "cpu"
     """cpu or cuda"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -105,7 +108,7 @@ class Bed:
             encoder, num_pages=max(1, bench.cache_bytes // (bytes_a_token(encoder, dtype) * page_tokens)),
             page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
         )  # fmt: skip
-        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
+        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=2 * bench.max_batch_tokens))
 
     def load(self, history: int, candidates: int, returning: float) -> Load:
         bench = self.bench
@@ -118,15 +121,17 @@ class Bed:
     def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> tuple[Trial, dict[str, int]]:
         """An engine of its own with empty caches; its counts."""
         gc.collect()
-        engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
+        engine = Engine(self.form, engine_config(mode, self.bench, load.history, slo_ms), runner=self.runner)
         try:
             return run_trial(engine, mode, load, rate), engine.counts
         finally:
             engine.close()
 
 
-def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
+def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) -> EngineConfig:
     """The engine of a mode."""
+    chunk = bench.chunk_tokens or 2 * history
+    mixed = chunk if bench.mixed_chunk_tokens < 0 else bench.mixed_chunk_tokens
     tiers = TiersConfig(
         cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
         keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
@@ -134,8 +139,8 @@ def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
     )  # fmt: skip
     trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
     return EngineConfig(
-        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=bench.chunk_tokens,
-        mixed_chunk_tokens=bench.mixed_chunk_tokens, max_batch_tokens=bench.max_batch_tokens,
+        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=chunk,
+        mixed_chunk_tokens=mixed, max_batch_tokens=bench.max_batch_tokens + (mixed if mode.sends_signals else 0),
     )  # fmt: skip
 
 
@@ -147,9 +152,9 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     sys.setswitchinterval(5e-4)  # generator and engine share an interpreter: neither may keep it for milliseconds
     try:
         bed = Bed(bench)
-        for history in bench.history:
-            for candidates in bench.candidates:
-                yield from _at_one_size(bed, history, candidates)
+        pairs = zip(bench.history, bench.candidates, strict=True) if bench.is_paired else None
+        for history, candidates in pairs or itertools.product(bench.history, bench.candidates):
+            yield from _at_one_size(bed, history, candidates)
     finally:
         sys.setswitchinterval(before_s)
 
@@ -157,7 +162,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
 def _at_one_size(bed: Bed, history: int, candidates: int) -> Iterator[dict[str, Any]]:
     bench = bed.bench
     costs = measure_costs(bed.runner, bed.load(history, candidates, 0.0))
-    quiet = replace(bed.load(history, candidates, 0.0), duration_s=bench.duration_s / 2)
+    quiet = replace(bed.load(history, candidates, 0.0), duration_s=bench.duration_s / 2, fewest=30)
     unloaded, _ = bed.trial(MODES["full"], quiet, 100.0 / costs.full_ms, 1e3)
     slos_ms = [bench.slo_factor * unloaded.percentile_ms(50), *bench.slo_ms]
     best_of: dict[tuple[str, float], float] = {}
@@ -251,7 +256,9 @@ def _percentiles(trial: Trial | None) -> dict[str, float | None]:
     }  # fmt: skip
 
 
-def _shares(counts: dict[str, int]) -> dict[str, float]:
+def _shares(counts: dict[str, int]) -> dict[str, float | None]:
+    if not counts:
+        return {"hit_rate": None, "dram_hits": None, "admitted": None}
     ranked = {source: counts.get(f"rank_{source}", 0) for source in ("none", "device", "dram")}
     total = max(1, sum(ranked.values()))
     signals = max(1, sum(counts.get(f"signal_{reason}", 0) for reason in _DECISIONS))

@@ -19,8 +19,6 @@ NUM_ITEMS = 10_000
 _BANK = 1 << 20
 _NOW_MS = 2 * 10**10
 _TIMEOUT_S = 10.0
-_FEWEST = 150
-"""requests of a trial, however short"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +39,8 @@ class Load:
     warm_s: float = 0.5
     """before requests are counted: caches, queues and the trigger settle"""
     duration_s: float = 8.0
+    fewest: int = 150
+    """requests of a trial, however short"""
     seed: int = 0
 
     def visits(self, count: int) -> list[tuple[int, int]]:
@@ -86,7 +86,7 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Trial:
 
     The sender is a plain thread, since the event loop's clock ticks in milliseconds.
     """
-    at_s = poisson_arrivals(rate, load.warm_s + max(load.duration_s, _FEWEST / rate), load.seed)
+    at_s = poisson_arrivals(rate, load.warm_s + max(load.duration_s, load.fewest / rate), load.seed)
     visits, bank = load.visits(len(at_s)), Requests(load.seed)
     requests = [bank.request(load, *visit) for visit in visits]
     is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
