@@ -113,6 +113,6 @@ def test_a_killed_instance_costs_at_most_its_requests_in_flight_and_only_its_use
         upstream = Upstream(port)
         for number in range(count):
             await one_round(upstream, process, number % NUM_INSTANCES)
-        upstream.close()
+        await upstream.close()
 
     asyncio.run(run())

@@ -110,7 +110,7 @@ class Gateway:
 
     def _lost(self, slot: int) -> None:
         self.router.set_alive(slot, False)
-        self._upstreams[slot].close()
+        self._upstreams[slot].drop()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -121,7 +121,7 @@ class Gateway:
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
         for upstream in self._upstreams:
-            upstream.close()
+            await upstream.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _watch(self) -> None:

@@ -1,6 +1,7 @@
 """A connection from a front to an instance: HTTP/1.1 with connections that are kept and never shared at a time."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 _MOST_IDLE = 256
@@ -56,7 +57,15 @@ class Upstream:
             else:
                 writer.close()
 
-    def close(self) -> None:
-        for _, writer in self._idle:
+    def drop(self) -> None:
+        """Forget connections to an instance that is gone."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    async def close(self) -> None:
+        """End the connections that are kept."""
+        while self._idle:
+            writer = self._idle.pop()[1]
             writer.close()
-        self._idle.clear()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
