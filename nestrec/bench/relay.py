@@ -9,7 +9,6 @@ and the ablations of `relay_modes`. All use the same kernels, batches and engine
 the front is measured by `nestrec bench front`.
 """
 
-import gc
 import itertools
 import sys
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from nestrec.serving.tiers import TiersConfig
 from nestrec.serving.trigger import TriggerConfig
 
 _MOST_VISITS = 64
-_LONGEST = 3
+_LONGEST = 2
 """times the longest history: how far `longest` looks"""
 
 
@@ -55,20 +54,24 @@ class RelayBench:
     """of a user between two visits"""
     modes: tuple[str, ...] = tuple(MODES)
     """ways of serving; also reactive, relay_all, no_affinity and remote_fetch"""
+    more_modes: tuple[str, ...] = ()
+    """measured at the first size and the last share of returning users only, after everything else"""
     longest: bool = False
-    """also find the longest history that meets the SLO at half the largest rate of the first mode"""
+    """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
     curve: tuple[float, ...] = ()
     """also the latency at these multiples of each mode's largest rate"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
     slo_ms: tuple[float, ...] = ()
-    """SLOs beside that one"""
+    """SLOs beside that one, at the first size and share of returning users"""
     signal_ms: float = 150.0
     """from signal to ranking request"""
     warm_s: float = 0.5
     """of a trial before requests are counted"""
     duration_s: float = 8.0
     """of a trial after that"""
+    fewest: int = 150
+    """requests of a trial, however short"""
     factor: float = 1.3
     """between two rates that are tried, until one meets the SLO and the next does not"""
     rounds: int = 2
@@ -115,12 +118,11 @@ class Bed:
         return Load(
             history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
             recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
-            warm_s=bench.warm_s, seed=bench.seed,
+            warm_s=bench.warm_s, fewest=bench.fewest, seed=bench.seed,
         )  # fmt: skip
 
     def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> tuple[Trial, dict[str, int]]:
         """An engine of its own with empty caches; its counts."""
-        gc.collect()
         engine = Engine(self.form, engine_config(mode, self.bench, load.history, slo_ms), runner=self.runner)
         try:
             return run_trial(engine, mode, load, rate), engine.counts
@@ -146,40 +148,93 @@ def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) ->
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     """Rows, as they are ready."""
-    for name in bench.modes:
+    for name in (*bench.modes, *bench.more_modes):
         mode_named(name)
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(5e-4)  # generator and engine share an interpreter: neither may keep it for milliseconds
     try:
         bed = Bed(bench)
-        pairs = zip(bench.history, bench.candidates, strict=True) if bench.is_paired else None
-        for history, candidates in pairs or itertools.product(bench.history, bench.candidates):
-            yield from _at_one_size(bed, history, candidates)
+        sizes = list(zip(bench.history, bench.candidates, strict=True) if bench.is_paired
+                     else itertools.product(bench.history, bench.candidates))  # fmt: skip
+        first = Size(bed, *sizes[0])
+        yield from first.rows()
+        for size in sizes[1:]:
+            yield from Size(bed, *size).rows()
+        if bench.longest:
+            yield from first.longest()
+        yield from first.more()
     finally:
         sys.setswitchinterval(before_s)
 
 
-def _at_one_size(bed: Bed, history: int, candidates: int) -> Iterator[dict[str, Any]]:
-    bench = bed.bench
-    costs = measure_costs(bed.runner, bed.load(history, candidates, 0.0))
-    quiet = replace(bed.load(history, candidates, 0.0), duration_s=bench.duration_s / 2, fewest=30)
-    unloaded, _ = bed.trial(MODES["full"], quiet, 100.0 / costs.full_ms, 1e3)
-    slos_ms = [bench.slo_factor * unloaded.percentile_ms(50), *bench.slo_ms]
-    best_of: dict[tuple[str, float], float] = {}
-    for returning in bench.returning:
-        load = bed.load(history, candidates, returning)
-        for name in bench.modes:
-            sweep = Sweep(bed, name, load, costs, slos_ms[0])
-            for slo_ms in slos_ms:
-                is_known = not mode_named(name).keeps_prefix and (name, slo_ms) in best_of
-                row = sweep.row(slo_ms, known=best_of.get((name, slo_ms)) if is_known else None)
-                best_of[name, slo_ms] = row["max_qps"]
-                first = best_of[bench.modes[0], slo_ms]
-                yield {**row, "speedup": round(row["max_qps"] / first, 3) if first else None,
-                       "full_p50_ms": round(unloaded.percentile_ms(50), 3)}  # fmt: skip
-            yield from sweep.curve(slos_ms[0], best_of[name, slos_ms[0]])
-        if bench.longest:
-            yield from _longest(bed, load, slos_ms[0], best_of[bench.modes[0], slos_ms[0]] / 2)
+class Size:
+    """Everything about one history and one number of candidates."""
+
+    def __init__(self, bed: Bed, history: int, candidates: int):
+        self._bed, self._history, self._candidates = bed, history, candidates
+        self._best: dict[tuple[str, float], float] = {}
+        load = self._load(0.0)
+        self._costs = measure_costs(bed.runner, load)
+        quiet = replace(load, duration_s=bed.bench.duration_s / 2, fewest=30)
+        unloaded, _ = bed.trial(MODES["full"], quiet, 100.0 / self._costs.full_ms, 1e3)
+        self._unloaded_ms = unloaded.percentile_ms(50)
+        self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The largest rate of each mode for each share of returning users."""
+        bench = self._bed.bench
+        for returning in bench.returning:
+            for name in bench.modes:
+                sweep = self._sweep(name, returning)
+                yield self._row(sweep, name, self._slo_ms)
+                yield from sweep.curve(self._slo_ms, self._best[name, self._slo_ms])
+
+    def more(self) -> Iterator[dict[str, Any]]:
+        """Other SLOs, and other modes."""
+        bench = self._bed.bench
+        for slo_ms in bench.slo_ms:
+            for name in bench.modes:
+                yield self._row(self._sweep(name, bench.returning[0]), name, slo_ms)
+        for name in bench.more_modes:
+            yield self._row(self._sweep(name, bench.returning[-1]), name, self._slo_ms)
+
+    def longest(self) -> Iterator[dict[str, Any]]:
+        """The longest history of each mode at one rate and one SLO."""
+        bench, load = self._bed.bench, self._load(self._bed.bench.returning[0])
+        most, rate = _LONGEST * max(bench.history), self._best[bench.modes[0], self._slo_ms] / 2
+        baseline = 0
+        for name in bench.modes if rate else ():
+
+            def measure(length: float, name: str = name) -> Trial:
+                longer = replace(load, history=min(round(length), most))
+                return self._bed.trial(mode_named(name), longer, rate, self._slo_ms)[0]
+
+            found, best = largest(
+                measure, self._slo_ms, start=1.5 * (baseline or load.history), rounds=bench.rounds, factor=1.2
+            )
+            length = min(round(found), most)
+            baseline = baseline or length
+            yield {
+                "mode": name, "longest_history": length, "candidates": load.candidates, "returning": load.returning,
+                "slo_ms": round(self._slo_ms, 3), "rate": round(rate, 2),
+                "of_first_mode": round(length / max(baseline, 1), 3), **_percentiles(best), "device": bench.device,
+                "dtype": bench.dtype,
+            }  # fmt: skip
+
+    def _row(self, sweep: "Sweep", name: str, slo_ms: float) -> dict[str, Any]:
+        """A rate that does not depend on who returns is measured once."""
+        known = self._best.get((name, slo_ms)) if not mode_named(name).keeps_prefix else None
+        row = sweep.row(slo_ms, known)
+        self._best[name, slo_ms] = row["max_qps"]
+        first = self._best[self._bed.bench.modes[0], slo_ms]
+        speedup = round(row["max_qps"] / first, 3) if first else None
+        return {**row, "speedup": speedup, "full_p50_ms": round(self._unloaded_ms, 3)}
+
+    def _sweep(self, name: str, returning: float) -> "Sweep":
+        return Sweep(self._bed, name, self._load(returning), self._costs, self._slo_ms)
+
+    def _load(self, returning: float) -> Load:
+        return self._bed.load(self._history, self._candidates, returning)
 
 
 class Sweep:
@@ -225,25 +280,6 @@ class Sweep:
         return {
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "device": bench.device, "dtype": bench.dtype, "emulated": self._mode.fetch_gb_per_s > 0,
-        }  # fmt: skip
-
-
-def _longest(bed: Bed, load: Load, slo_ms: float, rate: float) -> Iterator[dict[str, Any]]:
-    """The longest history of each mode at one rate and one SLO."""
-    baseline = 0.0
-    for name in bed.bench.modes if rate else ():
-
-        def measure(length: float, name: str = name) -> Trial:
-            longer = replace(load, history=min(round(length), _LONGEST * max(bed.bench.history)))
-            return bed.trial(mode_named(name), longer, rate, slo_ms)[0]
-
-        length, best = largest(measure, slo_ms, start=float(load.history), rounds=bed.bench.rounds, factor=1.4)
-        length = min(length, _LONGEST * max(bed.bench.history))
-        baseline = baseline or length
-        yield {
-            "mode": name, "longest_history": round(length), "candidates": load.candidates, "returning": load.returning,
-            "slo_ms": round(slo_ms, 3), "rate": round(rate, 2), "of_first_mode": round(length / max(baseline, 1.0), 3),
-            **_percentiles(best), "device": bed.bench.device, "dtype": bed.bench.dtype,
         }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nestrec.bench.relay_load import Load, Requests
+from nestrec.bench.relay_load import Load, bank_of
 from nestrec.bench.relay_modes import Mode
 from nestrec.serving.runner import BatchRunner, Part
 
@@ -48,7 +48,7 @@ class Costs:
 def measure_costs(runner: BatchRunner, load: Load) -> Costs:
     """Of a history and a number of candidates."""
     form, pool = runner.form, runner.pool
-    history, candidates = Requests(load.seed).request(load, 0, 1)
+    history, candidates = bank_of(load.seed).request(load, 0, 1)
     tokens = form.tokens(history, candidates.now_ms)
     last = load.history * form.tokens_an_event
     pages = list(range(-(-tokens.length // pool.page_tokens)))

@@ -60,6 +60,11 @@ class Load:
         return visits
 
 
+@functools.cache
+def bank_of(seed: int) -> "Requests":
+    return Requests(seed)
+
+
 class Requests:
     """Histories and candidates cut out of one bank of random events, so that making them costs no time."""
 
@@ -87,7 +92,7 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Trial:
     The sender is a plain thread, since the event loop's clock ticks in milliseconds.
     """
     at_s = poisson_arrivals(rate, load.warm_s + max(load.duration_s, load.fewest / rate), load.seed)
-    visits, bank = load.visits(len(at_s)), Requests(load.seed)
+    visits, bank = load.visits(len(at_s)), bank_of(load.seed)
     requests = [bank.request(load, *visit) for visit in visits]
     is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
     latency_ms, lateness_ms = np.full(len(at_s), np.inf), np.zeros(len(at_s))

@@ -92,7 +92,7 @@ class GraphRunner:
     """Runs ranking models without relative biases."""
 
     depth: int = 2
-    lead_s: float = 1e-3
+    lead_s: float = 1.5e-3
     warm_events: int = 4096
 
     def __init__(self, form: RankingForm, pool: PagePool, *, max_tokens: int):
@@ -132,8 +132,8 @@ class GraphRunner:
 
 def row_counts(max_tokens: int) -> list[int]:
     """Numbers of rows that batches are padded to: steps of an eighth or less from 2048 rows on."""
-    counts = [*range(256, 2048, 256), *range(2048, 4096, 256), *range(4096, 8192, 512), *range(8192, 32769, 1024)]
-    return [count for count in counts if count < max_tokens + 1024]
+    counts = [*range(256, 6144, 256), *range(6144, 12288, 512), *range(12288, 16384, 1024), *range(16384, 40960, 2048)]
+    return [count for count in counts if count < max_tokens + 2048]
 
 
 def _split(parts: Sequence[Part], scores: NDArray[np.float32]) -> list[Scored | None]:
