@@ -112,11 +112,12 @@ def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Ite
 
 def _measured(bench: NegativesBench, runner: StepRunner) -> dict[str, Any]:
     statistics = runner.session.engine.statistics
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()  # what the variant before has left in pieces
     for _ in range(bench.warm_up):
         runner.step()
     runner.wait()
     if bench.device == "cuda":
-        torch.cuda.empty_cache()  # what other variants have left in pieces
         torch.cuda.reset_peak_memory_stats()
     before = statistics.vector_bytes
     seconds = runner.seconds(bench.steps)
