@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import embedding
@@ -19,6 +19,8 @@ from torch.nn.functional import embedding
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.torch_rows import PATHS, TorchTable
+from nestrec.embedding.dedup import dedup
+from nestrec.embedding.device_dedup import dedup_on_device
 from nestrec.embedding.layout import layout_of
 from nestrec.embedding.table import DTYPES, OptimizerKind, RowOptimizerConfig, TableConfig
 from nestrec.ops.dedup_keys import dedup_keys
@@ -28,6 +30,7 @@ from nestrec.ops.move_rows import move_rows
 from nestrec.ops.sum_rows import sum_by_index
 from nestrec.ops.update_rows import RowRule, update_rows
 
+T = TypeVar("T")
 _KEY_SETS = 3
 _REPEATS = 20
 _COPY_BYTES = 1 << 32
@@ -201,6 +204,10 @@ def _learning(bench: LookupBench, keys: list[torch.Tensor], distinct: list[torch
     yield _Operation("deduplicate", "nestrec", 8 * size, _rotate(keys, lambda k: dedup_keys(k.to(torch.int32))))
     unique = _rotate(keys, lambda k: torch.unique(k, return_inverse=True))
     yield _Operation("deduplicate", "torch unique", 8 * size, unique)
+    host = [k.cpu().numpy() for k in keys]
+    sent = _rotate(host, lambda k: dedup_on_device([k], 1, grad.device, bench.num_rows))
+    yield _Operation("deduplicate host keys", "nestrec", 8 * size, sent)
+    yield _Operation("deduplicate host keys", "host loop", 8 * size, _rotate(host, dedup))
     yield _Operation("sum", "nestrec", 4 * bench.dim * (size + count), lambda _: sum_by_index(grad, inverse, count))
     num_bytes = 4 * bench.dim * size + 2 * slab.row_bytes * count
     ours = _rotate(keys, lambda k: learn_rows(slab.weight, slab.states, k, grad, slab.rule))
@@ -235,7 +242,7 @@ def _torch_table(bench: LookupBench, device: torch.device) -> TorchTable:
     return TorchTable(weight, torch.zeros(bench.num_rows, device=device))
 
 
-def _rotate(inputs: Sequence[torch.Tensor], call: Callable[[torch.Tensor], object]) -> Callable[[int], object]:
+def _rotate(inputs: Sequence[T], call: Callable[[T], object]) -> Callable[[int], object]:
     return lambda number: call(inputs[number % len(inputs)])
 
 

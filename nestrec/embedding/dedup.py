@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numba import njit
 from numpy.typing import NDArray
 
@@ -27,6 +28,8 @@ class Deduplicated:
     inverse: NDArray[np.int32]
     counts: NDArray[np.int64]
     """Distinct keys of each owner."""
+    index: torch.Tensor | None = None
+    """`inverse` on the device, where the keys were deduplicated there; `inverse` is then empty."""
 
 
 def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> Deduplicated:

@@ -93,7 +93,7 @@ class EmbeddingEngine:
         """What this rank will ask for. Local."""
         self._check_features(parts)
         tables = list(self.tables.values())
-        return deduplicate(parts, tables, self.topology.num_shards, window_cache=window_cache)
+        return deduplicate(parts, tables, self.topology.num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same UserError on every rank."""

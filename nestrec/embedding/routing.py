@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.embedding.dedup import dedup
+from nestrec.embedding.dedup import Deduplicated, dedup
 from nestrec.embedding.half_rows import Flags, HalfRows, half_rows
 from nestrec.embedding.replica_keys import Owned, ReplicaKeys, last_part_of
 from nestrec.embedding.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, SourcePart, deduplicate
 from nestrec.embedding.table import TableConfig
-from nestrec.embedding.transfer import to_device
+from nestrec.embedding.transfer import to_device, used_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def route(
     parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], topology: Topology, device: torch.device
 ) -> Routed:
     """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
-    source = deduplicate(parts, tables, topology.num_shards, window_cache=False)
+    source = deduplicate(parts, tables, topology.num_shards, device, window_cache=False)
     return assemble(source, exchange_keys(source, tables, topology), tables, device)
 
 
@@ -274,10 +274,17 @@ def _cache_places(
 def _indices(source: SourcePart, tables: Sequence[TableConfig], device: torch.device) -> dict[str, torch.Tensor]:
     indices = {}
     for table, found in zip(tables, source.tables, strict=True):
-        inverse, start = to_device(found.inverse, device), 0
+        inverse, start = _inverse(found, device), 0
         for feature in table.feature_names:
             shape = source.shapes[feature]
             size = int(np.prod(shape, dtype=np.int64))
             indices[feature] = inverse[start : start + size].view(shape)
             start += size
     return indices
+
+
+def _inverse(found: Deduplicated, device: torch.device) -> torch.Tensor:
+    if found.index is None:
+        return to_device(found.inverse, device)
+    used_here([found.index])
+    return found.index

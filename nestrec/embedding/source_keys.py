@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.embedding.dedup import Deduplicated, dedup
+from nestrec.embedding.device_dedup import MIN_KEYS, dedup_on_device
 from nestrec.embedding.half_rows import Flags, flags_of_parts
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.window_plan import WindowPlan, plan_window
@@ -44,20 +45,32 @@ class SourceKeys:
 
 
 def deduplicate(
-    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], num_shards: int, *, window_cache: bool
-) -> SourceKeys:
-    """Local; a mistake is not raised here but told to all ranks by the exchange."""
+    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], num_shards: int, device: torch.device, *,
+    window_cache: bool,
+) -> SourceKeys:  # fmt: skip
+    """Local; a mistake is not raised here but told to all ranks by the exchange.
+
+    device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
+    """
     flat = [{name: _flat(values) for name, values in keys.items()} for keys in parts]
+    if not window_cache:
+        found = [[_distinct(part, table, num_shards, device) for table in tables] for part in flat]
+        right = [[d for d in of_part if d is not None] for of_part in found]
+        if all(len(of_part) == len(tables) for of_part in right):
+            return _source(parts, right, None, _half(flat, tables, right, None), [0] * ERROR_WORDS)
     error = max(_range_error(part, tables) for part in flat)
-    shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in parts]
     keys_of = [[_keys_of(part, table, is_bad=error[0] > 0) for part in flat] for table in tables]
-    if window_cache:
-        plans = [plan_window(keys, num_shards) for keys in keys_of]
-        found = [[plan.parts[p] for plan in plans] for p in range(len(parts))]
-    else:
-        plans = None
-        found = [[dedup(keys[p], num_shards) for keys in keys_of] for p in range(len(parts))]
-    half = None if error[0] else _half(flat, tables, found, plans)
+    plans = [plan_window(keys, num_shards) for keys in keys_of]
+    planned = [[plan.parts[p] for plan in plans] for p in range(len(parts))]
+    half = None if error[0] else _half(flat, tables, planned, plans)
+    return _source(parts, planned, plans if window_cache else None, half, error)
+
+
+def _source(
+    parts: Sequence[FeatureKeys], found: list[list[Deduplicated]], plans: list[WindowPlan] | None,
+    half: list[list[Flags]] | None, error: list[int],
+) -> SourceKeys:  # fmt: skip
+    shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in parts]
     return SourceKeys([SourcePart(s, f) for s, f in zip(shapes, found, strict=True)], plans, half, error)
 
 
@@ -74,6 +87,18 @@ def _half(
         plan = None if plans is None else plans[t]
         by_table.append(flags_of_parts(table, num_whole, [part[t] for part in found], plan))
     return [list(flags) for flags in zip(*by_table, strict=True)]
+
+
+def _distinct(
+    flat: dict[str, NDArray[np.int64]], table: TableConfig, num_shards: int, device: torch.device
+) -> Deduplicated | None:
+    """Of a part and table; none where a key is not one of the table."""
+    pieces = [flat[f] for f in table.feature_names]
+    if device.type == "cuda" and sum(map(len, pieces)) >= MIN_KEYS and not table.half_features:
+        return dedup_on_device(pieces, num_shards, device, table.num_rows)
+    if any(_wrong_key(piece, table) is not None for piece in pieces):
+        return None
+    return dedup(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), num_shards)
 
 
 def _keys_of(flat: dict[str, NDArray[np.int64]], table: TableConfig, *, is_bad: bool) -> NDArray[np.int64]:
@@ -93,9 +118,17 @@ def _range_error(flat: dict[str, NDArray[np.int64]], tables: Sequence[TableConfi
     """[1, number of the feature, key] of the first key outside its static table, or zeros."""
     features = [(f, t) for t in tables for f in t.feature_names]
     for number, (feature, table) in enumerate(features):
-        keys = flat[feature]
-        if table.num_rows is not None and len(keys):
-            low, high = int(keys.min()), int(keys.max())
-            if low < 0 or high >= table.num_rows:
-                return [1, number, low if low < 0 else high]
+        key = _wrong_key(flat[feature], table)
+        if key is not None:
+            return [1, number, key]
     return [0] * ERROR_WORDS
+
+
+def _wrong_key(keys: NDArray[np.int64], table: TableConfig) -> int | None:
+    """A key outside a static table."""
+    if table.num_rows is None or not len(keys):
+        return None
+    low, high = int(keys.min()), int(keys.max())
+    if low < 0:
+        return low
+    return high if high >= table.num_rows else None

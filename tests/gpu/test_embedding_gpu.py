@@ -1,11 +1,15 @@
 """The engine on a GPU gives the bits of the engine on a CPU."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 
+from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.embedding.device_dedup import MIN_KEYS
 from nestrec.embedding.initial import initial_vectors, initial_vectors_torch
 from nestrec.jagged import Jagged, offsets_of
 from nestrec.ops.gather_rows import gather_rows
@@ -116,3 +120,27 @@ def test_a_step_never_waits_for_the_device(store):
             step(number)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num_rows", [None, 9000])
+def test_large_batches_are_deduplicated_on_the_gpu_and_learn_the_same(num_rows):
+    """Keys come in another order than on a CPU, rows in the end with the same bits."""
+    digests_found = []
+    for device in ("cpu", "cuda"):
+        table = TableConfig(name="t", dim=8, num_rows=num_rows, features=("a", "b"))
+        engine = EmbeddingEngine([table], Topology.single(device), device)
+        draw = np.random.default_rng(0)
+        for step in range(1, 4):
+            keys = {"a": draw.integers(0, 9000, MIN_KEYS), "b": draw.integers(0, 50, (30, 20))}
+            routed = engine.route(keys)
+            working = engine.fetch(routed, step=step)
+            rows = engine.exchange_vectors(routed, working)["t"].requires_grad_()
+            for feature in keys:
+                (gather_rows(rows, routed.index[feature]) * 0.25).square().sum().backward()
+            engine.accumulate(routed, working, {"t": rows.grad})
+            engine.update(working, learning_rate=0.1)
+            engine.write_back(working)
+        digests_found.append(engine.digest("t"))
+        with pytest.raises(UserError, match="9000") if num_rows else contextlib.nullcontext():
+            engine.route({"a": np.arange(MIN_KEYS) % 9001, "b": np.zeros(1, np.int64)})
+    assert digests_found[0] == digests_found[1]
