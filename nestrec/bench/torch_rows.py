@@ -42,7 +42,8 @@ def sort_and_segment(table: TorchTable, keys: torch.Tensor, grad: torch.Tensor) 
 
 def sparse_coalesce(table: TorchTable, keys: torch.Tensor, grad: torch.Tensor) -> None:
     """A sparse gradient, as nn.Embedding(sparse=True) gives it."""
-    sparse = torch.sparse_coo_tensor(keys[None], grad, table.weight.shape, check_invariants=False).coalesce()
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        sparse = torch.sparse_coo_tensor(keys[None], grad, table.weight.shape).coalesce()
     table.update(sparse.indices()[0], sparse.values())
 
 

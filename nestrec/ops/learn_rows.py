@@ -14,7 +14,7 @@ import torch
 
 from nestrec.ops.dedup_keys import DistinctKeys, dedup_keys, dedup_keys_reference
 from nestrec.ops.registry import HAS_TRITON, define_op
-from nestrec.ops.sum_rows import RUN, sum_by_index, sum_long_runs, sum_type, tile_of
+from nestrec.ops.sum_rows import MAX_REGISTERS, RUN, sum_by_index, sum_long_runs, sum_type, tile_of
 from nestrec.ops.update_rows import RowRule, can_launch, check_columns, kernel_columns, rule_of, update_rows
 
 _NUM_WARPS = 4
@@ -74,7 +74,8 @@ def _launch(
     with torch.cuda.device_of(weight_ND):
         _learn_kernel[(min(triton.cdiv(num_positions, tile_rows), _num_programs(weight_ND.device)),)](
             grad_PD, found.order_P, found.starts, found.keys_P, found.count, **columns,
-            GRAD_STRIDE=grad_PD.stride(0), ROWS=tile_rows, RUN_SIZE=RUN, num_warps=_NUM_WARPS, enable_fp_fusion=False,
+            GRAD_STRIDE=grad_PD.stride(0), ROWS=tile_rows, RUN_SIZE=RUN, num_warps=_NUM_WARPS,
+            maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
         if num_positions > RUN:
             partial = sum_long_runs(grad_PD, found.rows_P, found.order_P, found.starts)
@@ -103,7 +104,7 @@ if HAS_TRITON:
         grad, order, starts, keys, count, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
         inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
         GRAD_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr,
-        SECOND_STRIDE: tl.constexpr, RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr = 4,
+        SECOND_STRIDE: tl.constexpr, RUN_SIZE: tl.constexpr,
     ):  # fmt: skip
         num_keys = tl.load(count).to(tl.int32)
         for tile in range(tl.program_id(0), (num_keys + ROWS - 1) // ROWS, tl.num_programs(0)):
@@ -114,8 +115,9 @@ if HAS_TRITON:
             row = tl.load(keys + place, mask=inside, other=0).to(tl.int64)
             inside = inside & (length <= RUN_SIZE)
             value = load_weight(weight, row, inside, D, BLOCK, WEIGHT_STRIDE)
+            tl.debug_barrier()  # or the compiler moves the load behind the sum
             length = tl.where(inside, length, 0)
-            gradient = sum_tile(grad, order, start, length, D, GRAD_STRIDE, BLOCK, ROWS, UNROLL, tl.float32)
+            gradient = sum_tile(grad, order, start, length, D, GRAD_STRIDE, BLOCK, ROWS, tl.float32)
             update_tile(
                 gradient, value, row, inside, weight, first, second, learning_rate, eps, decay1, decay2,
                 inverse_scale, inverse_dim, KIND, D, BLOCK, ROWS, WEIGHT_STRIDE, FIRST_STRIDE, SECOND_STRIDE,

@@ -14,7 +14,7 @@ import torch
 from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
 
 _PIECE_WORDS = 4
-_BLOCK_PIECES = 1024
+_BLOCK_PIECES = 512
 _NUM_WARPS = 8
 
 

@@ -27,8 +27,10 @@ from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
 RUN = 256
 """Positions of a row that are added one after the other."""
 _EVERY_POSITION = np.empty(0, np.int32)
-_TILE_ELEMENTS = 1024
+_TILE_ELEMENTS = 512
 _NUM_WARPS = 4
+MAX_REGISTERS = 64
+"""With fewer, which the compiler would choose, rows are loaded one after the other."""
 
 
 def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -141,7 +143,7 @@ def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torc
     with torch.cuda.device_of(grad_PD):
         _rows_kernel[(triton.cdiv(num_rows, tile_rows),)](
             grad_PD, order_P, starts, out_UD, num_rows, D=dim, STRIDE=grad_PD.stride(0), BLOCK=block, ROWS=tile_rows,
-            RUN_SIZE=RUN, num_warps=_NUM_WARPS,
+            RUN_SIZE=RUN, num_warps=_NUM_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         if num_positions > RUN:
             partial = sum_long_runs(grad_PD, rows_P, order_P, starts)
@@ -176,20 +178,37 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
+    def _position(order, first, length, t):  # type: ignore[no-untyped-def]
+        return tl.load(order + first + t, mask=t < length, other=0).to(tl.int64)
+
+    @triton.jit
+    def _gradient(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad, position, is_used, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+    ):
+        column = tl.arange(0, BLOCK)[None, :]
+        at = grad + (position * STRIDE)[:, None] + column
+        return tl.load(at, mask=is_used[:, None] & (column < D), other=0.0).to(TYPE)
+
+    @triton.jit
     def sum_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         grad, order, first, length, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-        UNROLL: tl.constexpr, TYPE: tl.constexpr,
+        TYPE: tl.constexpr,
     ):  # fmt: skip
-        """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other."""
-        column = tl.arange(0, BLOCK)[None, :]
+        """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other.
+
+        Four at a time, the next positions before these rows before the sums: else the compiler waits for each in turn.
+        """
         total = tl.zeros([ROWS, BLOCK], TYPE)
-        for t in range(0, tl.max(length, axis=0), UNROLL):
-            for u in tl.static_range(UNROLL):
-                used = t + u < length
-                position = tl.load(order + first + t + u, mask=used, other=0).to(tl.int64)
-                at = grad + (position * STRIDE)[:, None] + column
-                value = tl.load(at, mask=used[:, None] & (column < D), other=0.0)
-                total += value.to(TYPE)
+        p0, p1 = _position(order, first, length, 0), _position(order, first, length, 1)
+        p2, p3 = _position(order, first, length, 2), _position(order, first, length, 3)
+        for t in range(0, tl.max(length, axis=0), 4):
+            x0 = _gradient(grad, p0, t < length, D, STRIDE, BLOCK, TYPE)
+            x1 = _gradient(grad, p1, t + 1 < length, D, STRIDE, BLOCK, TYPE)
+            x2 = _gradient(grad, p2, t + 2 < length, D, STRIDE, BLOCK, TYPE)
+            x3 = _gradient(grad, p3, t + 3 < length, D, STRIDE, BLOCK, TYPE)
+            p0, p1 = _position(order, first, length, t + 4), _position(order, first, length, t + 5)
+            p2, p3 = _position(order, first, length, t + 6), _position(order, first, length, t + 7)
+            total = (((total + x0) + x1) + x2) + x3
         return total
 
     @triton.jit
@@ -218,7 +237,7 @@ if HAS_TRITON:
     @triton.jit
     def _rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         grad, order, starts, out, num_rows, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-        ROWS: tl.constexpr, RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr = 4,
+        ROWS: tl.constexpr, RUN_SIZE: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = row < num_rows
@@ -226,14 +245,14 @@ if HAS_TRITON:
         length = tl.load(starts + row + 1, mask=inside, other=0) - first
         inside = inside & (length <= RUN_SIZE)
         length = tl.where(inside, length, 0)
-        total = sum_tile(grad, order, first, length, D, STRIDE, BLOCK, ROWS, UNROLL, out.dtype.element_ty)
+        total = sum_tile(grad, order, first, length, D, STRIDE, BLOCK, ROWS, out.dtype.element_ty)
         column = tl.arange(0, BLOCK)[None, :]
         tl.store(out + (row.to(tl.int64) * D)[:, None] + column, total, mask=inside[:, None] & (column < D))
 
     @triton.jit
     def _runs_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         grad, rows, order, starts, partial, num_positions, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-        RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr = 8,
+        RUN_SIZE: tl.constexpr,
     ):  # fmt: skip
         low = tl.program_id(0) * RUN_SIZE
         high = tl.minimum(low + RUN_SIZE, num_positions)
@@ -248,7 +267,7 @@ if HAS_TRITON:
             place = tl.zeros([1], tl.int32)
             length = tl.minimum(end - first, RUN_SIZE) + place
             element: tl.constexpr = partial.dtype.element_ty
-            total = sum_tile(grad, order, first + place, length, D, STRIDE, BLOCK, 1, UNROLL, element)
+            total = sum_tile(grad, order, first + place, length, D, STRIDE, BLOCK, 1, element)
             column = tl.arange(0, BLOCK)[None, :]
             at = partial + (2 * (start // RUN_SIZE) + number).to(tl.int64) * D
             tl.store(at + column, total, mask=column < D)

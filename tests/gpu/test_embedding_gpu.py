@@ -95,6 +95,7 @@ def test_top_k_on_a_gpu_finds_the_same_keys():
     assert torch.equal(*found)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("store", ["device", "dram"])
 def test_a_step_never_waits_for_the_device(store):
     """Host rows have to arrive before they can be stored, so only the write-back of a host store may wait."""
