@@ -6,9 +6,9 @@
 Shapes: U rows, D elements of a row, P positions, B segments with B + 1 offsets.
 """
 
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
@@ -42,6 +42,16 @@ def _pool(
                 out[b, j] += rows[row, j]
 
 
+@njit(cache=True, nogil=True)
+def _spread(offsets, grad, out, index, low, high):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    for b in range(len(offsets) - 1):
+        for p in range(offsets[b], offsets[b + 1]):
+            row = index[p]
+            if low <= row < high:
+                for j in range(grad.shape[1]):
+                    out[row, j] += grad[b, j]
+
+
 class _PoolRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -57,9 +67,5 @@ class _PoolRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         index_P, offsets = ctx.saved_tensors
         grad_BD = grads[0].contiguous()
-        out_UD = grad_BD.new_zeros(ctx.num_rows, grad_BD.shape[1])
         index, bounds, grad = (t.contiguous().numpy() for t in (index_P, offsets, grad_BD))
-        out, segment_of = out_UD.numpy(), np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
-        # Threads share rows, not positions, so that each row is still summed in order.
-        for_parts(len(out), len(index), lambda low, high: sum_by_runs(out, index, grad, segment_of, (low, high)))
-        return out_UD, None, None
+        return sum_by_runs(index, ctx.num_rows, grad_BD, partial(_spread, bounds, grad)), None, None

@@ -14,6 +14,7 @@ beginnings of such runs, and at most one beginning of such a row.
 Shapes: U rows, D elements of a row, P positions.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
 
 RUN = 256
 """Positions of a row that are added one after the other."""
-_EVERY_POSITION = np.empty(0, np.int32)
 _TILE_ELEMENTS = 512
 _NUM_WARPS = 4
 MAX_REGISTERS = 64
@@ -68,10 +68,26 @@ def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.T
     wide_PD = grad_PD.to(sum_type(grad_PD.dtype)).contiguous()
     if grad_PD.device.type != "cpu":
         return _torch_sum(wide_PD, index_P, num_rows)
-    out_UD = wide_PD.new_zeros(num_rows, grad_PD.shape[1])
-    out, index, grad = out_UD.numpy(), index_P.numpy(), wide_PD.numpy()
-    for_parts(len(out), len(index), lambda low, high: sum_by_runs(out, index, grad, _EVERY_POSITION, (low, high)))
-    return out_UD
+    index, grad = index_P.numpy(), wide_PD.numpy()
+    return sum_by_runs(index, num_rows, wide_PD, lambda out, rows, low, high: _add(out, rows, grad, low, high))
+
+
+Adder = Callable[[NDArray[Any], NDArray[np.int32], int, int], None]
+"""(out, row of each position, low, high): adds to rows low to high of `out`, in order of position."""
+
+
+def sum_by_runs(index: NDArray[Any], num_rows: int, like: torch.Tensor, add: Adder) -> torch.Tensor:
+    """(num_rows, D) sums on the host: every run but the first of a row has a row of its own behind the others."""
+    rows, owners = index, np.empty(0, np.int32)
+    if len(index) > RUN:
+        rows, owners = _split_runs(index, num_rows)
+    both = like.new_zeros(num_rows + len(owners), like.shape[1])
+    out = both.numpy()
+    # Threads share out rows, not positions, so that each row is still summed in order.
+    for_parts(len(out), len(rows), lambda low, high: add(out, rows, low, high))
+    if len(owners):
+        _add(out[:num_rows], owners, out[num_rows:], 0, num_rows)
+    return both[:num_rows]
 
 
 def _fake(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -100,35 +116,21 @@ def _add(out: NDArray[Any], index: NDArray[Any], grad: NDArray[Any], low: int, h
 
 
 @njit(cache=True, nogil=True)
-def sum_by_runs(out, index, grad, grad_of, part):  # type: ignore[no-untyped-def]
-    """Some rows of the sums on the host; `out` starts from zeros and holds the runs in work.
-
-    grad_of: the row of `grad` that belongs to each position; empty: row p to position p.
-    """
-    low, high = part
-    width = np.int64(grad.shape[1])
-    seen, place = np.zeros(high - low, np.int32), np.full(high - low, -1, np.int32)
-    totals, num_totals = np.empty((16, width), grad.dtype), 0
+def _split_runs(index, num_rows):  # type: ignore[no-untyped-def]
+    """For each position the row that its run is summed in, and for each row behind `num_rows` whose run it is."""
+    seen, row_of = np.zeros(num_rows, np.int32), np.arange(num_rows).astype(np.int32)
+    rows, owners = np.empty(len(index), np.int32), np.empty(len(index) // RUN, np.int32)
+    num_owners = 0
     for p in range(len(index)):
         row = index[p]
-        if low <= row < high:
-            if seen[row - low] == RUN:
-                if place[row - low] < 0:
-                    if num_totals == len(totals):
-                        totals = np.concatenate((totals, np.empty_like(totals)))
-                    totals[num_totals] = 0
-                    place[row - low] = num_totals
-                    num_totals += 1
-                totals[place[row - low]] += out[row]
-                out[row] = 0
-                seen[row - low] = 0
-            seen[row - low] += 1
-            source = p if len(grad_of) == 0 else grad_of[p]
-            for j in range(width):
-                out[row, j] += grad[source, j]
-    for row in range(low, high):
-        if place[row - low] >= 0:
-            out[row] += totals[place[row - low]]
+        if seen[row] == RUN:
+            owners[num_owners] = row
+            row_of[row] = num_rows + num_owners
+            num_owners += 1
+            seen[row] = 0
+        seen[row] += 1
+        rows[p] = row_of[row]
+    return rows, owners[:num_owners]
 
 
 def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
