@@ -113,9 +113,11 @@ def lookup(context: typer.Context, json: JsonFile = None) -> None:
     from nestrec.bench.lookup import LookupBench, measure_lookup, short_rows
 
     bench = with_overrides(LookupBench(), parse_overrides(context.args, ("json",)))
-    rows = list(measure_lookup(bench))
+    rows = []
+    for row in measure_lookup(bench):
+        rows.append(row)
+        _save("lookup", rows, json)
     _show("lookup", short_rows(rows))
-    _save("lookup", rows, json)
 
 
 @app.command(context_settings=PASSED_ON)

@@ -22,7 +22,7 @@ from nestrec.bench.torch_rows import PATHS, TorchTable
 from nestrec.embedding.dedup import dedup
 from nestrec.embedding.device_dedup import dedup_on_device
 from nestrec.embedding.layout import layout_of
-from nestrec.embedding.table import DTYPES, OptimizerKind, RowOptimizerConfig, TableConfig
+from nestrec.embedding.table import DTYPES, TableConfig
 from nestrec.ops.dedup_keys import dedup_keys
 from nestrec.ops.gather_rows import take_rows
 from nestrec.ops.learn_rows import learn_rows
@@ -33,6 +33,11 @@ from nestrec.ops.update_rows import RowRule, update_rows
 T = TypeVar("T")
 _KEY_SETS = 3
 _REPEATS = 20
+_DTYPES = ("float32", "bfloat16")
+_MOST_HOST_KEYS = 1 << 22
+_ENOUGH_S = 0.15
+"""Rounds of an operation end when they have taken so long."""
+_FEWEST_ROUNDS = 3
 _COPY_BYTES = 1 << 32
 _HEAD_START_CYCLES = 20_000_000
 """The device waits so long before the first round, so that the host is ahead of it, as in training."""
@@ -51,9 +56,7 @@ class LookupBench:
     zipf: tuple[float, ...] = (0.75, 1.05, 0.0)
     """Exponents of the keys' popularity; 0: uniform. Popular rows are spread over the table."""
     rounds: int = 10
-    """Timed rounds, after three that are not counted."""
-    optimizer: OptimizerKind = "rowwise_adagrad"
-    """Row optimiser of the updates on whole rows; plain torch does row-wise AdaGrad."""
+    """Most timed rounds of an operation, after two that are not counted; fewer where one takes long."""
     device: str = "cuda"
     """Where the table lies."""
 
@@ -77,16 +80,17 @@ def measure_lookup(bench: LookupBench) -> Iterator[dict[str, Any]]:
         raise UserError("there is no CUDA device", field="device", value=bench.device, remedy="--device cpu")
     torch.manual_seed(0)
     copy_gb_per_s = _copy_rate(bench, device)
-    for exponent in bench.zipf:
-        for num_keys in bench.num_keys:
+    tables = _Tables(bench, device)
+    for num_keys in bench.num_keys:
+        for exponent in bench.zipf:
             keys = [_keys(bench, exponent, num_keys, device) for _ in range(_KEY_SETS)]
             distinct = [torch.unique(k) for k in keys]
             common = {
                 "keys": num_keys, "distinct": len(distinct[0]), "zipf": exponent, "dim": bench.dim,
                 "table_rows": bench.num_rows, "copy_gb_per_s": round(copy_gb_per_s, 1),
             }  # fmt: skip
-            for make in (_gathers, _row_moves, _updates, _learning):
-                rows = [_row(operation, bench, device) for operation in make(bench, keys, distinct)]
+            for make in (_gathers, _learning, _updates, _row_moves, _parts):
+                rows = [_row(operation, bench, device) for operation in make(tables, keys, distinct)]
                 yield from (_compared({**row, **common}, rows) for row in rows)
 
 
@@ -131,9 +135,26 @@ def _copy_rate(bench: LookupBench, device: torch.device) -> float:
     return 8 * size / _median_s(lambda _: target.copy_(source), bench.rounds, device) / 1e9
 
 
-def _gathers(bench: LookupBench, keys: list[torch.Tensor], _: list[torch.Tensor]) -> Iterator[_Operation]:
-    for dtype in ("float32", "bfloat16"):
-        table = torch.empty(bench.num_rows, bench.dim, dtype=DTYPES[dtype], device=keys[0].device).uniform_()
+class _Tables:
+    """What is read and trained: columns in tensors of their own, as plain torch has them, and whole rows."""
+
+    def __init__(self, bench: LookupBench, device: torch.device) -> None:
+        shape = bench.num_rows, bench.dim
+        self.weights = {n: torch.empty(shape, dtype=DTYPES[n], device=device).uniform_() for n in _DTYPES}
+        self.plain = TorchTable(self.weights["float32"], torch.zeros(bench.num_rows, device=device))
+        self.layout = layout_of(TableConfig(name="t", dim=bench.dim))
+        self.rows = torch.zeros(bench.num_rows, self.layout.num_words, dtype=torch.int32, device=device)
+        self.grad = torch.empty(max(bench.num_keys), bench.dim, device=device).uniform_(-1, 1)
+        self.rule = RowRule(kind="rowwise_adagrad", learning_rate=self.plain.learning_rate, eps=self.plain.eps)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a weight and its sum of squares."""
+        return 4 * (self.plain.weight.shape[1] + 1)
+
+
+def _gathers(tables: _Tables, keys: list[torch.Tensor], _: list[torch.Tensor]) -> Iterator[_Operation]:
+    for dtype, table in tables.weights.items():
         yield from _gathers_of(table, keys, dtype)
 
 
@@ -148,33 +169,38 @@ def _gathers_of(table: torch.Tensor, keys: list[torch.Tensor], dtype: str) -> It
         yield _Operation("gather", store, num_bytes, _rotate(keys, way), dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slab:
-    """Whole rows, weight and state together, as the device store holds them."""
-
-    rows: torch.Tensor
-    weight: torch.Tensor
-    states: list[torch.Tensor]
-    rule: RowRule
-
-    @property
-    def row_bytes(self) -> int:
-        """Of weight and state, without padding."""
-        return 4 * (self.weight.shape[1] + sum(state.shape[1] for state in self.states))
+def _learning(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
+    """Deduplicate, sum, update."""
+    plain, grad = tables.plain, tables.grad[: len(keys[0])]
+    num_bytes = grad.numel() * 4 + 2 * tables.row_bytes * len(distinct[0])
+    ours = _rotate(keys, lambda k: learn_rows(plain.weight, [plain.state[:, None]], k, grad, tables.rule))
+    inverse = torch.unique(keys[0], return_inverse=True)[1]
+    repeats = {"identical_repeats": _identical_repeats(inverse, len(distinct[0]), grad)}
+    yield _Operation("learn", "nestrec", num_bytes, ours, also=repeats)
+    for name, path in PATHS.items():
+        yield _Operation("learn", f"torch {name}", num_bytes, _rotate(keys, partial(_train, path, plain, grad)))
 
 
-def _slab(bench: LookupBench, device: torch.device) -> _Slab:
-    layout = layout_of(TableConfig(name="t", dim=bench.dim, optimizer=RowOptimizerConfig(kind=bench.optimizer)))
-    rows = torch.zeros(bench.num_rows, layout.num_words, dtype=torch.int32, device=device)
-    weight, *states = (layout.view(rows, column.name) for column in layout.columns)
-    weight.uniform_()
-    rule = RowRule(kind=bench.optimizer, learning_rate=0.01, eps=1e-8, decay1=0.1, decay2=0.001)
-    return _Slab(rows, weight, states, rule)
+def _train(path: Callable[..., None], table: TorchTable, grad: torch.Tensor, keys: torch.Tensor) -> None:
+    path(table, keys, grad)
 
 
-def _row_moves(bench: LookupBench, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
-    """What the engine does with the distinct rows of a batch."""
-    rows = _slab(bench, keys[0].device).rows
+def _updates(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
+    """From deduplicated gradients, in place: rows where they lie in the table, and the fetched rows of a batch."""
+    plain, grad, rule = tables.plain, tables.grad, tables.rule
+    num_bytes = len(distinct[0]) * (4 * grad.shape[1] + 2 * tables.row_bytes)
+    ours = _rotate(distinct, lambda k: update_rows(plain.weight, [plain.state[:, None]], grad[: len(k)], rule, k))
+    yield _Operation("update", "nestrec", num_bytes, ours)
+    yield _Operation("update", "torch", num_bytes, _rotate(distinct, lambda k: plain.update(k, grad[: len(k)])))
+    fetched = tables.rows[: len(distinct[0])]
+    weight, state = (tables.layout.view(fetched, column.name) for column in tables.layout.columns)
+    call = partial(update_rows, weight, [state], grad[: len(fetched)], rule)
+    yield _Operation("update fetched rows", "nestrec", num_bytes, lambda _: call())
+
+
+def _row_moves(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
+    """What the engine does with the distinct rows of a batch, weight and state together."""
+    rows = tables.rows
     buffer, other = (rows.new_zeros(max(len(d) for d in distinct), rows.shape[1]) for _ in range(2))
     places = [torch.randperm(len(d), device=d.device) for d in distinct]
     ways: dict[str, Callable[[int], object]] = {
@@ -187,41 +213,19 @@ def _row_moves(bench: LookupBench, keys: list[torch.Tensor], distinct: list[torc
         yield _Operation(name, "nestrec", num_bytes, way)
 
 
-def _updates(bench: LookupBench, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
-    """From deduplicated gradients, in place."""
-    slab = _slab(bench, keys[0].device)
-    grad = _gradients(bench, max(len(d) for d in distinct), keys[0].device)
-    num_bytes = len(distinct[0]) * (4 * bench.dim + 2 * slab.row_bytes)
-    ours = _rotate(distinct, lambda k: update_rows(slab.weight, slab.states, grad[: len(k)], slab.rule, k))
-    yield _Operation("update", "nestrec", num_bytes, ours)
-    table = _torch_table(bench, grad.device)
-    yield _Operation("update", "torch", num_bytes, _rotate(distinct, lambda k: table.update(k, grad[: len(k)])))
-
-
-def _learning(bench: LookupBench, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
-    """Deduplicate, sum, update; and its parts."""
-    slab, size, count = _slab(bench, keys[0].device), len(keys[0]), len(distinct[0])
-    grad = _gradients(bench, size, keys[0].device)
+def _parts(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
+    """Deduplication and sums alone."""
+    size, count, grad = len(keys[0]), len(distinct[0]), tables.grad[: len(keys[0])]
     inverse = torch.unique(keys[0], return_inverse=True)[1].to(torch.int32)
+    yield _Operation("sum", "nestrec", 4 * grad.shape[1] * (size + count), lambda _: sum_by_index(grad, inverse, count))
     yield _Operation("deduplicate", "nestrec", 8 * size, _rotate(keys, lambda k: dedup_keys(k.to(torch.int32))))
     unique = _rotate(keys, lambda k: torch.unique(k, return_inverse=True))
     yield _Operation("deduplicate", "torch unique", 8 * size, unique)
-    host = [k.cpu().numpy() for k in keys]
-    sent = _rotate(host, lambda k: dedup_on_device([k], 1, grad.device, bench.num_rows))
-    yield _Operation("deduplicate host keys", "nestrec", 8 * size, sent)
-    yield _Operation("deduplicate host keys", "host loop", 8 * size, _rotate(host, dedup))
-    yield _Operation("sum", "nestrec", 4 * bench.dim * (size + count), lambda _: sum_by_index(grad, inverse, count))
-    num_bytes = 4 * bench.dim * size + 2 * slab.row_bytes * count
-    ours = _rotate(keys, lambda k: learn_rows(slab.weight, slab.states, k, grad, slab.rule))
-    repeats = {"identical_repeats": _identical_repeats(inverse, count, grad)}
-    yield _Operation("learn", "nestrec", num_bytes, ours, also=repeats)
-    table = _torch_table(bench, grad.device)
-    for name, path in PATHS.items():
-        yield _Operation("learn", f"torch {name}", num_bytes, _rotate(keys, partial(_train, path, table, grad)))
-
-
-def _train(path: Callable[..., None], table: TorchTable, grad: torch.Tensor, keys: torch.Tensor) -> None:
-    path(table, keys, grad)
+    if size <= _MOST_HOST_KEYS:
+        host = [k.cpu().numpy() for k in keys]
+        sent = _rotate(host, lambda k: dedup_on_device([k], 1, grad.device, len(tables.rows)))
+        yield _Operation("deduplicate host keys", "nestrec", 8 * size, sent)
+        yield _Operation("deduplicate host keys", "host loop", 8 * size, _rotate(host, dedup))
 
 
 def _identical_repeats(keys: torch.Tensor, num_rows: int, grad: torch.Tensor) -> int:
@@ -235,31 +239,37 @@ def _identical_repeats(keys: torch.Tensor, num_rows: int, grad: torch.Tensor) ->
     return same
 
 
-def _gradients(bench: LookupBench, count: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(count, bench.dim, device=device).uniform_(-1, 1)
-
-
-def _torch_table(bench: LookupBench, device: torch.device) -> TorchTable:
-    weight = torch.empty(bench.num_rows, bench.dim, device=device).uniform_()
-    return TorchTable(weight, torch.zeros(bench.num_rows, device=device))
-
-
 def _rotate(inputs: Sequence[T], call: Callable[[T], object]) -> Callable[[int], object]:
     return lambda number: call(inputs[number % len(inputs)])
 
 
 def _median_s(call: Callable[[int], object], rounds: int, device: torch.device) -> float:
     """Median time of a call, by the device's clock on CUDA."""
-    for number in range(3):
+    call(0)
+    _wait(device)
+    start_s = time.perf_counter()
+    call(1)
+    _wait(device)
+    enough = int(_ENOUGH_S / (time.perf_counter() - start_s))
+    rounds = min(rounds, max(_FEWEST_ROUNDS, enough))
+    return _median_cuda_s(call, rounds) if device.type == "cuda" else _median_cpu_s(call, rounds)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _median_cpu_s(call: Callable[[int], object], rounds: int) -> float:
+    times = []
+    for number in range(rounds):
+        start_s = time.perf_counter()
         call(number)
-    if device.type != "cuda":
-        times = []
-        for number in range(rounds):
-            start_s = time.perf_counter()
-            call(number)
-            times.append(time.perf_counter() - start_s)
-        return statistics.median(times)
-    torch.cuda.synchronize()
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+def _median_cuda_s(call: Callable[[int], object], rounds: int) -> float:
     torch.cuda._sleep(_HEAD_START_CYCLES)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     events[0].record()

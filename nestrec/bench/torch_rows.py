@@ -24,7 +24,7 @@ class TorchTable:
         total = self.state.index_select(0, keys) + grad.square().mean(1)
         self.state.index_copy_(0, keys, total)
         scale = total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.learning_rate)
-        self.weight.index_add_(0, keys, grad.mul_(scale[:, None]))
+        self.weight.index_add_(0, keys, grad * scale[:, None])
 
 
 def unique_and_index_add(table: TorchTable, keys: torch.Tensor, grad: torch.Tensor) -> None:

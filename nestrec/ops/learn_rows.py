@@ -14,11 +14,12 @@ import torch
 
 from nestrec.ops.dedup_keys import DistinctKeys, dedup_keys, dedup_keys_reference
 from nestrec.ops.registry import HAS_TRITON, define_op
-from nestrec.ops.sum_rows import MAX_REGISTERS, RUN, sum_by_index, sum_long_runs, sum_type, tile_of
+from nestrec.ops.sum_rows import MAX_REGISTERS, RUN, sum_by_index, sum_long_runs, sum_type
 from nestrec.ops.update_rows import RowRule, can_launch, check_columns, kernel_columns, rule_of, update_rows
 
-_NUM_WARPS = 4
-_PROGRAMS_A_PROCESSOR = 16
+_WARP_ELEMENTS = 128
+_MAX_WARPS = 8
+_PROGRAMS_A_PROCESSOR = 32
 
 
 def learn_rows(
@@ -70,11 +71,12 @@ def _launch(
     weight_ND: torch.Tensor, states: list[torch.Tensor], found: DistinctKeys, grad_PD: torch.Tensor, rule: RowRule
 ) -> None:
     num_positions, dim = grad_PD.shape
-    columns, (_, tile_rows) = kernel_columns(weight_ND, states, rule), tile_of(dim)
+    columns, block = kernel_columns(weight_ND, states, rule), triton.next_power_of_2(dim)
+    tile_rows, num_warps = max(1, _WARP_ELEMENTS // block), min(_MAX_WARPS, max(1, block // _WARP_ELEMENTS))
     with torch.cuda.device_of(weight_ND):
         _learn_kernel[(min(triton.cdiv(num_positions, tile_rows), _num_programs(weight_ND.device)),)](
             grad_PD, found.order_P, found.starts, found.keys_P, found.count, **columns,
-            GRAD_STRIDE=grad_PD.stride(0), ROWS=tile_rows, RUN_SIZE=RUN, num_warps=_NUM_WARPS,
+            GRAD_STRIDE=grad_PD.stride(0), ROWS=tile_rows, RUN_SIZE=RUN, num_warps=num_warps,
             maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
         )  # fmt: skip
         if num_positions > RUN:

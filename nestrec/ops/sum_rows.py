@@ -141,7 +141,8 @@ def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torc
         return out_UD
     rows_P, order_P = index_P.sort(stable=True)
     starts = torch.searchsorted(rows_P, torch.arange(num_rows + 1, dtype=rows_P.dtype, device=rows_P.device))
-    block, tile_rows = tile_of(dim)
+    block = triton.next_power_of_2(dim)
+    tile_rows = max(1, _TILE_ELEMENTS // block)
     with torch.cuda.device_of(grad_PD):
         _rows_kernel[(triton.cdiv(num_rows, tile_rows),)](
             grad_PD, order_P, starts, out_UD, num_rows, D=dim, STRIDE=grad_PD.stride(0), BLOCK=block, ROWS=tile_rows,
@@ -155,12 +156,6 @@ def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torc
     return out_UD
 
 
-def tile_of(dim: int) -> tuple[int, int]:
-    """Columns (a power of two) and rows of the tile of a program."""
-    block = triton.next_power_of_2(dim)
-    return block, max(1, _TILE_ELEMENTS // block)
-
-
 def sum_long_runs(
     grad_PD: torch.Tensor, rows_P: torch.Tensor, order_P: torch.Tensor, starts: torch.Tensor
 ) -> torch.Tensor:
@@ -170,7 +165,7 @@ def sum_long_runs(
     partial = grad_PD.new_empty(2 * blocks, dim, dtype=sum_type(grad_PD.dtype))
     _runs_kernel[(blocks, 2)](
         grad_PD, rows_P, order_P, starts, partial, num_positions, D=dim, STRIDE=grad_PD.stride(0),
-        BLOCK=tile_of(dim)[0], RUN_SIZE=RUN, num_warps=1,
+        BLOCK=triton.next_power_of_2(dim), RUN_SIZE=RUN, num_warps=1,
     )  # fmt: skip
     return partial
 

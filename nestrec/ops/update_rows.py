@@ -24,7 +24,7 @@ import torch
 from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")
-_TILE_ELEMENTS = 512
+_TILE_ELEMENTS = 1024
 _NUM_WARPS = 4
 
 
