@@ -109,16 +109,23 @@ class Lane:
             self._thread = None
 
     def _run(self) -> None:
-        with own_stream(self._device):
-            while (entry := self._entries.get()) is not None:
-                if self._error is None:
-                    try:
-                        self._run_one(entry)
-                    except BaseException as error:
-                        self._error = error
-                        entry.ticket.fail(error)
-                else:
-                    entry.ticket.fail(self._error)
+        try:
+            with own_stream(self._device):
+                self._serve()
+        except BaseException as error:  # no stream: whoever waits is told
+            self._error = error
+            self._serve()
+
+    def _serve(self) -> None:
+        while (entry := self._entries.get()) is not None:
+            if self._error is None:
+                try:
+                    self._run_one(entry)
+                except BaseException as error:
+                    self._error = error
+                    entry.ticket.fail(error)
+            else:
+                entry.ticket.fail(self._error)
 
     def _run_one(self, entry: _Entry) -> None:
         label = entry.label

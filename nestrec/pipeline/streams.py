@@ -41,7 +41,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    torch.cuda.set_device(device)
+    if device.index is not None:  # without one, a new thread is on the first device, which is the only one then
+        torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         yield
 
