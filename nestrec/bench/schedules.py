@@ -1,49 +1,65 @@
-"""`nestrec bench schedules`: every schedule on the same batches, over real links of limited bandwidth.
+"""`nestrec bench schedules`: every schedule on the same batches, over links of limited bandwidth.
 
-Ranks are processes in network namespaces (see limited_links). All schedules live in the same ranks and take turns, a
-round of a few steps each, so that they share whatever else the machine does. A round goes from an empty pipeline to an
-empty pipeline; its first and last step are left out. Figures are medians of rounds on the slowest rank; times of parts
-come from trace spans and add up to the step. `step_over_bound` and `exposed_over_raw` compare with the parts of serial
-at the same partition; with `own` they compare with the parts of the very steps, which other load spoils less.
+Ranks are processes in network namespaces (see limited_links), or, with `fabric_ranks`, this process alone stands for
+one rank of many that are like it, on a CPU or a GPU, and the time of its exchanges is emulated; so may its lookups be.
+All schedules live in the same processes and take turns, a round of a few steps each, so that they share whatever else
+the machine does. A round goes from an empty pipeline to an empty pipeline; its first and last step are left out.
+Figures are medians of rounds on the slowest rank; times of parts come from trace spans and add up to the step.
+`step_over_bound` and `exposed_over_raw` compare with the parts of serial at the same partition; with `own` they compare
+with the parts of the very steps, which other load spoils less.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.bench.limited_links import can_limit, limited_links
-from nestrec.bench.ranks import run_on_ranks
-from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches
-from nestrec.data.batches import Batch
-from nestrec.distributed import Topology
-from nestrec.distributed.exchange import barrier
-from nestrec.pipeline import PipelineConfig
-from nestrec.trace import Span, Timeline
+from nestrec.bench.limited_links import can_limit
+from nestrec.bench.paced_engine import Pace
+from nestrec.bench.schedules_job import JobConfig
+from nestrec.bench.schedules_run import Conditions, Entry, Measured, run_rounds
+from nestrec.distributed.emulated_link import EmulatedLink
+from nestrec.pipeline.window_size import Measured as MeasuredWindow
+from nestrec.pipeline.window_size import choose_window, fit_window
+from nestrec.training.window_choice import CANDIDATES, FEW, MANY
 
-_UNLIMITED_MBIT = 100_000.0
-_WARM_UP_ROUNDS = 1
+_UNLIMITED_MBIT = 1e6
+_REAL_UNLIMITED_MBIT = 100_000.0
 
 
 @config
 class SchedulesBench:
     ranks: int = 2
     """processes, each with one thread of computing"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where to compute; cuda goes with fabric_ranks"""
     link_mbit: float | None = None
     """megabits a second of each rank's link, each way; none: such that communication takes comm_share of compute"""
     emulated: bool = False
     """time the links instead of limiting them; also done, and said, where network namespaces cannot be had"""
+    fabric_ranks: int = 1
+    """more than 1: one process stands for one of so many ranks, and its exchanges of vectors are emulated"""
+    latency_us: float = 0.0
+    """of an exchange over the emulated fabric"""
     comm_share: float = 0.7
     """raw communication as a part of compute, where link_mbit is not given"""
+    lookup_share: float | None = None
+    """raw lookup as a part of compute: what the real one lacks is added as emulated waits; none: nothing is added"""
+    lookup_stages: tuple[float, ...] = (0.45, 0.05, 0.3, 0.2)
+    """how an emulated lookup divides: samples prefetched and loaded, keys exchanged, rows read, rows written"""
+    calibrate_at: int | None = None
+    """number of micro-batches at which the shares hold; none: the median of those compared"""
     micro_batches: tuple[int, ...] = (4, 8)
     """numbers of micro-batches that are compared"""
+    auto: bool = False
+    """compare also the number that batch.micro_batches=auto would take"""
     schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested")
     """which schedules"""
     window_cache: tuple[bool, ...] = (False, True)
     """with and without the window cache"""
+    shares_table: bool = False
+    """one table for all schedules, where memory holds no more; weights are then not compared"""
     rounds: int = 7
     """rounds of each schedule"""
     steps: int = 8
@@ -52,17 +68,24 @@ class SchedulesBench:
     """what is trained"""
 
 
-Entry = tuple[str, int, bool]
-"""Schedule, micro-batches, window cache."""
-
-
 def measure_schedules(bench: SchedulesBench) -> list[dict[str, Any]]:
     """A row for each schedule, number of micro-batches and cache setting."""
-    if bench.steps < 4:
-        raise UserError("must be at least 4", field="steps", value=bench.steps, remedy="first and last are left out")
-    link_mbit = bench.link_mbit if bench.link_mbit is not None else _calibrated_mbit(bench)
-    measured = _run(bench, _entries(bench), link_mbit, bench.rounds)
-    rows = [_row(entry, bench, link_mbit, measured) for entry in _entries(bench)]
+    _check(bench)
+    conditions = _calibrated(bench)
+    entries = _entries(bench)
+    chosen = _auto_window(bench, conditions) if bench.auto else None
+    if chosen is not None:
+        entries = list(dict.fromkeys([*entries, *_of_partition(bench, chosen)]))
+    measured = run_rounds(conditions, entries, bench.rounds, bench.steps)
+    rows = [_row(entry, bench, conditions, measured) for entry in entries]
+    _compare(rows)
+    for row in rows:
+        row["is_auto"] = row["micro_batches"] == chosen
+    return rows
+
+
+def _compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Ratios to serial and to the bounds."""
     best = min(row["step_ms"] for row in rows if row["schedule"] == "serial" and row["micro_batches"] == 1)
     of = {(row["schedule"], row["micro_batches"], row["window_cache"]): row for row in rows}
     for row in rows:
@@ -71,11 +94,10 @@ def measure_schedules(bench: SchedulesBench) -> list[dict[str, Any]]:
         uncached = of["serial", row["micro_batches"], False]
         bound_ms = same["compute_ms"] + same["raw_comm_ms"] / row["micro_batches"]
         row["step_over_bound"] = round(row["step_ms"] / bound_ms, 3)
-        row["exposed_over_raw"] = round(row["exposed_comm_ms"] / uncached["raw_comm_ms"], 3)
+        row["exposed_over_raw"] = round(row["exposed_comm_ms"] / max(uncached["raw_comm_ms"], 1e-9), 4)
         own_bound_ms = row["compute_ms"] + row["raw_comm_ms"] / row["micro_batches"]
         row["step_over_own_bound"] = round(row["step_ms"] / own_bound_ms, 3)
-        row["exposed_over_own_raw"] = round(row["exposed_comm_ms"] / row["raw_comm_ms"], 3)
-    return rows
+        row["exposed_over_own_raw"] = round(row["exposed_comm_ms"] / max(row["raw_comm_ms"], 1e-9), 4)
 
 
 def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -94,121 +116,86 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def is_emulated(bench: SchedulesBench) -> bool:
     """Whether links are only timed: where asked for, or where network namespaces cannot be had."""
-    return bench.emulated or not can_limit()
+    return bench.emulated or bench.fabric_ranks > 1 or not can_limit()
+
+
+def _check(bench: SchedulesBench) -> None:
+    if bench.steps < 4:
+        raise UserError("must be at least 4", field="steps", value=bench.steps, remedy="first and last are left out")
+    if bench.device == "cuda" and bench.fabric_ranks == 1:
+        remedy = "give the number of ranks that the one GPU stands for one of, say --fabric_ranks 16"
+        raise UserError("is needed on a GPU", field="fabric_ranks", value=1, remedy=remedy)
+    if len(bench.lookup_stages) != 4 or abs(sum(bench.lookup_stages) - 1) > 1e-6:
+        remedy = "give four parts of one whole"
+        raise UserError("must add up to 1", field="lookup_stages", value=bench.lookup_stages, remedy=remedy)
 
 
 def _entries(bench: SchedulesBench) -> list[Entry]:
     """Serial at N = 1 is what speeds are compared with; serial at every partition is what weights are compared with."""
     entries: list[Entry] = [("serial", 1, False)]
     for num_parts in bench.micro_batches:
-        for cache in bench.window_cache:
-            names = ["serial", *(name for name in bench.schedules if name != "serial")]
-            entries += [(name, num_parts, cache) for name in names]
-    if False not in bench.window_cache:
-        entries += [("serial", num_parts, False) for num_parts in bench.micro_batches]
+        entries += _of_partition(bench, num_parts)
     return list(dict.fromkeys(entries))
 
 
-def _calibrated_mbit(bench: SchedulesBench) -> float:
-    """The bandwidth at which the exchanges of the median partition take `comm_share` of its computation."""
-    num_parts = sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
+def _of_partition(bench: SchedulesBench, num_parts: int) -> list[Entry]:
+    names = ["serial", *(name for name in bench.schedules if name != "serial")]
+    entries = [(name, num_parts, cache) for cache in bench.window_cache for name in names]
+    return entries if False in bench.window_cache else [*entries, ("serial", num_parts, False)]
+
+
+def _calibrated(bench: SchedulesBench) -> Conditions:
+    """The bandwidth and the waits at which exchanges and lookup take their shares of the computation."""
+    fast = _UNLIMITED_MBIT if is_emulated(bench) else _REAL_UNLIMITED_MBIT
+    free = _conditions(bench, bench.link_mbit or fast, Pace())
+    if bench.link_mbit is not None and bench.lookup_share is None:
+        return free
+    num_parts = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
     entry: Entry = ("serial", num_parts, False)
-    measured = _run(bench, [entry], _UNLIMITED_MBIT, 3)
-    compute_ms = statistics.median(part["compute_ms"] for part in measured["parts"][entry])
-    return float(measured["bytes"][entry] * 8e-3 / (bench.comm_share * compute_ms))
+    measured = run_rounds(free, [entry], 3, max(4, bench.steps // 2))
+    parts = {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in ("compute_ms", "raw_lookup_ms")}
+    compute_ms = parts["compute_ms"]
+    exchanges_ms = bench.comm_share * compute_ms - 2 * num_parts * bench.latency_us * 1e-3
+    link_mbit = bench.link_mbit or measured.bytes_sent[entry] * 8e-3 / exchanges_ms
+    added_ms = 0.0 if bench.lookup_share is None else max(0.0, bench.lookup_share * compute_ms - parts["raw_lookup_ms"])
+    return _conditions(
+        bench, link_mbit, Pace(**dict(zip(_PACED, (s * added_ms for s in bench.lookup_stages), strict=True)))
+    )
 
 
-def _run(bench: SchedulesBench, entries: Sequence[Entry], link_mbit: float, rounds: int) -> dict[str, Any]:
-    """Parts of each round, bytes of a step and difference from serial, by entry."""
-    if is_emulated(bench):
-        answers = run_on_ranks(bench.ranks, _rank, bench, list(entries), rounds, link_mbit)
-    else:
-        with limited_links(bench.ranks, link_mbit) as links:
-            answers = run_on_ranks(bench.ranks, _rank, bench, list(entries), rounds, None, enter=links.enter)
-    parts = {
-        entry: [_parts([answer["spans"][entry][r] for answer in answers]) for r in range(rounds)] for entry in entries
-    }
-    return {
-        "parts": parts,
-        "bytes": {entry: max(answer["bytes"][entry] for answer in answers) for entry in entries},
-        "difference": {entry: max(answer["difference"][entry] for answer in answers) for entry in entries},
-    }
+_PACED = ("load_ms", "route_ms", "fetch_ms", "write_back_ms")
 
 
-def _rank(
-    topology: Topology, bench: SchedulesBench, entries: list[Entry], rounds: int, emulated_mbit: float | None
-) -> dict[str, Any]:
-    """All contestants by turns on one rank."""
-    if emulated_mbit is not None:
-        topology = topology.with_emulated_links(emulated_mbit)
-    num_batches = bench.steps * 2 + 3
-    batches = {n: make_batches(bench.job, topology, num_batches, n) for n in {entry[1] for entry in entries}}
-    contestants = {entry: _contestant(bench.job, topology, entry, batches[entry[1]]) for entry in entries}
-    spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
-    for turn in range(_WARM_UP_ROUNDS + rounds):
-        for entry, contestant in contestants.items():
-            barrier(topology.control)
-            taken = contestant.round(bench.steps)
-            if turn >= _WARM_UP_ROUNDS:
-                spans[entry].append(taken)
-    steps = bench.steps * (_WARM_UP_ROUNDS + rounds)
-    statistics_of = {entry: contestant.engine.statistics for entry, contestant in contestants.items()}
-    weights = {entry: contestant.weights() for entry, contestant in contestants.items()}
-    answer = {
-        "spans": spans,
-        "bytes": {e: (s.vectors.bytes_sent + s.gradients.bytes_sent) / steps for e, s in statistics_of.items()},
-        "difference": {e: _difference(w, weights.get(("serial", e[1], e[2]), w)) for e, w in weights.items()},
-    }
-    for contestant in contestants.values():
-        contestant.close()
-    return answer
+def _conditions(bench: SchedulesBench, link_mbit: float, pace: Pace) -> Conditions:
+    link = EmulatedLink(link_mbit, bench.latency_us, bench.fabric_ranks)
+    is_timed = is_emulated(bench)
+    return Conditions(bench.job, bench.ranks, bench.device, link, is_timed, pace, bench.shares_table)
 
 
-def _contestant(job: JobConfig, topology: Topology, entry: Entry, batches: list[Batch]) -> Contestant:
-    schedule, _, window_cache = entry
-    options = PipelineConfig(schedule=schedule, window_cache=window_cache)  # type: ignore[arg-type]
-    return Contestant(job, topology, options, batches)
-
-
-def _difference(mine: torch.Tensor, serial: torch.Tensor) -> float:
-    return float((mine - serial).abs().max()) if len(mine) == len(serial) else float("inf")
-
-
-def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Mean milliseconds of the middle steps of a round, on the rank whose steps took longest."""
-    everything = [span for spans in spans_of_ranks for span in spans]
-    timeline = Timeline(everything)
-    steps = sorted({span.step for span in everything if span.kind == "step" and span.step is not None})[1:-1]
-    ranks = []
-    for rank in range(len(spans_of_ranks)):
-        whole = [timeline.parts(step, rank) for step in steps]
-        raw = [timeline.raw(step, rank) for step in steps]
-        ranks.append(
-            {
-                "step_ms": _mean_ms([p.step_ns for p in whole]),
-                "compute_ms": _mean_ms([p.compute_ns for p in whole]),
-                "raw_lookup_ms": _mean_ms([r.lookup_ns for r in raw]),
-                "exposed_lookup_ms": _mean_ms([p.exposed_lookup_ns for p in whole]),
-                "raw_comm_ms": _mean_ms([r.communication_ns for r in raw]),
-                "exposed_comm_ms": _mean_ms([p.exposed_communication_ns for p in whole]),
-                "idle_ms": _mean_ms([p.idle_ns for p in whole]),
-            }
+def _auto_window(bench: SchedulesBench, conditions: Conditions) -> int:
+    """The number of micro-batches that the model of the window chooses after steps with few and with many."""
+    entries: list[Entry] = [("serial", n, bench.window_cache[-1]) for n in (FEW, MANY)]
+    measured = run_rounds(conditions, entries, 2, bench.steps)
+    few, many = (
+        MeasuredWindow(
+            entry[1], *(statistics.median(r[n] for r in measured.rounds[entry]) for n in ("compute_ms", "raw_comm_ms"))
         )
-    return max(ranks, key=lambda parts: parts["step_ms"])
+        for entry in entries
+    )
+    return choose_window(fit_window(few, many), CANDIDATES)
 
 
-def _mean_ms(durations_ns: Sequence[int]) -> float:
-    return statistics.fmean(durations_ns) * 1e-6
-
-
-def _row(entry: Entry, bench: SchedulesBench, link_mbit: float, measured: Mapping[str, Any]) -> dict[str, Any]:
-    rounds = measured["parts"][entry]
+def _row(entry: Entry, bench: SchedulesBench, conditions: Conditions, measured: Measured) -> dict[str, Any]:
+    rounds = measured.rounds[entry]
     medians = {name: round(statistics.median(part[name] for part in rounds), 3) for name in rounds[0]}
     times = sorted(part["step_ms"] for part in rounds)
+    added_ms = sum(getattr(conditions.pace, name) for name in _PACED)
     return {
-        "schedule": entry[0], "ranks": bench.ranks, "replicas": 1, "micro_batches": entry[1], "window_cache": entry[2],
-        "link_mbit": round(link_mbit, 1), "link": "emulated" if is_emulated(bench) else "namespaces", **medians,
+        "schedule": entry[0], "ranks": max(bench.ranks if bench.fabric_ranks == 1 else 1, bench.fabric_ranks),
+        "replicas": 1, "micro_batches": entry[1], "window_cache": entry[2], "device": bench.device,
+        "link_mbit": round(conditions.link.mbit, 1), "link": "emulated" if is_emulated(bench) else "namespaces",
+        "emulated_lookup_ms": round(added_ms, 2), **medians,
         "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
-        "sent_mb": round(measured["bytes"][entry] * 1e-6, 3),
-        "max_abs_diff": measured["difference"][entry],
+        "sent_mb": round(measured.bytes_sent[entry] * 1e-6, 3),
+        "max_abs_diff": measured.difference[entry],
     }  # fmt: skip

@@ -1,21 +1,26 @@
 """The job of `nestrec bench schedules` on one rank: a large table, tokens through a small dense network."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from nestrec.base.config import config
+from nestrec.bench.paced_engine import Pace, PacedEngine
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.embedding.filling import create_all_rows
 from nestrec.ops.gather_rows import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
-from nestrec.trace import Span, Tracer
+from nestrec.pipeline.lanes import make_tracer
+from nestrec.trace import Span
 from nestrec.training.config import OptimizerConfig
 from nestrec.training.dense import DenseUpdate
+from nestrec.training.tasks.task import on_device
 
 TABLE = "items"
 RATES = Rates(dense=1e-3, tables=0.05)
@@ -35,8 +40,12 @@ class JobConfig:
     """part of the keys that come from the hottest thousandth of the rows; the others are uniform"""
     hidden: int = 192
     """width of the dense network, which sets the time of computation"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """of the dense network; bf16 is for a GPU"""
     store: str = "dram"
     """where rows are kept"""
+    is_filled: bool = False
+    """every row is made before the first step, not at its first use (store dram)"""
     optimizer: str = "rowwise_adagrad"
     """row optimiser"""
     seed: int = 0
@@ -55,24 +64,25 @@ class TokenNetwork(nn.Module):
         )  # fmt: skip
 
     def forward(self, vectors_BTD: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
-        score_B = self.layers(vectors_BTD).squeeze(2).mean(1)
+        score_B = self.layers(vectors_BTD).squeeze(2).float().mean(1)
         return nn.functional.binary_cross_entropy_with_logits(score_B, label_B, reduction="sum")
 
 
 class TokenCompute:
     """Forward and backward of the network."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
+    def __init__(self, network: nn.Module, device: torch.device, *, is_half: bool) -> None:
+        self._network, self._device, self._is_half = network, device, is_half
 
     def transfer(self, part: MicroBatch) -> MicroBatch:
-        return part
+        return on_device(part, self._device)
 
     def forward_backward(
         self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         leaf = rows[TABLE].detach().requires_grad_()
-        loss = self._network(gather_rows(leaf, index[TABLE]), part.tensors["label"]) / weight
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_half):
+            loss = self._network(gather_rows(leaf, index[TABLE]), part.tensors["label"]) / weight
         loss.backward()
         return loss.detach(), {TABLE: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad}
 
@@ -97,40 +107,55 @@ def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int) -> Bat
     return Batch(Position(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
 
 
-class Contestant:
-    """One schedule with an engine and a network of its own."""
+def make_engine(cfg: JobConfig, topology: Topology, pace: Pace) -> PacedEngine:
+    """The job's table."""
+    table = TableConfig(
+        name=TABLE, dim=cfg.dim, num_rows=cfg.num_rows, seed=cfg.seed,
+        store=StoreConfig(kind=cfg.store), optimizer=RowOptimizerConfig(kind=cfg.optimizer),  # type: ignore[arg-type]
+    )  # fmt: skip
+    engine = PacedEngine([table], topology, topology.device, pace)
+    if cfg.is_filled:
+        create_all_rows(engine.shards[TABLE])
+    return engine
 
-    def __init__(self, cfg: JobConfig, topology: Topology, options: PipelineConfig, batches: list[Batch]) -> None:
-        table = TableConfig(
-            name=TABLE, dim=cfg.dim, num_rows=cfg.num_rows, seed=cfg.seed,
-            store=StoreConfig(kind=cfg.store), optimizer=RowOptimizerConfig(kind=cfg.optimizer),  # type: ignore[arg-type]
-        )  # fmt: skip
-        self.engine = EmbeddingEngine([table], topology)
-        network = TokenNetwork(cfg)
-        self.dense = DenseUpdate(network, OptimizerConfig(), topology, torch.device("cpu"))
-        self._tracer = Tracer(rank=topology.rank)
-        compute = TokenCompute(network)
-        self.schedule = SCHEDULES[options.schedule](self.engine, compute, self.dense, self._tracer, options)
+
+class Contestant:
+    """One schedule with a network of its own, and a table that others may train too, round by round."""
+
+    def __init__(
+        self, cfg: JobConfig, engine: EmbeddingEngine, options: PipelineConfig, batches: Sequence[Batch]
+    ) -> None:
+        self.engine, topology = engine, engine.topology
+        network = TokenNetwork(cfg).to(engine.device)
+        self.dense = DenseUpdate(network, OptimizerConfig(), topology, engine.device)
+        self._tracer = make_tracer(engine.device, rank=topology.rank)
+        compute = TokenCompute(network, engine.device, is_half=cfg.precision == "bf16")
+        self.schedule = SCHEDULES[options.schedule](engine, compute, self.dense, self._tracer, options)
         self._batches, self._done = batches, 0
 
-    def round(self, num_steps: int) -> list[Span]:
-        """Some steps from an empty pipeline to an empty pipeline; the spans of all of them."""
+    def round(self, num_steps: int, first_step: int) -> list[Span]:
+        """Some steps from an empty pipeline to an empty pipeline; the spans of all of them. first_step: its number."""
         feed = Feed(self._upcoming(num_steps))
         for i in range(num_steps):
             self._done += 1
-            step = Step(number=self._done, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
+            step = Step(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
             self.schedule.advance(step, feed)
         return self._tracer.take()
+
+    def bytes_a_step(self, num_ranks: int) -> float:
+        """Vectors and gradients that leave this rank; num_ranks: those of an emulated fabric, or 1."""
+        legs = self.engine.statistics.vectors, self.engine.statistics.gradients
+        if num_ranks == 1:
+            return sum(leg.bytes_sent for leg in legs) / self._done
+        rows = sum(leg.rows for leg in legs) / self._done
+        return rows * self.engine.tables[TABLE].dim * 4 * (num_ranks - 1) / num_ranks
 
     def weights(self) -> torch.Tensor:
         """All weights of this rank in one vector: rows in order of key, then the dense ones."""
         rows = [chunk["weight"].flatten() for chunk in self.engine.snapshot(TABLE)]
-        dense = [tensor.flatten().float() for name, tensor in self.dense.tensors().items() if name.startswith("model/")]
+        tensors = self.dense.tensors().items()
+        dense = [tensor.flatten().float().cpu() for name, tensor in tensors if name.startswith("model/")]
         return torch.cat([*rows, *dense])
-
-    def close(self) -> None:
-        self.schedule.close()
-        self.engine.close()
 
     def _upcoming(self, num_steps: int) -> Iterator[Batch]:
         first = self._done

@@ -35,7 +35,7 @@ def all_to_all_rows(
 ) -> torch.Tensor:
     """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
     if communicator.group is None:
-        return rows
+        return rows if communicator.link is None else communicator.link.all_to_all(rows)
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
     row_bytes = rows.element_size() * math.prod(rows.shape[1:])
     sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
@@ -43,7 +43,7 @@ def all_to_all_rows(
     with peers_watched(communicator, "all_to_all"):
         dist.all_to_all_single(into, sent, *sizes, group=communicator.group)
         if communicator.link is not None:
-            communicator.link.hold(max(sum(n) - n[communicator.rank] for n in sizes))
+            communicator.link.hold(max(sum(n) - n[communicator.rank] for n in sizes), rows.device)
     return received
 
 
@@ -85,7 +85,7 @@ def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=communicator.group)
         if communicator.link is not None:  # in a ring each rank sends, and receives, nearly twice the tensor
             size = communicator.size
-            communicator.link.hold(2 * (size - 1) * tensor.numel() * tensor.element_size() // size)
+            communicator.link.hold(2 * (size - 1) * tensor.numel() * tensor.element_size() // size, tensor.device)
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, source: int = 0) -> None:

@@ -119,9 +119,8 @@ class Topology:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def with_emulated_links(self, mbit: float) -> "Topology":
-        """The same ranks; exchanges of keys, vectors and dense gradients take as long as on links of this bandwidth."""
-        link = EmulatedLink(mbit)
+    def with_emulated_links(self, link: EmulatedLink) -> "Topology":
+        """The same ranks; exchanges of keys, vectors and dense gradients take as long as on such links."""
         held = {name: replace(getattr(self, name), link=link) for name in ("keys", "vectors", "dense")}
         return replace(self, **held)
 

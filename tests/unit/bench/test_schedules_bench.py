@@ -2,12 +2,17 @@
 
 import os
 import subprocess
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from nestrec.base.errors import UserError
 from nestrec.bench.limited_links import can_limit, limited_links
+from nestrec.bench.paced_engine import Pace
 from nestrec.bench.schedules import SchedulesBench, measure_schedules
-from nestrec.bench.schedules_job import JobConfig
+from nestrec.bench.schedules_job import TABLE, JobConfig, make_engine
+from nestrec.distributed import Topology
 
 needs_links = pytest.mark.skipif(not can_limit(), reason="network namespaces need root, ip and tc")
 SMALL = JobConfig(num_rows=2000, dim=8, samples=16, tokens=4, hidden=8)
@@ -67,3 +72,43 @@ def test_rows_hold_the_fields_of_the_design_and_parts_add_up_to_the_step(emulate
         parts = row["compute_ms"] + row["exposed_lookup_ms"] + row["exposed_comm_ms"] + row["idle_ms"]
         assert parts == pytest.approx(row["step_ms"], abs=0.01)
     assert not can_limit() or not left_behind()
+
+
+def test_one_process_stands_for_a_rank_of_an_emulated_fabric():
+    bench = SchedulesBench(
+        fabric_ranks=4, link_mbit=50.0, micro_batches=(2,), rounds=1, steps=4, job=SMALL, window_cache=(False,),
+        schedules=("serial", "nested"),
+    )  # fmt: skip
+    rows = measure_schedules(bench)
+    assert all(row["link"] == "emulated" and row["ranks"] == 4 and row["max_abs_diff"] == 0 for row in rows)
+    for row in rows:  # bytes of three ranks in four cross, each way
+        assert row["raw_comm_ms"] >= row["sent_mb"] * 8 / 50.0 * 1e3
+
+
+def test_an_emulated_lookup_is_hidden_by_schedules_that_hide_lookups():
+    bench = SchedulesBench(
+        fabric_ranks=2, link_mbit=1e5, lookup_share=30.0, micro_batches=(1,), rounds=1, steps=5, job=SMALL,
+        window_cache=(False,), schedules=("serial", "stale", "dual_buffer"), shares_table=True,
+    )  # fmt: skip
+    rows = {row["schedule"]: row for row in measure_schedules(bench)}
+    added_ms = rows["serial"]["emulated_lookup_ms"]
+    assert added_ms > 0
+    assert rows["serial"]["exposed_lookup_ms"] >= added_ms
+    assert rows["serial"]["max_abs_diff"] is None
+    for name in ("stale", "dual_buffer"):  # the longest lane remains: loading, 45% of it
+        assert rows[name]["step_ms"] < 0.8 * rows["serial"]["step_ms"]
+
+
+def test_a_gpu_needs_a_fabric():
+    with pytest.raises(UserError, match="fabric_ranks"):
+        measure_schedules(SchedulesBench(device="cuda"))
+
+
+def test_a_filled_table_begins_with_the_rows_of_first_uses():
+    filled, used = (
+        make_engine(replace(SMALL, is_filled=is_filled, optimizer="adagrad"), Topology.single(), Pace())
+        for is_filled in (True, False)
+    )
+    routed = used.route({TABLE: np.arange(2000)})
+    used.fetch(routed, step=1)
+    assert filled.digest(TABLE) == used.digest(TABLE)

@@ -1,0 +1,155 @@
+"""Rounds of contestants by turns: on real ranks, or in this process as one rank of an emulated fabric."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nestrec.bench.limited_links import limited_links
+from nestrec.bench.paced_engine import Pace
+from nestrec.bench.ranks import run_on_ranks
+from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, make_engine
+from nestrec.distributed import Topology
+from nestrec.distributed.emulated_link import EmulatedLink
+from nestrec.distributed.exchange import barrier
+from nestrec.pipeline import PipelineConfig
+from nestrec.trace import Span, Timeline
+
+_WARM_UP_ROUNDS = 1
+
+Entry = tuple[str, int, bool]
+"""Schedule, micro-batches, window cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the contestants train, and under what."""
+
+    job: JobConfig
+    ranks: int
+    """processes"""
+    device: str
+    link: EmulatedLink
+    is_timed: bool
+    """the link is timed, not real"""
+    pace: Pace
+    shares_table: bool
+    """one table for all contestants"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What some rounds have shown, by entry."""
+
+    rounds: dict[Entry, list[dict[str, float]]]
+    """parts of a step, of each round"""
+    bytes_sent: dict[Entry, float]
+    """in a step"""
+    difference: dict[Entry, float | None]
+    """from the weights of serial at the same partition; none where tables are shared"""
+
+
+def run_rounds(conditions: Conditions, entries: Sequence[Entry], rounds: int, num_steps: int) -> Measured:
+    """All entries by turns."""
+    given = (conditions, list(entries), rounds, num_steps)
+    if conditions.link.num_ranks > 1:
+        answers = [_rank(Topology.single(conditions.device), *given)]
+    elif conditions.is_timed:
+        answers = run_on_ranks(conditions.ranks, _rank, *given)
+    else:
+        with limited_links(conditions.ranks, conditions.link.mbit) as links:
+            answers = run_on_ranks(conditions.ranks, _rank, *given, enter=links.enter)
+    return Measured(
+        {e: [_parts([answer["spans"][e][r] for answer in answers]) for r in range(rounds)] for e in entries},
+        {e: max(answer["bytes"][e] for answer in answers) for e in entries},
+        {e: _largest([answer["difference"][e] for answer in answers]) for e in entries},
+    )
+
+
+def _rank(
+    topology: Topology, conditions: Conditions, entries: list[Entry], rounds: int, num_steps: int
+) -> dict[str, Any]:
+    """All contestants by turns on one rank."""
+    if conditions.is_timed:
+        topology = topology.with_emulated_links(conditions.link)
+    contestants = _contestants(topology, conditions, entries, num_batches=num_steps * 2 + 3)
+    spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
+    steps_of_table: dict[int, int] = {}
+    for turn in range(_WARM_UP_ROUNDS + rounds):
+        for entry, contestant in contestants.items():
+            barrier(topology.control)
+            table = id(contestant.engine)
+            taken = contestant.round(num_steps, steps_of_table.get(table, 0) + 1)
+            steps_of_table[table] = steps_of_table.get(table, 0) + num_steps
+            if turn >= _WARM_UP_ROUNDS:
+                spans[entry].append(taken)
+    answer = {
+        "spans": spans,
+        "bytes": {e: c.bytes_a_step(conditions.link.num_ranks) for e, c in contestants.items()},
+        "difference": dict.fromkeys(entries) if conditions.shares_table else _differences(contestants),
+    }
+    for contestant in contestants.values():
+        contestant.schedule.close()
+    for engine in {id(c.engine): c.engine for c in contestants.values()}.values():
+        engine.close()
+    return answer
+
+
+def _contestants(
+    topology: Topology, conditions: Conditions, entries: Sequence[Entry], num_batches: int
+) -> dict[Entry, Contestant]:
+    job = conditions.job
+    batches = {n: make_batches(job, topology, num_batches, n) for n in {entry[1] for entry in entries}}
+    shared = make_engine(job, topology, conditions.pace) if conditions.shares_table else None
+    found = {}
+    for entry in entries:
+        schedule, num_parts, window_cache = entry
+        options = PipelineConfig(schedule=schedule, window_cache=window_cache)  # type: ignore[arg-type]
+        engine = shared or make_engine(job, topology, conditions.pace)
+        found[entry] = Contestant(job, engine, options, batches[num_parts])
+    return found
+
+
+def _differences(contestants: dict[Entry, Contestant]) -> dict[Entry, float]:
+    weights = {entry: contestant.weights() for entry, contestant in contestants.items()}
+    return {e: _difference(w, weights.get(("serial", e[1], e[2]), w)) for e, w in weights.items()}
+
+
+def _difference(mine: torch.Tensor, serial: torch.Tensor) -> float:
+    return float((mine - serial).abs().max()) if len(mine) == len(serial) else float("inf")
+
+
+def _largest(differences: Sequence[float | None]) -> float | None:
+    known = [difference for difference in differences if difference is not None]
+    return max(known) if known else None
+
+
+def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
+    """Mean milliseconds of the middle steps of a round, on the rank whose steps took longest."""
+    everything = [span for spans in spans_of_ranks for span in spans]
+    timeline = Timeline(everything)
+    steps = sorted({span.step for span in everything if span.kind == "step" and span.step is not None})[1:-1]
+    ranks = []
+    for rank in range(len(spans_of_ranks)):
+        whole = [timeline.parts(step, rank) for step in steps]
+        raw = [timeline.raw(step, rank) for step in steps]
+        copies = [s.duration_ns for s in spans_of_ranks[rank] if s.name == "train.embedding.copy" and s.step in steps]
+        ranks.append(
+            {
+                "step_ms": _mean_ms([p.step_ns for p in whole]),
+                "compute_ms": _mean_ms([p.compute_ns for p in whole]),
+                "raw_lookup_ms": _mean_ms([r.lookup_ns for r in raw]),
+                "exposed_lookup_ms": _mean_ms([p.exposed_lookup_ns for p in whole]),
+                "raw_comm_ms": _mean_ms([r.communication_ns for r in raw]),
+                "exposed_comm_ms": _mean_ms([p.exposed_communication_ns for p in whole]),
+                "idle_ms": _mean_ms([p.idle_ns for p in whole]),
+                "copy_ms": sum(copies) * 1e-6 / len(steps),
+            }
+        )
+    return max(ranks, key=lambda parts: parts["step_ms"])
+
+
+def _mean_ms(durations_ns: Sequence[int]) -> float:
+    return statistics.fmean(durations_ns) * 1e-6
