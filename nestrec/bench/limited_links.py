@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from nestrec.base.errors import UserError
 
@@ -40,6 +41,16 @@ class Links:
 def can_limit() -> bool:
     """Whether this machine lets us make such links."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+
+
+def bytes_on_link() -> int:
+    """Bytes that this process's end of such a link has sent so far; 0 outside a namespace."""
+    path = Path("/proc/self/net/dev")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        name, _, counters = line.partition(":")
+        if name.strip() == _INSIDE:
+            return int(counters.split()[8])
+    return 0
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from nestrec.bench.limited_links import can_limit
 from nestrec.bench.paced_engine import Pace
 from nestrec.bench.schedules_job import JobConfig
 from nestrec.bench.schedules_run import Conditions, Entry, Measured, run_rounds
+from nestrec.bench.torchrec_tokens import PREFIX, TORCHREC_SCHEDULES
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.pipeline.window_size import Measured as MeasuredWindow
 from nestrec.pipeline.window_size import choose_window, fit_window
@@ -56,6 +57,8 @@ class SchedulesBench:
     """compare also the number that batch.micro_batches=auto would take"""
     schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested")
     """which schedules"""
+    torchrec: bool = False
+    """compare with TorchRec, over links on which its own communication takes comm_share of the rest of its step"""
     window_cache: tuple[bool, ...] = (False, True)
     """with and without the window cache"""
     shares_table: bool = False
@@ -75,10 +78,15 @@ def measure_schedules(bench: SchedulesBench) -> list[dict[str, Any]]:
     entries = _entries(bench)
     chosen = _auto_window(bench, conditions) if bench.auto else None
     if chosen is not None:
-        entries = list(dict.fromkeys([*entries, *_of_partition(bench, chosen)]))
+        cache = bench.window_cache[-1]
+        entries = list(
+            dict.fromkeys([*entries, ("serial", chosen, False), ("serial", chosen, cache), ("nested", chosen, cache)])
+        )
     measured = run_rounds(conditions, entries, bench.rounds, bench.steps)
     rows = [_row(entry, bench, conditions, measured) for entry in entries]
     _compare(rows)
+    if bench.torchrec:
+        _compare_with_torchrec(rows, measured)
     for row in rows:
         row["is_auto"] = row["micro_batches"] == chosen
     return rows
@@ -90,6 +98,9 @@ def _compare(rows: Sequence[dict[str, Any]]) -> None:
     of = {(row["schedule"], row["micro_batches"], row["window_cache"]): row for row in rows}
     for row in rows:
         row["speedup"] = round(best / row["step_ms"], 3)
+        if row["schedule"].startswith(PREFIX):  # of whose steps no parts are known
+            row.update(dict.fromkeys(_UNKNOWN))
+            continue
         same = of["serial", row["micro_batches"], row["window_cache"]]
         uncached = of["serial", row["micro_batches"], False]
         bound_ms = same["compute_ms"] + same["raw_comm_ms"] / row["micro_batches"]
@@ -100,18 +111,38 @@ def _compare(rows: Sequence[dict[str, Any]]) -> None:
         row["exposed_over_own_raw"] = round(row["exposed_comm_ms"] / max(row["raw_comm_ms"], 1e-9), 4)
 
 
+def _compare_with_torchrec(rows: Sequence[dict[str, Any]], measured: Measured) -> None:
+    """Median and quartiles over rounds of TorchRec's step over ours, TorchRec in the quicker of its two ways.
+
+    `torchrec_ratio`: as TorchRec is by default; `torchrec_dedup_ratio`: with its deduplication turned on.
+    """
+    for name, is_dedup in (("torchrec_ratio", False), ("torchrec_dedup_ratio", True)):
+        ways = [schedule for schedule in TORCHREC_SCHEDULES if schedule.endswith("_dedup") == is_dedup]
+        rounds = [[r["step_ms"] for r in measured.rounds[schedule, 1, False]] for schedule in ways]
+        theirs = min(rounds, key=statistics.median)
+        for row in rows:
+            ours = measured.rounds[row["schedule"], row["micro_batches"], row["window_cache"]]
+            ratios = [t / mine["step_ms"] for t, mine in zip(theirs, ours, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            row[name], row[f"{name}_quartiles"] = round(middle, 3), [round(low, 3), round(high, 3)]
+
+
 def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What fits a terminal; lookup and communication are exposed/raw milliseconds."""
     return [
         {
             "schedule": row["schedule"], "N": row["micro_batches"], "cache": row["window_cache"],
             "step": row["step_ms"], "compute": row["compute_ms"],
-            "lookup": f"{row['exposed_lookup_ms']:.1f}/{row['raw_lookup_ms']:.1f}",
-            "comm": f"{row['exposed_comm_ms']:.0f}/{row['raw_comm_ms']:.0f}", "idle": row["idle_ms"],
+            "lookup": _exposed(row, "lookup"), "comm": _exposed(row, "comm"), "idle": row["idle_ms"],
             "speedup": row["speedup"], "bound": row["step_over_bound"], "diff": row["max_abs_diff"],
         }
         for row in rows
     ]  # fmt: skip
+
+
+def _exposed(row: Mapping[str, Any], kind: str) -> str:
+    exposed, raw = row[f"exposed_{kind}_ms"], row[f"raw_{kind}_ms"]
+    return "" if raw is None else f"{exposed:.1f}/{raw:.1f}"
 
 
 def is_emulated(bench: SchedulesBench) -> bool:
@@ -133,6 +164,7 @@ def _check(bench: SchedulesBench) -> None:
 def _entries(bench: SchedulesBench) -> list[Entry]:
     """Serial at N = 1 is what speeds are compared with; serial at every partition is what weights are compared with."""
     entries: list[Entry] = [("serial", 1, False)]
+    entries += [(name, 1, False) for name in TORCHREC_SCHEDULES if bench.torchrec]
     for num_parts in bench.micro_batches:
         entries += _of_partition(bench, num_parts)
     return list(dict.fromkeys(entries))
@@ -151,10 +183,11 @@ def _calibrated(bench: SchedulesBench) -> Conditions:
     if bench.link_mbit is not None and bench.lookup_share is None:
         return free
     num_parts = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
-    entry: Entry = ("serial", num_parts, False)
+    entry: Entry = ("torchrec_plain", 1, False) if bench.torchrec else ("serial", num_parts, False)
     measured = run_rounds(free, [entry], 3, max(4, bench.steps // 2))
-    parts = {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in ("compute_ms", "raw_lookup_ms")}
-    compute_ms = parts["compute_ms"]
+    names = ("step_ms", "compute_ms", "raw_lookup_ms")
+    parts = {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in names}
+    compute_ms = parts["step_ms"] if bench.torchrec else parts["compute_ms"]
     exchanges_ms = bench.comm_share * compute_ms - 2 * num_parts * bench.latency_us * 1e-3
     link_mbit = bench.link_mbit or measured.bytes_sent[entry] * 8e-3 / exchanges_ms
     added_ms = 0.0 if bench.lookup_share is None else max(0.0, bench.lookup_share * compute_ms - parts["raw_lookup_ms"])
@@ -163,6 +196,10 @@ def _calibrated(bench: SchedulesBench) -> Conditions:
     )
 
 
+_UNKNOWN = (
+    "compute_ms", "raw_lookup_ms", "exposed_lookup_ms", "raw_comm_ms", "exposed_comm_ms", "idle_ms", "copy_ms",
+    "step_over_bound", "exposed_over_raw", "step_over_own_bound", "exposed_over_own_raw",
+)  # fmt: skip
 _PACED = ("load_ms", "route_ms", "fetch_ms", "write_back_ms")
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from nestrec.bench.limited_links import limited_links
+from nestrec.bench.limited_links import bytes_on_link, limited_links
 from nestrec.bench.paced_engine import Pace
 from nestrec.bench.ranks import run_on_ranks
 from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, make_engine
+from nestrec.bench.torchrec_tokens import PREFIX, TorchRecContestant
 from nestrec.distributed import Topology
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.exchange import barrier
@@ -76,36 +77,43 @@ def _rank(
         topology = topology.with_emulated_links(conditions.link)
     contestants = _contestants(topology, conditions, entries, num_batches=num_steps * 2 + 3)
     spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
-    steps_of_table: dict[int, int] = {}
+    on_wire = dict.fromkeys(entries, 0)
+    next_step = 1  # one count for all: a shared table sees the steps of each of them
     for turn in range(_WARM_UP_ROUNDS + rounds):
         for entry, contestant in contestants.items():
             barrier(topology.control)
-            table = id(contestant.engine)
-            taken = contestant.round(num_steps, steps_of_table.get(table, 0) + 1)
-            steps_of_table[table] = steps_of_table.get(table, 0) + num_steps
+            before = bytes_on_link()
+            taken = contestant.round(num_steps, next_step)
+            next_step += num_steps
+            on_wire[entry] += bytes_on_link() - before
             if turn >= _WARM_UP_ROUNDS:
                 spans[entry].append(taken)
+    ours = {entry: c for entry, c in contestants.items() if isinstance(c, Contestant)}
+    sent = {e: c.bytes_a_step(conditions.link.num_ranks) for e, c in ours.items()}
     answer = {
         "spans": spans,
-        "bytes": {e: c.bytes_a_step(conditions.link.num_ranks) for e, c in contestants.items()},
-        "difference": dict.fromkeys(entries) if conditions.shares_table else _differences(contestants),
+        "bytes": {e: sent.get(e, n / num_steps / (_WARM_UP_ROUNDS + rounds)) for e, n in on_wire.items()},
+        "difference": dict.fromkeys(entries) | ({} if conditions.shares_table else _differences(ours)),
     }
-    for contestant in contestants.values():
+    for contestant in ours.values():
         contestant.schedule.close()
-    for engine in {id(c.engine): c.engine for c in contestants.values()}.values():
+    for engine in {id(c.engine): c.engine for c in ours.values()}.values():
         engine.close()
     return answer
 
 
 def _contestants(
     topology: Topology, conditions: Conditions, entries: Sequence[Entry], num_batches: int
-) -> dict[Entry, Contestant]:
+) -> dict[Entry, Contestant | TorchRecContestant]:
     job = conditions.job
     batches = {n: make_batches(job, topology, num_batches, n) for n in {entry[1] for entry in entries}}
     shared = make_engine(job, topology, conditions.pace) if conditions.shares_table else None
-    found = {}
+    found: dict[Entry, Contestant | TorchRecContestant] = {}
     for entry in entries:
         schedule, num_parts, window_cache = entry
+        if schedule.startswith(PREFIX):
+            found[entry] = TorchRecContestant(job, schedule, batches[num_parts], topology.rank)
+            continue
         options = PipelineConfig(schedule=schedule, window_cache=window_cache)  # type: ignore[arg-type]
         engine = shared or make_engine(job, topology, conditions.pace)
         found[entry] = Contestant(job, engine, options, batches[num_parts])

@@ -35,7 +35,7 @@ class TorchRecJob:
         # A hook and not a line of forward: pipelines trace forward with symbols before they run it.
         model.dense.register_forward_hook(lambda module, given, loss: self.losses.append(loss.detach()))
         self._batches = _endless(batches)
-        self._progress = _make_progress(mode, *_shard(model, workload))
+        self._progress = make_progress(mode, *_shard(model, workload))
 
     def step(self) -> None:
         """One step of training. Collective."""
@@ -102,6 +102,16 @@ def _endless(batches: Sequence[PeersBatch]) -> Iterator[_KeyedBatch]:
 
 def _shard(model: _PeersModel, workload: Workload) -> tuple[nn.Module, Any]:
     """The model over all ranks, with the rows that the workload begins with, and the optimiser of its dense part."""
+    collections = [model.sequences, model.bags]
+    sharded, optimizer = shard_by_rows(model, collections, sharders(), list(TABLE_OF.values()), workload.cfg.batch)
+    _load_first_rows(sharded, workload)
+    return sharded, optimizer
+
+
+def shard_by_rows(
+    model: nn.Module, collections: Sequence[nn.Module], given: list[Any], tables: Sequence[str], batch: int
+) -> tuple[nn.Module, Any]:
+    """A model with tables sharded by rows over all ranks, RowWiseAdagrad in backward, and Adam for its dense part."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -109,28 +119,27 @@ def _shard(model: _PeersModel, workload: Workload) -> tuple[nn.Module, Any]:
     from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-    rows = [*model.sequences.parameters(), *model.bags.parameters()]
+    rows = [parameter for collection in collections for parameter in collection.parameters()]
     apply_optimizer_in_backward(RowWiseAdagrad, rows, {"lr": ROW_LEARNING_RATE, "eps": ROW_EPS})
-    sharders = _sharders()
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    plan = _row_wise_plan(model, sharders, workload)
-    sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
-    _load_first_rows(sharded, workload)
+    plan = _row_wise_plan(model, given, tables, batch)
+    sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=given)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     return sharded, KeyedOptimizerWrapper(dense, lambda given: torch.optim.Adam(given, lr=DENSE_LEARNING_RATE))
 
 
-def _sharders() -> list[Any]:
+def sharders(*, dedup: bool = False) -> list[Any]:
+    """dedup: a rank asks for each of its distinct keys once (sequences only, off by default in TorchRec)."""
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     bags = EmbeddingBagCollectionSharder()
     # It offers sharding of bags by rows on GPUs alone, though the implementation runs on CPUs as well.
     bags.sharding_types = lambda compute_device_type: ["row_wise"]
-    return [EmbeddingCollectionSharder(), bags]
+    return [EmbeddingCollectionSharder(use_index_dedup=dedup), bags]
 
 
-def _row_wise_plan(model: nn.Module, sharders: list[Any], workload: Workload) -> Any:
+def _row_wise_plan(model: nn.Module, given: list[Any], tables: Sequence[str], batch: int) -> Any:
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
     world = dist.get_world_size()
@@ -138,9 +147,9 @@ def _row_wise_plan(model: nn.Module, sharders: list[Any], workload: Workload) ->
         world_size=world, local_world_size=world, compute_device="cpu", ddr_cap=_MEMORY_BYTES, hbm_cap=_MEMORY_BYTES
     )
     by_rows = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
-    constraints = dict.fromkeys(TABLE_OF.values(), by_rows)
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, batch_size=workload.cfg.batch)
-    return planner.plan(model, sharders)
+    constraints = dict.fromkeys(tables, by_rows)
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, batch_size=batch)
+    return planner.plan(model, given)
 
 
 def _load_first_rows(sharded: nn.Module, workload: Workload) -> None:
@@ -152,11 +161,12 @@ def _load_first_rows(sharded: nn.Module, workload: Workload) -> None:
             shard.tensor.copy_(workload.first_rows(number, low, low + len(shard.tensor)))
 
 
-def _make_progress(mode: str, model: nn.Module, optimizer: Any) -> Callable[[Iterator[_KeyedBatch]], object]:
+def make_progress(mode: str, model: nn.Module, optimizer: Any) -> Callable[[Iterator[Any]], object]:
+    """One step of the plain loop, or of one of TorchRec's pipelines."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 
-    def plain(batches: Iterator[_KeyedBatch]) -> None:
+    def plain(batches: Iterator[Any]) -> None:
         optimizer.zero_grad()
         loss, _ = model(next(batches))
         loss.backward()
@@ -165,5 +175,5 @@ def _make_progress(mode: str, model: nn.Module, optimizer: Any) -> Callable[[Ite
     if mode == "plain":
         return plain
     kind = {"sparse_dist": TrainPipelineSparseDist, "sparse_dist_lite": TrainPipelineSparseDistLite}[mode]
-    progress: Callable[[Iterator[_KeyedBatch]], object] = kind(model, optimizer, torch.device("cpu")).progress
+    progress: Callable[[Iterator[Any]], object] = kind(model, optimizer, torch.device("cpu")).progress
     return progress
