@@ -9,7 +9,9 @@ import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,7 @@ def limited_links(num_ranks: int, link_mbit: float) -> Iterator[Links]:
         remedy = "run as root where `ip` and `tc` exist, or measure without limits (link_mbit=0)"
         raise UserError("needs network namespaces", field="link_mbit", value=link_mbit, remedy=remedy)
     tag = f"{os.getpid():x}"
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or nothing would be removed
     names = tuple(f"nestrec-{tag}-{rank}" for rank in range(num_ranks))
     bridge = f"nr{tag}b"
     try:
@@ -73,6 +76,7 @@ def limited_links(num_ranks: int, link_mbit: float) -> Iterator[Links]:
             _run(f"ip link del nr{tag}.{rank}", must_work=False)
             _run(f"ip netns del {name}", must_work=False)
         _run(f"ip link del {bridge}", must_work=False)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _join(name: str, bridge: str, outside: str, rank: int, link_mbit: float) -> None:

@@ -47,7 +47,9 @@ class Measured:
     rounds: dict[Entry, list[dict[str, float]]]
     """parts of a step, of each round"""
     bytes_sent: dict[Entry, float]
-    """in a step"""
+    """vectors and gradients of a step; of TorchRec all that it sends"""
+    bytes_on_link: dict[Entry, float]
+    """all that a step sends over a real link, as the link counts"""
     difference: dict[Entry, float | None]
     """from the weights of serial at the same partition; none where tables are shared"""
 
@@ -65,6 +67,7 @@ def run_rounds(conditions: Conditions, entries: Sequence[Entry], rounds: int, nu
     return Measured(
         {e: [_parts([answer["spans"][e][r] for answer in answers]) for r in range(rounds)] for e in entries},
         {e: max(answer["bytes"][e] for answer in answers) for e in entries},
+        {e: max(answer["on_link"][e] for answer in answers) for e in entries},
         {e: _largest([answer["difference"][e] for answer in answers]) for e in entries},
     )
 
@@ -77,7 +80,7 @@ def _rank(
         topology = topology.with_emulated_links(conditions.link)
     contestants = _contestants(topology, conditions, entries, num_batches=num_steps * 2 + 3)
     spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
-    on_wire = dict.fromkeys(entries, 0)
+    on_link = dict.fromkeys(entries, 0.0)
     next_step = 1  # one count for all: a shared table sees the steps of each of them
     for turn in range(_WARM_UP_ROUNDS + rounds):
         for entry, contestant in contestants.items():
@@ -85,14 +88,15 @@ def _rank(
             before = bytes_on_link()
             taken = contestant.round(num_steps, next_step)
             next_step += num_steps
-            on_wire[entry] += bytes_on_link() - before
             if turn >= _WARM_UP_ROUNDS:
                 spans[entry].append(taken)
+                on_link[entry] += (bytes_on_link() - before) / num_steps / rounds
     ours = {entry: c for entry, c in contestants.items() if isinstance(c, Contestant)}
     sent = {e: c.bytes_a_step(conditions.link.num_ranks) for e, c in ours.items()}
     answer = {
         "spans": spans,
-        "bytes": {e: sent.get(e, n / num_steps / (_WARM_UP_ROUNDS + rounds)) for e, n in on_wire.items()},
+        "bytes": {entry: sent.get(entry, on_link[entry]) for entry in entries},
+        "on_link": on_link,
         "difference": dict.fromkeys(entries) | ({} if conditions.shares_table else _differences(ours)),
     }
     for contestant in ours.values():

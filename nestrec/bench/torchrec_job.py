@@ -128,15 +128,15 @@ def shard_by_rows(
     return sharded, KeyedOptimizerWrapper(dense, lambda given: torch.optim.Adam(given, lr=DENSE_LEARNING_RATE))
 
 
-def sharders(*, dedup: bool = False) -> list[Any]:
-    """dedup: a rank asks for each of its distinct keys once (sequences only, off by default in TorchRec)."""
+def sharders() -> list[Any]:
+    """Of sequences and bags."""
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     bags = EmbeddingBagCollectionSharder()
     # It offers sharding of bags by rows on GPUs alone, though the implementation runs on CPUs as well.
     bags.sharding_types = lambda compute_device_type: ["row_wise"]
-    return [EmbeddingCollectionSharder(use_index_dedup=dedup), bags]
+    return [EmbeddingCollectionSharder(), bags]
 
 
 def _row_wise_plan(model: nn.Module, given: list[Any], tables: Sequence[str], batch: int) -> Any:

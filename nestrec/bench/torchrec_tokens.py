@@ -18,8 +18,8 @@ from nestrec.trace import Span, Tracer
 
 _TABLE = "t_items"  # `items` is taken by the dictionary that TorchRec keeps tables in
 PREFIX = "torchrec_"
-TORCHREC_SCHEDULES = ("torchrec_plain", "torchrec_plain_dedup", "torchrec_sparse_dist", "torchrec_sparse_dist_dedup")
-"""Its loop and its pipeline, as they are and with deduplication at the source, which it has but does not turn on."""
+TORCHREC_SCHEDULES = ("torchrec_plain", "torchrec_sparse_dist")
+"""A plain loop, and its pipeline. Its deduplication at the source has no kernel for a CPU (1.8.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,10 @@ class TorchRecContestant:
     """TorchRec on one rank; of its steps only the whole time is known."""
 
     def __init__(self, cfg: JobConfig, schedule: str, batches: Sequence[Batch], rank: int) -> None:
-        mode = schedule.removeprefix(PREFIX).removesuffix("_dedup")
         model = _TokenModel(cfg)
-        dedup = schedule.endswith("_dedup")
-        sharded, optimizer = shard_by_rows(model, [model.rows], sharders(dedup=dedup), [_TABLE], cfg.samples)
+        sharded, optimizer = shard_by_rows(model, [model.rows], sharders(), [_TABLE], cfg.samples)
         self._batches = _endless(batches)
-        self._progress = make_progress(mode, sharded, optimizer)
+        self._progress = make_progress(schedule.removeprefix(PREFIX), sharded, optimizer)
         self._tracer = Tracer(rank=rank)
 
     def round(self, num_steps: int, first_step: int) -> list[Span]:
