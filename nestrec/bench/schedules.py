@@ -11,6 +11,7 @@ with the parts of the very steps, which other load spoils less.
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from nestrec.base.config import config
@@ -57,6 +58,9 @@ class SchedulesBench:
     """compare also the number that batch.micro_batches=auto would take"""
     schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested")
     """which schedules"""
+    others_at: int | None = None
+    """number of micro-batches at which schedules other than serial and nested run, without the window cache; none: at
+    all of them"""
     torchrec: bool = False
     """compare with TorchRec, over links on which its own communication takes comm_share of the rest of its step"""
     window_cache: tuple[bool, ...] = (False, True)
@@ -67,6 +71,8 @@ class SchedulesBench:
     """rounds of each schedule"""
     steps: int = 8
     """steps of a round"""
+    max_s: float = 3600.0
+    """no round begins after so many seconds of rounds, but the first"""
     job: JobConfig = JobConfig()
     """what is trained"""
 
@@ -78,11 +84,8 @@ def measure_schedules(bench: SchedulesBench) -> list[dict[str, Any]]:
     entries = _entries(bench)
     chosen = _auto_window(bench, conditions) if bench.auto else None
     if chosen is not None:
-        cache = bench.window_cache[-1]
-        entries = list(
-            dict.fromkeys([*entries, ("serial", chosen, False), ("serial", chosen, cache), ("nested", chosen, cache)])
-        )
-    measured = run_rounds(conditions, entries, bench.rounds, bench.steps)
+        entries = list(dict.fromkeys([*entries, *_of_partition(replace(bench, schedules=("nested",)), chosen)]))
+    measured = run_rounds(conditions, entries, bench.rounds, bench.steps, bench.max_s)
     rows = [_row(entry, bench, conditions, measured) for entry in entries]
     _compare(rows)
     if bench.torchrec:
@@ -101,8 +104,8 @@ def _compare(rows: Sequence[dict[str, Any]]) -> None:
         if row["schedule"].startswith(PREFIX):  # of whose steps no parts are known
             row.update(dict.fromkeys(_UNKNOWN))
             continue
-        same = of["serial", row["micro_batches"], row["window_cache"]]
         uncached = of["serial", row["micro_batches"], False]
+        same = of.get(("serial", row["micro_batches"], row["window_cache"]), uncached)
         bound_ms = same["compute_ms"] + same["raw_comm_ms"] / row["micro_batches"]
         row["step_over_bound"] = round(row["step_ms"] / bound_ms, 3)
         row["exposed_over_raw"] = round(row["exposed_comm_ms"] / max(uncached["raw_comm_ms"], 1e-9), 4)
@@ -176,9 +179,15 @@ def _entries(bench: SchedulesBench) -> list[Entry]:
 
 
 def _of_partition(bench: SchedulesBench, num_parts: int) -> list[Entry]:
-    names = ["serial", *(name for name in bench.schedules if name != "serial")]
-    entries = [(name, num_parts, cache) for cache in bench.window_cache for name in names]
-    return entries if False in bench.window_cache else [*entries, ("serial", num_parts, False)]
+    entries: list[Entry] = [("serial", num_parts, False)]
+    for cache in bench.window_cache:
+        if not bench.shares_table:
+            entries.append(("serial", num_parts, cache))
+        for name in bench.schedules:
+            is_wanted = name == "nested" or bench.others_at is None or (bench.others_at == num_parts and not cache)
+            if name != "serial" and is_wanted:
+                entries.append((name, num_parts, cache))
+    return entries
 
 
 def _calibrated(bench: SchedulesBench) -> Conditions:
@@ -216,8 +225,8 @@ def _conditions(bench: SchedulesBench, link_mbit: float, pace: Pace) -> Conditio
 
 def _auto_window(bench: SchedulesBench, conditions: Conditions) -> int:
     """The number of micro-batches that the model of the window chooses after steps with few and with many."""
-    entries: list[Entry] = [("serial", n, bench.window_cache[-1]) for n in (FEW, MANY)]
-    measured = run_rounds(conditions, entries, 2, bench.steps)
+    entries: list[Entry] = [("nested", n, bench.window_cache[0]) for n in (FEW, MANY)]
+    measured = run_rounds(conditions, entries, 1, bench.steps)
     few, many = (
         MeasuredWindow(
             entry[1], *(statistics.median(r[n] for r in measured.rounds[entry]) for n in ("compute_ms", "raw_comm_ms"))

@@ -126,7 +126,8 @@ class Contestant:
         self, cfg: JobConfig, engine: EmbeddingEngine, options: PipelineConfig, batches: Sequence[Batch]
     ) -> None:
         self.engine, topology = engine, engine.topology
-        network = TokenNetwork(cfg).to(engine.device)
+        with engine.device:  # large ones are slow to draw on a host
+            network = TokenNetwork(cfg)
         self.dense = DenseUpdate(network, OptimizerConfig(), topology, engine.device)
         self._tracer = make_tracer(engine.device, rank=topology.rank)
         compute = TokenCompute(network, engine.device, is_half=cfg.precision == "bf16")

@@ -1,6 +1,7 @@
 """Rounds of contestants by turns: on real ranks, or in this process as one rank of an emulated fabric."""
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, mak
 from nestrec.bench.torchrec_tokens import PREFIX, TorchRecContestant
 from nestrec.distributed import Topology
 from nestrec.distributed.emulated_link import EmulatedLink
-from nestrec.distributed.exchange import barrier
+from nestrec.distributed.exchange import barrier, broadcast_json
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline
 
@@ -41,6 +42,15 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True)
+class Length:
+    """How long the contestants run."""
+
+    rounds: int
+    num_steps: int
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What some rounds have shown, by entry."""
 
@@ -54,9 +64,11 @@ class Measured:
     """from the weights of serial at the same partition; none where tables are shared"""
 
 
-def run_rounds(conditions: Conditions, entries: Sequence[Entry], rounds: int, num_steps: int) -> Measured:
-    """All entries by turns."""
-    given = (conditions, list(entries), rounds, num_steps)
+def run_rounds(
+    conditions: Conditions, entries: Sequence[Entry], rounds: int, num_steps: int, max_s: float = float("inf")
+) -> Measured:
+    """All entries by turns. max_s: no round begins later than this, but the first."""
+    given = (conditions, list(entries), Length(rounds, num_steps, max_s))
     if conditions.link.num_ranks > 1:
         answers = [_rank(Topology.single(conditions.device), *given)]
     elif conditions.is_timed:
@@ -65,24 +77,30 @@ def run_rounds(conditions: Conditions, entries: Sequence[Entry], rounds: int, nu
         with limited_links(conditions.ranks, conditions.link.mbit) as links:
             answers = run_on_ranks(conditions.ranks, _rank, *given, enter=links.enter)
     return Measured(
-        {e: [_parts([answer["spans"][e][r] for answer in answers]) for r in range(rounds)] for e in entries},
+        {
+            e: [_parts(spans) for spans in zip(*(answer["spans"][e] for answer in answers), strict=True)]
+            for e in entries
+        },
         {e: max(answer["bytes"][e] for answer in answers) for e in entries},
         {e: max(answer["on_link"][e] for answer in answers) for e in entries},
         {e: _largest([answer["difference"][e] for answer in answers]) for e in entries},
     )
 
 
-def _rank(
-    topology: Topology, conditions: Conditions, entries: list[Entry], rounds: int, num_steps: int
-) -> dict[str, Any]:
+def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], length: Length) -> dict[str, Any]:
     """All contestants by turns on one rank."""
+    num_steps = length.num_steps
     if conditions.is_timed:
         topology = topology.with_emulated_links(conditions.link)
-    contestants = _contestants(topology, conditions, entries, num_batches=num_steps * 2 + 3)
+    contestants = _contestants(topology, conditions, entries, num_batches=num_steps + 3)
     spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
     on_link = dict.fromkeys(entries, 0.0)
     next_step = 1  # one count for all: a shared table sees the steps of each of them
-    for turn in range(_WARM_UP_ROUNDS + rounds):
+    start_s = time.monotonic()
+    for turn in range(_WARM_UP_ROUNDS + length.rounds):
+        is_late = turn > _WARM_UP_ROUNDS and time.monotonic() - start_s > length.max_s
+        if broadcast_json(topology.control, is_late):
+            break
         for entry, contestant in contestants.items():
             barrier(topology.control)
             before = bytes_on_link()
@@ -90,7 +108,7 @@ def _rank(
             next_step += num_steps
             if turn >= _WARM_UP_ROUNDS:
                 spans[entry].append(taken)
-                on_link[entry] += (bytes_on_link() - before) / num_steps / rounds
+                on_link[entry] = (bytes_on_link() - before) / num_steps
     ours = {entry: c for entry, c in contestants.items() if isinstance(c, Contestant)}
     sent = {e: c.bytes_a_step(conditions.link.num_ranks) for e, c in ours.items()}
     answer = {
