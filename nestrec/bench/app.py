@@ -372,6 +372,20 @@ def negatives(context: typer.Context, json: JsonFile = None) -> None:
     _finish("negatives", rows, json)
 
 
+@app.command()
+def join(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Result files.")],
+    json: Annotated[Path, typer.Option("--json", help="The file that holds all of them.")],
+    bench: Annotated[str, typer.Option(help="What the joined file calls itself.")] = "schedules",
+) -> None:
+    """Put result files of several commands into one."""
+    from json import loads
+
+    from nestrec.bench.frame import join_frames, save_frame
+
+    save_frame(json, join_frames([loads(file.read_text()) for file in files], bench=bench, command=_command()))
+
+
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
     """Print the rows as a table and, where asked, write them."""
     _show(bench, rows)

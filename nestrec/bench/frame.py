@@ -58,6 +58,15 @@ def make_frame(
     }
 
 
+def join_frames(frames: Sequence[Mapping[str, Any]], *, bench: str, command: str) -> dict[str, Any]:
+    """Results of several commands in one file: `runs` holds what the frames say of themselves, `run` of a row which."""
+    rows = [{**row, "run": number} for number, frame in enumerate(frames) for row in frame["rows"]]
+    runs = [{key: value for key, value in frame.items() if key != "rows"} for frame in frames]
+    emulated = any(frame["emulated"] for frame in frames)
+    joined = make_frame(bench=bench, command=command, rows=rows, emulated=emulated, measured_on={"see": "runs"})
+    return {**joined, "runs": runs}
+
+
 def save_frame(path: Path, frame: Mapping[str, Any]) -> None:
     """Write a result file; it appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nestrec.bench.frame import write_frame
+from nestrec.bench.frame import join_frames, make_frame, write_frame
 
 
 def test_a_frame_names_command_date_and_hardware(tmp_path: Path) -> None:
@@ -16,3 +16,12 @@ def test_a_frame_names_command_date_and_hardware(tmp_path: Path) -> None:
     assert frame["hardware"]["cores"] >= 1
     assert frame["hardware"]["cpu"]
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_joined_frames_say_which_run_a_row_is_of() -> None:
+    frames = [make_frame(bench="x", command=f"nestrec bench x {i}", rows=[{"a": i}], emulated=i == 1) for i in range(2)]
+    joined = join_frames(frames, bench="both", command="nestrec bench join")
+    assert joined["rows"] == [{"a": 0, "run": 0}, {"a": 1, "run": 1}]
+    assert [run["command"] for run in joined["runs"]] == ["nestrec bench x 0", "nestrec bench x 1"]
+    assert joined["emulated"] is True
+    assert "rows" not in joined["runs"][0]
