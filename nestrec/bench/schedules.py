@@ -199,10 +199,12 @@ def _calibrated(bench: SchedulesBench) -> Conditions:
     num_parts = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
     entry: Entry = ("torchrec_plain", 1, False) if bench.torchrec else ("serial", num_parts, False)
     measured = run_rounds(free, [entry], 3, max(4, bench.steps // 2))
-    names = ("step_ms", "compute_ms", "raw_lookup_ms")
+    names = ("step_ms", "compute_ms", "raw_lookup_ms", "raw_comm_ms")
     parts = {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in names}
     compute_ms = parts["step_ms"] if bench.torchrec else parts["compute_ms"]
-    exchanges_ms = bench.comm_share * compute_ms - 2 * num_parts * bench.latency_us * 1e-3
+    # What exchanges take on links without limit stays; at least half of the share is left to the limit.
+    wanted_ms = bench.comm_share * compute_ms
+    exchanges_ms = max(wanted_ms - parts["raw_comm_ms"], wanted_ms / 2)
     link_mbit = bench.link_mbit or measured.bytes_sent[entry] * 8e-3 / exchanges_ms
     added_ms = 0.0 if bench.lookup_share is None else max(0.0, bench.lookup_share * compute_ms - parts["raw_lookup_ms"])
     return _conditions(
