@@ -16,7 +16,7 @@ import torch
 from nestrec.balance.cost import fit_cost, hstu_cost, non_negative_least_squares
 from nestrec.base.config import config, to_plain
 from nestrec.bench.ranks import run_on_ranks
-from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches
+from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, make_engine
 from nestrec.data.batches import MicroBatch
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum, all_to_all_rows, barrier
@@ -96,7 +96,8 @@ def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) ->
     job = replace(bench.job, samples=samples, store=store)
     topology = Topology.single()
     batches = make_batches(job, topology, bench.steps + 1, 2)
-    contestant = Contestant(job, topology, PipelineConfig(schedule=schedule), batches)  # type: ignore[arg-type]
+    options = PipelineConfig(schedule=schedule)  # type: ignore[arg-type]
+    contestant = Contestant(job, make_engine(job, topology), options, batches)
     contestant.round(2)
     spans = contestant.round(bench.steps)
     tables = list(contestant.engine.tables.values())

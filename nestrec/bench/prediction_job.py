@@ -15,10 +15,11 @@ from nestrec.base.config import config, from_plain, to_plain
 from nestrec.bench.limited_links import can_limit, limited_links
 from nestrec.bench.other_load import OtherLoad
 from nestrec.bench.ranks import run_on_ranks
-from nestrec.bench.schedules_job import TABLE, Contestant, JobConfig
+from nestrec.bench.schedules_job import TABLE, Contestant, JobConfig, make_engine
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
+from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.exchange import barrier
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.fit import stage_times
@@ -94,7 +95,7 @@ def _rank(
 ) -> list[list[list[Span]]]:
     """Spans of each round of each entry."""
     if emulated_mbit is not None:
-        topology = topology.with_emulated_links(emulated_mbit)
+        topology = topology.with_emulated_links(EmulatedLink(emulated_mbit))
     contestants = [_contestant(topology, bed, entry, options) for entry in entries]
     found: list[list[tuple[float, list[Span]]]] = [[] for _ in entries]
     for turn in range(_WARM_UP_ROUNDS + options.attempts):
@@ -114,7 +115,8 @@ def _rank(
 
 def _contestant(topology: Topology, bed: Bed, entry: Entry, options: BedOptions) -> Contestant:
     batches = make_bed_batches(bed, entry.micro_batches, options, topology.rank)
-    return Contestant(options.job, topology, PipelineConfig(schedule=entry.schedule), batches)  # type: ignore[arg-type]
+    pipeline = PipelineConfig(schedule=entry.schedule)  # type: ignore[arg-type]
+    return Contestant(options.job, make_engine(options.job, topology), pipeline, batches)
 
 
 def _round(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:

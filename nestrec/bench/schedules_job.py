@@ -107,13 +107,13 @@ def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int) -> Bat
     return Batch(Position(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
 
 
-def make_engine(cfg: JobConfig, topology: Topology, pace: Pace) -> PacedEngine:
+def make_engine(cfg: JobConfig, topology: Topology, pace: Pace | None = None) -> PacedEngine:
     """The job's table."""
     table = TableConfig(
         name=TABLE, dim=cfg.dim, num_rows=cfg.num_rows, seed=cfg.seed,
         store=StoreConfig(kind=cfg.store), optimizer=RowOptimizerConfig(kind=cfg.optimizer),  # type: ignore[arg-type]
     )  # fmt: skip
-    engine = PacedEngine([table], topology, topology.device, pace)
+    engine = PacedEngine([table], topology, topology.device, pace or Pace())
     if cfg.is_filled:
         create_all_rows(engine.shards[TABLE])
     return engine
@@ -134,8 +134,12 @@ class Contestant:
         self.schedule = SCHEDULES[options.schedule](engine, compute, self.dense, self._tracer, options)
         self._batches, self._done = batches, 0
 
-    def round(self, num_steps: int, first_step: int) -> list[Span]:
-        """Some steps from an empty pipeline to an empty pipeline; the spans of all of them. first_step: its number."""
+    def round(self, num_steps: int, first_step: int | None = None) -> list[Span]:
+        """Some steps from an empty pipeline to an empty pipeline; the spans of all of them.
+
+        first_step: its number; none: the next of this contestant.
+        """
+        first_step = self._done + 1 if first_step is None else first_step
         feed = Feed(self._upcoming(num_steps))
         for i in range(num_steps):
             self._done += 1
@@ -157,6 +161,10 @@ class Contestant:
         tensors = self.dense.tensors().items()
         dense = [tensor.flatten().float().cpu() for name, tensor in tensors if name.startswith("model/")]
         return torch.cat([*rows, *dense])
+
+    def close(self) -> None:
+        self.schedule.close()
+        self.engine.close()
 
     def _upcoming(self, num_steps: int) -> Iterator[Batch]:
         first = self._done

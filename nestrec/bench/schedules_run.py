@@ -118,9 +118,7 @@ def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], leng
         "difference": dict.fromkeys(entries) | ({} if conditions.shares_table else _differences(ours)),
     }
     for contestant in ours.values():
-        contestant.schedule.close()
-    for engine in {id(c.engine): c.engine for c in ours.values()}.values():
-        engine.close()
+        contestant.close()
     return answer
 
 
