@@ -349,7 +349,7 @@ def attention(context: typer.Context, json: JsonFile = None) -> None:
     from nestrec.bench.attention import AttentionBench, measure_attention
 
     bench = with_overrides(AttentionBench(), parse_overrides(context.args, ("json",)))
-    _finish("attention", measure_attention(bench), json)
+    _show("attention", measure_attention(bench, lambda rows: _save("attention", rows, json)))
 
 
 @app.command(context_settings=PASSED_ON)

@@ -26,6 +26,8 @@ BACKWARD = 2.5
 CHECKED_TOKENS = 16_384
 """Errors are taken over whole sequences of at most so many tokens together, or the shortest one."""
 
+Rows = list[dict[str, Any]]
+
 
 @config
 class AttentionBench:
@@ -45,11 +47,11 @@ class AttentionBench:
     """rotating inputs"""
 
 
-def measure_attention(bench: AttentionBench) -> list[dict[str, Any]]:
-    """Rows of the bench: ceilings first, then every implementation at every shape."""
+def measure_attention(bench: AttentionBench, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
+    """Rows of the bench: ceilings first, then every implementation at every shape. `keep` sees them after each."""
     if not torch.cuda.is_available():
         raise UserError("this benchmark needs a CUDA device", field="device", value="cpu")
-    rows = _ceilings(bench.rounds)
+    rows: Rows = _ceilings(bench.rounds)
     for heads_by_dim in bench.heads:
         heads, dim = (int(n) for n in heads_by_dim.split("x"))
         for shape in bench.shapes:
@@ -57,6 +59,7 @@ def measure_attention(bench: AttentionBench) -> list[dict[str, Any]]:
             for name in bench.impls:
                 if name == "nestrec" or heads_by_dim in bench.peers_at:
                     rows.append(_row(name, shape, sets, bench.rounds))
+                    keep(rows)
             torch.cuda.empty_cache()
     return rows
 
@@ -136,7 +139,8 @@ def _error(attend: Attention, batch: Batch, *, is_softmax: bool) -> float:
     reference = _softmax_reference if is_softmax else _hstu_reference
     outs = reference(exact_inputs, offsets, batch.normaliser)
     exact = [outs, *torch.autograd.grad(outs, exact_inputs, batch.grad[rows].double())]
-    return max(float((a[rows].double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    pairs = zip(found, exact, strict=True)
+    return max(float(((a[rows].double() - b).norm() / b.norm()).detach()) for a, b in pairs)
 
 
 def _checked(lengths: Sequence[int]) -> tuple[int, int]:
@@ -164,7 +168,7 @@ def _softmax_reference(inputs: list[torch.Tensor], offsets: torch.Tensor, normal
     return torch.cat(outputs)
 
 
-def _ceilings(rounds: int) -> list[dict[str, Any]]:
+def _ceilings(rounds: int) -> Rows:
     """A large matrix product and a large copy."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -14,9 +14,11 @@ from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_padded
 from nestrec.ops.relative_bias import RelativeBias
 
 pytestmark = pytest.mark.gpu
-OPTIONS = ["plain", "targets", "context", "window", "position", "time", "all rules", "everything"]
-DIMS = [40, 64, 128, 256]
-SHAPES_EACH = 16  # times 4 dims and 8 options: 512 batches
+OPTIONS = [
+    "plain", "targets", "context", "window", "position", "time", "all rules", "rules and position", "everything",
+]  # fmt: skip
+DIMS = [48, 64, 128, 256]
+SHAPES_EACH = 15  # times 4 dims and 9 options: 540 batches
 EDGES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 384, 513]
 NORMALISER = 300.0
 
@@ -45,7 +47,7 @@ LAYOUTS = ["contiguous", "parts of one product", "heads first", "every second el
 
 
 def random_rules(draw, option, lengths):
-    has = lambda name: option in (name, "all rules", "everything")  # noqa: E731
+    has = lambda name: option in (name, "all rules", "rules and position", "everything")  # noqa: E731
     targets = torch.tensor([int(draw.integers(0, n + 1)) for n in lengths], device="cuda") if has("targets") else None
     return AttentionRules(
         num_targets_B=targets, num_context=int(draw.integers(1, 80)) if has("context") else 0,
@@ -54,7 +56,7 @@ def random_rules(draw, option, lengths):
 
 
 def random_bias(draw, option, lengths):
-    has = lambda name: option in (name, "everything")  # noqa: E731
+    has = lambda name: option in (name, f"rules and {name}", "everything")  # noqa: E731
     tokens, longest = sum(lengths), max(lengths)
     table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).cuda().requires_grad_()  # noqa: E731
     time = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, tokens)).astype(np.float64)).cuda()
