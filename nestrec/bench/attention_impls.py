@@ -111,7 +111,7 @@ def _padded_sdpa(batch: Batch) -> Attention:
     ]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     q, k, v, grad = blocks
     return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: from_blocks(x, slot_T))
@@ -125,7 +125,7 @@ def _varlen(batch: Batch) -> Attention:
     causal = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found = varlen_attn(q, k, v, bounds, bounds, batch.longest, batch.longest, scale=1.0, **causal)
+        found = varlen_attn(q, k, v, bounds, bounds, batch.longest, batch.longest, **causal)
         assert isinstance(found, torch.Tensor)
         return found
 
@@ -146,7 +146,7 @@ def _flex(batch: Batch) -> Attention:
     parts = [x.detach().transpose(0, 1)[None].contiguous() for x in (batch.q, batch.k, batch.v, batch.grad)]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found = _compiled_flex()(q, k, v, block_mask=mask, scale=1.0)
+        found = _compiled_flex()(q, k, v, block_mask=mask)
         assert isinstance(found, torch.Tensor)
         return found
 

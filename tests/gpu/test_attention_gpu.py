@@ -80,7 +80,7 @@ def results(attend, vectors, bias, dtype):
     )
     out = attend(*inputs, own)
     wanted = inputs + [t for t in tables if t is not None]
-    return [out, *torch.autograd.grad(out, wanted, grad.to(dtype))]
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(dtype))]
 
 
 def error(found, exact):
