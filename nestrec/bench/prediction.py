@@ -1,9 +1,9 @@
 """`nestrec bench prediction`: the simulator against real ranks over limited links.
 
-Configurations (schedule, micro-batches) are measured on beds (ranks, bandwidth, shape of lengths). A third of them fits
-the cost model: stages of serial runs on ranks that have a core each give the lines, whole steps give what crowded cores
-cost. The others are predicted: loads counted from the very batches, the schedule's own program, replayed on shared
-cores. Errors are of the median round; the spread of a configuration is that of its own rounds.
+Configurations (schedule, micro-batches) are measured on beds (ranks, bandwidth, shape of lengths). The serial ones, a
+third of them, fit the cost model; the others are predicted: loads counted from the very batches, the schedule's own
+program, replayed on shared cores with the chance that was measured. Errors are of the median round; the spread of a
+configuration is that of its own rounds.
 """
 
 import json
@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError
 from nestrec.bench.calibrate import token_flops
-from nestrec.bench.limited_links import BURST_BYTES, can_limit
+from nestrec.bench.limited_links import can_limit
+from nestrec.bench.prediction_fit import WorldFit, compute_spread, describe, fit_world, limited, profile_of
 from nestrec.bench.prediction_job import (
     Bed,
     BedOptions,
@@ -34,15 +33,15 @@ from nestrec.bench.schedules_job import TABLE, JobConfig, TokenNetwork
 from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.counted_loads import counted_loads
-from nestrec.planning.fit import LinkFit, Observed, fit_link, fit_profile, ratios_of
-from nestrec.planning.links import Group, Links
-from nestrec.planning.loads import KEY_BYTES, Loads
-from nestrec.planning.profile import Profile, Rate
+from nestrec.planning.fit import Observed
+from nestrec.planning.links import Links
+from nestrec.planning.loads import Loads
+from nestrec.planning.profile import Profile
 from nestrec.planning.rehearsal import rehearse
 from nestrec.planning.replay import Mesh
 from nestrec.planning.shared_cores import Hosts, replay_shared
 from nestrec.planning.step_costs import StepCosts
-from nestrec.planning.variation import Ratios, Varied
+from nestrec.planning.variation import Spreads, Varied
 
 _CROWDING = tuple(i * 0.05 for i in range(13))
 BOUND_MEDIAN, BOUND_WORST = 0.08, 0.20
@@ -66,9 +65,9 @@ class PredictionBench:
     """steps of a round, first and last left out"""
     emulated: bool = False
     """time the links instead of limiting them; also done, and said, where network namespaces cannot be had"""
-    attempts: int = 30
+    attempts: int = 25
     """rounds at the most, where other processes disturb: the least disturbed are kept"""
-    undisturbed: float = 0.1
+    undisturbed: float = 0.15
     """cores that other processes may take before a round counts as disturbed"""
     job: JobConfig = JobConfig(samples=128)
     """what is trained"""
@@ -110,11 +109,11 @@ def measure_beds(bench: PredictionBench, kept: Path | None) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What was fitted."""
+    """What was fitted, for each number of ranks."""
 
-    profile: Profile
-    link: LinkFit
-    ratios: Ratios
+    profiles: dict[int, Profile]
+    spreads: dict[int, Spreads]
+    worlds: dict[int, WorldFit]
     crowding: float
 
 
@@ -139,9 +138,9 @@ class _Case:
         return float(max(times) - min(times)) / 2 / self.measured_ms
 
     @property
-    def is_plain(self) -> bool:
-        """Every rank has a core, and nothing overlaps: its stages are what they cost."""
-        return self.entry.schedule == "serial" and self.bed.ranks <= _cores()
+    def fits(self) -> bool:
+        """Nothing overlaps in a serial run: it is used to fit, and the others are predicted."""
+        return self.entry.schedule == "serial"
 
 
 def predict(bench: PredictionBench, measured: Measured) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -150,43 +149,26 @@ def predict(bench: PredictionBench, measured: Measured) -> tuple[list[dict[str, 
         _Case(bed, one["entry"], one["rounds"], _loads(bed, one["entry"], bench.options()))
         for bed, entries in measured.items() for one in entries
     ]  # fmt: skip
-    calibrating = choose_third(cases)
-    model = fit_model([case for case, used in zip(cases, calibrating, strict=True) if used], bench.steps)
-    rows = [_row(case, model, bench.steps, used=used) for case, used in zip(cases, calibrating, strict=True)]
+    model = fit_model([case for case in cases if case.fits], bench.steps)
+    rows = [_row(case, model, bench.steps) for case in cases]
     return rows, _summary(rows, model)
 
 
-def choose_third(cases: Sequence[_Case]) -> list[bool]:
-    """Which configurations fit the model: the plain ones first, then every so many of the others."""
-    wanted = len(cases) // 3
-    used = [case.is_plain for case in cases]
-    rest = [i for i, plain in enumerate(used) if not plain]
-    more = max(0, wanted - sum(used))
-    for i in np.linspace(0, len(rest) - 1, more).round().astype(int) if more else []:
-        used[rest[i]] = True
-    return used
-
-
 def fit_model(cases: Sequence[_Case], steps: int) -> Model:
-    """Lines from plain stages, links from all exchanges; the price of crowded cores from whole steps."""
-    everything = [_observed(case) for case in cases]
-    plain = [_observed(case) for case in cases if case.is_plain]
-    ahead = [_observed(case) for case in cases if case.bed.ranks <= _cores() and not case.is_plain]
-    profile = fit_profile(plain, fit_profile(ahead, Profile()))
-    link = fit_link(everything, _EXCHANGES, largest_burst=BURST_BYTES)
-    profile = replace(
-        profile, exchange_keys=_rest_of_route(plain, profile, link), dense_reduce=_rest_of_reduce(plain, link)
-    )
-    compute = Rate(fixed_s=profile.compute.fixed_s, unit_s=profile.compute.flop_s)
-    ratios = {
-        "forward_backward": ratios_of(plain, "train.compute", "linear_flops", compute),
-        "exchange_vectors": link.ratios, "exchange_gradients": link.ratios,
-    }  # fmt: skip
-    model = Model(profile, link, ratios, 0.0)
+    """From serial runs: lines from ranks with a core each, exchanges by number of ranks, crowding from whole steps."""
+    plain = [_observed(case) for case in cases if case.bed.ranks <= _cores()]
+    if not plain:
+        raise UserError("has no bed with a core for each rank", field="ranks", value=_cores(), remedy="add one")
+    profiles: dict[int, Profile] = {}
+    spreads: dict[int, Spreads] = {}
+    worlds: dict[int, WorldFit] = {}
+    for ranks in sorted({case.bed.ranks for case in cases}):
+        worlds[ranks] = world = fit_world([_observed(case) for case in cases if case.bed.ranks == ranks], _cores())
+        profiles[ranks] = profile = profile_of(plain, world)
+        spreads[ranks] = {"forward_backward": compute_spread(plain, profile), "exchange_vectors": world.spread,
+                          "exchange_gradients": world.spread}  # fmt: skip
+    model = Model(profiles, spreads, worlds, 0.0)
     return replace(model, crowding=_best_crowding(cases, model, steps))
-
-
-_EXCHANGES = {"train.embedding.vectors": "received_bytes", "train.embedding.gradients": "returned_bytes"}
 
 
 def _observed(case: _Case) -> Observed:
@@ -197,32 +179,9 @@ def _observed(case: _Case) -> Observed:
     return Observed(case.loads, stages, case.bed.link_mbit / 8e3)
 
 
-def _rest_of_route(plain: Sequence[Observed], profile: Profile, link: LinkFit) -> Rate:
-    """Work of the key exchange: what `route` of serial takes beside deduplication, assembly and the wire."""
-    rest = []
-    for one in plain:
-        links = Links((link.link(one.gb_per_s),))
-        for (step, rank, _), seconds in one.stages["train.embedding.route"].items():
-            p = one.loads.place(step)
-            asked = float(one.loads.asked[p][rank].sum())
-            wire = float(links.all_to_all_s(Group(one.loads.world), asked * KEY_BYTES))
-            known = profile.deduplicate.of(float(one.loads.keys[p][rank])) + profile.assemble.of(asked)
-            rest.append(seconds - wire - known)
-    return Rate(fixed_s=max(0.0, statistics.fmean(rest)))
-
-
-def _rest_of_reduce(plain: Sequence[Observed], link: LinkFit) -> Rate:
-    """Work of the dense sums beside the wire."""
-    rest = []
-    for one in plain:
-        wire = float(Links((link.link(one.gb_per_s),)).all_reduce_s(Group(one.loads.world), one.loads.dense_bytes))
-        rest += [seconds - wire for seconds in one.stages["train.dense.reduce"].values()]
-    return Rate(fixed_s=max(0.0, statistics.fmean(rest)))
-
-
 def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
-    """What explains the steps best that were not plain."""
-    crowded = [case for case in cases if not case.is_plain]
+    """What explains the steps best of ranks that share cores."""
+    crowded = [case for case in cases if case.bed.ranks > _cores()]
 
     def error(crowding: float) -> float:
         tried = replace(model, crowding=crowding)
@@ -250,22 +209,24 @@ def _step_ms(case: _Case, model: Model, steps: int, rounds: int | None = None) -
 
 
 def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
+    ranks = case.bed.ranks
     options = PipelineConfig(schedule=case.entry.schedule)  # type: ignore[arg-type]
     program = rehearse(options, micro_batches=case.entry.micro_batches, steps=steps)
-    mesh, links = Mesh(1, case.bed.ranks), Links((model.link.link(case.bed.link_mbit / 8e3),))
+    mesh, links = Mesh(1, ranks), Links((limited(case.bed.link_mbit / 8e3),))
     hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
     loads = case.loads.starting_at(first - 1)
-    costs = StepCosts(loads, model.profile, links, mesh, store="dram", hands_over=hands_over)
-    hosts = Hosts(ranks=case.bed.ranks, cores=_cores(), crowding=model.crowding)
-    varied = Varied(costs, model.ratios, mesh.world, seed=first)
+    costs = StepCosts(loads, model.profiles[ranks], links, mesh, store="dram", hands_over=hands_over)
+    hosts = Hosts(ranks=ranks, cores=_cores(), crowding=model.crowding)
+    speed = case.bed.link_mbit / 8e3 * 1e9
+    varied = Varied(costs, model.spreads[ranks], ranks, wire_speed=speed, seed=first)
     return float(replay_shared(program, varied, mesh, hosts).step_s().max()) * 1e3
 
 
-def _row(case: _Case, model: Model, steps: int, *, used: bool) -> dict[str, Any]:
+def _row(case: _Case, model: Model, steps: int) -> dict[str, Any]:
     predicted = _step_ms(case, model, steps)
     return {
         "schedule": case.entry.schedule, "ranks": case.bed.ranks, "micro_batches": case.entry.micro_batches,
-        "link_mbit": case.bed.link_mbit, "lengths": case.bed.lengths, "used_to_fit": used,
+        "link_mbit": case.bed.link_mbit, "lengths": case.bed.lengths, "used_to_fit": case.fits,
         "measured_ms": round(case.measured_ms, 2), "predicted_ms": round(predicted, 2),
         "error": round(predicted / case.measured_ms - 1.0, 4), "spread": round(case.spread, 4),
         "bound": round(max(BOUND_WORST, 2 * case.spread), 4),
@@ -282,8 +243,8 @@ def _summary(rows: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Any]:
         "worst_against_its_bound": round(abs(worst["error"]) / worst["bound"], 3),
         "its_spread": worst["spread"], "is_within": statistics.median(errors) <= BOUND_MEDIAN
         and all(abs(row["error"]) <= row["bound"] for row in tested),
-        "crowding": round(model.crowding, 3), "bandwidth_reached": round(model.link.reached, 3),
-        "fan_in": round(model.link.fan_in, 3), "burst_bytes": round(model.link.burst_bytes),
+        "crowding": round(model.crowding, 3),
+        **{f"between_{ranks}_ranks": describe(world) for ranks, world in model.worlds.items()},
     }  # fmt: skip
 
 

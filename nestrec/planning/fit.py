@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance.cost import non_negative_least_squares
-from nestrec.planning.links import Link
 from nestrec.planning.loads import Loads
 from nestrec.planning.profile import ComputeRates, Profile, Rate, StoreRates
 from nestrec.trace import Span
@@ -73,69 +72,6 @@ def fit_profile(observed: Sequence[Observed], base: Profile) -> Profile:
     if compute is not None:
         found = replace(found, compute=ComputeRates(fixed_s=compute.fixed_s, flop_s=compute.unit_s))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFit:
-    """How a limited link behaves in an All2All."""
-
-    reached: float
-    """part of the nominal bandwidth between two ranks"""
-    latency_s: float
-    fan_in: float
-    """by what part bytes take longer for each further peer"""
-    burst_bytes: float
-    """that pass at no cost"""
-    ratios: NDArray[np.float64]
-    """measured over fitted times"""
-
-    def link(self, gb_per_s: float) -> Link:
-        return Link(
-            name="link", ranks=0, gb_per_s=gb_per_s * self.reached, latency_us=self.latency_s * 1e6,
-            fan_in=self.fan_in, burst_bytes=self.burst_bytes,
-        )  # fmt: skip
-
-
-def fit_link(observed: Sequence[Observed], stages: Mapping[str, str], *, largest_burst: float) -> LinkFit:
-    """From the stages that exchange, each with the amount that it sends.
-
-    Relative errors count, so that small exchanges matter as large ones do.
-    """
-    seconds, leaving, peers = _exchanges(observed, stages)
-    best: LinkFit | None = None
-    best_error = np.inf
-    for burst in np.linspace(0.0, largest_burst, 9):
-        wire = np.maximum(0.0, leaving[0] - burst) / leaving[1]
-        columns = np.stack([np.ones_like(wire), wire, wire * (peers - 1)], axis=1) / seconds[:, None]
-        latency, slower, more = non_negative_least_squares(columns, np.ones_like(seconds))
-        fitted = latency + wire * (slower + more * (peers - 1))
-        error = float(((fitted / seconds - 1.0) ** 2).sum())
-        if error < best_error and slower > 0:
-            # The model slows by (1 + fan_in * peers): what two ranks reach holds the first peer's part already.
-            fan_in = more / max(slower - more, 1e-9)
-            best_error = error
-            best = LinkFit((1.0 + fan_in) / slower, latency, fan_in, float(burst), seconds / fitted)
-    assert best is not None, "no exchange took longer for more bytes"
-    return best
-
-
-def _exchanges(
-    observed: Sequence[Observed], stages: Mapping[str, str]
-) -> tuple[NDArray[np.float64], tuple[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]:
-    """Seconds, (bytes that leave a rank, bytes a second), peers; of a collective the mean over its ranks."""
-    rows = []
-    for one in observed:
-        world = one.loads.world
-        for stage, amount in stages.items():
-            values = getattr(one.loads, amount)
-            together: dict[tuple[int, int], list[float]] = defaultdict(list)
-            for (step, _, part), seconds in one.stages.get(stage, {}).items():
-                together[step, part].append(seconds)
-            for (step, part), times in together.items():
-                sent = float(values[one.loads.place(step)][:, part].max()) * (world - 1) / world
-                rows.append((float(np.mean(times)), sent, one.gb_per_s * 1e9, world - 1.0))
-    seconds, sent, speed, peers = np.array(rows).T
-    return seconds, (sent, speed), peers
 
 
 def ratios_of(observed: Sequence[Observed], stage: str, amount: str, rate: Rate) -> NDArray[np.float64]:

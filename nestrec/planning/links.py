@@ -45,37 +45,59 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossing:
+    """An exchange on links, in seconds."""
+
+    wire_s: Any
+    """of the bytes on the most loaded level"""
+    latency_s: float
+    """of transfers and messages"""
+    burst_s: float
+    """of the bytes that pass at no cost after a pause, on the outermost level that is crossed"""
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """Levels from the innermost to the outermost."""
 
     levels: tuple[Link, ...]
 
     def all_to_all_s(self, group: Group, num_bytes: Any) -> Any:
+        """As `all_to_all`, where the link was busy before."""
+        crossing = self.all_to_all(group, num_bytes)
+        return crossing.wire_s + crossing.latency_s
+
+    def all_to_all(self, group: Group, num_bytes: Any) -> "Crossing":
         """Each rank sends `num_bytes` (a number, or one a rank) in equal parts to all of the group, itself included."""
-        if group.size == 1:
-            return 0.0
-        slowest, extra, inside = 0.0 * num_bytes, 0.0, 1
+        slowest, extra, burst, inside = 0.0 * num_bytes, 0.0, 0.0, 1
         for link in self.levels:
             peers = group.within(link.ranks) - inside
             if peers <= 0:
                 continue
-            leaving = np.maximum(0.0, num_bytes * (group.size - inside) / group.size - link.burst_bytes)
+            leaving = num_bytes * (group.size - inside) / group.size
             slowest = np.maximum(slowest, leaving * (1.0 + link.fan_in * peers) / (link.gb_per_s * 1e9))
             extra += link.latency_us * 1e-6 + peers * link.message_us * 1e-6
+            burst = link.burst_bytes / (link.gb_per_s * 1e9)
             inside += peers
-        return slowest + extra
+        return Crossing(slowest, extra, burst)
 
     def all_reduce_s(self, group: Group, num_bytes: Any) -> Any:
+        """As `all_reduce`, where the link was busy before."""
+        crossing = self.all_reduce(group, num_bytes)
+        return crossing.wire_s + crossing.latency_s
+
+    def all_reduce(self, group: Group, num_bytes: Any) -> "Crossing":
         """A ring at each level, over what the levels inside it have left: reduce-scatter inwards, gather outwards."""
-        total, inside = 0.0, 1
+        wire, extra, burst, inside = 0.0, 0.0, 0.0, 1
         for link in self.levels:
             parts = group.within(link.ranks) // inside
             if parts <= 1:
                 continue
-            crossing = np.maximum(0.0, 2.0 * (parts - 1) / parts * num_bytes / inside - link.burst_bytes)
-            total += crossing / (link.gb_per_s * 1e9) + 2 * (link.latency_us + (parts - 1) * link.message_us) * 1e-6
+            wire = wire + 2.0 * (parts - 1) / parts * num_bytes / inside / (link.gb_per_s * 1e9)
+            extra += 2 * (link.latency_us + (parts - 1) * link.message_us) * 1e-6
+            burst = link.burst_bytes / (link.gb_per_s * 1e9)
             inside *= parts
-        return total
+        return Crossing(wire, extra, burst)
 
     def bytes_leaving(self, group: Group, num_bytes: float) -> dict[str, float]:
         """Bytes that a rank sends through each level in an All2All."""

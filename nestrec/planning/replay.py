@@ -28,8 +28,12 @@ class Cost:
     busy_s: float | Times = 0.0
     """of the core or device that works on it"""
     wire_s: float | Times = 0.0
-    """after the last rank of the scope has come"""
+    """of the link, after the last rank of the scope has come"""
     scope: Scope = "rank"
+    latency_s: float = 0.0
+    """after that"""
+    burst_s: float = 0.0
+    """time of the link that passes at no cost after a pause of as long"""
 
 
 class Costs(Protocol):
@@ -122,6 +126,7 @@ class _Walk:
         shape = (len(program.stages), mesh.world)
         self._start, self._entered, self._end = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._now = np.zeros(mesh.world)
+        self._sent = np.full(mesh.world, -np.inf)
         self._free: dict[str, Times] = defaultdict(lambda: np.zeros(mesh.world))
         self._begin_of: dict[int, Times] = {}
         self._end_of: dict[int, Times] = {}
@@ -156,7 +161,10 @@ class _Walk:
             time = time + cost.busy_s
             if cost.scope != "rank":
                 scope = cost.scope if scope == "rank" else scope
-                time = self._mesh.joined(time, cost.scope) + cost.wire_s
+                time = self._mesh.joined(time, cost.scope)
+                # The link is a bucket of tokens: `_sent` is when it will have sent what it was given, had it been full.
+                self._sent = np.maximum(self._sent, time - cost.burst_s) + cost.wire_s
+                time = np.maximum(time, self._sent) + cost.latency_s
         self._entered[place] = self._mesh.joined(start, scope)
         self._end[place] = time
         return time

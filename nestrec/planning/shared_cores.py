@@ -58,6 +58,7 @@ class _Simulation:
         shape = (len(program.stages), mesh.world)
         self._start, self._entered, self._end = np.full(shape, _NEVER), np.zeros(shape), np.full(shape, _NEVER)
         self._now = 0.0
+        self._sent = [-_NEVER] * mesh.world
         names = ["compute", *dict.fromkeys(s.lane for s in program.stages if s.lane != "compute")]
         self._lanes = {(rank, name): _Lane(rank) for rank in range(mesh.world) for name in names}
         self._place = [0] * mesh.world
@@ -131,7 +132,9 @@ class _Simulation:
         if cost.scope != "rank" and lane.wire_until == _NEVER:
             if not self._has_joined(lane, cost):
                 return False
-            lane.wire_until = self._now + _of_rank(cost.wire_s, lane.rank)
+            sent = max(self._sent[lane.rank], self._now - cost.burst_s) + _of_rank(cost.wire_s, lane.rank)
+            self._sent[lane.rank] = sent
+            lane.wire_until = max(self._now, sent) + cost.latency_s
             return True  # others of the group may have looked before this rank came
         if cost.scope != "rank" and lane.wire_until > self._now + _DONE_S:
             return False

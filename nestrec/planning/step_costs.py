@@ -1,15 +1,15 @@
 """What the operations of a step cost: amounts of a rank, lines of a profile, and the links that they cross."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from nestrec.planning.links import Group, Links
+from nestrec.planning.links import Crossing, Group, Links
 from nestrec.planning.loads import KEY_BYTES, Loads
 from nestrec.planning.profile import Profile, Rate, StoreKind
-from nestrec.planning.replay import Cost, Mesh
+from nestrec.planning.replay import Cost, Mesh, Scope
 
 _Operation = Callable[[int, int | None], Cost]
 
@@ -70,7 +70,7 @@ class StepCosts:
         """Of the rows that the neighbouring batch shares, or of the others."""
         shared = self._loads.shared_rows[p] / np.maximum(self._loads.rows[p], 1e-9)
         part = shared if half == "shared" else 1.0 - shared
-        return Cost(cost.busy_s * part, cost.wire_s * part, cost.scope)
+        return replace(cost, busy_s=cost.busy_s * part, wire_s=cost.wire_s * part)
 
     @staticmethod
     def _work(rate: Rate, amount: Any) -> Cost:
@@ -78,15 +78,17 @@ class StepCosts:
 
     def _exchange_keys(self, p: int, n: int | None) -> Cost:
         asked = self._loads.asked[p].sum(axis=1)
-        wire = self._links.all_to_all_s(self._sizes.shards, asked * KEY_BYTES)
-        wire = wire + self._links.all_to_all_s(self._sizes.replicas, self._loads.rows[p] * KEY_BYTES)
-        return Cost(self._profile.exchange_keys.fixed_s + self._profile.exchange_keys.unit_s * asked, wire, "shards")
+        rate = self._profile.exchange_keys
+        crossing = self._links.all_to_all(self._sizes.shards, asked * KEY_BYTES)
+        holders = self._links.all_to_all_s(self._sizes.replicas, self._loads.rows[p] * KEY_BYTES)
+        cost = self._crossing(rate.fixed_s + rate.unit_s * asked, crossing, "shards")
+        return replace(cost, wire_s=cost.wire_s + holders)
 
     def _collisions(self, p: int, n: int | None) -> Cost:
         """Owners tell sources with a byte a key which rows two batches share."""
         asked = self._loads.asked[p].sum(axis=1)
-        wire = self._links.all_to_all_s(self._sizes.shards, asked)
-        return Cost(self._profile.intersect.fixed_s + self._profile.intersect.unit_s * asked, wire, "shards")
+        rate, crossing = self._profile.intersect, self._links.all_to_all(self._sizes.shards, asked)
+        return self._crossing(rate.fixed_s + rate.unit_s * asked, crossing, "shards")
 
     def _exchange_vectors(self, p: int, n: int | None) -> Cost:
         served, received = self._loads.served_bytes[p][:, n], self._loads.received_bytes[p][:, n]
@@ -98,9 +100,12 @@ class StepCosts:
 
     def _exchange(self, rate: Rate, sent: Any, received: Any) -> Cost:
         """A rank is through when the larger of what it sends and what it receives is."""
-        out = self._links.all_to_all_s(self._sizes.shards, sent)
-        back = self._links.all_to_all_s(self._sizes.shards, received)
-        return Cost(rate.fixed_s + rate.unit_s * sent, (out + back + abs(out - back)) / 2, "shards")
+        crossing = self._links.all_to_all(self._sizes.shards, np.maximum(sent, received))
+        return self._crossing(rate.fixed_s + rate.unit_s * sent, crossing, "shards")
+
+    @staticmethod
+    def _crossing(busy_s: Any, crossing: Crossing, scope: Scope) -> Cost:
+        return Cost(busy_s, crossing.wire_s, scope, crossing.latency_s, crossing.burst_s)
 
     def _forward_backward(self, p: int, n: int | None) -> Cost:
         rates = self._profile.compute
@@ -114,7 +119,7 @@ class StepCosts:
             return Cost()
         sent = holders.size * self._loads.completed_bytes[p][:, n]
         work = self._profile.add_gradients.fixed_s + self._profile.add_gradients.unit_s * sent
-        return Cost(work, self._links.all_to_all_s(holders, sent), "replicas")
+        return self._crossing(work, self._links.all_to_all(holders, sent), "replicas")
 
     def _write_back(self, p: int, n: int | None) -> Cost:
         kept = self._loads.shared_bytes[p] if self._hands_over else 0.0
@@ -122,5 +127,6 @@ class StepCosts:
 
     def _dense_reduce(self, p: int, n: int | None) -> Cost:
         size = self._loads.dense_bytes
-        wire = self._links.all_reduce_s(self._sizes.everyone, size)
-        return Cost(self._profile.dense_reduce.of(size), wire, "all")
+        return self._crossing(
+            self._profile.dense_reduce.of(size), self._links.all_reduce(self._sizes.everyone, size), "all"
+        )
