@@ -323,7 +323,9 @@ def prediction(
     _show("prediction: milliseconds of a step", short_rows(rows))
     _show("errors of the tested", [summary])
     if json is not None:
-        save_frame(json, {**make_frame(bench="prediction", command=_command(), rows=rows), "summary": summary})
+        emulated = bench.options().emulated
+        frame = make_frame(bench="prediction", command=_command(), rows=rows, emulated=emulated)
+        save_frame(json, {**frame, "summary": summary})
 
 
 @app.command(context_settings=PASSED_ON)

@@ -109,7 +109,7 @@ def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) ->
 
     # Steps count from one, and the batches of the warm-up come first.
     aligned = [batches[(p - 1) % len(batches)] for p in range(len(batches))]
-    return Observed(counted_loads([aligned], tables, flops, dense_bytes=dense), stage_times(spans), 1.0)
+    return Observed(counted_loads([aligned], tables, flops, dense_bytes=dense), stage_times(spans))
 
 
 def token_flops(job: JobConfig) -> float:

@@ -17,8 +17,8 @@ from typing import Any
 from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError
 from nestrec.bench.calibrate import token_flops
-from nestrec.bench.limited_links import can_limit
-from nestrec.bench.prediction_fit import WorldFit, compute_spread, describe, fit_world, limited, profile_of
+from nestrec.bench.limited_links import BURST_BYTES, can_limit
+from nestrec.bench.prediction_fit import WorldFit, compute_spread, describe, fit_world, profile_of
 from nestrec.bench.prediction_job import (
     Bed,
     BedOptions,
@@ -34,7 +34,6 @@ from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.counted_loads import counted_loads
 from nestrec.planning.fit import Observed
-from nestrec.planning.links import Links
 from nestrec.planning.loads import Loads
 from nestrec.planning.profile import Profile
 from nestrec.planning.rehearsal import rehearse
@@ -126,6 +125,8 @@ class _Case:
     rounds: list[dict[str, Any]]
     loads: Loads
     """of all batches, in the order of steps from 1"""
+    burst_bytes: float
+    """that pass a link at no cost after a pause"""
 
     @property
     def measured_ms(self) -> float:
@@ -145,8 +146,10 @@ class _Case:
 
 def predict(bench: PredictionBench, measured: Measured) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A row for each configuration, and the errors of those that were not used to fit."""
+    options = bench.options()
+    burst_bytes = 0.0 if options.emulated else float(BURST_BYTES)
     cases = [
-        _Case(bed, one["entry"], one["rounds"], _loads(bed, one["entry"], bench.options()))
+        _Case(bed, one["entry"], one["rounds"], _loads(bed, one["entry"], options), burst_bytes)
         for bed, entries in measured.items() for one in entries
     ]  # fmt: skip
     model = fit_model([case for case in cases if case.fits], bench.steps)
@@ -176,7 +179,7 @@ def _observed(case: _Case) -> Observed:
     for turn in case.rounds:
         for name, times in turn["stages"].items():
             stages.setdefault(name, {}).update(times)
-    return Observed(case.loads, stages, case.bed.link_mbit / 8e3)
+    return Observed(case.loads, stages, case.bed.link_mbit / 8e3, case.burst_bytes)
 
 
 def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
@@ -212,7 +215,7 @@ def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
     ranks = case.bed.ranks
     options = PipelineConfig(schedule=case.entry.schedule)  # type: ignore[arg-type]
     program = rehearse(options, micro_batches=case.entry.micro_batches, steps=steps)
-    mesh, links = Mesh(1, ranks), Links((limited(case.bed.link_mbit / 8e3),))
+    mesh, links = Mesh(1, ranks), Observed(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
     hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
     loads = case.loads.starting_at(first - 1)
     costs = StepCosts(loads, model.profiles[ranks], links, mesh, store="dram", hands_over=hands_over)

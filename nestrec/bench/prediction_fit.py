@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from nestrec.bench.limited_links import BURST_BYTES
 from nestrec.planning.fit import Observed, fit_profile, ratios_of
-from nestrec.planning.links import Group, Link, Links
+from nestrec.planning.links import Group, Links
 from nestrec.planning.loads import KEY_BYTES
 from nestrec.planning.profile import Profile, Rate
 from nestrec.planning.variation import Spread
@@ -50,8 +49,7 @@ class WorldFit:
 def exchanges_of(observed: Observed) -> Iterable[Exchanged]:
     """All exchanges of a serial run, each rank in its own order."""
     world, parts = observed.loads.world, observed.loads.num_parts
-    link = Link(name="link", ranks=0, gb_per_s=observed.gb_per_s, burst_bytes=BURST_BYTES)
-    links, burst_s = Links((link,)), BURST_BYTES / (observed.gb_per_s * 1e9)
+    links, burst_s = observed.links(), observed.burst_bytes / (observed.gb_per_s * 1e9)
     steps = sorted({step for step, _, _ in observed.stages["train.compute"]})
     for rank in range(world):
         now, sent = 0.0, -np.inf
@@ -96,7 +94,7 @@ def fit_world(observed: Sequence[Observed], cores: int) -> WorldFit:
         (e.num_bytes, (e.measured_s - work[e.kind].fixed_s / share + e.bytes_s - e.waited_s) / e.bytes_s)
         for e in found if e.kind in ("vectors", "gradients") and e.waited_s > _SMALL_S
     ]  # fmt: skip
-    sizes, ratios = np.array(pairs).T
+    sizes, ratios = np.array(pairs or [(0.0, 1.0)]).T
     return WorldFit(work, Spread.of(sizes, np.maximum(0.3, ratios)))
 
 
@@ -124,11 +122,6 @@ def compute_spread(plain: Sequence[Observed], profile: Profile) -> Spread:
     ratios = ratios_of(plain, "train.compute", "linear_flops", rate)
     shuffled = np.random.default_rng(0).permutation(ratios)
     return Spread(np.zeros(len(ratios)), shuffled)
-
-
-def limited(gb_per_s: float) -> Link:
-    """The link of a rank."""
-    return Link(name="link", ranks=0, gb_per_s=gb_per_s, burst_bytes=BURST_BYTES)
 
 
 def describe(world: WorldFit) -> dict[str, Any]:

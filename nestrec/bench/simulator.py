@@ -25,7 +25,7 @@ class SimulatorBench:
     """of a batch"""
     replicas: int = 4
     """groups of the mesh"""
-    schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested")
+    schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested", "priority", "semi_async")
     """each in a process of its own"""
 
 

@@ -61,7 +61,7 @@ FIELDS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_ca
 class Space:
     """The values that are tried."""
 
-    schedules: tuple[ScheduleName, ...] = ("serial", "dual_buffer", "frozen_window", "nested")
+    schedules: tuple[ScheduleName, ...] = ("serial", "dual_buffer", "frozen_window", "nested", "priority")
     """by default those whose result equals serial's"""
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """parts of a rank's batch"""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance.cost import non_negative_least_squares
+from nestrec.planning.links import Link, Links
 from nestrec.planning.loads import Loads
 from nestrec.planning.profile import ComputeRates, Profile, Rate, StoreRates
 from nestrec.trace import Span
@@ -26,8 +27,14 @@ class Observed:
 
     loads: Loads
     stages: StageTimes
-    gb_per_s: float
+    gb_per_s: float = 1.0
     """of a rank's link"""
+    burst_bytes: float = 0.0
+    """that pass its link at no cost after a pause"""
+
+    def links(self) -> Links:
+        """The links as they are nominally."""
+        return Links((Link(name="link", ranks=0, gb_per_s=self.gb_per_s, burst_bytes=self.burst_bytes),))
 
 
 def stage_times(spans: Iterable[Span]) -> dict[str, dict[tuple[int, int, int], float]]:

@@ -1,0 +1,99 @@
+"""The fit of `nestrec bench prediction` finds what made the times, and so predicts schedules that it has not seen."""
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.bench import prediction
+from nestrec.bench.prediction import PredictionBench, predict
+from nestrec.bench.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
+from nestrec.bench.prediction_rows import predict_rows
+from nestrec.bench.schedules_job import JobConfig
+from nestrec.pipeline import PipelineConfig
+from nestrec.planning.fit import Observed, stage_times
+from nestrec.planning.profile import ComputeRates, Profile, Rate, StoreRates
+from nestrec.planning.rehearsal import rehearse
+from nestrec.planning.replay import Mesh
+from nestrec.planning.shared_cores import Hosts, replay_shared
+from nestrec.planning.step_costs import StepCosts
+
+BENCH = PredictionBench(
+    ranks=(2,), link_mbit=(8.0, 24.0), lengths=("skewed",), schedules=("serial", "frozen_window", "nested"),
+    micro_batches=(2, 4), rounds=2, steps=5, emulated=True, job=JobConfig(samples=32, tokens=8, num_rows=2_000, dim=32),
+)  # fmt: skip
+TRUTH = Profile(
+    exchange_keys=Rate(fixed_s=3e-4), dram=StoreRates(fetch=Rate(unit_s=5e-9), write_back=Rate(unit_s=2e-9)),
+    exchange_vectors=Rate(fixed_s=2e-4), exchange_gradients=Rate(fixed_s=2e-4), update_rows=Rate(unit_s=1e-9),
+    dense_reduce=Rate(fixed_s=1e-3), dense_apply=Rate(fixed_s=5e-4), compute=ComputeRates(fixed_s=1e-3, flop_s=5e-11),
+)  # fmt: skip
+
+
+def made_up(bench, cores):
+    """What `measure_beds` would give on a machine that behaves exactly as the model says."""
+    found = {}
+    for bed in bench.beds():
+        found[bed] = [
+            {"entry": entry, "rounds": [a_round(bench, bed, entry, cores, first) for first in (1, 6)]}
+            for entry in bench.entries()
+        ]
+    return found
+
+
+def a_round(bench, bed, entry, cores, first):
+    loads = prediction._loads(bed, entry, bench.options())
+    program = rehearse(PipelineConfig(schedule=entry.schedule), micro_batches=entry.micro_batches, steps=bench.steps)
+    mesh = Mesh(1, bed.ranks)
+    links = Observed(loads, {}, bed.link_mbit / 8e3).links()
+    costs = StepCosts(loads.starting_at(first - 1), TRUTH, links, mesh, store="dram", hands_over=True)
+    done = replay_shared(program, costs, mesh, Hosts(ranks=bed.ranks, cores=cores))
+    spans = [span for rank in range(bed.ranks) for span in done.spans(rank) if span.rank >= 0]
+    stages = {
+        name: {(step + first - 1, rank, part): s for (step, rank, part), s in times.items()}
+        for name, times in stage_times(spans).items()
+    }
+    return {"first": first, "ms": {"step": float(done.step_s().max()) * 1e3}, "stages": stages}
+
+
+def test_schedules_are_predicted_from_serial_runs_alone(monkeypatch):
+    monkeypatch.setattr(prediction, "_cores", lambda: 8)
+    rows, summary = predict(BENCH, made_up(BENCH, 8))
+    assert {row["schedule"] for row in rows if row["used_to_fit"]} == {"serial"}
+    assert summary["tested"] == 8
+    assert summary["median_error"] < 0.03
+    assert summary["is_within"]
+
+
+def test_ranks_without_a_core_each_cannot_fit(monkeypatch):
+    monkeypatch.setattr(prediction, "_cores", lambda: 1)
+    with pytest.raises(UserError, match="core for each rank"):
+        predict(BENCH, made_up(BENCH, 8))
+
+
+def test_measurements_survive_a_file():
+    bench = PredictionBench(ranks=(2,), link_mbit=(100.0,), lengths=("even",), schedules=("serial",),
+                            micro_batches=(2,), steps=4, emulated=True, job=BENCH.job)  # fmt: skip
+    (measured,) = made_up(bench, 8).values()
+    assert from_plain_bed(to_plain_bed(measured)) == measured
+
+
+@pytest.mark.parametrize("shape", ["even", "skewed"])
+def test_batches_of_a_bed_are_pure_and_have_the_same_samples(shape):
+    bed = Bed(ranks=2, link_mbit=1.0, lengths=shape)
+    first, again = (make_bed_batches(bed, 4, BENCH.options(), 1) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
+            np.testing.assert_array_equal(mine.keys["items"], theirs.keys["items"])
+    assert len(first[0].tokens) == BENCH.job.samples
+    lengths = [part.max_length for part in first[0].micro_batches]
+    assert (len(set(lengths)) == 1) == (shape == "even")
+
+
+def test_rows_of_a_result_file_are_predicted_from_their_serial_twin():
+    serial = {"schedule": "serial", "ranks": 2, "micro_batches": 4, "window_cache": False, "link_mbit": 1.0,
+              "step_ms": 19.0, "compute_ms": 10.0, "idle_ms": 0.0, "raw_comm_ms": 6.0, "raw_lookup_ms": 3.0}  # fmt: skip
+    nested = {**serial, "schedule": "nested", "step_ms": 11.5, "step_ms_spread": [11.0, 12.0]}
+    rows, summary = predict_rows([serial, nested])
+    assert rows[0]["predicted_ms"] == pytest.approx(10.0 + 6.0 / 4, rel=0.02)
+    assert summary["tested"] == 1
+    with pytest.raises(UserError, match="nothing to predict"):
+        predict_rows([nested])
