@@ -308,6 +308,7 @@ def prediction(
     measured: Annotated[
         Path | None, typer.Option(help="File of measurements: kept, and beds in it not repeated.")
     ] = None,
+    rows_of: Annotated[Path | None, typer.Option(help="Predict a result file of `bench schedules` instead.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Simulated steps beside measured ones on 2 and 4 ranks: fitted to a third of the configurations, tested on others.
@@ -318,14 +319,34 @@ def prediction(
     from nestrec.bench.frame import make_frame, save_frame
     from nestrec.bench.prediction import PredictionBench, measure_beds, predict, short_rows
 
-    bench = with_overrides(PredictionBench(), parse_overrides(context.args, ("json", "measured")))
+    if rows_of is not None:
+        _predict_rows(rows_of, json)
+        return
+    bench = with_overrides(PredictionBench(), parse_overrides(context.args, ("json", "measured", "rows-of")))
     rows, summary = predict(bench, measure_beds(bench, measured))
     _show("prediction: milliseconds of a step", short_rows(rows))
-    _show("errors of the tested", [summary])
+    _show("errors of the tested", [{k: v for k, v in summary.items() if not isinstance(v, dict)}])
     if json is not None:
         emulated = bench.options().emulated
         frame = make_frame(bench="prediction", command=_command(), rows=rows, emulated=emulated)
         save_frame(json, {**frame, "summary": summary})
+
+
+def _predict_rows(source: Path, json: Path | None) -> None:
+    """The overlapping schedules of a result file out of its serial rows."""
+    import json as json_module
+
+    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.bench.prediction_rows import predict_rows
+
+    frame = json_module.loads(source.read_text())
+    rows, summary = predict_rows(frame["rows"])
+    _show(f"prediction of {source.name}: milliseconds of a step", rows)
+    _show("errors", [summary])
+    if json is not None:
+        made = make_frame(bench="prediction", command=_command(), rows=rows, emulated=frame["emulated"],
+                          measured_on=frame["hardware"])  # fmt: skip
+        save_frame(json, {**made, "summary": summary, "measured_by": frame["command"]})
 
 
 @app.command(context_settings=PASSED_ON)

@@ -90,7 +90,8 @@ def test_batches_of_a_bed_are_pure_and_have_the_same_samples(shape):
 
 def test_rows_of_a_result_file_are_predicted_from_their_serial_twin():
     serial = {"schedule": "serial", "ranks": 2, "micro_batches": 4, "window_cache": False, "link_mbit": 1.0,
-              "step_ms": 19.0, "compute_ms": 10.0, "idle_ms": 0.0, "raw_comm_ms": 6.0, "raw_lookup_ms": 3.0}  # fmt: skip
+              "step_ms": 19.0, "compute_ms": 10.0, "idle_ms": 0.0, "raw_comm_ms": 6.0,
+              "raw_lookup_ms": 3.0}  # fmt: skip
     nested = {**serial, "schedule": "nested", "step_ms": 11.5, "step_ms_spread": [11.0, 12.0]}
     rows, summary = predict_rows([serial, nested])
     assert rows[0]["predicted_ms"] == pytest.approx(10.0 + 6.0 / 4, rel=0.02)
