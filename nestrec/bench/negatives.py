@@ -1,7 +1,8 @@
 """`nestrec bench negatives`: memory and time of whole training steps, by the number of negatives and how they are kept.
 
 Steps are those of `nestrec bench step` (tables, schedule, model, loss, both optimisers), on sequences of one length.
-Memory of negatives is the peak above that of the same step without negatives. Published figures are TurboGR's of
+Memory of negatives is the peak above that of the same step without negatives; `loss_ms` is forward and backward of the
+loss alone, on random float32 rows. Published figures are TurboGR's of
 FuXi-large on another kind of device, without and with its offload: only their ratios can be compared.
 """
 
@@ -26,6 +27,7 @@ from nestrec.ops.sampled_losses import VARIANTS, Variant
 from nestrec.pipeline import PipelineConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
+from nestrec.training.variant_choice import LossShape, loss_milliseconds
 
 PUBLISHED_GB = {32: (22.21, 17.42), 64: (31.64, 23.44), 128: (50.39, 34.27)}
 """TurboGR, Table 7: device memory with the negatives' vectors on the device, and offloaded."""
@@ -102,6 +104,9 @@ def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Ite
         for variant in bench.variants if number else bench.variants[:1]:
             task.variant = variant
             row = {"variant": variant, "negatives": number, "lookup": lookup, **_measured(bench, runner)}
+            row["loss_ms"] = round(
+                loss_milliseconds(variant, _loss_shape(bench, number), runner.session.engine.device), 3
+            )
             if not number:
                 base = row
                 yield {**row, "variant": "none"}
@@ -127,6 +132,14 @@ def _measured(bench: NegativesBench, runner: StepRunner) -> dict[str, Any]:
         "looked_up_bytes": (statistics.vector_bytes - before) // bench.steps, "loss": round(float(runner.step()), 4),
         "sharing": bench.sharing, "precision": bench.precision, "items": bench.num_items,
     }  # fmt: skip
+
+
+def _loss_shape(bench: NegativesBench, number: int) -> LossShape:
+    """The loss of a step alone, on random rows."""
+    return LossShape(
+        tokens=bench.batch * bench.length, negatives=number, sharing=bench.sharing, rows=bench.num_items, dim=bench.dim,
+        segment_tokens=bench.segment_tokens, kind="sampled_softmax", dtype="float32",
+    )  # fmt: skip
 
 
 def _run_config(bench: NegativesBench, data: Path, lookup: Lookup) -> RunConfig:

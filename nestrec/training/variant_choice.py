@@ -73,7 +73,7 @@ def choose_variant(shape: LossShape, topology: Topology, memory_gib: float | Non
     always, so there is always something to choose.
     """
     tried = [v for v in VARIANTS if v != "offload" and _fits(v, shape, topology, memory_gib)]
-    everyone = all_gather_json(topology.control, {v: _milliseconds(v, shape, topology.device) for v in tried})
+    everyone = all_gather_json(topology.control, {v: loss_milliseconds(v, shape, topology.device) for v in tried})
     slowest = {v: max(rank[v] for rank in everyone) for v in tried if all(v in rank for rank in everyone)}
     return min(slowest, key=lambda v: slowest[v]), {str(v): round(ms, 3) for v, ms in slowest.items()}
 
@@ -94,7 +94,7 @@ def _fits(variant: Variant, shape: LossShape, topology: Topology, memory_gib: fl
     return loss_bytes(variant, shape) <= memory_gib * 2**30
 
 
-def _milliseconds(variant: Variant, shape: LossShape, device: torch.device) -> float:
+def loss_milliseconds(variant: Variant, shape: LossShape, device: torch.device) -> float:
     """Median of forward and backward on random numbers, after one that warms up."""
     draw = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, shape.dtype)
