@@ -67,12 +67,12 @@ class StepBench:
     """rows of the item table"""
     zipf: float = 0.75
     """exponent of the items' popularity"""
-    num_negatives: int = 128
+    num_negatives: int = 127
     """negatives of a token"""
-    sampler: Literal["uniform", "in_batch"] = "in_batch"
+    sampler: Literal["uniform", "in_batch", "groups"] = "groups"
     """where negatives come from"""
     variant: Literal["plain", "segments", "fused"] = "fused"
-    """how the loss is computed"""
+    """how the loss is computed, of all samplers but groups"""
     row_optimizer: Literal["rowwise_adagrad", "adam"] = "rowwise_adagrad"
     """of the item table"""
     schedule: Literal["serial", "dual_buffer", "nested"] = "dual_buffer"

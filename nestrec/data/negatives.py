@@ -3,6 +3,7 @@
     uniform      every item of the catalogue alike
     popularity   in proportion to count ** power, by an alias table in integers
     in_batch     the targets of other tokens of the micro-batch: nothing more is looked up (rule 7)
+    groups       the same, but tokens are dealt to groups at random, and a group's tokens meet each other's targets
 
 All draw with replacement and only for tokens that exist: there is no padding. Log-Q correction subtracts
 log(N q(i)) from the logit of a drawn item i, so that the expected sum of exponentials is that of as many uniform
@@ -34,7 +35,8 @@ class Drawn:
     keys: Mapping[str, NDArray[np.int64]]
     """What must be looked up: `negative` (T, R), unless the negatives are rows of the micro-batch anyway."""
     tensors: Mapping[str, torch.Tensor]
-    """`negative_token` (T, R) int32: whose targets they are; `negative_bias` (T, R) float32: log-Q correction."""
+    """`negative_token` (T, R) int32: whose targets they are; `negative_bias` (T, R) float32: log-Q correction.
+    Of groups: `group_token` (G, R + 1) int32, -1 behind the last, and `target_bias` (T,) float32."""
 
 
 class Sampler(Protocol):
@@ -82,6 +84,25 @@ class InBatch:
         tensors = {"negative_token": torch.from_numpy(token)}
         if self._bias is not None:
             tensors["negative_bias"] = torch.from_numpy(self._bias[target_T - 1][token])
+        return Drawn({}, tensors)
+
+
+class Groups:
+    """Targets of the other tokens of a group of at most `num_negatives` + 1. Groups follow the order of token keys."""
+
+    def __init__(self, counts_N: NDArray[np.int64] | None, num_negatives: int) -> None:
+        """counts_N: events of the items 1..N; none leaves the logits alone."""
+        self._size = num_negatives + 1
+        self._bias = None if counts_N is None else log_q_bias(counts_N.astype(np.float64))
+
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+        num_groups = -(-len(key_T) // self._size)
+        token_SG = np.full((self._size, num_groups), -1, np.int32)
+        # Dealt like cards, so that groups differ by one token at the most.
+        token_SG.reshape(-1)[: len(key_T)] = np.argsort(key_T, kind="stable")
+        tensors = {"group_token": torch.from_numpy(np.ascontiguousarray(token_SG.T))}
+        if self._bias is not None:
+            tensors["target_bias"] = torch.from_numpy(self._bias[target_T - 1])
         return Drawn({}, tensors)
 
 

@@ -16,12 +16,13 @@ from nestrec.ops.sampled_losses import Variant
 
 @config
 class NegativesConfig:
-    sampler: Literal["uniform", "popularity", "in_batch"] = "uniform"
-    """items alike, in proportion to their events, or targets of other tokens of the micro-batch (nothing looked up)"""
+    sampler: Literal["uniform", "popularity", "in_batch", "groups"] = "uniform"
+    """items alike, in proportion to their events, or targets of other tokens of the micro-batch (nothing looked up):
+    drawn for each token, or (groups) those of a random group of num_negatives + 1 tokens, which costs least"""
     popularity_power: float = 1.0
     """popularity: events are raised to it; 0.75 flattens, 0 is uniform over the items that were seen"""
     log_q: bool = True
-    """popularity and in_batch: logits are corrected by the log of how often an item is drawn"""
+    """all but uniform: logits are corrected by the log of how often an item is drawn"""
     sharing: int = 1
     """k: a token also meets the negatives of k - 1 other tokens of its micro-batch, drawn for each token. k times the
     logits, and no row more is looked up"""

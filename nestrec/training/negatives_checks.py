@@ -18,9 +18,15 @@ def check_supply(cfg: RunConfig, assembler: Assembler, world: int) -> None:
             f"needs so many tokens in a micro-batch, and the largest has {largest}", field="task.negatives.sharing",
             value=cfg.task.negatives.sharing, remedy="share less, or take larger or fewer micro-batches",
         )  # fmt: skip
-    if cfg.task.negatives.sampler == "in_batch" and cfg.task.num_negatives >= largest:
+    sampler = cfg.task.negatives.sampler
+    if sampler == "groups" and cfg.task.negatives.sharing > 1:
         raise UserError(
-            f"in_batch draws from the other tokens of a micro-batch, and the largest has {largest} tokens",
+            "tokens of a group share their negatives already", field="task.negatives.sharing",
+            value=cfg.task.negatives.sharing, remedy="take more task.num_negatives, or another sampler",
+        )  # fmt: skip
+    if sampler in ("in_batch", "groups") and cfg.task.num_negatives >= largest:
+        raise UserError(
+            f"{sampler} draws from the other tokens of a micro-batch, and the largest has {largest} tokens",
             field="task.num_negatives", value=cfg.task.num_negatives,
             remedy="take fewer negatives, larger or fewer micro-batches, or another task.negatives.sampler",
         )  # fmt: skip

@@ -11,7 +11,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
 from nestrec.data.dataset import Dataset
-from nestrec.data.negatives import ByPopularity, InBatch, Sampler, Uniform
+from nestrec.data.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
 from nestrec.data.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
 from nestrec.data.split import Part, leave_one_out
 from nestrec.data.windows import window_index
@@ -21,6 +21,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import EncoderConfig, RetrievalModel, SimilarityConfig
 from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.grouped_loss import grouped_loss
 from nestrec.ops.sampled_losses import Variant, sampled_loss
 from nestrec.ops.softmax_losses import full_cross_entropy
 from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
@@ -93,6 +94,11 @@ class RetrievalTask(Task):
             catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
             cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
             return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
+        if self.cfg.negatives.sampler == "groups":
+            return grouped_loss(
+                query_TD, self.model.item_vectors(row_UD), index["positive"], batch.tensors["group_token"],
+                self.cfg.loss, bias_T=batch.tensors.get("target_bias"),
+            ).sum()  # fmt: skip
         return sampled_loss(
             query_TD, self.model.item_vectors(row_UD), candidates_of(index, batch.tensors), self.cfg.loss,
             variant=self.variant, segment_tokens=self.cfg.negatives.segment_tokens,
@@ -124,8 +130,9 @@ class RetrievalTask(Task):
             _check_enough(num_negatives, num_items, "items")
             return Uniform(num_negatives, num_items)
         counts_N = np.bincount(self._training_events()[0], minlength=num_items + 1)[1:]
-        if options.sampler == "in_batch":
-            return InBatch(counts_N if options.log_q else None, num_negatives)
+        if options.sampler in ("in_batch", "groups"):
+            kind = InBatch if options.sampler == "in_batch" else Groups
+            return kind(counts_N if options.log_q else None, num_negatives)
         _check_enough(num_negatives, int((counts_N > 0).sum()), "items with events")
         return ByPopularity(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
 
@@ -146,7 +153,8 @@ def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:
     """What reads the item table; negatives that are targets of other tokens read nothing."""
     if cfg.loss == "full":
         return "history", "positive", "catalogue"
-    return ("history", "positive") if cfg.negatives.sampler == "in_batch" else ("history", "positive", "negative")
+    draws_targets = cfg.negatives.sampler in ("in_batch", "groups")
+    return ("history", "positive") if draws_targets else ("history", "positive", "negative")
 
 
 def _half(cfg: RetrievalTaskConfig) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_stale_trains_and_is_another_run(tiny_data, tmp_path):
     assert run("hstu", tiny_data, tmp_path / "stale", "stale", pipeline__stale_steps=2) != serial
 
 
-@pytest.mark.parametrize("negatives", ["in_batch", "popularity"])
+@pytest.mark.parametrize("negatives", ["in_batch", "groups", "popularity"])
 def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tiny_data, tmp_path, negatives):
     more = {"task__negatives__sampler": negatives, "task__negatives__sharing": 3, "task__negatives__variant": "fused",
             "task__negatives__lookup": "float16"}  # fmt: skip
