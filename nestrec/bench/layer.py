@@ -9,6 +9,7 @@ TFLOP/s count what nestrec.bench.flops counts. The ceilings are measured in the 
 device copy. The error is that of the output and of the gradient of the input against float64, on the first sequences.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -59,15 +60,22 @@ def measure_layers(bench: LayerBench) -> Iterator[dict[str, Any]]:
     """A row for each implementation, shape and head count; first the ceilings."""
     if bench.device == "cuda":
         yield from _ceilings(bench.repeats)
-    for shape in bench.lengths:
-        for heads in bench.heads:
-            for impl in bench.impls:
-                try:
-                    yield _one(bench, shape, heads, impl)
-                except torch.OutOfMemoryError:
-                    yield {"impl": impl, "heads": heads, "lengths": shape, "error": "out of memory"}
-                if bench.device == "cuda":
-                    torch.cuda.empty_cache()
+    for shape, heads, impl in itertools.product(bench.lengths, bench.heads, bench.impls):
+        lengths, num_heads = uniform_or_named(shape, bench.sequences), int(heads.split("x")[0])
+        if impl == "eager" and not _fits(lengths, num_heads, bench.device):
+            yield {"impl": impl, "heads": num_heads, "lengths": shape, "error": "its blocks do not fit the memory"}
+            continue
+        yield _one(bench, shape, heads, impl)
+        if bench.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fits(lengths: NDArray[np.int64], num_heads: int, device: str) -> bool:
+    """Whether six (sequences, heads, N, N) blocks of bf16 fit: what plain attention holds at its peak."""
+    if device != "cuda":
+        return True
+    needed = 6 * 2 * len(lengths) * num_heads * int(lengths.max()) ** 2
+    return needed < torch.cuda.get_device_properties(0).total_memory
 
 
 def uniform_or_named(shape: str, sequences: int) -> NDArray[np.int64]:

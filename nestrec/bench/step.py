@@ -149,7 +149,7 @@ class StepRunner:
     """The parts of a run, advanced by hand."""
 
     def __init__(self, cfg: RunConfig, batch_samples: int) -> None:
-        self.session = Session.open(cfg, Topology.single(cfg.training.device))
+        self.session = Session.open(cfg, Topology.from_environment(cfg.training.device))
         self.session.task.model.train()
         self._device = self.session.topology.device
         compute = ModelCompute(self.session.task, self._device, cfg.training.precision)

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from nestrec.bench.flops import StepFlops
 
 PARTS = {
-    "attention": r"attention|attend|hstu|_weights_pass|_gradient_pass|bias_(forward|value|table)",
+    "attention": r"stream_kernel|pair_kernel|schedule_kernel|attention|attend|bias_(forward|value|table)",
     "matmul": r"gemm|nvjet|cutlass|xmma|splitK",
     "loss": r"^_forward|^_backward|_sum_outer|_tile_logits|_add_tile|_to_slopes|logsumexp|unit_",
     "rows": r"norm_forward|norm_again|norm_backward|silu_|gate_|swiglu_|embed_|position_gradient",

@@ -128,12 +128,15 @@ class Topology:
     def single(device: torch.device | str = "cpu") -> "Topology":
         """One process, no process groups."""
         log = CollectiveLog()
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:  # threads of their own must be told which device
+            place = torch.device("cuda", torch.cuda.current_device())
 
         def alone(name: str) -> Communicator:
             return Communicator(name, 0, 1, None, log)
 
         return Topology(
-            rank=0, world=1, num_replicas=1, placement="shards_contiguous", device=torch.device(device),
+            rank=0, world=1, num_replicas=1, placement="shards_contiguous", device=place,
             keys=alone("keys"), vectors=alone("vectors"),
             replica_keys=alone("replica_keys"), replicas=alone("replicas"), dense=alone("dense"),
             control=alone("control"), samples=Communicator("samples", 0, 1, None, CollectiveLog()), log=log,
