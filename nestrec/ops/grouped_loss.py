@@ -56,7 +56,8 @@ class _GroupLogits(torch.autograd.Function):
     def forward(ctx: Any, q_GSD: torch.Tensor, p_GSD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(q_GSD, p_GSD)
         if q_GSD.is_cuda and q_GSD.dtype in (torch.bfloat16, torch.float16):
-            return torch.bmm(q_GSD, p_GSD.mT, out_dtype=torch.float32)
+            with torch.autocast("cuda", enabled=False):
+                return torch.bmm(q_GSD, p_GSD.mT, out_dtype=torch.float32)
         wide = torch.promote_types(q_GSD.dtype, torch.float32)
         return q_GSD.to(wide) @ p_GSD.to(wide).mT
 
