@@ -131,9 +131,12 @@ def layer(context: typer.Context, json: JsonFile = None) -> None:
     from nestrec.bench.layer import LayerBench, measure_layers
 
     bench = with_overrides(LayerBench(), parse_overrides(context.args, ("json",)))
-    rows = list(measure_layers(bench))
+    rows = []
+    for row in measure_layers(bench):
+        rows.append(row)
+        _save("layer", rows, json)
     typer.echo(FORMULA)
-    _finish("layer", rows, json)
+    _show("one HSTU layer, forward and backward", rows)
 
 
 @app.command(context_settings=PASSED_ON)
