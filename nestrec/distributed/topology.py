@@ -129,7 +129,7 @@ class Topology:
         """One process, no process groups."""
         log = CollectiveLog()
         place = torch.device(device)
-        if place.type == "cuda" and place.index is None:  # threads of their own must be told which device
+        if str(place) == "cuda":  # threads of their own must be told which device
             place = torch.device("cuda", torch.cuda.current_device())
 
         def alone(name: str) -> Communicator:

@@ -32,7 +32,7 @@ def grouped_loss(
     place_GS = positive_T.index_select(0, flat).view(token_GS.shape)
     q_GSD, p_GSD = gather_rows(query_TD, flat), gather_rows(row_UD, place_GS.flatten())
     shape = (*token_GS.shape, query_TD.shape[1])
-    logit_GSS = _GroupLogits.apply(q_GSD.view(shape), p_GSD.to(q_GSD.dtype).view(shape))
+    logit_GSS: torch.Tensor = _GroupLogits.apply(q_GSD.view(shape), p_GSD.to(q_GSD.dtype).view(shape))
     own = torch.eye(token_GS.shape[1], dtype=torch.bool, device=flat.device)
     if bias_T is not None:
         logit_GSS = logit_GSS + bias_T.index_select(0, flat).view(token_GS.shape)[:, None].masked_fill(own, 0.0)
