@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow check format torchrec test-torchrec clean
+.PHONY: setup demo test test-slow check format torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -46,6 +46,20 @@ $(TORCHREC)/.ready: requirements.txt
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	$(TORCHREC)/bin/python -W ignore -c "import torchrec"
 	touch $@
+
+# Ray Serve, in an environment of its own. Ray listens on every interface: the tests run in a network namespace.
+RAY := .venv-ray
+ray: $(RAY)/.ready
+
+$(RAY)/.ready: requirements.txt
+	test -x $(RAY)/bin/python || python3 -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]==2.60.0'
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+test-ray: ray
+	unshare --net sh -c 'ip link set lo up && OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/with_ray'
 
 test-torchrec: torchrec
 	OMP_NUM_THREADS=1 $(TORCHREC)/bin/python -m pytest tests/with_torchrec tests/unit/jagged

@@ -139,8 +139,13 @@ def start_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> Any:
     router = RequestRouterConfig(
         request_router_class=_SLOT_ROUTER, request_router_kwargs={"secret": secret, "num_slots": cfg.instances}
     )
+    light = {"num_cpus": 0.1}  # several instances may share a core
     instances = serve.deployment(
-        Instance, num_replicas=cfg.instances, request_router_config=router, max_ongoing_requests=1000
+        Instance,
+        num_replicas=cfg.instances,
+        request_router_config=router,
+        max_ongoing_requests=1000,
+        ray_actor_options=light,
     ).bind([str(folder.resolve()) for folder in folders], cfg, secret)
-    gate = serve.deployment(serve.ingress()(Gate), max_ongoing_requests=1000).bind(instances)
+    gate = serve.deployment(serve.ingress()(Gate), max_ongoing_requests=1000, ray_actor_options=light).bind(instances)
     return serve.run(gate, name=APPLICATION, route_prefix="/")
