@@ -59,7 +59,7 @@ class RelayBench:
     longest: bool = False
     """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
     curve: tuple[float, ...] = ()
-    """also the latency at these multiples of each mode's largest rate"""
+    """also the latency at these multiples of each mode's largest rate, with the first share of returning users"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
     slo_ms: tuple[float, ...] = ()
@@ -187,7 +187,8 @@ class Size:
             for name in bench.modes:
                 sweep = self._sweep(name, returning)
                 yield self._row(sweep, name, self._slo_ms)
-                yield from sweep.curve(self._slo_ms, self._best[name, self._slo_ms])
+                if returning == bench.returning[0]:
+                    yield from sweep.curve(self._slo_ms, self._best[name, self._slo_ms])
 
     def more(self) -> Iterator[dict[str, Any]]:
         """Other SLOs, and other modes."""

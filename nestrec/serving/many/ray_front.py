@@ -111,9 +111,9 @@ class GateApp:
 def serve_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     start_on_ray(folders, cfg)
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own meanwhile
+        signal.signal(number, lambda *_: stop.set())
     stop.wait()
     import ray
     from ray import serve
