@@ -205,7 +205,11 @@ def schedules(context: typer.Context, json: JsonFile = None) -> None:
 
 
 @app.command(context_settings=PASSED_ON)
-def relay(context: typer.Context, json: JsonFile = None) -> None:
+def relay(
+    context: typer.Context,
+    json: JsonFile = None,
+    page: Annotated[Path | None, typer.Option(help="HTML page with P99 over load and the tables.")] = None,
+) -> None:
     """Largest rate that meets a P99: full inference, prefixes from DRAM, relay on the device, relay with DRAM.
 
     The fields of RelayBench are options: [bold]--history 512 --candidates 64 --returning 0,0.3 --duration_s 8[/bold].
@@ -214,7 +218,7 @@ def relay(context: typer.Context, json: JsonFile = None) -> None:
     from nestrec.bench.relay import RelayBench, measure_relay
     from nestrec.bench.relay_tables import short_rows, summary
 
-    bench = with_overrides(RelayBench(), parse_overrides(context.args, ("json",)))
+    bench = with_overrides(RelayBench(), parse_overrides(context.args, ("json", "page")))
     rows: list[dict[str, Any]] = []
     for row in measure_relay(bench):
         rows.append(row)
@@ -222,6 +226,11 @@ def relay(context: typer.Context, json: JsonFile = None) -> None:
         _save("relay", rows, json, emulated=any(row.get("emulated", False) for row in rows))
     for title, shown in short_rows(rows).items():
         _show(f"relay: {title}", shown)
+    if page is not None:
+        from nestrec.bench.frame import make_frame
+        from nestrec.bench.relay_page import write_page
+
+        write_page(page, make_frame(bench="relay", command=_command(), rows=rows))
 
 
 @app.command()

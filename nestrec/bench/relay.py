@@ -10,6 +10,7 @@ the front is measured by `nestrec bench front`.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -287,10 +288,12 @@ class Sweep:
 def _percentiles(trial: Trial | None) -> dict[str, float | None]:
     if trial is None:
         return {"p50_ms": None, "p99_ms": None, "generator_late_p99_ms": None}
+    p50_ms, p99_ms = (trial.percentile_ms(q) for q in (50, 99))
     return {
-        "p50_ms": round(trial.percentile_ms(50), 3), "p99_ms": round(trial.percentile_ms(99), 3),
+        "p50_ms": round(p50_ms, 3) if math.isfinite(p50_ms) else None,
+        "p99_ms": round(p99_ms, 3) if math.isfinite(p99_ms) else None,
         "generator_late_p99_ms": round(trial.lateness_ms, 3),
-    }  # fmt: skip
+    }
 
 
 def _shares(counts: dict[str, int]) -> dict[str, float | None]:

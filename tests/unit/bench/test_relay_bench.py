@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from nestrec.base.errors import UserError
+from nestrec.bench.frame import make_frame
 from nestrec.bench.relay import Bed, RelayBench, measure_relay
 from nestrec.bench.relay_bound import Costs
 from nestrec.bench.relay_load import Load, Requests
 from nestrec.bench.relay_modes import ABLATIONS, MODES
+from nestrec.bench.relay_page import write_page
 from nestrec.models.hstu import HSTUConfig
 
 BENCH = RelayBench(
@@ -71,3 +73,17 @@ def test_bounds_follow_from_the_costs():
 def test_an_unknown_mode_is_named():
     with pytest.raises(UserError, match="rely"):
         list(measure_relay(replace(BENCH, modes=("rely",))))
+
+
+def test_the_page_draws_p99_over_load_and_holds_the_tables(tmp_path):
+    size = {"mode": "relay", "history": 10, "candidates": 4, "returning": 0.0, "slo_ms": 9.0}
+    points = [
+        {**size, "load": load, "rate": load, "p50_ms": 1.0, "p99_ms": p99, "refused": 0}
+        for load, p99 in ((0.5, 2.0), (1.0, 8.0), (1.2, None))
+    ]
+    best = {**size, "max_qps": 5.0, "speedup": 2.0, "bound_qps": 9.0, "p99_ms": 8.0, "hit_rate": 1.0, "admitted": None}
+    write_page(tmp_path / "relay.html", make_frame(bench="relay", command="nestrec bench relay", rows=[*points, best]))
+    page = (tmp_path / "relay.html").read_text()
+    assert "P99, ms: 10 events, 4 candidates" in page
+    assert page.count("<svg") == 1
+    assert page.count("<table") == 2
