@@ -9,6 +9,7 @@ and the ablations of `relay_modes`. All use the same kernels, batches and engine
 the front is measured by `nestrec bench front`.
 """
 
+import gc
 import itertools
 import math
 import sys
@@ -155,6 +156,8 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     sys.setswitchinterval(5e-4)  # generator and engine share an interpreter: neither may keep it for milliseconds
     try:
         bed = Bed(bench)
+        gc.collect()
+        gc.freeze()  # what is there by now is never garbage, and looking through it again would stall requests
         sizes = list(zip(bench.history, bench.candidates, strict=True) if bench.is_paired
                      else itertools.product(bench.history, bench.candidates))  # fmt: skip
         first = Size(bed, *sizes[0])
@@ -165,6 +168,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
             yield from first.longest()
         yield from first.more()
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(before_s)
 
 

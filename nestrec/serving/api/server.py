@@ -3,8 +3,10 @@
 SIGTERM drains and ends it; SIGHUP loads the model folders anew and swaps what has changed.
 """
 
+import gc
 import logging
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +56,9 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
     service = Service.load(folders, cfg.service, device)
     signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device))
+    gc.collect()
+    gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
+    sys.setswitchinterval(5e-4)  # front and engines share an interpreter: neither may keep it for milliseconds
     try:
         uvicorn.Server(server_config(service, cfg)).run()
     finally:
