@@ -71,9 +71,15 @@ def _seen(i, j, history, num_context, window):
 
 @triton.jit
 def _time_bucket(delta_s, num_buckets):
-    # ln(x) / 0.301 = log2(x) * (ln 2 / 0.301); in float32, a difference within 1e-6 of an edge may fall beside it.
-    size = tl.maximum(tl.abs(delta_s), 1.0).to(tl.float32)
-    return tl.minimum((tl.log2(size) * 2.3028145533553003).to(tl.int32), num_buckets)
+    """min(floor(ln(max(|delta|, 1)) / 0.301), num_buckets), as float64 has it."""
+    size = tl.maximum(tl.abs(delta_s), 1.0)
+    steps = tl.log2(size.to(tl.float32)) * 2.3028145533553003  # ln 2 / 0.301
+    bucket = steps.to(tl.int32)
+    # float32 is off by less than 1e-5 steps; the few differences that close to an edge are settled in float64.
+    is_close = tl.abs(steps - tl.floor(steps + 0.5)) < 2e-5
+    if tl.max(is_close.to(tl.int32)) > 0:
+        bucket = tl.where(is_close, (tl.log(size) / 0.301).to(tl.int32), bucket)
+    return tl.minimum(bucket, num_buckets)
 
 
 @triton.jit

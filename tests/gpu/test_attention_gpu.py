@@ -106,7 +106,9 @@ def compare(lengths, vectors, bias, rules, dtype):
 def test_errors_are_at_most_twice_those_of_eager_torch(dim, option):
     draw = np.random.default_rng([dim, OPTIONS.index(option)])
     for number in range(SHAPES_EACH):
-        dtype = torch.float16 if dim == 64 and number % 4 == 0 else torch.bfloat16
+        # float16 is for one dimension, and not for the plain kernel's time bias: every type is compiled anew.
+        has_half = dim == 64 and number % 4 == 0 and option not in ("time", "everything")
+        dtype = torch.float16 if has_half else torch.bfloat16
         lengths = random_lengths(draw)
         if sum(lengths) == 0:
             lengths[0] = 5
