@@ -14,7 +14,7 @@ import torch
 
 from nestrec.ops.dedup_keys import DistinctKeys, dedup_keys, dedup_keys_reference
 from nestrec.ops.registry import HAS_TRITON, define_op
-from nestrec.ops.sum_rows import MAX_REGISTERS, RUN, sum_by_index, sum_long_runs, sum_type
+from nestrec.ops.sum_rows import MAX_REGISTERS, RUN, sum_by_index, sum_long_runs, sum_type, with_whole_rows
 from nestrec.ops.update_rows import RowRule, can_launch, check_columns, kernel_columns, rule_of, update_rows
 
 _WARP_ELEMENTS = 128
@@ -47,6 +47,7 @@ def _run(  # noqa: PLR0917
         return
     rule = rule_of(kind, numbers)
     if can_launch(weight_ND, states, sum_type(grad_PD.dtype)):
+        grad_PD = with_whole_rows(grad_PD)
         check_columns(weight_ND, states, grad_PD, kind)
         keys_P = keys_P.to(torch.int32) if len(weight_ND) < 1 << 31 else keys_P  # half the passes of the sort
         _launch(weight_ND, states, dedup_keys(keys_P), grad_PD, rule)

@@ -62,9 +62,14 @@ def sum_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def with_whole_rows(grad_PD: torch.Tensor) -> torch.Tensor:
+    """The same gradient, copied where the elements of a row do not lie together, as in that of a sum (expanded)."""
+    return grad_PD if grad_PD.stride(1) == 1 else grad_PD.contiguous()
+
+
 def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
     if runs_triton(grad_PD):
-        return _launch(grad_PD, index_P, num_rows)
+        return _launch(with_whole_rows(grad_PD), index_P, num_rows)
     wide_PD = grad_PD.to(sum_type(grad_PD.dtype)).contiguous()
     if grad_PD.device.type != "cpu":
         return _torch_sum(wide_PD, index_P, num_rows)
@@ -134,7 +139,6 @@ def _split_runs(index, num_rows):  # type: ignore[no-untyped-def]
 
 
 def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    assert grad_PD.stride(1) == 1 or grad_PD.shape[1] <= 1, "the elements of a row lie together"
     num_positions, dim = grad_PD.shape
     out_UD = grad_PD.new_empty(num_rows, dim, dtype=sum_type(grad_PD.dtype))
     if num_rows == 0 or dim == 0:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
+from nestrec.ops.sum_rows import with_whole_rows
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")
 _TILE_ELEMENTS = 1024
@@ -136,7 +137,7 @@ def _run(  # noqa: PLR0917
 ) -> None:  # fmt: skip
     rule = rule_of(kind, numbers)
     if can_launch(weight_ND, states, grad_PD.dtype):
-        _launch(weight_ND, states, grad_PD, index_P, rule)
+        _launch(weight_ND, states, with_whole_rows(grad_PD), index_P, rule)
     elif index_P is None:
         update_rows_reference(weight_ND, states, grad_PD, rule)
     else:

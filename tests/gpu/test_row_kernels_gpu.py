@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nestrec.ops.dedup_keys import dedup_keys, dedup_keys_reference
-from nestrec.ops.gather_rows import take_rows
+from nestrec.ops.gather_rows import gather_rows, take_rows
 from nestrec.ops.learn_rows import learn_rows, learn_rows_reference
 from nestrec.ops.move_rows import move_rows, move_rows_reference
 from nestrec.ops.registry import IS_INTERPRETED
@@ -130,3 +130,10 @@ def test_learning_twenty_times_gives_the_same_bits():
         learn_rows(weight, [state], keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.1, eps=1e-8))
         results.append(torch.cat([weight, state], 1))
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_the_gradient_of_a_plain_sum_is_summed_too():
+    """Autograd gives it as one number seen from everywhere."""
+    rows, index = torch.zeros(5, 8, device=DEVICE, requires_grad=True), torch.tensor([1, 3, 3], device=DEVICE)
+    gather_rows(rows, index).sum().backward()
+    assert rows.grad[:, 0].tolist() == [0, 1, 0, 2, 0]
