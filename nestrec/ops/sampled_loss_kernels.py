@@ -109,7 +109,9 @@ def _sum_outer(
         place = tl.load(order + p, mask=p < stop, other=0)
         weight = tl.load(slope + place, mask=p < stop, other=0.0).to(WIDE)
         is_element = (p < stop)[:, None] & (channel < D)[None, :]
-        vectors = tl.load(query + (place // N)[:, None] * D + channel[None, :], mask=is_element, other=0.0).to(WIDE)
+        vectors = tl.load(
+            query + (place // N).to(tl.int64)[:, None] * D + channel[None, :], mask=is_element, other=0.0
+        ).to(WIDE)
         summed += tl.sum(vectors * weight[:, None], axis=0)
     tl.store(out + u * D + channel, summed, mask=channel < D)
 
@@ -153,6 +155,8 @@ def sum_outer_kernel(
     dim = query_TD.shape[1]
     out_UD = torch.empty(num_rows, dim, dtype=slope_TN.dtype, device=slope_TN.device)
     sorted_P, order_P = index_TN.reshape(-1).sort(stable=True)
+    if len(order_P) < 1 << 31:
+        order_P = order_P.int()  # the kernel divides by it
     bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
     offsets = torch.searchsorted(sorted_P, bounds)
     block = min(triton.next_power_of_2(dim), _OUTER["BLOCK_D"])
