@@ -205,6 +205,39 @@ def schedules(context: typer.Context, json: JsonFile = None) -> None:
 
 
 @app.command(context_settings=PASSED_ON)
+def sparse(context: typer.Context, json: JsonFile = None) -> None:
+    """Rows shared by consecutive batches and by replica groups: exposed communication, All2All, sync and memory.
+
+    The fields of SparseBench are options: [bold]--collisions 0,0.12,0.6 --replicas 1,2,4 --job.dim 64[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.limited_links import can_limit
+    from nestrec.bench.sparse import SparseBench, measure_sparse, short_rows
+
+    bench = with_overrides(SparseBench(), parse_overrides(context.args, ("json",)))
+    emulated, rows = bench.emulated or not can_limit(), []
+    for row in measure_sparse(bench):
+        rows.append(row)
+        _save("sparse", rows, json, emulated=emulated)  # each as it comes: a run that is cut keeps what it has
+    for experiment in ("collisions", "replicas", "memory"):
+        _show(f"{experiment} over {'EMULATED' if emulated else 'real'} links", short_rows(rows, experiment))
+
+
+@app.command(context_settings=PASSED_ON)
+def exchange(context: typer.Context, json: JsonFile = None) -> None:
+    """Bandwidth and latency of each transport between processes, and what a matmul beside it loses (on a GPU).
+
+    The fields of ExchangeBench are options: [bold]--ranks 2,4 --transports host,copy_engine --bytes 1048576[/bold].
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.exchange import ExchangeBench, measure_exchange
+
+    bench = with_overrides(ExchangeBench(), parse_overrides(context.args, ("json",)))
+    rows = measure_exchange(bench)
+    _finish("exchange", rows, json if rows else None)
+
+
+@app.command(context_settings=PASSED_ON)
 def relay(
     context: typer.Context,
     json: JsonFile = None,

@@ -13,6 +13,7 @@ from nestrec.base.config import config
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
 from nestrec.embedding.overlap import Overlap
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.embedding.routing import AskedKeys
 from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.source_keys import FeatureKeys, SourceKeys
@@ -35,8 +36,11 @@ class Pace:
 class PacedEngine(EmbeddingEngine):
     """The tables, with waits."""
 
-    def __init__(self, tables: Sequence[TableConfig], topology: Topology, device: torch.device, pace: Pace) -> None:
-        super().__init__(tables, topology, device)
+    def __init__(
+        self, tables: Sequence[TableConfig], topology: Topology, pace: Pace,
+        replica_sync: ReplicaSyncConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(tables, topology, topology.device, replica_sync)
         self._pace = pace
 
     def deduplicate(self, *parts: FeatureKeys, window_cache: bool = False) -> SourceKeys:

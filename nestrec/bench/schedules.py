@@ -22,6 +22,8 @@ from nestrec.bench.schedules_job import JobConfig
 from nestrec.bench.schedules_run import Conditions, Entry, Measured, run_rounds
 from nestrec.bench.torchrec_tokens import PREFIX, TORCHREC_SCHEDULES
 from nestrec.distributed.emulated_link import EmulatedLink
+from nestrec.distributed.options import RanksConfig
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.window_size import Measured as MeasuredWindow
 from nestrec.pipeline.window_size import choose_window, fit_window
 from nestrec.training.window_choice import CANDIDATES, FEW, MANY
@@ -56,7 +58,9 @@ class SchedulesBench:
     """numbers of micro-batches that are compared"""
     auto: bool = False
     """compare also the number that batch.micro_batches=auto would take"""
-    schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested")
+    schedules: tuple[str, ...] = (
+        "serial", "stale", "semi_async", "dual_buffer", "frozen_window", "nested", "priority",
+    )  # fmt: skip
     """which schedules"""
     others_at: int | None = None
     """number of micro-batches at which schedules other than serial and nested run, without the window cache; none: at
@@ -67,6 +71,10 @@ class SchedulesBench:
     """with and without the window cache"""
     shares_table: bool = False
     """one table for all schedules, where memory holds no more; weights are then not compared"""
+    replicas: int = 1
+    """replica groups of the ranks"""
+    replica_sync: ReplicaSyncConfig = ReplicaSyncConfig()
+    """how copies of rows are kept alike"""
     rounds: int = 7
     """rounds of each schedule"""
     steps: int = 8
@@ -222,7 +230,10 @@ _PACED = ("load_ms", "route_ms", "fetch_ms", "write_back_ms")
 def _conditions(bench: SchedulesBench, link_mbit: float, pace: Pace) -> Conditions:
     link = EmulatedLink(link_mbit, bench.latency_us, bench.fabric_ranks)
     is_timed = is_emulated(bench)
-    return Conditions(bench.job, bench.ranks, bench.device, link, is_timed, pace, bench.shares_table)
+    groups = RanksConfig(replicas=bench.replicas)
+    return Conditions(
+        bench.job, bench.ranks, bench.device, link, is_timed, pace, bench.shares_table, groups, bench.replica_sync
+    )
 
 
 def _auto_window(bench: SchedulesBench, conditions: Conditions) -> int:
@@ -245,11 +256,13 @@ def _row(entry: Entry, bench: SchedulesBench, conditions: Conditions, measured: 
     added_ms = sum(getattr(conditions.pace, name) for name in _PACED)
     return {
         "schedule": entry[0], "ranks": max(bench.ranks if bench.fabric_ranks == 1 else 1, bench.fabric_ranks),
-        "replicas": 1, "micro_batches": entry[1], "window_cache": entry[2], "device": bench.device,
+        "replicas": bench.replicas, "micro_batches": entry[1], "window_cache": entry[2], "device": bench.device,
         "link_mbit": round(conditions.link.mbit, 1), "link": "emulated" if is_emulated(bench) else "namespaces",
         "emulated_lookup_ms": round(added_ms, 2), **medians,
         "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
         "sent_mb": round(measured.bytes_sent[entry] * 1e-6, 3),
         "on_link_mb": round(measured.bytes_on_link[entry] * 1e-6, 3),
+        "replica_mb": round(measured.replica_bytes[entry] * 1e-6, 3),
+        "collision_rate": round(measured.collision_rate, 4),
         "max_abs_diff": measured.difference[entry],
     }  # fmt: skip

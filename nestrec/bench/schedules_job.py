@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.config import config
@@ -14,6 +15,7 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.filling import create_all_rows
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.ops.gather_rows import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
 from nestrec.pipeline.lanes import make_tracer
@@ -23,6 +25,7 @@ from nestrec.training.dense import DenseUpdate
 from nestrec.training.tasks.task import on_device
 
 TABLE = "items"
+_CLASSES = 16
 RATES = Rates(dense=1e-3, tables=0.05)
 
 
@@ -38,6 +41,9 @@ class JobConfig:
     """keys of a sample"""
     repeat: float = 0.3
     """part of the keys that come from the hottest thousandth of the rows; the others are uniform"""
+    collision: float | None = None
+    """instead of `repeat`: this part of the keys of a batch are keys of the batch before; the others are in neither of
+    the batches beside it"""
     hidden: int = 192
     """width of the dense network, which sets the time of computation"""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -89,14 +95,12 @@ class TokenCompute:
 
 def make_batches(cfg: JobConfig, topology: Topology, num_steps: int, num_parts: int) -> list[Batch]:
     """The batches of a rank, the same samples for every number of parts."""
-    return [_batch(cfg, topology, step, num_parts) for step in range(num_steps)]
+    keys = _hot_keys(cfg, topology, num_steps) if cfg.collision is None else colliding_keys(cfg, topology, num_steps)
+    return [_batch(cfg, topology, step, num_parts, of_step) for step, of_step in enumerate(keys)]
 
 
-def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int) -> Batch:
-    draw = np.random.default_rng([cfg.seed, topology.rank, step])
-    shape = (cfg.samples, cfg.tokens)
-    hot = draw.integers(0, max(1, cfg.num_rows // 1000), shape)
-    keys = np.where(draw.random(shape) < cfg.repeat, hot, draw.integers(0, cfg.num_rows, shape))
+def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int, keys: NDArray[np.int64]) -> Batch:
+    draw = np.random.default_rng([cfg.seed, topology.rank, step, 1])
     label = torch.from_numpy(draw.integers(0, 2, cfg.samples).astype(np.float32))
     parts = []
     for mine in np.array_split(np.arange(cfg.samples), num_parts):
@@ -107,13 +111,37 @@ def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int) -> Bat
     return Batch(Position(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
 
 
-def make_engine(cfg: JobConfig, topology: Topology, pace: Pace | None = None) -> PacedEngine:
+def _hot_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[NDArray[np.int64]]:
+    shape = (cfg.samples, cfg.tokens)
+    for step in range(num_steps):
+        draw = np.random.default_rng([cfg.seed, topology.rank, step])
+        hot = draw.integers(0, max(1, cfg.num_rows // 1000), shape)
+        yield np.where(draw.random(shape) < cfg.repeat, hot, draw.integers(0, cfg.num_rows, shape))
+
+
+def colliding_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[NDArray[np.int64]]:
+    """Keys of each step of a rank; fresh ones of neighbouring steps are of different classes, so they never meet."""
+    shape, before = (cfg.samples, cfg.tokens), None
+    for step in range(num_steps):
+        draw = np.random.default_rng([cfg.seed, topology.rank, step])
+        keys = draw.integers(0, cfg.num_rows // _CLASSES, shape) * _CLASSES + step % _CLASSES
+        if before is not None:
+            keys = np.where(
+                draw.random(shape) < (cfg.collision or 0.0), draw.permutation(before.ravel()).reshape(shape), keys
+            )
+        before = keys
+        yield keys
+
+
+def make_engine(
+    cfg: JobConfig, topology: Topology, pace: Pace | None = None, replica_sync: ReplicaSyncConfig | None = None
+) -> PacedEngine:
     """The job's table."""
     table = TableConfig(
         name=TABLE, dim=cfg.dim, num_rows=cfg.num_rows, seed=cfg.seed,
         store=StoreConfig(kind=cfg.store), optimizer=RowOptimizerConfig(kind=cfg.optimizer),  # type: ignore[arg-type]
     )  # fmt: skip
-    engine = PacedEngine([table], topology, topology.device, pace or Pace())
+    engine = PacedEngine([table], topology, pace or Pace(), replica_sync)
     if cfg.is_filled:
         create_all_rows(engine.shards[TABLE])
     return engine
@@ -154,6 +182,10 @@ class Contestant:
             return sum(leg.bytes_sent for leg in legs) / self._done
         rows = sum(leg.rows for leg in legs) / self._done
         return rows * self.engine.tables[TABLE].dim * 4 * (num_ranks - 1) / num_ranks
+
+    def replica_bytes_a_step(self) -> float:
+        """Gradients or rows that leave this rank for other holders of its shard."""
+        return self.engine.statistics.replicas.bytes_sent / self._done
 
     def weights(self) -> torch.Tensor:
         """All weights of this rank in one vector: rows in order of key, then the dense ones."""

@@ -1,25 +1,34 @@
 """Rounds of contestants by turns: on real ranks, or in this process as one rank of an emulated fabric."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from nestrec.bench.limited_links import bytes_on_link, limited_links
 from nestrec.bench.paced_engine import Pace
 from nestrec.bench.ranks import run_on_ranks
-from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, make_engine
+from nestrec.bench.schedules_job import TABLE, Contestant, JobConfig, make_batches, make_engine
 from nestrec.bench.torchrec_tokens import PREFIX, TorchRecContestant
+from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.exchange import barrier, broadcast_json
+from nestrec.distributed.options import RanksConfig
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline
 
 _WARM_UP_ROUNDS = 1
+_TRAFFIC = {
+    "all_to_all_ms": ("train.embedding.vectors", "train.embedding.gradients"),
+    "replica_sync_ms": ("train.embedding.replicas",),
+}
 
 Entry = tuple[str, int, bool]
 """Schedule, micro-batches, window cache."""
@@ -39,6 +48,9 @@ class Conditions:
     pace: Pace
     shares_table: bool
     """one table for all contestants"""
+    groups: RanksConfig
+    """replica groups of the ranks"""
+    replica_sync: ReplicaSyncConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,10 @@ class Measured:
     """all that a step sends over a real link, as the link counts"""
     difference: dict[Entry, float | None]
     """from the weights of serial at the same partition; none where tables are shared"""
+    replica_bytes: dict[Entry, float]
+    """gradients or rows that a step sends to other holders"""
+    collision_rate: float
+    """part of the distinct keys of a rank's batch that its batch before holds too"""
 
 
 def run_rounds(
@@ -84,12 +100,16 @@ def run_rounds(
         {e: max(answer["bytes"][e] for answer in answers) for e in entries},
         {e: max(answer["on_link"][e] for answer in answers) for e in entries},
         {e: _largest([answer["difference"][e] for answer in answers]) for e in entries},
+        {e: max(answer["replica_bytes"].get(e, 0.0) for answer in answers) for e in entries},
+        statistics.fmean(answer["collision_rate"] for answer in answers),
     )
 
 
 def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], length: Length) -> dict[str, Any]:
     """All contestants by turns on one rank."""
     num_steps = length.num_steps
+    if conditions.groups.replicas > 1:
+        topology = Topology.of_process_group(topology.device, conditions.groups)
     if conditions.is_timed:
         topology = topology.with_emulated_links(conditions.link)
     contestants = _contestants(topology, conditions, entries, num_batches=num_steps + 3)
@@ -115,6 +135,8 @@ def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], leng
         "spans": spans,
         "bytes": {entry: sent.get(entry, on_link[entry]) for entry in entries},
         "on_link": on_link,
+        "replica_bytes": {e: c.replica_bytes_a_step() for e, c in ours.items()},
+        "collision_rate": _collision_rate(make_batches(conditions.job, topology, num_steps, 1)),
         "difference": dict.fromkeys(entries) | ({} if conditions.shares_table else _differences(ours)),
     }
     for contestant in ours.values():
@@ -127,7 +149,7 @@ def _contestants(
 ) -> dict[Entry, Contestant | TorchRecContestant]:
     job = conditions.job
     batches = {n: make_batches(job, topology, num_batches, n) for n in {entry[1] for entry in entries}}
-    shared = make_engine(job, topology, conditions.pace) if conditions.shares_table else None
+    shared = make_engine(job, topology, conditions.pace, conditions.replica_sync) if conditions.shares_table else None
     found: dict[Entry, Contestant | TorchRecContestant] = {}
     for entry in entries:
         schedule, num_parts, window_cache = entry
@@ -135,9 +157,14 @@ def _contestants(
             found[entry] = TorchRecContestant(job, schedule, batches[num_parts], topology.rank)
             continue
         options = PipelineConfig(schedule=schedule, window_cache=window_cache)  # type: ignore[arg-type]
-        engine = shared or make_engine(job, topology, conditions.pace)
+        engine = shared or make_engine(job, topology, conditions.pace, conditions.replica_sync)
         found[entry] = Contestant(job, engine, options, batches[num_parts])
     return found
+
+
+def _collision_rate(batches: Sequence[Batch]) -> float:
+    distinct = [np.unique(batch.micro_batches[0].keys[TABLE]) for batch in batches]
+    return float(np.mean([np.isin(b, a).mean() for a, b in itertools.pairwise(distinct)]))
 
 
 def _differences(contestants: dict[Entry, Contestant]) -> dict[Entry, float]:
@@ -176,7 +203,18 @@ def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
                 "copy_ms": sum(copies) * 1e-6 / len(steps),
             }
         )
-    return max(ranks, key=lambda parts: parts["step_ms"])
+    collectives = {name: _collective_ms(everything, names, len(steps) + 2) for name, names in _TRAFFIC.items()}
+    return {**max(ranks, key=lambda parts: parts["step_ms"]), **collectives}
+
+
+def _collective_ms(spans: Sequence[Span], names: Sequence[str], num_steps: int) -> float:
+    """Mean milliseconds a step; the rank that enters a collective last waits for nobody, so the shortest counts."""
+    shortest: dict[tuple[Any, ...], int] = {}
+    for span in spans:
+        if span.name in names:
+            place = span.name, span.step, span.micro_batch
+            shortest[place] = min(shortest.get(place, span.duration_ns), span.duration_ns)
+    return sum(shortest.values()) * 1e-6 / num_steps
 
 
 def _mean_ms(durations_ns: Sequence[int]) -> float:

@@ -34,14 +34,14 @@ def all_to_all_rows(
     communicator: Communicator, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> torch.Tensor:
     """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
-    if communicator.group is None:
+    if communicator.transport is None:
         return rows if communicator.link is None else communicator.link.all_to_all(rows)
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
     row_bytes = rows.element_size() * math.prod(rows.shape[1:])
     sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
     sizes = [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts]
     with peers_watched(communicator, "all_to_all"):
-        dist.all_to_all_single(into, sent, *sizes, group=communicator.group)
+        communicator.transport.all_to_all(into, sent, *sizes)
         if communicator.link is not None:
             communicator.link.hold(max(sum(n) - n[communicator.rank] for n in sizes), rows.device)
     return received
@@ -51,7 +51,7 @@ def gather_rows_from_all(
     communicator: Communicator, rows: torch.Tensor, counts: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
     """The (n, ...) rows of all ranks, in rank order, where every rank knows how many each has."""
-    if communicator.group is None:
+    if communicator.transport is None:
         return (rows,)
     sends = [0 if r == communicator.rank else len(rows) for r in range(communicator.size)]
     comes = [0 if r == communicator.rank else n for r, n in enumerate(counts)]
@@ -69,20 +69,22 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def all_to_all_fixed(communicator: Communicator, rows: torch.Tensor) -> torch.Tensor:
     """Row r of (size, ...) goes to rank r; row r of the result came from rank r."""
-    if communicator.group is None:
+    if communicator.transport is None:
         return rows
     received = torch.empty_like(rows)
+    sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
+    sizes = [len(into) // communicator.size] * communicator.size
     with peers_watched(communicator, "all_to_all"):
-        dist.all_to_all_single(received, rows.contiguous(), group=communicator.group)
+        communicator.transport.all_to_all(into, sent, sizes, sizes)
     return received
 
 
 def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
     """Sum over ranks, in place."""
-    if communicator.group is None:
+    if communicator.transport is None:
         return
     with peers_watched(communicator, "all_reduce"):
-        dist.all_reduce(tensor, group=communicator.group)
+        communicator.transport.all_reduce(tensor)
         if communicator.link is not None:  # in a ring each rank sends, and receives, nearly twice the tensor
             size = communicator.size
             communicator.link.hold(2 * (size - 1) * tensor.numel() * tensor.element_size() // size, tensor.device)
@@ -90,20 +92,18 @@ def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, source: int = 0) -> None:
     """The tensor of one rank of the communicator, on every rank, in place."""
-    if communicator.group is None:
+    if communicator.transport is None:
         return
     with peers_watched(communicator, "broadcast"):
-        dist.broadcast(tensor, group=communicator.group, group_src=source)
+        communicator.transport.broadcast(tensor, source)
 
 
 def all_gather_equal(communicator: Communicator, tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; the shape is the same on every rank."""
-    if communicator.group is None:
+    if communicator.transport is None:
         return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(communicator.size)]
     with peers_watched(communicator, "all_gather"):
-        dist.all_gather(gathered, tensor.contiguous(), group=communicator.group)
-    return gathered
+        return communicator.transport.all_gather(tensor)
 
 
 def all_gather_rows(
@@ -113,7 +113,7 @@ def all_gather_rows(
 
     counts_over: communicator of the same ranks that carries host tensors.
     """
-    if communicator.group is None:
+    if communicator.transport is None:
         return rows, [len(rows)]
     counts = [int(n) for n in all_gather_equal(counts_over, torch.tensor([len(rows)]))]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -130,7 +130,7 @@ def barrier(communicator: Communicator) -> None:
 def all_gather_json(communicator: Communicator, value: Any) -> list[Any]:
     """Small JSON-like values of all ranks, in rank order; JSON and not pickle, so that a peer can send only data."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-    if communicator.group is None:
+    if communicator.transport is None:
         return [json.loads(bytes(text.tolist()))]
     lengths = [int(n) for n in all_gather_equal(communicator, torch.tensor([len(text)]))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

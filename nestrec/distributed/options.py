@@ -5,6 +5,7 @@ from typing import Literal
 from nestrec.base.config import config
 
 Placement = Literal["shards_contiguous", "replicas_contiguous"]
+ExchangeKind = Literal["auto", "collectives", "host", "copy_engine"]
 
 
 @config
@@ -15,3 +16,7 @@ class RanksConfig:
     placement: Placement = "shards_contiguous"
     """which ranks form a group: neighbours (vectors stay inside a host), or every so-many-th rank (the copies of a row
     lie inside a host)"""
+    exchange: ExchangeKind = "auto"
+    """how vectors and gradients get from device to device: collectives (NCCL, Gloo), host (over pinned host memory and
+    Gloo, for any network) or copy_engine (peer copies inside one NVLink domain); auto takes collectives, and host where
+    several ranks share a device, which NCCL cannot"""

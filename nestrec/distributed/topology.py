@@ -20,7 +20,8 @@ import torch.distributed as dist
 from nestrec.base.errors import UserError
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
-from nestrec.distributed.options import Placement, RanksConfig
+from nestrec.distributed.options import ExchangeKind, Placement, RanksConfig
+from nestrec.distributed.transports import Collectives, CopyEngine, HostStaged, Transport
 
 Backend = Literal["gloo", "nccl"]
 _LOG_LENGTH = 4096
@@ -63,6 +64,8 @@ class Communicator:
     group: dist.ProcessGroup | None
     """None where the group is this process alone: nothing is sent."""
     log: CollectiveLog = field(repr=False)
+    transport: Transport | None = field(default=None, repr=False)
+    """How its bytes travel; none where the group is."""
     link: EmulatedLink | None = None
     """For benchmarks: how long exchanges are held back."""
 
@@ -120,8 +123,8 @@ class Topology:
         return self.rank == 0
 
     def with_emulated_links(self, link: EmulatedLink) -> "Topology":
-        """The same ranks; exchanges of keys, vectors and dense gradients take as long as on such links."""
-        held = {name: replace(getattr(self, name), link=link) for name in ("keys", "vectors", "dense")}
+        """The same ranks; exchanges of keys, vectors, copies and dense gradients take as long as on such links."""
+        held = {name: replace(getattr(self, name), link=link) for name in ("keys", "vectors", "replicas", "dense")}
         return replace(self, **held)
 
     @staticmethod
@@ -152,9 +155,9 @@ class Topology:
         answer a peer counts as lost.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        place = (
-            torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "cuda" else torch.device(device)
-        )
+        place = torch.device(device)
+        if device == "cuda":  # more ranks than devices share them
+            place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         if place.type == "cuda":
             torch.cuda.set_device(place)
         if world == 1:
@@ -177,16 +180,18 @@ class Topology:
         shard_axis = mesh(world, cfg.replicas, cfg.placement)
         replica_axis = [list(holders) for holders in zip(*shard_axis, strict=True)]
         everyone = [list(range(world))]
-        tensors: Backend = "nccl" if device.type == "cuda" else "gloo"
         log = CollectiveLog()
-        make = _group_maker(rank, timedelta(seconds=timeout_s), log)
+        make = _group_maker(rank, device, timedelta(seconds=timeout_s), log)
+        tensors = _exchange_of(cfg, device)
+        # Peer copies are for all-to-alls; where ranks share a device, sums go over the host.
+        sums: ExchangeKind = "host" if _shares_device(device) else "collectives"
         return Topology(
             rank=rank, world=world, num_replicas=cfg.replicas, placement=cfg.placement, device=device, log=log,
-            keys=make("keys", shard_axis, "gloo"), vectors=make("vectors", shard_axis, tensors),
-            replica_keys=make("replica_keys", replica_axis, "gloo"),
-            replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, tensors),
-            control=make("control", everyone, "gloo"),
-            samples=replace(make("samples", everyone, "gloo"), log=CollectiveLog()),
+            keys=make("keys", shard_axis, "host"), vectors=make("vectors", shard_axis, tensors),
+            replica_keys=make("replica_keys", replica_axis, "host"),
+            replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, sums),
+            control=make("control", everyone, "host"),
+            samples=replace(make("samples", everyone, "host"), log=CollectiveLog()),
         )  # fmt: skip
 
 
@@ -204,17 +209,58 @@ def _check_replicas(ranks: RanksConfig, world: int) -> None:
         raise UserError("must divide the number of ranks", field="ranks.replicas", value=ranks.replicas, remedy=remedy)
 
 
+def _shares_device(device: torch.device) -> bool:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return device.type == "cuda" and ranks_here > torch.cuda.device_count()
+
+
+def _exchange_of(ranks: RanksConfig, device: torch.device) -> ExchangeKind:
+    """What was asked for, where the devices allow it."""
+    is_shared = _shares_device(device)
+    if ranks.exchange == "auto":
+        return "host" if is_shared else "collectives"
+    if ranks.exchange == "collectives" and is_shared:
+        remedy = "take ranks.exchange=host or copy_engine, or a device for each rank"
+        raise UserError("NCCL needs a device for each rank", field="ranks.exchange", value="collectives", remedy=remedy)
+    if ranks.exchange == "copy_engine":
+        _check_peers(device)
+        os.environ.setdefault(
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"
+        )  # copies need no multicast, and set-up is quicker
+        if is_shared:
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    return ranks.exchange
+
+
+def _check_peers(device: torch.device) -> None:
+    """Symmetric memory is mapped by the ranks of one host."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda" or ranks_here != dist.get_world_size():
+        raise UserError(
+            "copies between devices need CUDA and all ranks on one host", field="ranks.exchange", value="copy_engine",
+            remedy="take ranks.exchange=host or collectives",
+        )  # fmt: skip
+
+
 def _group_maker(
-    rank: int, timeout: timedelta, log: CollectiveLog
-) -> Callable[[str, list[list[int]], Backend], Communicator]:
-    def make(name: str, axis: list[list[int]], backend: Backend) -> Communicator:
+    rank: int, device: torch.device, timeout: timedelta, log: CollectiveLog
+) -> Callable[[str, list[list[int]], ExchangeKind], Communicator]:
+    def make(name: str, axis: list[list[int]], exchange: ExchangeKind) -> Communicator:
+        backend: Backend = "nccl" if exchange == "collectives" and device.type == "cuda" else "gloo"
         mine: Communicator | None = None
         for ranks in axis:
             # Every rank takes part in the making of every group, its own or not.
             group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) > 1 else None
             if rank in ranks:
-                mine = Communicator(name, ranks.index(rank), len(ranks), group, log)
+                transport = None if group is None else _transport(exchange, group, device)
+                mine = Communicator(name, ranks.index(rank), len(ranks), group, log, transport)
         assert mine is not None
         return mine
 
     return make
+
+
+def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    if exchange == "copy_engine":
+        return CopyEngine(group, device)
+    return HostStaged(group) if exchange == "host" else Collectives(group)

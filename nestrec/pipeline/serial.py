@@ -56,7 +56,10 @@ class Serial:
             with self._span("train.dense.update", "compute"):
                 totals = self._dense.apply(sums, step.rates.dense)
             with self._span("train.embedding.update", "compute"):
-                engine.update(working, learning_rate=step.rates.tables)
+                engine.update_rows(working, learning_rate=step.rates.tables)
+            if routed.averaged:
+                with self._span("train.embedding.replicas", "communication", is_collective=True):
+                    engine.average_over_holders(working)
             with self._span("train.embedding.write_back", "lookup"):
                 engine.write_back(working)
             if step.is_fence:

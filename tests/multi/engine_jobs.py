@@ -239,5 +239,5 @@ def mesh(topology: Topology) -> dict[str, Any]:
     return {"replica": topology.replica, "shard": topology.shard, **sums, "slots": int(slots)}
 
 
-def torchrun_like(topology: Topology, num_replicas: int) -> None:
-    Topology.of_process_group(torch.device("cpu"), RanksConfig(replicas=num_replicas))
+def torchrun_like(topology: Topology, ranks: RanksConfig) -> None:
+    Topology.of_process_group(torch.device("cpu"), ranks)

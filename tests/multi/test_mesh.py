@@ -8,6 +8,7 @@ from engine_jobs import mesh, torchrun_like, train
 
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.topology import mesh as mesh_of
 from nestrec.testing.ranks import RankPool
 
 
@@ -40,5 +41,18 @@ def test_ranks_form_replica_groups_of_shards(two_by_two):
     ]
 
 
-def test_a_number_of_replicas_that_does_not_divide_the_ranks_is_an_error(pools):
-    assert {o.kind for o in pools[2].outcomes(torchrun_like, 3)} == {"UserError"}
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (RanksConfig(replicas=3), "must divide the number of ranks"),
+        (RanksConfig(exchange="copy_engine"), "take ranks.exchange=host or collectives"),
+    ],
+)
+def test_what_the_ranks_cannot_do_is_an_error(pools, ranks, words):
+    outcomes = pools[2].outcomes(torchrun_like, ranks)
+    assert all(outcome.kind == "UserError" and words in outcome.text for outcome in outcomes)
+
+
+def test_groups_lie_as_the_placement_says():
+    assert mesh_of(8, 2, "shards_contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh_of(8, 2, "replicas_contiguous") == [[0, 2, 4, 6], [1, 3, 5, 7]]

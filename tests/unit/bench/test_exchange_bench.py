@@ -1,0 +1,15 @@
+"""The bench of transports where there is no GPU: Gloo over the host, checked against Gloo."""
+
+import pytest
+import torch
+
+from nestrec.bench.exchange import ExchangeBench, measure_exchange
+
+FIELDS = {"transport", "ranks", "bytes", "gb_per_s", "latency_us", "matmul_slowdown"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu measures on a GPU")
+def test_rows_hold_the_fields_of_the_design_and_what_arrives_is_right():
+    rows = measure_exchange(ExchangeBench(ranks=(2,), bytes=(4096, 65536), rounds=2))
+    assert [(row["transport"], row["bytes"]) for row in rows] == [("host", 4096), ("host", 65536)]
+    assert all(set(row) >= FIELDS and row["equal_to_gloo"] and row["gb_per_s"] > 0 for row in rows)
