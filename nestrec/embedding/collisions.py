@@ -102,10 +102,15 @@ def _tell_sources(legs: Sequence[_Leg], shards: Communicator) -> list[Flags]:
 
 
 def _vector_halves(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Halves:
+    device = _device(routed)
+
     def half(*, is_shared: bool) -> Half:
         flags, parts, rows = iter(told), [], []
         for part in routed.parts:
-            cut = {name: _cut(leg, next(flags), of_owned[name], is_shared) for name, leg in part.tables.items()}
+            cut = {
+                name: _cut(leg, next(flags) == is_shared, of_owned[name] == is_shared, device)
+                for name, leg in part.tables.items()
+            }
             parts.append(replace(part, tables={name: leg for name, (leg, _) in cut.items()}))
             rows.append({name: places for name, (_, places) in cut.items()})
         return Half(replace(routed, parts=tuple(parts)), rows, _owned_places(routed, of_owned, is_shared))
@@ -119,12 +124,16 @@ def _gradient_halves(routed: Routed, of_owned: dict[str, Flags], told: Sequence[
     ]
     # With the window cache a key is asked for once: the answers of all parts, in order, are in the order of the cache.
     cached = {name: np.concatenate([part[name] for part in by_part]) for name in routed.cache_rows}
+    device = _device(routed)
 
     def half(*, is_shared: bool) -> Half:
         parts, rows = [], []
         for p, part in enumerate(routed.parts):
             flags = {n: cached[n][part.leaving[n].cpu().numpy()] if cached else by_part[p][n] for n in part.gradients}
-            cut = {n: _cut(leg, flags[n], of_owned[n], is_shared) for n, leg in part.gradients.items()}
+            cut = {
+                n: _cut(leg, flags[n] == is_shared, of_owned[n] == is_shared, device)
+                for n, leg in part.gradients.items()
+            }
             crossing = {
                 n: tuple(_chosen(places, of_owned[n], is_shared) for places in holders)
                 for n, holders in part.crossing.items()
@@ -136,13 +145,17 @@ def _gradient_halves(routed: Routed, of_owned: dict[str, Flags], told: Sequence[
     return Halves(half(is_shared=False), half(is_shared=True))
 
 
-def _cut(leg: RoutedTable, told: Flags, of_owned: Flags, is_shared: bool) -> tuple[RoutedTable, torch.Tensor]:
-    """The part of an exchange that is shared, or is not, and its places in the whole on the source."""
-    slots, device = _slots(leg), leg.slots.device if leg.slots is not None else torch.device("cpu")
-    asked, mine = of_owned[slots] == is_shared, told == is_shared
+def _cut(leg: RoutedTable, mine: Flags, of_owned: Flags, device: torch.device) -> tuple[RoutedTable, torch.Tensor]:
+    """The flagged part of an exchange, and its places in the whole on the source."""
+    slots = _slots(leg)
+    asked = of_owned[slots]
     send, receive = _counts(mine, leg.send_counts), _counts(asked, leg.receive_counts)
     cut = RoutedTable(leg.keys[mine], send, receive, to_device(slots[asked], device))
     return cut, to_device(np.flatnonzero(mine), device)
+
+
+def _device(routed: Routed) -> torch.device:
+    return next(iter(routed.parts[0].index.values())).device
 
 
 def _counts(flags: Flags, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -156,6 +169,6 @@ def _chosen(places: torch.Tensor, of_owned: Flags, is_shared: bool) -> torch.Ten
 
 def _owned_places(routed: Routed, of_owned: dict[str, Flags], is_shared: bool) -> dict[str, torch.Tensor]:
     """Of the rows that the batch updates."""
-    device = next(iter(routed.parts[0].index.values())).device
+    device = _device(routed)
     chosen = {name: np.flatnonzero(flags[: routed.num_touched[name]] == is_shared) for name, flags in of_owned.items()}
     return {name: to_device(places, device) for name, places in chosen.items()}

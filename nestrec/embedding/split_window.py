@@ -33,6 +33,7 @@ class SplitWindow(Window):
 
     def send_half(self, part: int, half: Half) -> None:
         """Collective; the gradients stay until the window is dropped."""
+        used_here(self._gradients[part].values())
         mine = {name: take_rows(grad, half.rows[part][name]) for name, grad in self._gradients[part].items()}
         received = self._engine.exchange_gradients(half.routed, mine, part)
         self._engine.add_gradients(half.routed, self.working, received, part)
