@@ -233,11 +233,19 @@ def replay(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")]) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    cluster: Annotated[str | None, typer.Option(help="Add what a cluster would make of the run, simulated.")] = None,
+) -> None:
     """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""
     from nestrec.report import write_report
 
-    typer.echo(f"report: {write_report(run)}")
+    if cluster is None:
+        typer.echo(f"report: {write_report(run)}")
+        return
+    from nestrec.plan_console import sections_of_run
+
+    typer.echo(f"report: {write_report(run, sections_of_run(run, cluster))}")
 
 
 @app.command()

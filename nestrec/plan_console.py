@@ -18,7 +18,10 @@ from nestrec.planning.profile import Profile
 from nestrec.planning.recipe_workload import store_option, workload_of
 from nestrec.planning.this_machine import this_machine
 from nestrec.report import bench_table
+from nestrec.report.markup import Markup
+from nestrec.report.plan_page import plan_sections
 from nestrec.training.config import RunConfig
+from nestrec.training.run_folder import RunFolder
 
 MOST_LOST = 40
 
@@ -47,6 +50,15 @@ def plan_run(
     for shortage in plan.shortages:
         console.print(f"nothing fits: {shortage}", soft_wrap=True, highlight=False, markup=False)
     return plan, rows
+
+
+def sections_of_run(run: Path, cluster: str) -> dict[str, Markup | None]:
+    """Sections of a run's page: what a cluster would do with as many samples a rank as the run had a step."""
+    cfg, machines = RunFolder(run).config(), load_cluster(cluster)
+    workload = workload_of(cfg)
+    plan = make_plan(replace(workload, batch_samples=workload.batch_samples * machines.world), machines)
+    where = f"on {machines.name}, simulated"
+    return {f"{title} {where}": content for title, content in plan_sections(plan).items()}
 
 
 def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterConfig:

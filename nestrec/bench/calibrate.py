@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestrec.balance.cost import fit_cost, hstu_cost, non_negative_least_squares
+from nestrec.balance.cost import fit_cost, hstu_cost
 from nestrec.base.config import config, to_plain
 from nestrec.bench.ranks import run_on_ranks
 from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, make_engine
@@ -23,7 +23,7 @@ from nestrec.distributed.exchange import all_reduce_sum, all_to_all_rows, barrie
 from nestrec.models import HSTU, HSTUConfig, SequenceInfo
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.counted_loads import counted_loads
-from nestrec.planning.fit import Observed, fit_profile, stage_times
+from nestrec.planning.fit import Observed, fit_line, fit_profile, stage_times
 from nestrec.planning.profile import ComputeRates, Profile, Rate
 
 _UNITS = {
@@ -35,7 +35,7 @@ _UNITS = {
 class CalibrateBench:
     samples: tuple[int, ...] = (64, 192, 512)
     """batch sizes of the small job"""
-    steps: int = 6
+    steps: int = 12
     """steps with each"""
     lengths: tuple[int, ...] = (16, 64, 192, 384)
     """of the sequences that the model computes"""
@@ -43,7 +43,7 @@ class CalibrateBench:
     """of a computed batch"""
     exchange_bytes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
     """that a rank sends"""
-    repeats: int = 5
+    repeats: int = 9
     """of everything that is timed alone"""
     job: JobConfig = JobConfig(num_rows=200_000)
     """the small job"""
@@ -85,7 +85,7 @@ def _stages(bench: CalibrateBench) -> Profile:
     for store in ("dram", "device"):
         observed = [_observed(bench, samples, store, schedule)
                     for samples in bench.samples for schedule in ("serial", "dual_buffer")]  # fmt: skip
-        fitted = fit_profile(observed, profile)
+        fitted = fit_profile(observed, profile, by_medians=True)
         profile = fitted if store == "dram" else replace(fitted, dram=profile.dram, device=fitted.dram)
         crossing = [_line(observed, stage) for stage in ("train.embedding.vectors", "train.embedding.gradients")]
         profile = replace(profile, exchange_vectors=crossing[0], exchange_gradients=crossing[1])
@@ -119,14 +119,12 @@ def token_flops(job: JobConfig) -> float:
 
 def _line(observed: Sequence[Observed], stage: str) -> Rate:
     """Putting vectors together, or adding gradients up, for each byte; alone, nothing crosses."""
-    pairs = []
+    medians = []
     for one in observed:
         sizes = one.loads.received_bytes
-        for (step, rank, part), seconds in one.stages.get(stage, {}).items():
-            pairs.append((seconds, sizes[one.loads.place(step), rank, part]))
-    seconds, amounts = np.array(pairs).T
-    fixed, unit = non_negative_least_squares(np.stack([np.ones_like(amounts), amounts], axis=1), seconds)
-    return Rate(fixed_s=fixed, unit_s=unit)
+        pairs = [(s, sizes[one.loads.place(step), rank, n]) for (step, rank, n), s in one.stages[stage].items()]
+        medians.append(tuple(np.median(pairs, axis=0)))
+    return fit_line(medians) or Rate()
 
 
 def _compute(bench: CalibrateBench) -> ComputeRates:
@@ -178,9 +176,7 @@ def _exchange(bench: CalibrateBench) -> list[dict[str, Any]]:
     answers = run_on_ranks(2, _exchange_rank, bench)[0]
     rows = []
     for name, pairs in answers.items():
-        seconds, sizes = np.array(pairs).T
-        fixed, unit = non_negative_least_squares(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
-        rows.append(_row(f"exchange, {name}, 2 ranks", Rate(fixed_s=fixed, unit_s=unit)))
+        rows.append(_row(f"exchange, {name}, 2 ranks", fit_line(pairs) or Rate()))
     return rows
 
 

@@ -52,16 +52,18 @@ def stage_times(spans: Iterable[Span]) -> dict[str, dict[tuple[int, int, int], f
     return found
 
 
-def fit_profile(observed: Sequence[Observed], base: Profile) -> Profile:
-    """Rates of the stages that were observed; the others as in `base`."""
+def fit_profile(observed: Sequence[Observed], base: Profile, *, by_medians: bool = False) -> Profile:
+    """Rates of the stages that were observed; the others as in `base`.
+
+    by_medians: each configuration counts with its medians, so that what disturbed a few stages does not; for
+    configurations whose stages all have about the same amount.
+    """
 
     def line(stage: str, amount: str) -> Rate | None:
-        pairs = [pair for one in observed for pair in _pairs(one, stage, amount)]
-        if not pairs:
-            return None
-        seconds, amounts = np.array(pairs).T
-        fixed, unit = non_negative_least_squares(np.stack([np.ones_like(amounts), amounts], axis=1), seconds)
-        return Rate(fixed_s=fixed, unit_s=unit)
+        of_each = [_pairs(one, stage, amount) for one in observed]
+        if by_medians:
+            of_each = [[tuple(np.median(pairs, axis=0))] for pairs in of_each if pairs]
+        return fit_line([pair for pairs in of_each for pair in pairs])
 
     fetch, written = line("train.embedding.fetch", "row_bytes"), line("train.embedding.write_back", "row_bytes")
     compute = line("train.compute", "linear_flops")
@@ -79,6 +81,15 @@ def fit_profile(observed: Sequence[Observed], base: Profile) -> Profile:
     if compute is not None:
         found = replace(found, compute=ComputeRates(fixed_s=compute.fixed_s, flop_s=compute.unit_s))
     return found
+
+
+def fit_line(pairs: Sequence[tuple[float, float]]) -> Rate | None:
+    """Through (seconds, amount), no coefficient negative; none without pairs."""
+    if not pairs:
+        return None
+    seconds, amounts = np.array(pairs).T
+    fixed, unit = non_negative_least_squares(np.stack([np.ones_like(amounts), amounts], axis=1), seconds)
+    return Rate(fixed_s=fixed, unit_s=unit)
 
 
 def ratios_of(observed: Sequence[Observed], stage: str, amount: str, rate: Rate) -> NDArray[np.float64]:

@@ -18,12 +18,13 @@ from nestrec.planning.rehearsal import rehearse
 from nestrec.planning.replay import Mesh, Replay, replay
 from nestrec.planning.shared_cores import Hosts, replay_shared
 from nestrec.planning.step_costs import StepCosts
+from nestrec.planning.variation import Slowed
 from nestrec.planning.workload import Workload
 from nestrec.trace import StepParts
 
 STEPS = 8
-_MOST_SHARED_RANKS = 32
-"""Ranks whose cores are shared one by one; of more, one host is taken for all."""
+_MOST_SHARED_RANKS = 8
+"""Ranks whose cores are shared moment by moment; of more, all work of a host with too few is slower at all times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,8 @@ class Predictor:
         if self.cluster.shares_cores and mesh.world <= _MOST_SHARED_RANKS:
             hosts = Hosts(ranks=host.ranks, cores=host.cores, crowding=host.crowding)
             return replay_shared(program, costs, mesh, hosts)
+        if self.cluster.shares_cores and host.ranks > host.cores:
+            return replay(program, Slowed(costs, host.ranks / host.cores * (1.0 + host.crowding)), mesh)
         return replay(program, costs, mesh)
 
     def _predict(self, candidate: Candidate) -> Outcome:

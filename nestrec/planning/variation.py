@@ -54,3 +54,14 @@ class Varied:
             return Cost(cost.busy_s * spread.draw(0.0, draw, self._world))
         amount = float(np.max(cost.wire_s)) * self._wire_speed
         return replace(cost, wire_s=cost.wire_s * float(spread.draw(amount, draw, 1)[0]))
+
+
+class Slowed:
+    """`costs` whose work takes `factor` times as long."""
+
+    def __init__(self, costs: Costs, factor: float) -> None:
+        self._costs, self._factor = costs, factor
+
+    def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
+        cost = self._costs.of(operation, step, micro_batch)
+        return replace(cost, busy_s=cost.busy_s * self._factor)

@@ -1,7 +1,7 @@
 """The page of a run: one file that needs no network, made of whatever the run has recorded so far."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nestrec.report import sections
@@ -24,16 +24,19 @@ _SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
 }
 
 
-def write_report(run: Path) -> Path:
-    """Write RUN/report.html and return its path; an earlier report is replaced in one move."""
-    page = render(load_run(run))
+def write_report(run: Path, more: Mapping[str, Markup | None] | None = None) -> Path:
+    """Write RUN/report.html and return its path; an earlier report is replaced in one move.
+
+    more: sections by title that do not come from the run itself, at the end.
+    """
+    page = render(load_run(run), more)
     path, unfinished = run / REPORT_FILE, run / f"{REPORT_FILE}.{os.getpid()}.tmp"
     unfinished.write_text(page, encoding="utf-8")
     unfinished.replace(path)
     return path
 
 
-def render(run: RunRecords) -> str:
+def render(run: RunRecords, more: Mapping[str, Markup | None] | None = None) -> str:
     """The whole page as text."""
     head = element(
         "head",
@@ -42,6 +45,7 @@ def render(run: RunRecords) -> str:
         element("style", Markup(STYLE)),
     )
     body = [_section(title, build, run) for title, build in _SECTIONS.items()]
+    body += [element("section", element("h2", title), content) for title, content in (more or {}).items()]
     page = element("html", head, element("body", element("main", _header(run), body)), lang="en")
     return f"<!doctype html>\n{page}\n"
 

@@ -41,12 +41,18 @@ def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> str:
     )  # fmt: skip
     facts = f"{plan.cluster.world} ranks, {plan.workload.batch_samples} samples a step. Simulated, nothing was run."
     header = element("header", element("h1", title), element("p", facts))
-    sections = [_section("Plans", _plans(plan))]
-    if plan.best is not None:
-        sections += [_section("Scaling", _scaling(plan, plan.best, worlds)),
-                     _section("Timeline of one rank", _timeline(plan, plan.best))]  # fmt: skip
+    sections = [_section(title, content) for title, content in plan_sections(plan, worlds=worlds).items()]
     body = element("body", element("main", header, sections))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def plan_sections(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> dict[str, Markup | None]:
+    """Title to content: the best few, curves over numbers of ranks, a simulated rank."""
+    sections: dict[str, Markup | None] = {"Plans": _plans(plan)}
+    if plan.best is not None:
+        sections["Scaling"] = _scaling(plan, plan.best, worlds)
+        sections["Timeline of one rank"] = _timeline(plan, plan.best)
+    return sections
 
 
 def _section(title: str, content: Markup | None) -> Markup:

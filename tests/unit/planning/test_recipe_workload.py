@@ -74,3 +74,15 @@ def test_the_page_holds_curves_and_a_timeline(data):
     for part in ("Scaling", "Timeline of one rank", "Efficiency", "nested", "communication", "Why others lost"):
         assert part in page
     assert "rank -1" not in page
+
+
+def test_the_report_of_a_run_shows_what_a_cluster_would_do(data, tmp_path):
+    options = [f"--{name}={value}" for name, value in overrides_of("hstu", data, {"training.max_steps": 2}).items()]
+    run = tmp_path / "run"
+    trained = CliRunner().invoke(app, ["train", "demo", "--output", str(run), *options])
+    assert trained.exit_code == 0, trained.output
+    result = CliRunner().invoke(app, ["report", str(run), "--cluster", "cpu-hosts"])
+    assert result.exit_code == 0, result.output
+    page = (run / "report.html").read_text()
+    assert "Scaling on CPU hosts" in page
+    assert "Timeline of one rank on CPU hosts" in page

@@ -8,7 +8,7 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.planning.rehearsal import rehearse
 from nestrec.planning.replay import Cost, Mesh, replay
 from nestrec.planning.shared_cores import Hosts, replay_shared
-from nestrec.planning.variation import Spread, Varied
+from nestrec.planning.variation import Slowed, Spread, Varied
 
 
 def test_ratios_are_drawn_from_measurements_of_about_the_same_amount():
@@ -48,3 +48,9 @@ def test_a_full_bucket_passes_at_no_cost_and_an_empty_one_does_not(shared):
     # Gradients find a full bucket after the computation; the vectors that follow them find next to nothing in it.
     free, paid = 0.2 + 0.01, 0.5 - 0.01 + 0.01
     assert done.step_s()[0] == pytest.approx(1.0 + free + paid, abs=1e-9)
+
+
+def test_slowed_work_takes_longer_and_links_do_not():
+    slowed = Slowed(TableOfCosts({"forward_backward": 1.0, "exchange_vectors": 1.0}), 3.0)
+    assert slowed.of("forward_backward", 1, 0).busy_s == pytest.approx(3.0)
+    assert slowed.of("exchange_vectors", 1, 0).wire_s == 1.0
