@@ -39,7 +39,8 @@ def plan_run(
     console = Console()
     if rows:
         title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
-        console.print(bench_table([_short(row) for row in rows], title=title))
+        best = enumerate(zip(plan.found.best, rows, strict=False), 1)
+        console.print(bench_table([_short(i, str(o.candidate), row) for i, (o, row) in best], title=title))
         tiers = [line for i, row in enumerate(rows, 1) for line in _tiers(i, row)]
         console.print(bench_table(tiers, title="MB of a rank"))
         console.print(bench_table([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step"))
@@ -90,12 +91,10 @@ def check_plan(cfg: RunConfig, cluster: str | None) -> None:
     console.print(f"  predicted step: {outcome.step_s * 1e3:.1f} ms, bound by {outcome.bound_by}", highlight=False)
 
 
-def _short(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu",
-             "compute_ms", "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by")  # fmt: skip
-    heads = {"micro_batches": "N", "window_cache": "cache", "exposed_lookup_ms": "lookup", "exposed_comm_ms": "comm",
-             "compute_ms": "compute", "idle_ms": "idle", "step_ms": "step"}  # fmt: skip
-    return {heads.get(name, name): row[name] for name in names}
+def _short(number: int, plan: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    times = {"step": "step_ms", "compute": "compute_ms", "lookup": "exposed_lookup_ms", "comm": "exposed_comm_ms",
+             "idle": "idle_ms", "mfu": "mfu", "bound by": "bound_by"}  # fmt: skip
+    return {"": number, "plan": plan, **{head: row[name] for head, name in times.items()}}
 
 
 def _tiers(number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -36,10 +36,10 @@ class Candidate:
     transport: str = "collectives"
     """how exchanges cross; the torch.distributed collectives"""
 
-    def changes(self, other: "Candidate") -> str:
-        """In what `other` differs, for people."""
-        names = [name for name in FIELDS if getattr(self, name) != getattr(other, name)]
-        return ", ".join(f"{name}={getattr(other, name)}" for name in names) or "nothing"
+    def __str__(self) -> str:
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        cache = ", window cache" if self.window_cache else ""
+        return f"{self.schedule}, N {self.micro_batches}{replicas}, {self.store}, {self.policy}{cache}"
 
     def overrides(self) -> dict[str, Any]:
         """Options of `nestrec train` that make it so."""

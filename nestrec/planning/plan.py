@@ -11,7 +11,7 @@ from nestrec.planning.advice import Shortage, shortages
 from nestrec.planning.candidate import Candidate, Space
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.outcome import Outcome, Predictor
-from nestrec.planning.search import Found, search
+from nestrec.planning.search import AS_GOOD, Found, search
 from nestrec.planning.workload import Workload
 
 
@@ -65,8 +65,8 @@ def lost_rows(plan: Plan, *, most: int) -> list[dict[str, Any]]:
     best = plan.best
     rows = []
     for outcome in (*plan.found.best[1:], *plan.found.others)[:most]:
-        c = to_plain(outcome.candidate)
-        rows.append({**c, "step_ms": round(outcome.step_s * 1e3, 3), "why": _why(outcome, best)})
+        step_ms = round(outcome.step_s * 1e3, 3)
+        rows.append({"plan": str(outcome.candidate), "step_ms": step_ms, "why": _why(outcome, best)})
     return rows
 
 
@@ -81,6 +81,8 @@ def _why(outcome: Outcome, best: Outcome | None) -> str:
     more = {name: getattr(outcome.parts, f) - getattr(best.parts, f) for name, f in names.items()}
     worst = max(more, key=lambda name: more[name])
     slower = outcome.step_s / best.step_s - 1.0
+    if slower < AS_GOOD:
+        return "as quick, and not as simple"
     return f"{slower:.1%} slower: {more[worst] * 1e-6:+.3f} ms of {worst}"
 
 

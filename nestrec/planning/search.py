@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from nestrec.planning.candidate import FIELDS, Candidate, Space, is_sensible
 from nestrec.planning.outcome import Outcome, Predictor
 
-_AS_GOOD = 0.005
+AS_GOOD = 0.005
 """Times that differ by less than this part count as the same; then the simpler candidate wins."""
 
 
@@ -61,7 +61,7 @@ def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
 
 def _badness(outcome: Outcome) -> tuple[float, int, int]:
     """First what does not fit, then time, then how much there is to explain."""
-    return outcome.missing_bytes, round(math.log(outcome.step_s) / math.log(1.0 + _AS_GOOD)), _complexity(outcome)
+    return outcome.missing_bytes, round(math.log(outcome.step_s) / math.log(1.0 + AS_GOOD)), _complexity(outcome)
 
 
 def _complexity(outcome: Outcome) -> int:

@@ -62,17 +62,10 @@ def _section(title: str, content: Markup | None) -> Markup:
 def _plans(plan: Plan) -> Markup:
     if plan.best is None:
         return element("div", [element("p", f"Nothing fits: {short}", class_="problem") for short in plan.shortages])
-    lost = [{"plan": _name(row), "why": row["why"]} for row in lost_rows(plan, most=20)]
     return element(
         "div", _table(_COLUMNS, plan_rows(plan, most=_MOST)), element("h3", "Why others lost"),
-        _table(("plan", "why"), lost),
+        _table(("plan", "step_ms", "why"), lost_rows(plan, most=20)),
     )  # fmt: skip
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    cache = ", window cache" if row["window_cache"] else ""
-    where = f"{row['replicas']} replicas, {row['store']}, {row['policy']}"
-    return f"{row['schedule']}, N {row['micro_batches']}, {where}{cache}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Markup:
