@@ -65,9 +65,13 @@ class Communicator:
     """None where the group is this process alone: nothing is sent."""
     log: CollectiveLog = field(repr=False)
     transport: Transport | None = field(default=None, repr=False)
-    """How its bytes travel; none where the group is."""
+    """How its bytes travel: by the collectives of the group, unless told otherwise; none where the group is."""
     link: EmulatedLink | None = None
     """For benchmarks: how long exchanges are held back."""
+
+    def __post_init__(self) -> None:
+        if self.transport is None and self.group is not None:
+            object.__setattr__(self, "transport", Collectives(self.group))
 
 
 @dataclass(frozen=True, slots=True)

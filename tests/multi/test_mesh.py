@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from engine_jobs import mesh, torchrun_like, train
 
-from nestrec.distributed import Topology
+from nestrec.distributed import CollectiveLog, Communicator, Topology
+from nestrec.distributed.exchange import all_gather_json
 from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.topology import mesh as mesh_of
 from nestrec.testing.ranks import RankPool
@@ -56,3 +57,12 @@ def test_what_the_ranks_cannot_do_is_an_error(pools, ranks, words):
 def test_groups_lie_as_the_placement_says():
     assert mesh_of(8, 2, "shards_contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert mesh_of(8, 2, "replicas_contiguous") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_communicator_made_of_a_group_alone_reaches_its_peers(pools):
+    assert pools[2].run(gathered_over_own_group) == [[0, 1]] * 2
+
+
+def gathered_over_own_group(topology: Topology) -> list[int]:
+    own = Communicator("own", topology.rank, topology.world, topology.control.group, CollectiveLog())
+    return all_gather_json(own, topology.rank)
