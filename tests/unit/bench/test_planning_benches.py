@@ -1,0 +1,44 @@
+"""The small benches of the planner: the simulator's own speed, papers, calibration."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nestrec.bench.calibrate import CalibrateBench, calibrate
+from nestrec.bench.other_load import OtherLoad
+from nestrec.bench.schedules_job import JobConfig
+from nestrec.bench.simulator import simulate_once
+from nestrec.cli import app
+from nestrec.distributed import Topology
+
+
+@pytest.mark.parametrize("schedule", ["serial", "nested", "priority"])
+def test_a_simulation_reports_its_time_and_memory(schedule):
+    found = simulate_once(schedule, 64, 6, 4, 2)
+    assert found["stages"] > 0
+    assert 0 < found["peak_gib"] < 4
+
+
+def test_papers_print_rows_and_assumptions(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "papers", "2d", "--json", str(tmp_path / "2d.json")])
+    assert result.exit_code == 0, result.output
+    frame = json.loads((tmp_path / "2d.json").read_text())
+    assert {"table", "quantity", "method", "published", "predicted"} <= set(frame["rows"][0])
+    assert frame["assumptions"]
+
+
+def test_other_load_is_seen_by_one_rank_too():
+    load = OtherLoad(Topology.single())
+    sum(range(2_000_000))
+    assert load.cores() > -1.0
+
+
+@pytest.mark.slow
+def test_calibration_measures_every_operation():
+    small = CalibrateBench(samples=(16, 48), steps=4, lengths=(8, 32), tokens=128, exchange_bytes=(1 << 12, 1 << 16),
+                           repeats=2, job=JobConfig(num_rows=2_000, dim=16, tokens=8, hidden=16))  # fmt: skip
+    rows, profile = calibrate(small)
+    assert {"deduplicate", "fetch, dram", "compute", "host copy"} <= {row["operation"] for row in rows}
+    assert profile.compute.flop_s > 0
+    assert profile.dram.fetch.of(1e6) > 0
