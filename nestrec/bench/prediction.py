@@ -92,7 +92,7 @@ def measure_beds(bench: PredictionBench, kept: Path | None) -> Measured:
     known: list[dict[str, Any]] = []
     if kept is not None and kept.exists():
         stored = json.loads(kept.read_text())
-        if stored["options"] != to_plain(bench.options()):
+        if from_plain(BedOptions, stored["options"]) != bench.options():
             remedy = "give the same options, or another file"
             raise UserError("was measured with other options", field="--measured", value=str(kept), remedy=remedy)
         known = stored["beds"]
