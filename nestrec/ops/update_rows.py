@@ -25,7 +25,7 @@ from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
 from nestrec.ops.sum_rows import with_whole_rows
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")
-_TILE_ELEMENTS = 1024
+_TILE_ELEMENTS = 512
 _NUM_WARPS = 4
 
 
