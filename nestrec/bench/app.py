@@ -353,7 +353,9 @@ def prediction(
     measured: Annotated[
         Path | None, typer.Option(help="File of measurements: kept, and beds in it not repeated.")
     ] = None,
-    rows_of: Annotated[Path | None, typer.Option(help="Predict a result file of `bench schedules` instead.")] = None,
+    rows_of: Annotated[
+        list[Path] | None, typer.Option(help="Predict result files of `bench schedules` instead; repeatable.")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Simulated steps beside measured ones on 2 and 4 ranks: fitted to a third of the configurations, tested on others.
@@ -364,7 +366,7 @@ def prediction(
     from nestrec.bench.frame import make_frame, save_frame
     from nestrec.bench.prediction import PredictionBench, measure_beds, predict, short_rows
 
-    if rows_of is not None:
+    if rows_of:
         _predict_rows(rows_of, json)
         return
     bench = with_overrides(PredictionBench(), parse_overrides(context.args, ("json", "measured", "rows-of")))
@@ -377,21 +379,21 @@ def prediction(
         save_frame(json, {**frame, "summary": summary})
 
 
-def _predict_rows(source: Path, json: Path | None) -> None:
-    """The overlapping schedules of a result file out of its serial rows."""
+def _predict_rows(sources: Sequence[Path], json: Path | None) -> None:
+    """The overlapping schedules of result files of one machine out of their serial rows."""
     import json as json_module
 
     from nestrec.bench.frame import make_frame, save_frame
     from nestrec.bench.prediction_rows import predict_rows
 
-    frame = json_module.loads(source.read_text())
-    rows, summary = predict_rows(frame["rows"])
-    _show(f"prediction of {source.name}: milliseconds of a step", rows)
+    frames = [json_module.loads(source.read_text()) for source in sources]
+    rows, summary = predict_rows([row for frame in frames for row in frame["rows"]])
+    _show("prediction: milliseconds of a step", rows)
     _show("errors", [summary])
     if json is not None:
-        made = make_frame(bench="prediction", command=_command(), rows=rows, emulated=frame["emulated"],
-                          measured_on=frame["hardware"])  # fmt: skip
-        save_frame(json, {**made, "summary": summary, "measured_by": frame["command"]})
+        made = make_frame(bench="prediction", command=_command(), rows=rows, measured_on=frames[0]["hardware"],
+                          emulated=any(frame["emulated"] for frame in frames))  # fmt: skip
+        save_frame(json, {**made, "summary": summary, "measured_by": [frame["command"] for frame in frames]})
 
 
 @app.command(context_settings=PASSED_ON)
