@@ -161,6 +161,7 @@ class Contestant:
         compute = TokenCompute(network, engine.device, is_half=cfg.precision == "bf16")
         self.schedule = SCHEDULES[options.schedule](engine, compute, self.dense, self._tracer, options)
         self._batches, self._done = batches, 0
+        self._rows_sent = self._bytes_sent = 0
 
     def round(self, num_steps: int, first_step: int | None = None) -> list[Span]:
         """Some steps from an empty pipeline to an empty pipeline; the spans of all of them.
@@ -169,23 +170,23 @@ class Contestant:
         """
         first_step = self._done + 1 if first_step is None else first_step
         feed = Feed(self._upcoming(num_steps))
+        before = self._crossed()
         for i in range(num_steps):
             self._done += 1
             step = Step(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
             self.schedule.advance(step, feed)
+        after = self._crossed()
+        self._rows_sent, self._bytes_sent = (
+            self._rows_sent + after[0] - before[0],
+            self._bytes_sent + after[1] - before[1],
+        )
         return self._tracer.take()
 
     def bytes_a_step(self, num_ranks: int) -> float:
         """Vectors and gradients that leave this rank; num_ranks: those of an emulated fabric, or 1."""
-        legs = self.engine.statistics.vectors, self.engine.statistics.gradients
         if num_ranks == 1:
-            return sum(leg.bytes_sent for leg in legs) / self._done
-        rows = sum(leg.rows for leg in legs) / self._done
-        return rows * self.engine.tables[TABLE].dim * 4 * (num_ranks - 1) / num_ranks
-
-    def replica_bytes_a_step(self) -> float:
-        """Gradients or rows that leave this rank for other holders of its shard."""
-        return self.engine.statistics.replicas.bytes_sent / self._done
+            return self._bytes_sent / self._done
+        return self._rows_sent / self._done * self.engine.tables[TABLE].dim * 4 * (num_ranks - 1) / num_ranks
 
     def weights(self) -> torch.Tensor:
         """All weights of this rank in one vector: rows in order of key, then the dense ones."""
@@ -197,6 +198,11 @@ class Contestant:
     def close(self) -> None:
         self.schedule.close()
         self.engine.close()
+
+    def _crossed(self) -> tuple[int, int]:
+        """Rows and bytes that the table, which others may train too, has sent so far."""
+        legs = self.engine.statistics.vectors, self.engine.statistics.gradients
+        return sum(leg.rows for leg in legs), sum(leg.bytes_sent for leg in legs)
 
     def _upcoming(self, num_steps: int) -> Iterator[Batch]:
         first = self._done
