@@ -176,10 +176,8 @@ class Contestant:
             step = Step(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
             self.schedule.advance(step, feed)
         after = self._crossed()
-        self._rows_sent, self._bytes_sent = (
-            self._rows_sent + after[0] - before[0],
-            self._bytes_sent + after[1] - before[1],
-        )
+        self._rows_sent += after[0] - before[0]
+        self._bytes_sent += after[1] - before[1]
         return self._tracer.take()
 
     def bytes_a_step(self, num_ranks: int) -> float:
@@ -187,6 +185,10 @@ class Contestant:
         if num_ranks == 1:
             return self._bytes_sent / self._done
         return self._rows_sent / self._done * self.engine.tables[TABLE].dim * 4 * (num_ranks - 1) / num_ranks
+
+    def replica_bytes_a_step(self) -> float:
+        """Gradients or rows that leave this rank for other holders of its shard."""
+        return self.engine.statistics.replicas.bytes_sent / self._done
 
     def weights(self) -> torch.Tensor:
         """All weights of this rank in one vector: rows in order of key, then the dense ones."""
