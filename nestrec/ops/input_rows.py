@@ -58,11 +58,22 @@ def position_gradient(
     width = grad.shape[1]
     block = min(256, power_of_two(width))
     out = _positions(grad, num_positions)
+    order, longer = _by_length(offsets, num_positions)
     position_gradient_kernel[num_positions, -(-width // block)](
-        grad, offsets, grad if key is None else key, out, len(offsets) - 1, site, threshold, scale,
+        grad, offsets, order, longer, grad if key is None else key, out, site, threshold, scale,
         WIDTH=width, BLOCK=block, BATCH=8, HAS_DROPOUT=key is not None, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _by_length(offsets: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences from the longest on, and for each position how many of them reach it; without waiting for the device.
+
+    Otherwise every position would ask every sequence, which took 5 ms where most are short (224 sequences, H200).
+    """
+    sizes, ascending = offsets.diff().sort(stable=True)
+    place = torch.arange(num_positions, device=offsets.device)
+    return ascending.flip(0), len(sizes) - torch.searchsorted(sizes, place, right=True)
 
 
 @kernel_op("scale_rows", fake=lambda x, out_type, *_: (like(x, out_type), column(x)))

@@ -354,20 +354,22 @@ def embed_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def position_gradient_kernel(  # type: ignore[no-untyped-def]
-    grad, offsets, key, grad_table, num_sequences, site, threshold, scale,
+    grad, offsets, order, longer, key, grad_table, site, threshold, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Row p of the table's gradient: the gradients of every sequence's token p, added in the order of sequences."""
+    """Row p of the table's gradient: the gradients of every sequence's token p, the longest sequence first.
+
+    order: sequences by length. longer: how many of them reach position p.
+    """
     place = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, num_sequences, BATCH):
-        sequence = first + tl.arange(0, BATCH)
-        known = sequence < num_sequences
-        start = tl.load(offsets + sequence, mask=known, other=0)
-        end = tl.load(offsets + sequence + 1, mask=known, other=0)
-        row = start + place
-        has_row = row < end
+    count = tl.load(longer + place).to(tl.int32)
+    for first in range(0, count, BATCH):
+        number = first + tl.arange(0, BATCH)
+        has_row = number < count
+        sequence = tl.load(order + number, mask=has_row, other=0)
+        row = tl.load(offsets + sequence, mask=has_row, other=0) + place
         mask = has_row[:, None] & (channel < WIDTH)[None, :]
         g = _load_part(grad, row, WIDTH, channel, mask)
         if HAS_DROPOUT:

@@ -2,7 +2,7 @@
 
     x[t] = dropout(factor * vector[t] + table[position[t]])
 
-The gradient of a position is a sum over the sequences that reach it, in their order: no atomics.
+The gradient of a position is a sum over the sequences that reach it, the longest first: no atomics.
 
 Legend: T tokens, D model width, N positions of the table, B sequences.
 """
