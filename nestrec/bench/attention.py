@@ -86,7 +86,7 @@ def _row(name: str, shape: str, sets: Sequence[Batch], rounds: int) -> dict[str,
     try:
         attend = [IMPLEMENTATIONS[name].prepare(each) for each in sets]
         error = _error(attend[0], batch, is_softmax=IMPLEMENTATIONS[name].is_softmax)
-        times = _times(attend, sets, rounds)
+        times = _times(attend, rounds)
     except (torch.OutOfMemoryError, NotImplementedError, RuntimeError) as problem:
         torch.cuda.empty_cache()
         return row | {"fwd_ms": None, "bwd_ms": None, "tflops": None, "rel_err": None,
@@ -107,18 +107,18 @@ class _Times:
     backward_ms: float
 
 
-def _times(attend: Sequence[Attention], sets: Sequence[Batch], rounds: int) -> _Times:
+def _times(attend: Sequence[Attention], rounds: int) -> _Times:
     """Medians over rotating inputs."""
     forward_ms, backward_ms = [], []
     for n in range(rounds + 3):
-        call, batch = attend[n % len(sets)], sets[n % len(sets)]
+        call = attend[n % len(attend)]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         # Work ahead of the first mark hides the time that the host takes to launch.
         torch.cuda._sleep(5_000_000)
         marks[0].record()
         out = call.forward()
         marks[1].record()
-        call.backward(out, batch)
+        call.backward(out)
         marks[2].record()
         torch.cuda.synchronize()
         if n >= 3:
@@ -132,7 +132,7 @@ def _error(attend: Attention, batch: Batch, *, is_softmax: bool) -> float:
     first, end = _checked(batch.lengths)
     rows = slice(int(batch.offsets[first]), int(batch.offsets[end]))
     out = attend.forward()
-    found = [attend.tokens(out), *attend.backward(out, batch)]
+    found = [attend.tokens(x) for x in (out, *attend.backward(out))]
     exact_inputs = [x.detach()[rows].double().requires_grad_() for x in (batch.q, batch.k, batch.v)]
     offsets = batch.offsets[first : end + 1] - batch.offsets[first]
     reference = _softmax_reference if is_softmax else _hstu_reference

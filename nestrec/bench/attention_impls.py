@@ -53,10 +53,9 @@ class Attention:
     def forward(self) -> torch.Tensor:
         return self._call(*self._inputs)
 
-    def backward(self, out: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-        """Gradients of q, k and v by token; those of tables are computed too."""
-        found = torch.autograd.grad(out, [*self._inputs, *self._tables], self._grad)
-        return [self.tokens(x) for x in found[:3]]
+    def backward(self, out: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients of q, k and v in the attention's own layout; those of tables are computed too."""
+        return list(torch.autograd.grad(out, [*self._inputs, *self._tables], self._grad)[:3])
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,5 +196,6 @@ def test_a_compiled_layer_keeps_the_operator():
         return hstu_attention(q, k, v, offsets, max_length=100, normaliser=100.0).flatten(1).tanh()
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    grads = [torch.autograd.grad(f(x).float().square().sum(), x)[0] for f in (layer, compiled)]
-    torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-5)
+    eager, fused = (torch.autograd.grad(f(x).float().square().sum(), x)[0].double() for f in (layer, compiled))
+    # Eager rounds to bfloat16 after every operation, compiled code after each group of them.
+    assert float((fused - eager).norm() / eager.norm()) < 2e-2
