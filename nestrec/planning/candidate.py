@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from nestrec.base.config import config
 from nestrec.pipeline.options import ScheduleName
@@ -11,6 +11,7 @@ from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.profile import StoreKind
 from nestrec.planning.workload import Workload
 
+Transport = Literal["collectives", "host", "copy_engine"]
 INEXACT: frozenset[str] = frozenset({"stale", "semi_async"})
 """Schedules whose result differs from serial's."""
 SPLITS: frozenset[str] = frozenset({"frozen_window", "nested"})
@@ -33,13 +34,14 @@ class Candidate:
     """balance of samples over ranks"""
     window_cache: bool = False
     """a row crosses once a batch, not once a micro-batch"""
-    transport: str = "collectives"
-    """how exchanges cross; the torch.distributed collectives"""
+    transport: Transport = "collectives"
+    """how exchanges cross: NCCL or Gloo, host memory, peer copies inside one host"""
 
     def __str__(self) -> str:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         cache = ", window cache" if self.window_cache else ""
-        return f"{self.schedule}, N {self.micro_batches}{replicas}, {self.store}, {self.policy}{cache}"
+        transport = f", {self.transport}" if self.transport != "collectives" else ""
+        return f"{self.schedule}, N {self.micro_batches}{replicas}, {self.store}, {self.policy}{cache}{transport}"
 
     def overrides(self) -> dict[str, Any]:
         """Options of `nestrec train` that make it so."""
@@ -51,6 +53,8 @@ class Candidate:
             found["pipeline.window_cache"] = "true"
         if self.replicas > 1:
             found["ranks.replicas"] = self.replicas
+        if self.transport != "collectives":
+            found["ranks.exchange"] = self.transport
         return found
 
 
@@ -73,8 +77,8 @@ class Space:
     """of balance"""
     window_cache: tuple[bool, ...] = (False, True)
     """without and with"""
-    transports: tuple[str, ...] = ("collectives",)
-    """of exchanges"""
+    transports: tuple[Transport, ...] = ()
+    """of exchanges; none: those that the cluster has"""
 
     def on(self, cluster: ClusterConfig, workload: Workload) -> "Space":
         """What makes sense on this cluster and for this recipe."""
@@ -88,7 +92,7 @@ class Space:
         return replace(
             self,
             replicas=self.replicas or tuple(copies), stores=self.stores or tuple(stores),
-            micro_batches=parts,
+            micro_batches=parts, transports=self.transports or _transports(cluster),
         )  # fmt: skip
 
     def values(self, field: str) -> tuple[Any, ...]:
@@ -102,6 +106,16 @@ class Space:
             candidate = Candidate(**dict(zip(FIELDS, values, strict=True)))
             if is_sensible(candidate):
                 yield candidate
+
+
+def _transports(cluster: ClusterConfig) -> tuple[Transport, ...]:
+    """Peer copies need one NVLink domain, a way through the host a host that is told of."""
+    found: list[Transport] = ["collectives"]
+    if cluster.device.kind == "cuda" and cluster.host.copy_gb_per_s > 0:
+        found.append("host")
+    if cluster.device.kind == "cuda" and cluster.hosts == 1 and cluster.host.ranks > 1:
+        found.append("copy_engine")
+    return tuple(found)
 
 
 def is_sensible(candidate: Candidate) -> bool:

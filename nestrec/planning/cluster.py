@@ -25,6 +25,8 @@ class DeviceConfig:
     """dense products in the training precision; what MFU is a part of"""
     reserved_gib: float = 0.0
     """taken by the runtime: contexts, communication buffers, fragmentation"""
+    collective_slowdown: float = 0.0
+    """by what part kernels take longer beside collectives, which run on the same multiprocessors"""
 
 
 @config
@@ -41,6 +43,8 @@ class HostConfig:
     """of a host, for stores on disk"""
     crowding: float = 0.0
     """extra time of work while more lanes work than there are cores"""
+    copy_gb_per_s: float = 0.0
+    """of a rank, through host memory and a network driven by the host; 0: not to be used"""
 
 
 @config

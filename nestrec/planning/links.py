@@ -4,7 +4,7 @@ A level joins `ranks` neighbouring ranks. What leaves a level passes through the
 slow as the most loaded level. Each further peer costs a message, and many senders to one receiver slow the bytes down.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,10 @@ class Links:
     """Levels from the innermost to the outermost."""
 
     levels: tuple[Link, ...]
+
+    def capped(self, gb_per_s: float) -> "Links":
+        """The same with no level quicker than this."""
+        return Links(tuple(replace(link, gb_per_s=min(link.gb_per_s, gb_per_s)) for link in self.levels))
 
     def all_to_all_s(self, group: Group, num_bytes: Any) -> Any:
         """As `all_to_all`, where the link was busy before."""

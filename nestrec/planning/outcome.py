@@ -1,7 +1,7 @@
 """What a candidate would do on a cluster: time, parts, memory, bytes, and what bounds it."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,9 +10,10 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.planning.candidate import Candidate
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.expected_loads import expected_loads
-from nestrec.planning.links import Group
+from nestrec.planning.links import Group, Links
 from nestrec.planning.loads import KEY_BYTES, Loads
 from nestrec.planning.memory import Memory, Tier, memory_of
+from nestrec.planning.profile import Profile
 from nestrec.planning.program import Program
 from nestrec.planning.rehearsal import rehearse
 from nestrec.planning.replay import Mesh, Replay, replay
@@ -95,8 +96,8 @@ class Predictor:
         program, mesh = program_of(candidate, steps), self.mesh(candidate)
         hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
         costs = StepCosts(
-            self.loads(candidate), self.cluster.profile, self.cluster.link_model(), mesh, store=candidate.store,
-            hands_over=hands_over,
+            self.loads(candidate), self._profile(candidate, program), self._links(candidate), mesh,
+            store=candidate.store, hands_over=hands_over,
         )  # fmt: skip
         host = self.cluster.host
         if self.cluster.shares_cores and mesh.world <= _MOST_SHARED_RANKS:
@@ -105,6 +106,21 @@ class Predictor:
         if self.cluster.shares_cores and host.ranks > host.cores:
             return replay(program, Slowed(costs, host.ranks / host.cores * (1.0 + host.crowding)), mesh)
         return replay(program, costs, mesh)
+
+    def _links(self, candidate: Candidate) -> Links:
+        links = self.cluster.link_model()
+        return links.capped(self.cluster.host.copy_gb_per_s) if candidate.transport == "host" else links
+
+    def _profile(self, candidate: Candidate, program: Program) -> Profile:
+        """Kernels that run beside collectives are slower; in a serial step nothing runs beside anything."""
+        profile, slowdown = self.cluster.profile, self.cluster.device.collective_slowdown
+        overlaps = any(event.kind == "submit" for event in program.events)
+        if candidate.transport != "collectives" or not overlaps or slowdown == 0:
+            return profile
+        rates = profile.compute
+        slowed = replace(rates, flop_s=rates.flop_s * (1 + slowdown),
+                         attention_flop_s=rates.attention_flop_s * (1 + slowdown))  # fmt: skip
+        return replace(profile, compute=slowed)
 
     def _predict(self, candidate: Candidate) -> Outcome:
         done = self.replayed(candidate)

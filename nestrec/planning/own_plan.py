@@ -16,10 +16,10 @@ def candidate_of(cfg: RunConfig) -> Candidate:
     task: Any = cfg.task
     store = task.item_store if hasattr(task, "item_store") else task.table_store
     parts = cfg.batch.micro_batches if isinstance(cfg.batch.micro_batches, int) else 1
-    ranks: Any = getattr(cfg, "ranks", None)
     return Candidate(
         schedule=cfg.pipeline.schedule, micro_batches=parts, store=store.kind, policy=cfg.balance.policy,
-        window_cache=cfg.pipeline.window_cache, replicas=1 if ranks is None else ranks.replicas,
+        window_cache=cfg.pipeline.window_cache, replicas=cfg.ranks.replicas,
+        transport="collectives" if cfg.ranks.exchange == "auto" else cfg.ranks.exchange,
     )  # fmt: skip
 
 

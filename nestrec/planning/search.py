@@ -69,7 +69,7 @@ def _complexity(outcome: Outcome) -> int:
     tiers = ("device", "dram", "disk").index(c.store)
     return (
         (c.schedule != "serial") + math.ceil(math.log2(c.micro_batches)) + math.ceil(math.log2(c.replicas))
-        + 2 * tiers + (c.policy != "fixed") + c.window_cache
+        + 2 * tiers + (c.policy != "fixed") + c.window_cache + (c.transport != "collectives")
     )  # fmt: skip
 
 

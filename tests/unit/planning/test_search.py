@@ -12,7 +12,13 @@ from nestrec.planning.outcome import Predictor
 from nestrec.planning.plan import launch_command, lost_rows, make_plan, plan_rows
 from nestrec.planning.search import exhaustive, search
 
-SMALL = Space(micro_batches=(1, 2, 8), policies=("fixed", "zigzag"), window_cache=(False,), stores=("device", "dram"))
+SMALL = Space(
+    micro_batches=(1, 2, 8),
+    policies=("fixed", "zigzag"),
+    window_cache=(False,),
+    stores=("device", "dram"),
+    transports=("collectives",),
+)
 SPACES = {
     "cores": (workload(), cpu_cluster(cores=16)),
     "one host": (workload(batch_samples=32), cpu_cluster(hosts=1, ranks=4, cores=16)),
@@ -103,3 +109,25 @@ def test_launching_names_every_choice():
                  "--ranks.replicas 2", "--task.item_store.kind dram", "--balance.policy zigzag",
                  "--pipeline.window_cache true"):  # fmt: skip
         assert part in command
+
+
+def test_a_transport_that_leaves_the_kernels_alone_wins_where_they_matter_and_loses_where_bytes_do():
+    slow = gpu_cluster(hosts=2)
+    assert Space().on(slow, workload(batch_samples=64)).transports == ("collectives", "host")
+    assert "copy_engine" in Space().on(gpu_cluster(hosts=1), workload(batch_samples=64)).transports
+
+    def step_s(given, transport):
+        candidate = Candidate(schedule="nested", micro_batches=4, transport=transport)
+        return Predictor(given, slow).predict(candidate).step_s
+
+    kernels = workload(batch_samples=256, flops=5e11)
+    assert step_s(kernels, "host") < step_s(kernels, "collectives")
+    traffic = workload(batch_samples=4096, dim=4096, flops=1e6)
+    assert step_s(traffic, "host") > step_s(traffic, "collectives")
+
+
+def test_a_serial_step_is_not_slowed_by_what_does_not_run_beside_it():
+    given, cluster = workload(batch_samples=64, flops=1e11), gpu_cluster(hosts=1)
+    calm = replace(cluster, device=replace(cluster.device, collective_slowdown=0.0))
+    steps = [Predictor(given, c).predict(Candidate()).step_s for c in (cluster, calm)]
+    assert steps[0] == pytest.approx(steps[1])
