@@ -95,7 +95,7 @@ def largest(
             high = value
         if math.isinf(high):
             value = low * factor
-        elif not low and high > start / 64:
+        elif not low and high > start / 8:
             value = high / factor
         elif not low or rounds == 0 or high <= low * 1.05:
             break

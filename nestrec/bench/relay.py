@@ -228,8 +228,10 @@ class Size:
             }  # fmt: skip
 
     def _row(self, sweep: "Sweep", name: str, slo_ms: float) -> dict[str, Any]:
-        """A rate that does not depend on who returns is measured once."""
+        """A rate that does not depend on who returns, or that must be nothing, is not measured again."""
         known = self._best.get((name, slo_ms)) if not mode_named(name).keeps_prefix else None
+        if name == "full" and slo_ms < self._unloaded_ms:
+            known = 0.0
         row = sweep.row(slo_ms, known)
         self._best[name, slo_ms] = row["max_qps"]
         first = self._best[self._bed.bench.modes[0], slo_ms]
