@@ -8,7 +8,7 @@ from nestrec.base.errors import UserError
 from nestrec.bench.frame import make_frame
 from nestrec.bench.relay import Bed, RelayBench, measure_relay
 from nestrec.bench.relay_bound import Costs
-from nestrec.bench.relay_load import Load, Requests
+from nestrec.bench.relay_load import Load, bank_of
 from nestrec.bench.relay_modes import ABLATIONS, MODES
 from nestrec.bench.relay_page import write_page
 from nestrec.models.hstu import HSTUConfig
@@ -57,9 +57,11 @@ def test_users_return_with_more_events_and_only_recent_ones():
         assert visit == 0 if user == number else visit > 0
         latest[user] = number
     assert 0.4 < sum(visit > 0 for _, visit in visits) / 400 < 0.6
-    first, second = (Requests(0).request(load, 7, visit)[0] for visit in (0, 1))
-    assert (len(first), len(second)) == (10, 12)
-    assert (second.items[:10] == first.items).all()
+    for user in (7, 140, 100_000):
+        first, second = (bank_of(0).request(load, user, visit)[0] for visit in (0, 1))
+        assert (len(first), len(second)) == (10, 12)
+        assert (second.items[:10] == first.items).all()
+        assert (second.times_ms[:10] == first.times_ms).all()
 
 
 def test_bounds_follow_from_the_costs():
