@@ -248,7 +248,8 @@ def relay(
     The fields of RelayBench are options: [bold]--history 512 --candidates 64 --returning 0,0.3 --duration_s 8[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.relay import RelayBench, measure_relay
+    from nestrec.bench.relay import measure_relay
+    from nestrec.bench.relay_bed import RelayBench
     from nestrec.bench.relay_tables import short_rows, summary
 
     bench = with_overrides(RelayBench(), parse_overrides(context.args, ("json", "page")))

@@ -15,137 +15,13 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
-from nestrec.base.config import config
 from nestrec.bench.open_loop import Trial, largest
+from nestrec.bench.relay_bed import LONGEST, Bed, RelayBench
 from nestrec.bench.relay_bound import Costs, measure_costs
-from nestrec.bench.relay_load import NUM_ITEMS, Load, run_trial
-from nestrec.bench.relay_modes import MODES, Mode, mode_named
-from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.forms import Form, make_form
-from nestrec.serving.page_pool import PagePool, bytes_a_token
-from nestrec.serving.random_model import random_ranking
-from nestrec.serving.runners import make_runner
-from nestrec.serving.tiers import TiersConfig
-from nestrec.serving.trigger import TriggerConfig
-
-_MOST_VISITS = 64
-_LONGEST = 2
-"""times the longest history: how far `longest` looks"""
-
-
-@config
-class RelayBench:
-    """What is measured. The defaults suit two CPU cores."""
-
-    encoder: HSTUConfig = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, time_bias=True)
-    """the model; max_length follows the history"""
-    history: tuple[int, ...] = (512,)
-    """events of a user; two tokens each"""
-    candidates: tuple[int, ...] = (64,)
-    """items of a ranking request"""
-    returning: tuple[float, ...] = (0.0, 0.3, 0.6)
-    """shares of requests of users who were here before"""
-    recent_users: int = 64
-    """a returning user is one of so many latest ones"""
-    new_events: int = 4
-    """of a user between two visits"""
-    modes: tuple[str, ...] = tuple(MODES)
-    """ways of serving; also reactive, relay_all, no_affinity and remote_fetch"""
-    more_modes: tuple[str, ...] = ()
-    """measured at the first size and the last share of returning users only, after everything else"""
-    longest: bool = False
-    """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
-    curve: tuple[float, ...] = ()
-    """also the latency at these multiples of each mode's largest rate, with the first share of returning users"""
-    slo_factor: float = 3.0
-    """SLO over the unloaded P50 of full inference"""
-    slo_ms: tuple[float, ...] = ()
-    """SLOs beside that one, at the first size and share of returning users"""
-    signal_ms: float = 150.0
-    """from signal to ranking request"""
-    warm_s: float = 0.5
-    """of a trial before requests are counted"""
-    duration_s: float = 8.0
-    """of a trial after that"""
-    fewest: int = 150
-    """requests of a trial, however short"""
-    factor: float = 1.3
-    """between two rates that are tried, until one meets the SLO and the next does not"""
-    rounds: int = 2
-    """halvings of the interval between these two"""
-    cache_bytes: int = 256 << 20
-    """device memory for prefixes"""
-    dram_bytes: int = 1 << 30
-    """host memory for prefixes"""
-    max_batch_tokens: int = 4096
-    """new tokens of requests in a batch"""
-    chunk_tokens: int = 256
-    """tokens of signals in a batch that ranks nothing; 0: those of one history"""
-    mixed_chunk_tokens: int = 0
-    """tokens of signals in a batch that ranks; -1: as many"""
-    is_paired: bool = False
-    """each history with the candidates at its place only, instead of with all"""
-    device: str = "cpu"
-    """cpu or cuda"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """of weights, prefixes and products"""
-    seed: int = 0
-    """of weights, arrivals and histories"""
-
-
-class Bed:
-    """A model with its memory and graphs, on which engines of all modes run one after the other."""
-
-    def __init__(self, bench: RelayBench):
-        self.bench = bench
-        events = max(bench.history) * (_LONGEST if bench.longest else 1) + _MOST_VISITS * bench.new_events
-        encoder = replace(bench.encoder, max_length=2 * (events + 1))
-        dtype = getattr(torch, bench.dtype)
-        servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
-        self.form: Form = make_form(servable)
-        page_tokens = TiersConfig().page_tokens
-        pool = PagePool(
-            encoder, num_pages=max(1, bench.cache_bytes // (bytes_a_token(encoder, dtype) * page_tokens)),
-            page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
-        )  # fmt: skip
-        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=2 * bench.max_batch_tokens))
-
-    def load(self, history: int, candidates: int, returning: float) -> Load:
-        bench = self.bench
-        return Load(
-            history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
-            recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
-            warm_s=bench.warm_s, fewest=bench.fewest, seed=bench.seed,
-        )  # fmt: skip
-
-    def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> tuple[Trial, dict[str, int]]:
-        """An engine of its own with empty caches; its counts."""
-        engine = Engine(self.form, engine_config(mode, self.bench, load.history, slo_ms), runner=self.runner)
-        try:
-            return run_trial(engine, mode, load, rate), engine.counts
-        finally:
-            engine.close()
-
-
-def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) -> EngineConfig:
-    """The engine of a mode."""
-    chunk = bench.chunk_tokens or 2 * history
-    mixed = chunk if bench.mixed_chunk_tokens < 0 else bench.mixed_chunk_tokens
-    tiers = TiersConfig(
-        cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
-        keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
-        dram_link_gb_per_s=mode.fetch_gb_per_s,
-    )  # fmt: skip
-    trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
-    return EngineConfig(
-        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=chunk,
-        mixed_chunk_tokens=mixed, max_batch_tokens=bench.max_batch_tokens + (mixed if mode.sends_signals else 0),
-    )  # fmt: skip
+from nestrec.bench.relay_load import Load
+from nestrec.bench.relay_modes import MODES, mode_named
 
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
@@ -180,7 +56,7 @@ class Size:
         self._best: dict[tuple[str, float], float] = {}
         load = self._load(0.0)
         self._costs = measure_costs(bed.runner, load)
-        quiet = replace(load, duration_s=bed.bench.duration_s / 2, fewest=30)
+        quiet = replace(load, duration_s=bed.bench.duration_s / 2, fewest=min(30, bed.bench.fewest))
         unloaded, _ = bed.trial(MODES["full"], quiet, 100.0 / self._costs.full_ms, 1e3)
         self._unloaded_ms = unloaded.percentile_ms(50)
         self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
@@ -207,7 +83,7 @@ class Size:
     def longest(self) -> Iterator[dict[str, Any]]:
         """The longest history of each mode at one rate and one SLO."""
         bench, load = self._bed.bench, self._load(self._bed.bench.returning[0])
-        most, rate = _LONGEST * max(bench.history), self._best[bench.modes[0], self._slo_ms] / 2
+        most, rate = LONGEST * max(bench.history), self._best[bench.modes[0], self._slo_ms] / 2
         baseline = 0
         for name in bench.modes if rate else ():
 

@@ -6,7 +6,8 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.bench.frame import make_frame
-from nestrec.bench.relay import Bed, RelayBench, measure_relay
+from nestrec.bench.relay import measure_relay
+from nestrec.bench.relay_bed import Bed, RelayBench
 from nestrec.bench.relay_bound import Costs
 from nestrec.bench.relay_load import Load, bank_of
 from nestrec.bench.relay_modes import ABLATIONS, MODES
@@ -15,7 +16,7 @@ from nestrec.models.hstu import HSTUConfig
 
 BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),
-    history=(24,), candidates=(4,), returning=(0.5,), signal_ms=5.0, duration_s=0.5, rounds=0, warm_s=0.1,
+    history=(24,), candidates=(4,), returning=(0.5,), signal_ms=5.0, duration_s=0.5, rounds=0, warm_s=0.1, fewest=5,
 )  # fmt: skip
 SOURCES = {
     "full": {"none"},
