@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nestrec.distributed.exchange import all_to_all_rows
 from nestrec.distributed.topology import Communicator
+from nestrec.embedding.half_rows import half_rows
 from nestrec.embedding.overlap import matching_places
 from nestrec.embedding.routing import Routed, RoutedTable
 from nestrec.embedding.transfer import to_device
@@ -150,7 +151,11 @@ def _cut(leg: RoutedTable, mine: Flags, of_owned: Flags, device: torch.device) -
     slots = _slots(leg)
     asked = of_owned[slots]
     send, receive = _counts(mine, leg.send_counts), _counts(asked, leg.receive_counts)
-    cut = RoutedTable(leg.keys[mine], send, receive, to_device(slots[asked], device))
+    half = None
+    if leg.half is not None:
+        flags = leg.half.flags
+        half = half_rows((flags[0][mine], send), (flags[1][asked], receive), slots[asked], device)
+    cut = RoutedTable(leg.keys[mine], send, receive, to_device(slots[asked], device), half)
     return cut, to_device(np.flatnonzero(mine), device)
 
 

@@ -41,6 +41,8 @@ class HalfRows:
     """Places in the working set."""
     of_source: tuple[Crossing, Crossing]
     """Places among the keys that this rank asks for."""
+    flags: tuple[Flags, Flags]
+    """Of what this rank asks for and of what it is asked for, so that an exchange can be cut in two."""
 
 
 def flags_of_parts(
@@ -69,7 +71,7 @@ def half_rows(
     device: torch.device,
 ) -> HalfRows:  # fmt: skip
     """asking, asked: flags and counts by rank, of what this rank asks for and of what it is asked for."""
-    return HalfRows(_crossings(*asked, slots, device), _crossings(*asking, None, device))
+    return HalfRows(_crossings(*asked, slots, device), _crossings(*asking, None, device), (asking[0], asked[0]))
 
 
 def _crossings(

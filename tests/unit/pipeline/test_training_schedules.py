@@ -89,8 +89,10 @@ def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tin
     more = {"task__negatives__sampler": negatives, "task__negatives__sharing": sharing,
             "task__negatives__variant": "fused", "task__negatives__lookup": "float16"}  # fmt: skip
     expected = run("hstu", tiny_data, tmp_path / "serial", "serial", **more)
-    for schedule in EXACT:
+    for schedule in [*EXACT, "priority"]:
         assert run("hstu", tiny_data, tmp_path / schedule, schedule, **more) == expected
+    for schedule in ("stale", "semi_async"):
+        assert run("hstu", tiny_data, tmp_path / schedule, schedule, **more)["consumed"] == expected["consumed"]
 
 
 def test_a_delay_of_nothing_is_refused():
