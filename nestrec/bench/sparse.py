@@ -47,9 +47,9 @@ class SparseBench:
 
 def measure_sparse(bench: SparseBench) -> Iterator[dict[str, Any]]:
     """Rows as they are measured."""
+    yield from _memory(bench)
     yield from _collisions(bench)
     yield from _replicas(bench)
-    yield from _memory(bench)
 
 
 def _collisions(bench: SparseBench) -> Iterator[dict[str, Any]]:
