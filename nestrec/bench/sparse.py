@@ -23,6 +23,8 @@ _JOB = JobConfig(num_rows=1_600_000, dim=64, samples=256, tokens=32, hidden=256)
 
 @config
 class SparseBench:
+    experiments: tuple[str, ...] = ("memory", "collisions", "replicas")
+    """which of them"""
     collisions: tuple[float, ...] = (0.0, 0.06, 0.12, 0.3, 0.6)
     """shares of a batch's keys that are in the batch before"""
     replicas: tuple[int, ...] = (1, 2, 4)
@@ -35,6 +37,8 @@ class SparseBench:
     """of nested"""
     comm_share: float = 0.7
     """raw communication of serial as a part of its computation, which sets the links"""
+    link_mbit: float | None = None
+    """megabits a second of each rank's link, each way; none: what comm_share asks for"""
     emulated: bool = False
     """time the links instead of limiting them"""
     rounds: int = 5
@@ -47,13 +51,12 @@ class SparseBench:
 
 def measure_sparse(bench: SparseBench) -> Iterator[dict[str, Any]]:
     """Rows as they are measured."""
-    yield from _memory(bench)
-    yield from _collisions(bench)
-    yield from _replicas(bench)
+    for name in bench.experiments:
+        yield from {"memory": _memory, "collisions": _collisions, "replicas": _replicas}[name](bench)
 
 
 def _collisions(bench: SparseBench) -> Iterator[dict[str, Any]]:
-    link_mbit: float | None = None
+    link_mbit = bench.link_mbit
     for rate in bench.collisions:
         rows = measure_schedules(
             SchedulesBench(
@@ -79,7 +82,7 @@ def _collisions(bench: SparseBench) -> Iterator[dict[str, Any]]:
 
 
 def _replicas(bench: SparseBench) -> Iterator[dict[str, Any]]:
-    link_mbit: float | None = None
+    link_mbit = bench.link_mbit
     first: dict[str, float] = {}
     for replicas in bench.replicas:
         for mode in ("gradients", "weights") if replicas > 1 else ("gradients",):
