@@ -13,7 +13,7 @@ from nestrec.base.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.05
-_SHORT_LIFE_S = 2.0
+_SHORT_LIFE_S = 10.0
 _MOST_FAILURES = 5
 
 

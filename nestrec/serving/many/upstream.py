@@ -32,7 +32,8 @@ class Upstream:
             f"{method} ".encode() + target + b" HTTP/1.1\r\nhost: instance\r\ncontent-type: application/json\r\n"
             b"content-length: " + str(len(body)).encode() + b"\r\n\r\n"
         )
-        return await asyncio.wait_for(self._exchange(head + body, is_repeatable), self._timeout_s)
+        async with asyncio.timeout(self._timeout_s):  # wait_for could swallow a cancellation that meets an error
+            return await self._exchange(head + body, is_repeatable)
 
     async def _exchange(self, data: bytes, is_repeatable: bool) -> Response:
         while self._idle and is_repeatable:
