@@ -1,0 +1,36 @@
+"""Triton kernels where there is no GPU: their own tests, in processes in which Triton interprets."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[2]
+WARNS = ["ignore:Conversion of an array with ndim:DeprecationWarning", "ignore:overflow encountered:RuntimeWarning",
+         "ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning"]  # fmt: skip
+"""By the interpreter, of its own use of numpy: conversions, and exponentials of masked logits."""
+SMALL_LOSSES = ["-k", "(fused and (shape0 or shape2 or shape3)) or tile1-shape2"]
+"""the interpreter is slow"""
+KERNELS = {
+    "rows": ["gpu/test_row_kernels_gpu.py", "-m", "gpu"],
+    "layers": ["gpu/test_layers_gpu.py", "-m", "gpu"],
+    "losses": ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py", *SMALL_LOSSES],
+    "attention": ["unit/ops/test_attention_kernels.py"],
+    "pages": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"],
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_kernels_pass_their_tests_under_the_interpreter(kernels):
+    warns = [word for warning in WARNS for word in ("-W", warning)]
+    tests = [str(TESTS / word) if word.endswith(".py") else word for word in KERNELS[kernels]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *warns, *tests]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "TRITON_INTERPRET" not in done.stdout, "skipped for want of what was set"
