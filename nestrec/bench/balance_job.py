@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -178,7 +178,7 @@ class Job:
 def own_communicator(topology: Topology) -> Communicator:
     """All ranks, for one feed alone: each trades samples on a thread of its own. Collective."""
     group = dist.new_group(backend="gloo") if topology.world > 1 else None
-    return replace(topology.samples, group=group, log=CollectiveLog())
+    return Communicator("samples", topology.rank, topology.world, group, CollectiveLog())
 
 
 def _data_lanes(spans: Sequence[Span]) -> dict[str, Any]:
