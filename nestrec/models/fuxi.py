@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from nestrec.base.config import config
+from nestrec.models.residual import ResidualEncoder
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.bias_attention import bias_attention
 from nestrec.ops.dropout import Dropout
@@ -26,7 +27,6 @@ from nestrec.ops.gated_output import gated_output
 from nestrec.ops.hstu_attention import hstu_attention
 from nestrec.ops.norm_projection import norm_projection, without_keeping
 from nestrec.ops.relative_bias import RelativeBias
-from nestrec.ops.token_input import token_input
 
 NORM_EPS = 1e-6
 
@@ -118,20 +118,9 @@ class FuXiBlock(nn.Module):
         )  # fmt: skip
 
 
-class FuXi(nn.Module):
+class FuXi(ResidualEncoder):
     """Encoder: (T, D) input vectors to (T, D) states."""
 
     def __init__(self, cfg: FuXiConfig):
-        super().__init__()
+        super().__init__(cfg, (FuXiBlock(cfg, site=2 * i + 1) for i in range(cfg.num_layers)))
         self.cfg = cfg
-        self.position = nn.Parameter(torch.empty(cfg.max_length + cfg.normaliser_margin, cfg.dim))
-        nn.init.xavier_normal_(self.position)
-        self.layers = nn.ModuleList(FuXiBlock(cfg, site=2 * i + 1) for i in range(cfg.num_layers))
-
-    def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        drop = Dropout(info.token_key_T, 0, self.cfg.dropout if self.training else 0.0)
-        x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self.cfg.dim**0.5, drop=drop)
-        delta_TD: torch.Tensor | None = None
-        for layer in self.layers:
-            x_TD, delta_TD = layer(x_TD, delta_TD, info)
-        return x_TD if delta_TD is None else x_TD + delta_TD

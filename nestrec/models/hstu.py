@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from nestrec.base.config import config
+from nestrec.models.residual import ResidualEncoder
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.dropout import Dropout
 from nestrec.ops.gated_output import gated_output
 from nestrec.ops.hstu_attention import hstu_attention
 from nestrec.ops.norm_projection import norm_projection, without_keeping
 from nestrec.ops.relative_bias import RelativeBias
-from nestrec.ops.token_input import token_input
 
 NORM_EPS = 1e-6
 
@@ -106,20 +106,9 @@ class HSTULayer(nn.Module):
         )  # fmt: skip
 
 
-class HSTU(nn.Module):
+class HSTU(ResidualEncoder):
     """Encoder: (T, D) input vectors to (T, D) states."""
 
     def __init__(self, cfg: HSTUConfig):
-        super().__init__()
+        super().__init__(cfg, (HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers)))
         self.cfg = cfg
-        self.position = nn.Parameter(torch.empty(cfg.max_length + cfg.normaliser_margin, cfg.dim))
-        nn.init.xavier_normal_(self.position)
-        self.layers = nn.ModuleList(HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers))
-
-    def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        drop = Dropout(info.token_key_T, 0, self.cfg.dropout if self.training else 0.0)
-        x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self.cfg.dim**0.5, drop=drop)
-        delta_TD: torch.Tensor | None = None
-        for layer in self.layers:
-            x_TD, delta_TD = layer(x_TD, delta_TD, info)
-        return x_TD if delta_TD is None else x_TD + delta_TD

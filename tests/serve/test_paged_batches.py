@@ -1,19 +1,17 @@
 """Batches over pages equal batches sequence by sequence: on a GPU, or in Triton's interpreter."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
+from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.serving.forms import make_form
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.page_pool import PagePool
 from nestrec.serving.random_model import random_ranking
 from nestrec.serving.runner import Part, Runner
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1"),

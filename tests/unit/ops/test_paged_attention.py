@@ -1,14 +1,12 @@
 """The paged kernel against the definition: on a GPU, or in Triton's interpreter."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 from nestrec.ops.cached_attention import cached_attention_reference
+from nestrec.ops.registry import IS_INTERPRETED
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.skipif(not (IS_INTERPRETED or torch.cuda.is_available()), reason="needs a GPU, or TRITON_INTERPRET=1"),
