@@ -81,12 +81,18 @@ async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send,
 
 
 def largest(
-    measure: Callable[[float], Trial], slo_ms: float, *, start: float, rounds: int = 5, factor: float = 2.0
+    measure: Callable[[float], Trial],
+    slo_ms: float,
+    *,
+    start: float,
+    rounds: int = 5,
+    factor: float = 2.0,
+    most: float = math.inf,
 ) -> tuple[float, Trial | None]:
-    """The largest rate (or whatever `measure` takes) that meets the SLO: multiply or divide by `factor` until it lies
-    in between, then halve the interval."""
+    """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply or divide by `factor`
+    until it lies in between, then halve the interval."""
     low, high, best = 0.0, math.inf, None
-    value = start
+    value = min(start, most)
     for _ in range(24):
         trial = measure(value)
         if trial.meets(slo_ms):
@@ -94,7 +100,9 @@ def largest(
         else:
             high = value
         if math.isinf(high):
-            value = low * factor
+            if low >= most:
+                break
+            value = min(low * factor, most)
         elif not low and high > start / 8:
             value = high / factor
         elif not low or rounds == 0 or high <= low * 1.05:

@@ -20,7 +20,7 @@ from typing import Any
 from nestrec.bench.open_loop import Trial, largest
 from nestrec.bench.relay_bed import LONGEST, Bed, RelayBench
 from nestrec.bench.relay_bound import Costs, measure_costs
-from nestrec.bench.relay_load import Load
+from nestrec.bench.relay_load import Load, Outcome
 from nestrec.bench.relay_modes import MODES, mode_named
 
 
@@ -53,12 +53,12 @@ class Size:
 
     def __init__(self, bed: Bed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
-        self._best: dict[tuple[str, float], float] = {}
+        self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         load = self._load(0.0)
         self._costs = measure_costs(bed.runner, load)
         quiet = replace(load, duration_s=bed.bench.duration_s / 2, fewest=min(30, bed.bench.fewest))
-        unloaded, _ = bed.trial(MODES["full"], quiet, 100.0 / self._costs.full_ms, 1e3)
-        self._unloaded_ms = unloaded.percentile_ms(50)
+        unloaded = bed.trial(MODES["full"], quiet, 100.0 / self._costs.full_ms, 1e3)
+        self._unloaded_ms = unloaded.trial.percentile_ms(50)
         self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -68,33 +68,34 @@ class Size:
             for name in bench.modes:
                 sweep = self._sweep(name, returning)
                 yield self._row(sweep, name, self._slo_ms)
-                if returning == bench.returning[0]:
-                    yield from sweep.curve(self._slo_ms, self._best[name, self._slo_ms])
 
     def more(self) -> Iterator[dict[str, Any]]:
-        """Other SLOs, and other modes."""
+        """Other modes, latency over load, and other SLOs."""
         bench = self._bed.bench
+        for name in bench.more_modes:
+            yield self._row(self._sweep(name, bench.returning[-1]), name, self._slo_ms)
+        for name in bench.modes if bench.curve else ():
+            sweep = self._sweep(name, bench.returning[0])
+            yield from sweep.curve(self._slo_ms, self._best[name, bench.returning[0], self._slo_ms])
         for slo_ms in bench.slo_ms:
             for name in bench.modes:
                 yield self._row(self._sweep(name, bench.returning[0]), name, slo_ms)
-        for name in bench.more_modes:
-            yield self._row(self._sweep(name, bench.returning[-1]), name, self._slo_ms)
 
     def longest(self) -> Iterator[dict[str, Any]]:
         """The longest history of each mode at one rate and one SLO."""
         bench, load = self._bed.bench, self._load(self._bed.bench.returning[0])
-        most, rate = LONGEST * max(bench.history), self._best[bench.modes[0], self._slo_ms] / 2
+        most = LONGEST * max(bench.history)
+        rate = self._best[bench.modes[0], load.returning, self._slo_ms] / 2
         baseline = 0
         for name in bench.modes if rate else ():
 
             def measure(length: float, name: str = name) -> Trial:
-                longer = replace(load, history=min(round(length), most))
-                return self._bed.trial(mode_named(name), longer, rate, self._slo_ms)[0]
+                longer = replace(load, history=round(length))
+                return self._bed.trial(mode_named(name), longer, rate, self._slo_ms).trial
 
-            found, best = largest(
-                measure, self._slo_ms, start=1.5 * (baseline or load.history), rounds=bench.rounds, factor=1.2
-            )
-            length = min(round(found), most)
+            start = 1.5 * (baseline or load.history)
+            found, best = largest(measure, self._slo_ms, start=start, rounds=bench.rounds, factor=1.2, most=most)
+            length = round(found)
             baseline = baseline or length
             yield {
                 "mode": name, "longest_history": length, "candidates": load.candidates, "returning": load.returning,
@@ -105,12 +106,14 @@ class Size:
 
     def _row(self, sweep: "Sweep", name: str, slo_ms: float) -> dict[str, Any]:
         """A rate that does not depend on who returns, or that must be nothing, is not measured again."""
-        known = self._best.get((name, slo_ms)) if not mode_named(name).keeps_prefix else None
+        returning = sweep.load.returning
+        others = [self._best[key] for key in self._best if (key[0], key[2]) == (name, slo_ms)]
+        known = others[0] if others and not mode_named(name).keeps_prefix else None
         if name == "full" and slo_ms < self._unloaded_ms:
             known = 0.0
         row = sweep.row(slo_ms, known)
-        self._best[name, slo_ms] = row["max_qps"]
-        first = self._best[self._bed.bench.modes[0], slo_ms]
+        self._best[name, returning, slo_ms] = row["max_qps"]
+        first = self._best[self._bed.bench.modes[0], returning, slo_ms]
         speedup = round(row["max_qps"] / first, 3) if first else None
         return {**row, "speedup": speedup, "full_p50_ms": round(self._unloaded_ms, 3)}
 
@@ -125,30 +128,33 @@ class Sweep:
     """Trials of one mode under one load; a rate is tried once."""
 
     def __init__(self, bed: Bed, name: str, load: Load, costs: Costs, budget_ms: float):
-        self._bed, self._name, self._load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
+        self._bed, self._name, self.load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
         self._mode = mode_named(name)
-        self._trials: dict[float, tuple[Trial, dict[str, int]]] = {}
+        self._outcomes: dict[float, Outcome] = {}
 
     def measure(self, rate: float) -> Trial:
-        if rate not in self._trials:
-            self._trials[rate] = self._bed.trial(self._mode, self._load, rate, self._budget_ms)
-        return self._trials[rate][0]
+        if rate not in self._outcomes:
+            self._outcomes[rate] = self._bed.trial(self._mode, self.load, rate, self._budget_ms)
+        return self._outcomes[rate].trial
 
     def row(self, slo_ms: float, known: float | None = None) -> dict[str, Any]:
         """The largest rate that meets an SLO; `known` where another load has given it already."""
-        bound, bench = self._costs.bound_qps(self._mode, self._load.returning), self._bed.bench
+        bound, bench = self._costs.bound_qps(self._mode, self.load.returning), self._bed.bench
         best: Trial | None = None
         if known is None:
             start = bound * (0.85 if self._mode.sends_signals else 0.4)
             rate, best = largest(self.measure, slo_ms, start=start, rounds=bench.rounds, factor=bench.factor)
         else:
             rate = known
+        outcome = self._outcomes[rate] if best is not None else None
         return {
             **self._labels(), "slo_ms": round(slo_ms, 3), "max_qps": round(rate, 2), "bound_qps": round(bound, 1),
-            **_percentiles(best), **_shares(self._trials[rate][1] if best is not None else {}),
+            **_percentiles(best), **_shares(outcome.counts if outcome else {}), **(outcome.parts if outcome else {}),
             "full_device_ms": self._costs.full_ms, "prefix_device_ms": self._costs.prefix_ms,
             "rank_device_ms": self._costs.rank_ms, "reload_ms": self._costs.reload_ms,
-            "prefix_mb": round(self._costs.prefix_mb, 2), "trials": len(self._trials),
+            "prefix_mb": round(self._costs.prefix_mb, 2), "trials": len(self._outcomes),
+            "requests": len(best.latency_ms) if best is not None else None,
+            "tried": [_tried(rate, self._outcomes[rate]) for rate in sorted(self._outcomes)],
         }  # fmt: skip
 
     def curve(self, slo_ms: float, capacity: float) -> Iterator[dict[str, Any]]:
@@ -160,11 +166,16 @@ class Sweep:
             }  # fmt: skip
 
     def _labels(self) -> dict[str, Any]:
-        load, bench = self._load, self._bed.bench
+        load, bench = self.load, self._bed.bench
         return {
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "device": bench.device, "dtype": bench.dtype, "emulated": self._mode.fetch_gb_per_s > 0,
         }  # fmt: skip
+
+
+def _tried(rate: float, outcome: Outcome) -> dict[str, Any]:
+    shares = {name: share for name, share in _shares(outcome.counts).items() if name != "dram_hits"}
+    return {"rate": round(rate, 2), **_percentiles(outcome.trial), **shares, **outcome.parts}
 
 
 def _percentiles(trial: Trial | None) -> dict[str, float | None]:

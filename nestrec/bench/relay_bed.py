@@ -6,8 +6,7 @@ from typing import Literal
 import torch
 
 from nestrec.base.config import config
-from nestrec.bench.open_loop import Trial
-from nestrec.bench.relay_load import NUM_ITEMS, Load, run_trial
+from nestrec.bench.relay_load import NUM_ITEMS, Load, Outcome, run_trial
 from nestrec.bench.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine, EngineConfig
@@ -46,7 +45,7 @@ class RelayBench:
     longest: bool = False
     """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
     curve: tuple[float, ...] = ()
-    """also the latency at these multiples of each mode's largest rate, with the first share of returning users"""
+    """also the latency at these multiples of each mode's largest rate, at the first size and share that returns"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
     slo_ms: tuple[float, ...] = ()
@@ -73,6 +72,8 @@ class RelayBench:
     """tokens of signals in a batch that ranks nothing; 0: those of one history"""
     mixed_chunk_tokens: int = 0
     """tokens of signals in a batch that ranks; -1: as many"""
+    chunk_ms: float = 0.0
+    """device milliseconds of signals in a batch, by the learned costs; 0: the tokens alone bound them"""
     is_paired: bool = False
     """each history with the candidates at its place only, instead of with all"""
     device: str = "cpu"
@@ -108,11 +109,11 @@ class Bed:
             warm_s=bench.warm_s, fewest=bench.fewest, seed=bench.seed,
         )  # fmt: skip
 
-    def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> tuple[Trial, dict[str, int]]:
-        """An engine of its own with empty caches; its counts."""
+    def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> Outcome:
+        """By an engine of its own with empty caches."""
         engine = Engine(self.form, engine_config(mode, self.bench, load.history, slo_ms), runner=self.runner)
         try:
-            return run_trial(engine, mode, load, rate), engine.counts
+            return run_trial(engine, mode, load, rate)
         finally:
             engine.close()
 
@@ -129,5 +130,6 @@ def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) ->
     trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
     return EngineConfig(
         tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=chunk,
-        mixed_chunk_tokens=mixed, max_batch_tokens=bench.max_batch_tokens + (mixed if mode.sends_signals else 0),
+        mixed_chunk_tokens=mixed, chunk_ms=bench.chunk_ms,
+        max_batch_tokens=bench.max_batch_tokens + (mixed if mode.sends_signals else 0),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from nestrec.bench.relay_load import Load, bank_of
 from nestrec.bench.relay_modes import Mode
 from nestrec.serving.runner import BatchRunner, Part
 
-_REPEATS, _BATCH = 5, 8
+_REPEATS, _BATCH, _WARM_S = 9, 8, 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,8 @@ def _seconds_of(action: Callable[[], None]) -> float:
 
 
 def _median_ms(seconds: Callable[[], float]) -> float:
-    for _ in range(_REPEATS):  # compiles, allocates, raises clocks
+    end_s = time.perf_counter() + _WARM_S
+    seconds()  # compiles, allocates
+    while time.perf_counter() < end_s:  # until clocks are those of a device at work
         seconds()
     return round(float(np.median([seconds() for _ in range(_REPEATS)])) * 1e3, 4)

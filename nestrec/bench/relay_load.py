@@ -4,21 +4,24 @@ import contextlib
 import functools
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nestrec.bench.open_loop import Trial, poisson_arrivals
 from nestrec.bench.relay_modes import Mode
 from nestrec.serving.engine import Engine
 from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.work import Answer, RefusedError
+from nestrec.serving.work import Answer, RefusedError, Work
 
 NUM_ITEMS = 10_000
 _BANK = 1 << 20
 _NOW_MS = 2 * 10**10
 _TIMEOUT_S = 10.0
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,18 @@ class Requests:
         return history, candidates
 
 
-def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Trial:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A trial, and what it consisted of."""
+
+    trial: Trial
+    counts: dict[str, int]
+    """of the engine"""
+    parts: dict[str, float]
+    """where the time of answered requests went, and how busy the device was"""
+
+
+def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
     """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
 
     The sender is a plain thread, since the event loop's clock ticks in milliseconds.
@@ -96,6 +110,7 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Trial:
     requests = [bank.request(load, *visit) for visit in visits]
     is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
     latency_ms, lateness_ms = np.full(len(at_s), np.inf), np.zeros(len(at_s))
+    works: dict[int, Work] = {}
     moments = [(at, False, number) for number, at in enumerate(at_s)] if mode.sends_signals else []
     moments = sorted(moments + [(at + load.signal_s, True, number) for number, at in enumerate(at_s)])
     start_s = time.perf_counter() + 0.01
@@ -114,9 +129,25 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Trial:
         lateness_ms[number] = (time.perf_counter() - start_s - moment_s) * 1e3
         name = f"{user}.{number}" if is_stray[number] else user  # whoever comes by chance finds nothing of theirs
         with contextlib.suppress(RefusedError):
-            work = engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S)
+            works[number] = work = engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S)
             work.future.add_done_callback(functools.partial(answered, number))
     engine.wait_until_idle(_TIMEOUT_S)
+    device_share = engine.device_s / (time.perf_counter() - start_s)
     counted = at_s >= load.warm_s
     span_s = float(at_s[-1]) - load.warm_s
-    return Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)
+    trial = Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)
+    chosen = [number for number in works if counted[number] and np.isfinite(latency_ms[number])]
+    asked_s = start_s + load.signal_s + at_s[chosen]
+    parts = _parts([works[number] for number in chosen], asked_s, latency_ms[chosen])
+    return Outcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
+
+
+def _parts(works: Sequence[Work], asked_s: Floats, latency_ms: Floats) -> dict[str, float]:
+    """Median milliseconds of a request before, in and after the making of its batch."""
+    if not works:
+        return {}
+    wait_ms = (np.array([work.planned_s for work in works]) - asked_s) * 1e3
+    launch_ms = np.array([work.launched_s - work.planned_s for work in works]) * 1e3
+    run_ms = latency_ms - wait_ms - launch_ms
+    named = {"wait": wait_ms, "launch": launch_ms, "run": run_ms}
+    return {f"{name}_p50_ms": round(float(np.median(values)), 3) for name, values in named.items()}

@@ -38,21 +38,23 @@ class PagedSegment:
 
 def plan_blocks(segments: Sequence[PagedSegment], block_rows: int = BLOCK_ROWS) -> NDArray[np.int32]:
     """(blocks, FIELDS) rows, keys and pages of each block of queries, the longest first."""
-    rows: list[tuple[int, ...]] = []
+    blocks = [np.empty((0, FIELDS), np.int32)]
     for s in segments:
-        for first in range(0, s.num_history, block_rows):
-            count = min(block_rows, s.num_history - first)
-            rows.append(
-                (s.history_row + first, count, s.prefix_length, s.first_page, s.history_row, first, first + count, 0)
-            )
-        for first in range(0, s.num_candidates, block_rows):
-            count = min(block_rows, s.num_candidates - first)
-            rows.append(
-                (s.candidate_row + first, count, s.prefix_length, s.first_page, s.history_row, s.num_history,
-                 s.num_history, 1)
-            )  # fmt: skip
-    rows.sort(key=lambda row: -(row[2] + row[6]))
-    return np.array(rows, np.int32).reshape(-1, FIELDS)
+        for start_row, total, is_candidate in (
+            (s.history_row, s.num_history, 0),
+            (s.candidate_row, s.num_candidates, 1),
+        ):
+            first = np.arange(0, total, block_rows)
+            own = np.empty((len(first), FIELDS), np.int32)
+            own[:, 0], own[:, 1] = start_row + first, np.minimum(block_rows, total - first)
+            own[:, 2:5] = s.prefix_length, s.first_page, s.history_row
+            own[:, 5] = s.num_history if is_candidate else first
+            own[:, 6] = s.num_history if is_candidate else first + own[:, 1]
+            own[:, 7] = is_candidate
+            blocks.append(own)
+    joined = np.concatenate(blocks)
+    chosen: NDArray[np.int32] = joined[np.argsort(-(joined[:, 2] + joined[:, 6]), kind="stable")]
+    return chosen
 
 
 @triton.jit

@@ -27,6 +27,7 @@ class Copier:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nestrec-copier")
         self._lock = threading.Lock()
         self._seconds_a_byte = 1e-9
+        self._queued_bytes = 0
 
     def submit(self, copy: Callable[[], object], num_bytes: int, done: Callable[[object], None]) -> None:
         def run() -> None:
@@ -37,13 +38,21 @@ class Copier:
             seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
             with self._lock:
                 self._seconds_a_byte += _SMOOTH * (seconds - self._seconds_a_byte)
+                self._queued_bytes -= num_bytes
             done(result)
 
+        with self._lock:
+            self._queued_bytes += num_bytes
         self._pool.submit(run)
 
     def copy_s(self, num_bytes: int) -> float:
         """Expected seconds of a copy."""
         return num_bytes * self._seconds_a_byte
+
+    @property
+    def wait_s(self) -> float:
+        """Expected seconds of the copies that were begun and have not ended."""
+        return self.copy_s(self._queued_bytes)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -39,6 +39,12 @@ class CostModel:
         """Expected seconds of a request in a batch with as many others as of late."""
         return self.predict_s(tokens, pairs, steps=1.0 / self._batch_size)
 
+    def tokens_within(self, seconds: float, prefix: int) -> int:
+        """New history tokens after a prefix that add at most so many seconds to a batch."""
+        _, token_s, pair_s = np.maximum(self._theta * self._scale, 1e-18)
+        first_s = token_s + pair_s * prefix  # of one token; each of the next has one pair more
+        return int(2 * seconds / (first_s + np.sqrt(first_s**2 + 2 * pair_s * seconds)))
+
     @property
     def tail(self) -> float:
         """What a prediction is multiplied by for its 99th percentile."""

@@ -6,6 +6,7 @@ while answers, holds and copies to DRAM wait for its end.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
 __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 5e-5
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -51,6 +53,8 @@ class Engine:
         """runner: one of an engine that has been closed, with its memory and graphs."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
         self.counts: dict[str, int] = {}
+        self.device_s = 0.0
+        """seconds for which the device has been at work"""
         self.costs = CostModel()
         self.tiers = PrefixTiers(
             form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
@@ -59,7 +63,7 @@ class Engine:
         self._runner = runner or make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
         self._planner = Planner(
-            cfg, self.tiers, self.clock, tokens_an_event=form.tokens_an_event, end=self._finish,
+            cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event, end=self._finish,
             signal_done=self._signal_done, count=self._count, pressure=self._pressure,
         )  # fmt: skip
         self._condition = threading.Condition()
@@ -184,12 +188,10 @@ class Engine:
             warm_up(self._runner, self.costs)
             self._is_warm.set()
             while self._take_new():
-                self._wait_for_turn()
-                steps = self._planner.plan()
-                if steps:
-                    self._launch(steps)
-                if self._in_flight and (not steps or len(self._in_flight) >= self._runner.depth):
+                if self._is_answer_due:
                     self._complete(self._in_flight.popleft())
+                elif self._planner.has_work and self._turn_in_s <= 0:
+                    self._launch_next()
         except BaseException:
             _LOG.exception("an engine failed; its requests go elsewhere")
             raise
@@ -200,9 +202,9 @@ class Engine:
     def _take_new(self) -> bool:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._inbox or self._messages or self._in_flight or self._planner.has_work or self._is_closed
-            )
+            patience_s = self._patience_s
+            if patience_s > 0 and not (self._inbox or self._messages or self._is_closed):
+                self._condition.wait(None if math.isinf(patience_s) else patience_s)
             if self._is_closed:
                 return False
             arrived, self._inbox = list(self._inbox), deque()
@@ -213,15 +215,34 @@ class Engine:
             self._planner.add(work)
         return True
 
-    def _wait_for_turn(self) -> None:
-        """Plan as late as keeps the device busy: who comes meanwhile is in the next batch and not in the one after."""
-        left_s = self._busy_until_s - self._runner.lead_s - time.perf_counter()
-        if self._in_flight and left_s > 0:
-            time.sleep(left_s)
-            self._take_new()
+    @property
+    def _is_answer_due(self) -> bool:
+        """The oldest batch has ended, or no other may join it."""
+        flying = self._in_flight
+        return bool(flying) and (len(flying) >= self._runner.depth or flying[0].launched.is_done())
 
-    def _launch(self, steps: list[Step]) -> None:
-        self._busy_until_s = max(self._busy_until_s, time.perf_counter()) + self._predict_s(steps)
+    @property
+    def _turn_in_s(self) -> float:
+        """Plan as late as keeps the device busy: who comes meanwhile is in the next batch and not in the one after."""
+        if not self._in_flight:
+            return 0.0
+        return self._busy_until_s - self._runner.lead_s - time.perf_counter()
+
+    @property
+    def _patience_s(self) -> float:
+        """How long nothing can be done unless something arrives. A batch that ends early is seen by looking."""
+        if self._is_answer_due:
+            return 0.0
+        if self._planner.has_work:
+            return min(self._turn_in_s, _LOOK_EVERY_S)
+        return _LOOK_EVERY_S if self._in_flight else math.inf
+
+    def _launch_next(self) -> None:
+        planned_s = time.perf_counter()
+        steps = self._planner.plan()
+        if not steps:
+            return
+        self._busy_until_s = max(self._busy_until_s, planned_s) + self._predict_s(steps)
         try:
             launched = self._runner.launch([step.part for step in steps])
         except Exception:
@@ -229,7 +250,9 @@ class Engine:
             for step in steps:
                 self._fail(step)
             return
+        launched_s = time.perf_counter()
         for step in steps:
+            step.work.planned_s, step.work.launched_s = planned_s, launched_s
             self._keep(step)
             self._planner.launched(step)
         self._in_flight.append(_Batch(steps, launched))
@@ -249,6 +272,7 @@ class Engine:
             for step in batch.steps:
                 self._fail(step)
             return
+        self.device_s += seconds
         self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
         self._busy_until_s = time.perf_counter() + sum(self._predict_s(later.steps) for later in self._in_flight)
         self._count("batches")

@@ -6,16 +6,21 @@ missing; any other computes everything, and the scores are the same. At most one
 user's requests keep their order and share what they compute.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nestrec.base.clock import Clock
+from nestrec.serving.cost_model import CostModel
 from nestrec.serving.engine_config import EngineConfig
 from nestrec.serving.prefix_cache import CacheKey, Entry
 from nestrec.serving.runner import Part
 from nestrec.serving.tiers import PrefixTiers
 from nestrec.serving.work import Answer, UnavailableError, Work
+
+_FEWEST_TOKENS = 256
+"""of a chunk that time alone would make smaller: less keeps no device busy"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,11 @@ class Planner:
     """
 
     def __init__(
-        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, tokens_an_event: int, end: End,
+        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int, end: End,
         signal_done: Callable[[Work, Entry], None], count: Callable[[str], None], pressure: Callable[[], float],
     ):  # fmt: skip
         self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
+        self._costs = costs
         self._end, self._signal_done, self._count, self._pressure = end, signal_done, count, pressure
         self._ranks: deque[Work] = deque()
         self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
@@ -119,18 +125,20 @@ class Planner:
     def _plan_signals(self, budget: int, ranked: list[Step]) -> list[Step]:
         busy = {step.work.key for step in ranked}
         steps: list[Step] = []
+        left_s = self._cfg.chunk_ms / 1e3 or math.inf
         for work in [w for w in self._signals.values() if w.key not in busy]:
-            if budget <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
+            if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
                 break
-            step = self._plan_signal(work, budget)
+            step = self._plan_signal(work, budget, left_s)
             if step is None:
                 del self._signals[work.key]
             else:
                 steps.append(step)
                 budget -= step.part.num_new
+                left_s -= self._costs.predict_s(*step.part.work, steps=0.0)
         return steps
 
-    def _plan_signal(self, work: Work, budget: int) -> Step | None:
+    def _plan_signal(self, work: Work, budget: int, left_s: float) -> Step | None:
         """The next chunk of a signal; none where there is nothing to compute, now or at all."""
         if not self._is_wanted(work):
             return None
@@ -141,6 +149,9 @@ class Planner:
             self._signal_done(work, entry)
             return None
         first = entry.length if entry is not None else 0
+        if not math.isinf(left_s):
+            in_time = self._costs.tokens_within(left_s, first) // _FEWEST_TOKENS * _FEWEST_TOKENS
+            budget = min(budget, max(_FEWEST_TOKENS, in_time))
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
         end = min(work.tokens.num_cacheable, first + chunk)
         step = self._step(work, entry, end)

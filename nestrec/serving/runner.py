@@ -62,6 +62,8 @@ class Launched:
 
     wait: Callable[[], tuple[list[Scored | None], float]]
     """its results, once the device is done with it, and the seconds that it took there"""
+    is_done: Callable[[], bool] = lambda: True
+    """whether `wait` would return at once"""
 
 
 class BatchRunner(Protocol):

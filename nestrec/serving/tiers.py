@@ -19,6 +19,7 @@ from nestrec.serving.page_pool import PagePool, bytes_a_token
 from nestrec.serving.prefix_cache import CacheKey, Entry, PrefixCache
 from nestrec.serving.work import Work
 
+_MOST_SPILL_WAIT_S = 0.1
 Post = Callable[[Callable[[], None]], None]
 
 
@@ -93,13 +94,17 @@ class PrefixTiers:
         self.dram.drop(key)
 
     def spill(self, entry: Entry) -> None:
-        """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself."""
+        """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself.
+
+        Not where the link is behind: what waits for it could not leave the device.
+        """
         used = 1.0 - self.device.num_free_pages / self.device.num_pages
         stays = self.cfg.keeps_on_device
         if self.cfg.dram_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
             return
-        num_bytes = entry.length * self.bytes_a_token
-        kept = self.dram.begin_spill(entry.key, length=entry.length, digest=entry.digest, num_bytes=num_bytes)
+        num_bytes, kept = entry.length * self.bytes_a_token, None
+        if self._copier.wait_s <= _MOST_SPILL_WAIT_S:
+            kept = self.dram.begin_spill(entry.key, length=entry.length, digest=entry.digest, num_bytes=num_bytes)
         if kept is not None:
             self.device.pin(entry)
             pages, length = list(entry.pages), entry.length
@@ -144,7 +149,8 @@ class PrefixTiers:
     def _is_reload_worth(self, length: int, pressure: float) -> bool:
         """Faster than computing, the more readily the scarcer device time is (pressure 1: nothing waits)."""
         compute_s = self._costs.predict_s(*work_of(0, length, 0))
-        return self._copier.copy_s(length * self.bytes_a_token) < compute_s * pressure
+        copy_s = self._copier.wait_s + self._copier.copy_s(length * self.bytes_a_token)
+        return copy_s < compute_s * pressure
 
     def _spilled(self, kept: Kept[torch.Tensor], entry: Entry, stored: Any) -> None:
         self.dram.finish_spill(kept, stored)

@@ -21,7 +21,7 @@ from nestrec.base.config import config
 from nestrec.serving.prefix_cache import CacheKey
 
 _LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
-_MOST_OFFERED = 2048
+_FEWEST_LIVES, _REFRESH_EVERY = 16, 8
 
 
 @config
@@ -59,7 +59,10 @@ class Trigger:
         self._saved_s = cfg.burst_s
         self._filled_at_s = clock.now_s()
         self._lives: deque[float] = deque(maxlen=256)
-        self._offered: deque[tuple[float, float]] = deque(maxlen=_MOST_OFFERED)  # when, device seconds in full
+        self._num_lives = 0
+        self._life_s = cfg.first_life_s
+        self._offered: deque[tuple[float, float]] = deque()  # when, device seconds in full
+        self._offered_s = 0.0
 
     def decide(
         self, key: CacheKey, *, full_rank_s: float, tail: float, wait_s: float, preinfer_s: float, num_bytes: int
@@ -85,10 +88,12 @@ class Trigger:
         """w99; the request joins the load of those after it."""
         now_s = self._clock.now_s()
         while self._offered and self._offered[0][0] < now_s - _LOAD_WINDOW_S:
-            self._offered.popleft()
+            self._offered_s -= self._offered.popleft()[1]
         span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
-        load = min(0.99, sum(seconds for _, seconds in self._offered) / span_s)
+        self._offered_s = self._offered_s if self._offered else 0.0  # rounding does not pile up
+        load = min(0.99, self._offered_s / span_s)
         self._offered.append((now_s, full_rank_s))
+        self._offered_s += full_rank_s
         return full_rank_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
 
     def consumed(self, key: CacheKey) -> None:
@@ -96,14 +101,15 @@ class Trigger:
         known = self._live.get(key)
         if known is not None:
             self._lives.append(self._clock.now_s() - known[1])
+            self._num_lives += 1
+            if self._num_lives >= _FEWEST_LIVES and self._num_lives % _REFRESH_EVERY == 0:
+                self._life_s = float(np.quantile(self._lives, 0.99)) + self.cfg.life_margin_s
             self._end(key)
 
     @property
     def life_s(self) -> float:
         """T_life"""
-        if len(self._lives) < 16:
-            return self.cfg.first_life_s
-        return float(np.quantile(self._lives, 0.99)) + self.cfg.life_margin_s
+        return self._life_s
 
     @property
     def live_bytes(self) -> int:

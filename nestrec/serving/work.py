@@ -63,6 +63,10 @@ class Work:
     source: Source = "none"
     is_finished: bool = False
     """answered, refused or cancelled"""
+    planned_s: float = 0.0
+    """`perf_counter` when its last batch began to be put together"""
+    launched_s: float = 0.0
+    """`perf_counter` when that batch had been given to the device"""
     _digests: dict[int, bytes] = field(default_factory=dict)
 
     @property

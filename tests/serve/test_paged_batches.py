@@ -67,7 +67,7 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
     layout = lay_out(form, pools[1], parts)
     assert captured.fits(layout)
     with torch.inference_mode():
-        scores = captured.run(layout)[layout.num_history : layout.num_rows]
+        scores = captured.run(captured.packed(layout))[layout.num_history : layout.num_rows]
     wanted = np.concatenate([scored.scores for scored in expected if scored is not None])
     assert np.abs(scores.numpy() - wanted).max() <= 1e-5
     torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)

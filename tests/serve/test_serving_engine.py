@@ -1,20 +1,23 @@
 """The engine: cached scores are the scores of full inference, whatever happened to the cache."""
 
-import contextlib
-import random
+import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from serving_oracle import oracle_scores
+from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.cost_model import CostModel
 from nestrec.serving.engine import Engine, EngineConfig
 from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.page_pool import PagePool
 from nestrec.serving.random_model import random_ranking, random_retrieval
+from nestrec.serving.runner import Launched, Runner
 from nestrec.serving.tiers import TiersConfig
 from nestrec.serving.trigger import TriggerConfig
 from nestrec.serving.work import OverloadedError, UnavailableError
@@ -23,31 +26,8 @@ ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=3
 TIERS = TiersConfig(cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0)
 CONFIG = EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9))
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
+SLIDE = 4
 TIMEOUT_S = 60.0
-
-
-def draw_history(rng, length):
-    return History(
-        items=rng.integers(1, 200, length), times_ms=np.sort(rng.integers(0, 10**10, length)),
-        actions=rng.integers(0, 4, length), features={"event_tab": rng.integers(0, 3, length)},
-    )  # fmt: skip
-
-
-def draw_candidates(rng, history, count=3):
-    now_ms = int(history.times_ms[-1] if len(history) else 0) + int(rng.integers(0, 10**8))
-    return Candidates(
-        items=rng.integers(0, 200, count), now_ms=now_ms, features={"event_tab": rng.integers(0, 3, count)}
-    )
-
-
-def appended(rng, history, count):
-    start = int(history.times_ms[-1]) if len(history) else 0
-    more = draw_history(rng, count)
-    return History(
-        items=np.append(history.items, more.items), times_ms=np.append(history.times_ms, start + more.times_ms),
-        actions=np.append(history.actions, more.actions),
-        features={"event_tab": np.append(history.features["event_tab"], more.features["event_tab"])},
-    )  # fmt: skip
 
 
 def make_engine(servable, cfg=CONFIG, clock=None, slide_events=None):
@@ -59,83 +39,43 @@ def servable(request):
     return MODELS[request.param](replace(ENCODER), num_items=200)
 
 
-class Sequences:
-    """Random requests of a few users through engines that share a simulated clock."""
+class CachedAgainstUncached(Sequences):
+    """Two models that take turns; the oracle is the model of training."""
 
     def __init__(self, make_model, seed):
-        self.rng, self.py = np.random.default_rng(seed), random.Random(seed)
-        self.clock = SimulatedClock()
         self.models = [make_model(ENCODER, num_items=200, seed=s) for s in range(2)]
-        self.slide = 4
-        self.current = 0
-        self.engine = make_engine(self.models[0], clock=self.clock, slide_events=self.slide)
-        self.history = [draw_history(self.rng, int(self.rng.integers(0, 20))) for _ in range(6)]
         self.worst = 0.0
-        self.sources = {"none": 0, "device": 0, "dram": 0}
+        super().__init__(seed)
 
-    def run(self, num_operations):
-        actions = [self.rank] * 4 + [self.append] * 2 + [self.preinfer, self.change, self.wait, self.forget, self.swap]
-        for _ in range(num_operations):
-            self.py.choice(actions)()
-        self.engine.close()
+    def make_engine(self):
+        return make_engine(self.models[self.current], clock=self.clock, slide_events=SLIDE)
 
-    def rank(self):
-        user = self.py.randrange(6)
-        history = self.history[user]
-        candidates = draw_candidates(self.rng, history)
-        answer = self.engine.rank(str(user), history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
-        self.sources[answer.source] += 1
-        if len(history) or "event_tab" in self.models[0].tables:
-            model = self.models[self.current]
-            assert answer.version == model.version
-            expected = oracle_scores(model, history, candidates, self.slide)
-            self.worst = max(
-                self.worst, float(np.abs(answer.scores - expected).max() / max(1.0, np.abs(expected).max()))
-            )
+    def check(self, history, candidates, answer):
+        model = self.models[self.current]
+        assert answer.version == model.version
+        if len(history) or "event_tab" in model.tables:
+            expected = oracle_scores(model, history, candidates, SLIDE)
+            error = float(np.abs(answer.scores - expected).max() / max(1.0, np.abs(expected).max()))
+            self.worst = max(self.worst, error)
 
-    def append(self):
-        user = self.py.randrange(6)
-        self.history[user] = appended(self.rng, self.history[user], self.py.choice([1, 1, 2, 5]))
 
-    def change(self):
-        """A late event: somewhere inside the history something is different now."""
-        history = self.history[self.py.randrange(6)]
-        if len(history):
-            history.items[self.py.randrange(len(history))] = self.rng.integers(1, 200)
-
-    def preinfer(self):
-        user = self.py.randrange(6)
-        _, work = self.engine.preinfer(str(user), self.history[user], 0, 3, timeout_s=1e9)
-        if work is not None and self.py.random() < 0.5:
-            with contextlib.suppress(UnavailableError):  # no room: others are held for requests on their way
-                work.future.result(TIMEOUT_S)
-
-    def wait(self):
-        self.clock.sleep(self.py.choice([1.0, 100.0, 601.0]))
-
-    def forget(self):
-        self.engine.forget(str(self.py.randrange(6)))
-
-    def swap(self):
-        if self.py.random() < 0.3:
-            self.engine.drain(TIMEOUT_S)
-            self.engine.close()
-            self.current = 1 - self.current
-            self.engine = make_engine(self.models[self.current], clock=self.clock, slide_events=self.slide)
+NUM_SHARDS, SHARD = 20, 250
+SHARDS = [pytest.param(s * SHARD, SHARD, 40, id=f"shard{s}", marks=pytest.mark.slow) for s in range(NUM_SHARDS)]
+"""With two kinds of model, 10,000 sequences; cut so that several processes can share them."""
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
-@pytest.mark.parametrize(("num_sequences", "length"), [(40, 60), pytest.param(5000, 40, marks=pytest.mark.slow)])
-def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, num_sequences, length, capsys):
+@pytest.mark.parametrize(("first", "num_sequences", "length"), [pytest.param(0, 40, 60, id="some"), *SHARDS])
+def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, num_sequences, length, capsys):
     """Append, extend, slide, evict, spill, reload, expire, forget, change and swap, against the training-time model."""
     worst, sources = 0.0, {"none": 0, "device": 0, "dram": 0}
-    for seed in range(num_sequences):
-        sequences = Sequences(MODELS[kind], seed)
+    for seed in range(first, first + num_sequences):
+        sequences = CachedAgainstUncached(MODELS[kind], seed)
         sequences.run(length)
         worst = max(worst, sequences.worst)
         sources = {name: count + sequences.sources[name] for name, count in sources.items()}
     with capsys.disabled():
-        print(f"\n{kind}: largest difference {worst:.1e}, prefixes from {sources}")
+        print(f"\n{kind}: {num_sequences} sequences, largest difference {worst:.1e}, prefixes from {sources}")
     assert worst <= 1e-5
     assert min(sources.values()) > 0
 
@@ -172,6 +112,59 @@ def test_many_requests_at_once_are_batched_and_all_answered(servable):
     assert engine.counts["batches"] < 40
     assert engine.queued_s == 0.0
     engine.close()
+
+
+class LateDevice(Runner):
+    """Batches end a while after they were launched."""
+
+    depth, lead_s = 2, 1e-3
+
+    def launch(self, parts):
+        results, ends_s = self.run(parts), time.perf_counter() + 0.01
+
+        def wait():
+            time.sleep(max(0.0, ends_s - time.perf_counter()))
+            return results, 0.01
+
+        return Launched(wait, lambda: time.perf_counter() >= ends_s)
+
+
+def test_an_answer_comes_when_its_batch_ends_however_late_it_was_expected(monkeypatch):
+    monkeypatch.setattr(CostModel, "predict_s", lambda self, *work, **options: 30.0)
+    form = make_form(random_ranking(ENCODER, num_items=200))
+    pool = PagePool(ENCODER, num_pages=32, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
+    engine = Engine(form, CONFIG, runner=LateDevice(form, pool))
+    rng = np.random.default_rng(9)
+    history = draw_history(rng, 10)
+    candidates = draw_candidates(rng, history)
+    start_s = time.perf_counter()
+    works = [engine.rank(str(user), history, candidates, timeout_s=1e9) for user in range(3)]
+    answers = [work.future.result(TIMEOUT_S) for work in works]
+    assert time.perf_counter() - start_s < 15.0
+    expected = oracle_scores(form.servable, history, candidates, form.slide_events)
+    assert max(np.abs(answer.scores - expected).max() for answer in answers) <= 1e-5
+    assert all(work.planned_s >= start_s and work.launched_s >= work.planned_s for work in works)
+    engine.close()
+
+
+def test_signals_are_cut_by_time_where_that_is_asked_for():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
+    servable = random_retrieval(encoder, num_items=200)
+    rng = np.random.default_rng(10)
+    history = draw_history(rng, 1000)
+    batches = {}
+    for chunk_ms in (0.0, 1e-6):
+        tiers = replace(TIERS, cache_bytes=1 << 20)
+        engine = make_engine(servable, replace(CONFIG, tiers=tiers, chunk_tokens=999, chunk_ms=chunk_ms))
+        engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+        batches[chunk_ms] = engine.counts["batches"]
+        candidates = draw_candidates(rng, history)
+        answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+        assert answer.num_cached == 999
+        expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
+        assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+        engine.close()
+    assert batches == {0.0: 1, 1e-6: 4}, "pieces of 256 tokens"
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(servable):

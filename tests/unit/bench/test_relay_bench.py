@@ -35,8 +35,11 @@ def bed():
 @pytest.mark.parametrize("name", SOURCES)
 def test_each_mode_takes_prefixes_from_its_tiers_only(bed, name):
     mode = {**MODES, **ABLATIONS}[name]
-    trial, counts = bed.trial(mode, bed.load(24, 4, 0.8), 80.0, 0.01)
-    assert trial.num_refused == 0
+    outcome = bed.trial(mode, bed.load(24, 4, 0.8), 80.0, 0.01)
+    counts = outcome.counts
+    assert outcome.trial.num_refused == 0
+    assert outcome.parts["run_p50_ms"] >= 0
+    assert 0 < outcome.parts["device_share"] < 1
     used = {source for source in ("none", "device", "dram") if counts.get(f"rank_{source}")}
     assert used <= SOURCES[name]
     assert name != "relay" or "device" in used

@@ -72,6 +72,16 @@ def test_life_follows_the_time_from_ready_to_consumed():
     assert abs(trigger.life_s - 0.35) < 1e-9
 
 
+def test_tokens_that_fit_into_a_time_take_that_time():
+    costs = CostModel(step_s=1e-3, token_s=2e-6, pair_s=3e-10)
+    for prefix in (0, 1_000, 30_000):
+        for seconds in (1e-4, 2e-3, 0.1):
+            tokens = costs.tokens_within(seconds, prefix)
+            added_s = [costs.predict_s(*work_of(prefix, count, 0), steps=0.0) for count in (tokens, tokens + 1)]
+            assert added_s[0] <= seconds * 1.001
+            assert added_s[1] >= seconds * 0.999
+
+
 def test_random_schedules_keep_both_bounds():
     for seed in range(2_000):
         rng = random.Random(seed)

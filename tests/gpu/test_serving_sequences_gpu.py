@@ -1,0 +1,87 @@
+"""Serving on a GPU over random sequences: cached bfloat16 is within twice the error of uncached, eager bfloat16."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from serving_oracle import oracle_scores
+from serving_sequences import Sequences
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.engine import Engine, EngineConfig
+from nestrec.serving.forms import make_form
+from nestrec.serving.page_pool import PagePool
+from nestrec.serving.random_model import random_ranking
+from nestrec.serving.runner import Part, Runner
+from nestrec.serving.runners import make_runner
+from nestrec.serving.tiers import TiersConfig
+from nestrec.serving.trigger import TriggerConfig
+
+pytestmark = pytest.mark.gpu
+SIZES = {"dim": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "max_length": 64}
+ENCODERS = {
+    "plain": HSTUConfig(**SIZES, position_bias=False),
+    "biased": HSTUConfig(**SIZES, time_bias=True),
+}
+PAGE_TOKENS, SLIDE = 16, 4
+TIERS = TiersConfig(
+    cache_bytes=12 * PAGE_TOKENS * 256, dram_bytes=1 << 16, page_tokens=PAGE_TOKENS, spill_above=0.0, cache_ttl_s=90.0
+)
+CONFIG = EngineConfig(
+    tiers=TIERS, max_batch_tokens=512, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9)
+)
+
+
+@cache
+def runner_of(kind, seed):
+    """Pages and captured graphs of a model, on which engines run one after the other."""
+    encoder, device = ENCODERS[kind], torch.device("cuda")
+    form = make_form(random_ranking(encoder, num_items=200, seed=seed, device=device, dtype=torch.bfloat16), SLIDE)
+    pool = PagePool(encoder, num_pages=12, page_tokens=PAGE_TOKENS, device=device, dtype=torch.bfloat16)
+    return make_runner(form, pool, CONFIG)
+
+
+@cache
+def exact_model(kind, seed):
+    return random_ranking(ENCODERS[kind], num_items=200, seed=seed, dtype=torch.float64)
+
+
+class Bfloat16AgainstFloat64(Sequences):
+    def __init__(self, kind, seed):
+        self.kind = kind
+        self.worst = {"cached": 0.0, "eager": 0.0}
+        super().__init__(seed)
+
+    def make_engine(self):
+        runner = runner_of(self.kind, self.current)
+        return Engine(runner.form, CONFIG, clock=self.clock, runner=runner)
+
+    def check(self, history, candidates, answer):
+        runner = runner_of(self.kind, self.current)
+        assert answer.version == runner.form.servable.version
+        tokens = runner.form.tokens(history, candidates.now_ms)
+        part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+        eager = Runner(runner.form, runner.pool).run([part])[0].scores
+        exact = oracle_scores(exact_model(self.kind, self.current), history, candidates, SLIDE)
+        for name, scores in (("cached", answer.scores), ("eager", eager)):
+            self.worst[name] = max(self.worst[name], float(np.abs(scores - exact).max()))
+
+
+SHARDS = [pytest.param(250 * s, 250, id=f"shard{s}", marks=pytest.mark.slow) for s in range(8)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", list(ENCODERS))
+@pytest.mark.parametrize(("first", "num_sequences"), [pytest.param(0, 20, id="some"), *SHARDS])
+def test_cached_bfloat16_stays_within_twice_the_eager_error_over_random_sequences(kind, first, num_sequences, capsys):
+    worst, sources = {"cached": 0.0, "eager": 0.0}, {"none": 0, "device": 0, "dram": 0}
+    for seed in range(first, first + num_sequences):
+        sequences = Bfloat16AgainstFloat64(kind, seed)
+        sequences.run(40)
+        worst = {name: max(worst[name], sequences.worst[name]) for name in worst}
+        sources = {name: count + sequences.sources[name] for name, count in sources.items()}
+    with capsys.disabled():
+        print(f"\n{kind}: {num_sequences} sequences, largest differences {worst}, prefixes from {sources}")
+    assert worst["cached"] <= 2 * worst["eager"]
+    assert min(sources.values()) > 0

@@ -1,0 +1,98 @@
+"""Random requests of a few users through engines: append, extend, slide, evict, spill, reload, expire, forget, swap."""
+
+import contextlib
+import random
+
+import numpy as np
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.work import UnavailableError
+
+TIMEOUT_S = 60.0
+
+
+def draw_history(rng, length):
+    return History(
+        items=rng.integers(1, 200, length), times_ms=np.sort(rng.integers(0, 10**10, length)),
+        actions=rng.integers(0, 4, length), features={"event_tab": rng.integers(0, 3, length)},
+    )  # fmt: skip
+
+
+def draw_candidates(rng, history, count=3):
+    now_ms = int(history.times_ms[-1] if len(history) else 0) + int(rng.integers(0, 10**8))
+    return Candidates(
+        items=rng.integers(0, 200, count), now_ms=now_ms, features={"event_tab": rng.integers(0, 3, count)}
+    )
+
+
+def appended(rng, history, count):
+    start = int(history.times_ms[-1]) if len(history) else 0
+    more = draw_history(rng, count)
+    return History(
+        items=np.append(history.items, more.items), times_ms=np.append(history.times_ms, start + more.times_ms),
+        actions=np.append(history.actions, more.actions),
+        features={"event_tab": np.append(history.features["event_tab"], more.features["event_tab"])},
+    )  # fmt: skip
+
+
+class Sequences:
+    """One sequence. Who derives from it makes the engine of the current model, and checks each answer."""
+
+    def __init__(self, seed):
+        self.rng, self.py = np.random.default_rng(seed), random.Random(seed)
+        self.clock = SimulatedClock()
+        self.current = 0
+        self.engine = self.make_engine()
+        self.history = [draw_history(self.rng, int(self.rng.integers(0, 20))) for _ in range(6)]
+        self.sources = {"none": 0, "device": 0, "dram": 0}
+
+    def make_engine(self):
+        raise NotImplementedError
+
+    def check(self, history, candidates, answer):
+        raise NotImplementedError
+
+    def run(self, num_operations):
+        actions = [self.rank] * 4 + [self.append] * 2 + [self.preinfer, self.change, self.wait, self.forget, self.swap]
+        for _ in range(num_operations):
+            self.py.choice(actions)()
+        self.engine.close()
+
+    def rank(self):
+        user = self.py.randrange(6)
+        history = self.history[user]
+        candidates = draw_candidates(self.rng, history)
+        answer = self.engine.rank(str(user), history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+        self.sources[answer.source] += 1
+        self.check(history, candidates, answer)
+
+    def append(self):
+        user = self.py.randrange(6)
+        self.history[user] = appended(self.rng, self.history[user], self.py.choice([1, 1, 2, 5]))
+
+    def change(self):
+        """A late event: somewhere inside the history something is different now."""
+        history = self.history[self.py.randrange(6)]
+        if len(history):
+            history.items[self.py.randrange(len(history))] = self.rng.integers(1, 200)
+
+    def preinfer(self):
+        user = self.py.randrange(6)
+        _, work = self.engine.preinfer(str(user), self.history[user], 0, 3, timeout_s=1e9)
+        if work is not None and self.py.random() < 0.5:
+            with contextlib.suppress(UnavailableError):  # no room: others are held for requests on their way
+                work.future.result(TIMEOUT_S)
+
+    def wait(self):
+        self.clock.sleep(self.py.choice([1.0, 100.0, 601.0]))
+
+    def forget(self):
+        self.engine.forget(str(self.py.randrange(6)))
+
+    def swap(self):
+        if self.py.random() < 0.3:
+            self.engine.drain(TIMEOUT_S)
+            self.engine.close()
+            self.current = 1 - self.current
+            self.engine = self.make_engine()
