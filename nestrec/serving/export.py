@@ -5,6 +5,8 @@ file. Nothing in it is executable. The folder appears whole or not at all.
 """
 
 import json
+import mmap
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from nestrec.serving.spec import (
     ServableSpec,
     table_file,
 )  # fmt: skip
+from nestrec.serving.tables import ResidentTable, Table
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
 from nestrec.training.tasks.ranking import RankingTaskConfig
@@ -50,7 +53,8 @@ def export_run(run: Path, output: Path, *, best: bool = True) -> ServableManifes
     session = Session.open(cfg, Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
     session.restore(restored)
-    return write_servable(_servable(session, restored.step), output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return write_servable(_servable(session, restored.step, output.parent), output)
 
 
 def write_servable(servable: Servable, output: Path) -> ServableManifest:
@@ -73,7 +77,7 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
     return found
 
 
-def _servable(session: Session, step: int) -> Servable:
+def _servable(session: Session, step: int, scratch: Path) -> Servable:
     task, dataset, model = session.cfg.task, session.dataset, session.task.model
     assert isinstance(task, RankingTaskConfig | RetrievalTaskConfig)
     assert isinstance(model, RankingModel | RetrievalModel)
@@ -87,12 +91,12 @@ def _servable(session: Session, step: int) -> Servable:
         name=session.cfg.name, step=step, task=task, num_items=dataset.num_items, columns=columns,
         action_bits=dict(dataset.card.action_bits),
     )  # fmt: skip
-    tables = {name: _table(session, name) for name in session.engine.tables}
+    tables = {name: ResidentTable(_table(session, name, scratch)) for name in session.engine.tables}
     of_items = [c.name for c in columns if c.name.startswith("item_")]
     return Servable(
         spec=spec, version="", model=model, tables=tables,
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
-        index_ND=model.item_vectors(tables["items"][1:]) if isinstance(model, RetrievalModel) else None,
+        index=_index(model, tables["items"].weight, scratch) if isinstance(model, RetrievalModel) else None,
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
     )  # fmt: skip
 
@@ -110,10 +114,12 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
         _write_json(folder, ITEMS_FILE, json.dumps(servable.item_keys)),
         _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
     ]
-    files += [_write_tensors(folder, table_file(name), {"weight": rows}) for name, rows in servable.tables.items()]
-    if servable.index_ND is not None:
+    files += [
+        _write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in servable.tables.items()
+    ]
+    if servable.index is not None:
         ids = torch.arange(1, servable.spec.num_items + 1)
-        files.append(_write_tensors(folder, INDEX_FILE, {"vectors": servable.index_ND, "ids": ids}))
+        files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))
     else:
         files.append(_write_tensors(folder, COLUMNS_FILE, servable.item_columns))
     manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)))
@@ -122,11 +128,33 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
     return manifest
 
 
-def _table(session: Session, name: str) -> torch.Tensor:
+def _weight(table: Table) -> torch.Tensor:
+    assert isinstance(table, ResidentTable)
+    return table.weight
+
+
+def _index(model: RetrievalModel, items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
+    vectors = _mapped(scratch, len(items_ND) - 1, items_ND.shape[1], items_ND.dtype)
+    for start in range(0, len(vectors), _CHUNK_ROWS):
+        end = min(start + _CHUNK_ROWS, len(vectors))
+        vectors[start:end] = model.item_vectors(items_ND[start + 1 : end + 1])
+    return ResidentTable(vectors)
+
+
+def _mapped(scratch: Path, num_rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that the system may write out: a table may be larger than the host's."""
+    num_bytes = num_rows * dim * dtype.itemsize
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        file.truncate(num_bytes)
+        memory = mmap.mmap(file.fileno(), num_bytes)
+    return torch.frombuffer(memory, dtype=dtype).view(num_rows, dim)
+
+
+def _table(session: Session, name: str, scratch: Path) -> torch.Tensor:
     """(num_rows, D) every row as evaluation reads it: keys that never trained have their initial vector."""
     table = session.engine.tables[name]
     assert table.num_rows is not None
-    rows = torch.empty(table.num_rows, table.dim, dtype=table.weight_dtype)
+    rows = _mapped(scratch, table.num_rows, table.dim, table.weight_dtype)
     feature = table.feature_names[0]
     for start in range(0, table.num_rows, _CHUNK_ROWS):
         keys = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))

@@ -21,6 +21,7 @@ from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.inputs import Candidates, History, window_start
 from nestrec.serving.servable import Servable
+from nestrec.serving.tables import Table
 from nestrec.training.tasks.ranking import RankingTaskConfig
 from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
@@ -108,13 +109,13 @@ class RetrievalForm:
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        return _rows(self.servable.tables["items"], tokens.history.items[first:end])
+        return self._rows(tokens.history.items[first:end])
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
-        return self.servable.tables["items"][:0]
+        return self._rows(np.zeros(0, np.int64))
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
-        vectors = self._model.item_vectors(_rows(self.servable.tables["items"], candidates.items))
+        vectors = self._model.item_vectors(self._rows(candidates.items))
         if last_D is None:
             return vectors.new_zeros(len(candidates), 1, dtype=torch.float32)
         return (vectors.double() @ self.query(last_D).double())[:, None].float()
@@ -122,21 +123,21 @@ class RetrievalForm:
     def best(
         self, candidates: Candidates, last_D: torch.Tensor | None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        index_ND = self.servable.index_ND
-        assert index_ND is not None
-        query_D = self.query(last_D) if last_D is not None else index_ND.new_zeros(index_ND.shape[1])
-        scores_N = index_ND @ query_D
-        scores_N[torch.from_numpy(candidates.excluded[candidates.excluded > 0] - 1).to(scores_N.device)] = -torch.inf
+        index = self.servable.index
+        assert index is not None
+        query_D = self.query(last_D) if last_D is not None else self.encoder.position.new_zeros(self.encoder.cfg.dim)
         # A first choice in the index's own precision, then the exact order of evaluation among those chosen.
-        first = scores_N.topk(min(len(scores_N), candidates.num_best + _SPARE)).indices
-        first = first[scores_N[first] > -torch.inf].sort().values
-        exact = (index_ND[first].double() @ query_D.double()).float()
+        first = _first_choice(index, query_D, candidates)
+        exact = (index.rows(first).double() @ query_D.double()).float().cpu()
         order = exact.sort(descending=True, stable=True).indices[: candidates.num_best]
-        return (first[order] + 1).cpu().numpy(), exact[order, None].cpu().numpy()
+        return (first[order] + 1).numpy(), exact[order, None].numpy()
 
     def query(self, last_D: torch.Tensor) -> torch.Tensor:
         """(D,) what is multiplied with item vectors."""
         return self._model.item_vectors(last_D[None])[0] / self._model.similarity.temperature
+
+    def _rows(self, items: NDArray[np.int64]) -> torch.Tensor:
+        return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items)))
 
 
 class RankingForm:
@@ -164,11 +165,11 @@ class RankingForm:
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        records = self._on_device(tokens.records[first // 2 : end // 2])
+        records = self.records(tokens.records[first // 2 : end // 2])
         return self.event_tokens(records, self.content(records))
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
-        return self.content(self._on_device(self.candidate_records(candidates)))
+        return self.content(self.records(self.candidate_records(candidates)))
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
         return self.logits(state_CD, self.candidate_tokens(candidates))
@@ -193,11 +194,11 @@ class RankingForm:
     def content(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) sum of the vectors of item and categories, in the order of training."""
         items = records[:, 0]
-        total = self.servable.tables["items"].index_select(0, items)
+        total = self.servable.tables["items"].rows(items)
         for name in self._columns:
             is_given = name in self._given
             ids = records[:, 3 + self._given.index(name)] if is_given else self.servable.item_columns[name][items]
-            total += self.servable.tables[name].index_select(0, ids)
+            total += self.servable.tables[name].rows(ids)
         return total
 
     def event_tokens(self, records: torch.Tensor, content_ED: torch.Tensor) -> torch.Tensor:
@@ -208,15 +209,16 @@ class RankingForm:
         """(R, D) sum of the vectors of the bits that are set."""
         weight = self._model.action
         bit = torch.arange(weight.shape[0], device=weight.device)
-        return ((records[:, 1, None] >> bit) & 1).to(weight.dtype) @ weight
+        return ((records[:, 1, None].to(weight.device) >> bit) & 1).to(weight.dtype) @ weight
 
     def logits(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
         """(C, outputs) float32"""
         logits: torch.Tensor = self._model.head(torch.cat([state_CD, content_CD], dim=1))
         return logits.float()
 
-    def _on_device(self, records: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(records)).to(self.encoder.position.device)
+    def records(self, records: NDArray[np.int64]) -> torch.Tensor:
+        """Records where their ids are looked up."""
+        return torch.from_numpy(np.ascontiguousarray(records)).to(self.servable.lookup_device)
 
 
 def make_form(servable: Servable, slide_events: int | None = None) -> Form:
@@ -236,8 +238,18 @@ def _hstu(servable: Servable) -> HSTU:
     return encoder
 
 
-def _rows(table: torch.Tensor, ids: NDArray[np.int64]) -> torch.Tensor:
-    return table.index_select(0, torch.from_numpy(np.ascontiguousarray(ids)).to(table.device))
+def _first_choice(index: Table, query_D: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+    """Rows of the index, in order, that hold the best and some more; on the host."""
+    count = candidates.num_best + _SPARE
+    scores, rows = query_D.new_zeros(0), torch.zeros(0, dtype=torch.int64, device=query_D.device)
+    excluded = torch.from_numpy(candidates.excluded[candidates.excluded > 0] - 1).to(query_D.device)
+    for start, part_ND in index.parts():
+        scores_N = part_ND @ query_D
+        scores_N[excluded[(excluded >= start) & (excluded < start + len(scores_N))] - start] = -torch.inf
+        best = scores_N.topk(min(len(scores_N), count))
+        scores, rows = torch.cat([scores, best.values]), torch.cat([rows, best.indices + start])
+    best = scores.topk(min(len(scores), count))
+    return rows[best.indices[best.values > -torch.inf]].sort().values.cpu()
 
 
 def _seconds(times_ms: NDArray[np.int64]) -> torch.Tensor:

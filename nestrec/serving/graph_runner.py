@@ -28,7 +28,10 @@ _SPARE_BLOCKS = 64
 class Captured:
     """The pass of one number of rows. One buffer holds all of its indices, so that one copy brings them."""
 
-    def __init__(self, form: RankingForm, pool: PagePool, num_rows: int, most_pages: int):
+    def __init__(
+        self, form: RankingForm, pool: PagePool, num_rows: int, most_pages: int, content_RD: torch.Tensor | None = None
+    ):
+        """content_RD: room for the vectors of records, where they are brought to the device before the graph runs."""
         self._form, self._pool, self.num_rows = form, pool, num_rows
         self._num_fields = form.num_fields
         self._num_blocks, self._most_pages = num_rows // BLOCK_ROWS + _SPARE_BLOCKS, most_pages
@@ -37,6 +40,7 @@ class Captured:
         self._starts = np.cumsum([0, *sizes])
         self._indices = torch.zeros(sum(sizes), dtype=torch.int32, device=form.encoder.position.device)
         self._parts = self._indices.split(sizes)
+        self._content_RD = content_RD
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scores: torch.Tensor | None = None
 
@@ -63,6 +67,12 @@ class Captured:
         self._graph.replay()
         return self._scores
 
+    def bring(self, layout: Layout) -> None:
+        """Vectors of the batch's records to the device, where a table is not there."""
+        if self._content_RD is not None:
+            content_RD = self._form.content(self._form.records(layout.records_RF))
+            self._content_RD[: len(content_RD)] = content_RD
+
     def packed(self, layout: Layout) -> torch.Tensor:
         """All indices of a batch, in host memory."""
         packed = torch.zeros(len(self._indices), dtype=torch.int32, pin_memory=self._indices.is_cuda)
@@ -79,7 +89,7 @@ class Captured:
     def _forward(self) -> torch.Tensor:
         record_T, is_action_T, position_T, slot_T, blocks, last_blocks, pages, records = self._parts
         records_TF = records.view(-1, self._num_fields).index_select(0, record_T).long()
-        content_TD = self._form.content(records_TF)
+        content_TD = self._content_of(records_TF, record_T)
         x_TD = torch.where(is_action_T[:, None] == 1, self._form.action(records_TF), content_TD)
         batch = PagedBatch(
             position_T=position_T, slot_T=slot_T, blocks=blocks.view(-1, FIELDS),
@@ -87,6 +97,11 @@ class Captured:
         )  # fmt: skip
         state_TD = paged_forward(self._form.encoder, x_TD, batch, self._pool.tensor, self._pool.page_tokens)
         return self._form.logits(state_TD, content_TD)
+
+    def _content_of(self, records_TF: torch.Tensor, record_T: torch.Tensor) -> torch.Tensor:
+        if self._content_RD is None:
+            return self._form.content(records_TF)
+        return self._content_RD.index_select(0, record_T)
 
 
 class GraphRunner:
@@ -102,8 +117,10 @@ class GraphRunner:
         self._captured: list[Captured] = []
         memory: Any = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            for size in reversed(row_counts(max_tokens)):  # the largest first: the others fit into its memory
-                captured = Captured(form, pool, size, most_pages)
+            sizes = row_counts(max_tokens)
+            content_RD = room_for_content(form, sizes[-1])
+            for size in reversed(sizes):  # the largest first: the others fit into its memory
+                captured = Captured(form, pool, size, most_pages, content_RD)
                 captured.capture(memory)
                 self._captured.insert(0, captured)
 
@@ -113,6 +130,7 @@ class GraphRunner:
         layout = lay_out(self.form, self.pool, parts)
         captured = self._captured_for(layout)
         packed = captured.packed(layout)
+        captured.bring(layout)
         begin.record()  # after the host's part: a device that waits for it is not at work
         scores = captured.run(packed)[layout.num_history : layout.num_rows]
         host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
@@ -130,7 +148,16 @@ class GraphRunner:
             if captured.fits(layout):
                 return captured
         rows_for_blocks = max(0, len(layout.blocks) - _SPARE_BLOCKS) * BLOCK_ROWS
-        return Captured(self.form, self.pool, max(layout.num_rows, rows_for_blocks), len(layout.pages))
+        num_rows = max(layout.num_rows, rows_for_blocks)
+        return Captured(self.form, self.pool, num_rows, len(layout.pages), room_for_content(self.form, num_rows))
+
+
+def room_for_content(form: RankingForm, num_records: int) -> torch.Tensor | None:
+    """(R, D) where a table is behind a cache, which the host asks; none where the graph looks rows up itself."""
+    if form.servable.is_resident:
+        return None
+    one = form.content(form.records(np.zeros((1, form.num_fields), np.int64)))
+    return one.new_zeros(num_records, one.shape[1])
 
 
 def row_counts(max_tokens: int) -> list[int]:

@@ -74,6 +74,7 @@ def engine_status(service: Service, role: str) -> dict[str, Any]:
         "dram_bytes_used": sum(t.dram.num_bytes for t in tiers),
         "dram_bytes": sum(t.dram.max_bytes for t in tiers),
         "break_even_tokens": tiers[0].break_even_tokens(),
+        "tables": {name: table.statistics() for name, table in fleet.servable.tables.items()},
     }
 
 
@@ -84,12 +85,21 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         events = CounterMetricFamily("nestrec_engine_events", "Events of the engines", labels=["model", "event"])
         gauges = GaugeMetricFamily("nestrec_engine_state", "State of the engines", labels=["model", "what"])
+        rows = CounterMetricFamily(
+            "nestrec_table_rows",
+            "Rows of cached tables asked for and not on the device",
+            labels=["model", "table", "event"],
+        )
         for role in self._service.fleets:
             status = engine_status(self._service, role)
             for name, count in status["counts"].items():
                 events.add_metric([role, name], count)
             for name in ("queued_s", "device_pages_used", "device_pages", "dram_bytes_used", "dram_bytes"):
                 gauges.add_metric([role, name], status[name])
+            for name, counts in status["tables"].items():
+                for event in ("asked", "missed"):
+                    rows.add_metric([role, name, event], counts[event])
+        yield rows
         yield events
         yield gauges
         router = CounterMetricFamily("nestrec_router_events", "Routes off a user's own instance", labels=["event"])

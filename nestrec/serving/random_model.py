@@ -11,6 +11,7 @@ from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.servable import Servable
 from nestrec.serving.spec import ColumnSpec, ServableSpec
+from nestrec.serving.tables import ResidentTable
 from nestrec.training.tasks.ranking import RankingTaskConfig
 from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
@@ -27,8 +28,8 @@ def random_retrieval(
     items = _table(num_items + 1, encoder.dim, device)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits={})
     return Servable(
-        spec=spec, version=_version(spec, seed), model=_ready(model, device), tables={"items": items},
-        item_keys=_keys(num_items), index_ND=model.item_vectors(items[1:]), item_columns={},
+        spec=spec, version=_version(spec, seed), model=_ready(model, device), tables={"items": ResidentTable(items)},
+        item_keys=_keys(num_items), index=ResidentTable(model.item_vectors(items[1:])), item_columns={},
     )  # fmt: skip
 
 
@@ -48,12 +49,12 @@ def random_ranking(
     columns = (ColumnSpec(name="event_tab", keys=("home", "search"), num_rows=3),)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits=ACTION_BITS, columns=columns)
     tables = {
-        name: _table(num_rows, encoder.dim, device).to(dtype)
+        name: ResidentTable(_table(num_rows, encoder.dim, device).to(dtype))
         for name, num_rows in (("items", num_items + 1), ("event_tab", 3))
     }
     return Servable(
         spec=spec, version=_version(spec, seed), model=_ready(model, device).to(dtype), tables=tables,
-        item_keys=_keys(num_items), index_ND=None, item_columns={},
+        item_keys=_keys(num_items), index=None, item_columns={},
     )  # fmt: skip
 
 

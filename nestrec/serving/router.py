@@ -76,31 +76,28 @@ class Router:
         num_slots = max(ring.slots) + 1
         self.loads = [0] * num_slots
         self.is_alive = [True] * num_slots
-        self._chosen: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._chosen: OrderedDict[bytes, tuple[Route, float]] = OrderedDict()
         self.num_diverted = 0
         self.num_leaked = 0
         """ranking requests whose pre-infer went to a slot that has died since"""
 
-    def begin(self, user: str) -> int | None:
-        """The slot of a request of this user, counted as under way until `end`; none where nothing is alive."""
+    def begin(self, user: str) -> Route | None:
+        """The way of a request of this user, counted as under way until `end`; none where nothing is alive."""
         now_s = self._clock.now_s()
         self._forget(now_s)
         hashed = self._keyed.digest("user", user)
-        known = self._chosen.get(hashed)
-        if known is not None and self.is_alive[known[0]]:
-            slot = known[0]
-        else:
-            self.num_leaked += known is not None
+        route, _ = self._chosen.get(hashed, (None, 0.0))
+        if route is None or not self.is_alive[route.slot]:
+            self.num_leaked += route is not None
             place = int.from_bytes(hashed[:8], "little")
             route = slot_for(self._ring, place, self.loads, self.is_alive, bound=self._bound, free_load=self._free_load)
             if route is None:
                 return None
-            slot = route.slot
             self.num_diverted += route.is_diverted
             self._chosen.pop(hashed, None)
-            self._chosen[hashed] = (slot, now_s + self._sticky_s)
-        self.loads[slot] += 1
-        return slot
+            self._chosen[hashed] = (route, now_s + self._sticky_s)
+        self.loads[route.slot] += 1
+        return route
 
     def end(self, slot: int) -> None:
         self.loads[slot] -= 1

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,24 +29,25 @@ from nestrec.serving.spec import (
     ServableSpec,
     table_file,
 )  # fmt: skip
+from nestrec.serving.tables import ResidentTable, Table, TablesConfig, open_table
 from nestrec.training.tasks.ranking import RankingTaskConfig
 
 
 @dataclass(frozen=True)
 class Servable:
-    """A model with its tables, ready to score. Tensors lie on one device and are never changed."""
+    """A model with its tables, ready to score. Nothing of it is ever changed."""
 
     spec: ServableSpec
     version: str
     model: RetrievalModel | RankingModel
-    tables: Mapping[str, torch.Tensor]
-    """table name to (num_rows, D)"""
+    tables: Mapping[str, Table]
+    """by name"""
     item_keys: tuple[str, ...]
     """source id of item 1, 2, ..."""
-    index_ND: torch.Tensor | None
-    """vectors of items 1 to N as the similarity sees them (retrieval)"""
+    index: Table | None
+    """vectors of items 1 to N, in rows 0 to N - 1, as the similarity sees them (retrieval)"""
     item_columns: Mapping[str, torch.Tensor]
-    """category of each item id (ranking)"""
+    """category of each item id (ranking), where ids are looked up"""
 
     @cached_property
     def item_ids(self) -> dict[str, int]:
@@ -56,30 +57,41 @@ class Servable:
     def column_ids(self) -> dict[str, dict[str, int]]:
         return {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
 
+    @property
+    def is_resident(self) -> bool:
+        """All of its tables lie on the device."""
+        return all(isinstance(table, ResidentTable) for table in self.tables.values())
+
+    @property
+    def lookup_device(self) -> torch.device:
+        """Where ids are when they are looked up: a cache is asked by the host."""
+        return next(self.model.parameters()).device if self.is_resident else torch.device("cpu")
+
     def ids_of(self, keys: list[Any]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
         known = self.item_ids
         return np.array([known.get(key, 0) for key in map(str, keys)], np.int64)
 
     @staticmethod
-    def load(folder: Path, device: torch.device | str = "cpu") -> "Servable":
+    def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
         """Verify and load; `DamagedError` where a file is missing, changed or foreign."""
         manifest = verified_manifest(folder)
         spec = from_plain(ServableSpec, json.loads((folder / SPEC_FILE).read_text()))
         weights = load_file(folder / WEIGHTS_FILE)
-        model = _model(spec)
+        model, device, cfg = _model(spec), torch.device(device), tables or TablesConfig()
         model.load_state_dict(weights)
         model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
         names = ("items", *(c.name for c in spec.columns))
         is_ranking = isinstance(spec.task, RankingTaskConfig)
         columns = load_file(folder / COLUMNS_FILE) if is_ranking else {}
-        index = None if is_ranking else load_file(folder / INDEX_FILE)["vectors"].to(device)
-        return Servable(
-            spec=spec, version=manifest.version, model=model, index_ND=index,
-            tables={name: load_file(folder / table_file(name))["weight"].to(device) for name in names},
+        index = None if is_ranking else open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True)
+        servable = Servable(
+            spec=spec, version=manifest.version, model=model, index=index, item_columns=columns,
+            tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
             item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
-            item_columns={name: column.to(device) for name, column in columns.items()},
         )  # fmt: skip
+        place = servable.lookup_device
+        return replace(servable, item_columns={name: column.to(place) for name, column in columns.items()})
 
 
 def verified_manifest(folder: Path) -> ServableManifest:

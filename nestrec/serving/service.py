@@ -20,6 +20,7 @@ from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.router import Ring, Router
 from nestrec.serving.servable import Servable
+from nestrec.serving.tables import TablesConfig
 from nestrec.serving.trigger import Decision
 from nestrec.serving.work import Answer, UnavailableError, Work
 
@@ -69,10 +70,12 @@ class Service:
         self.router = Router(ring, self._keyed, self._clock)
 
     @staticmethod
-    def load(folders: list[Path], cfg: ServiceConfig, device: torch.device | str = "cpu") -> "Service":
+    def load(
+        folders: list[Path], cfg: ServiceConfig, device: torch.device | str = "cpu", tables: TablesConfig | None = None
+    ) -> "Service":
         models: dict[str, Servable] = {}
         for folder in folders:
-            servable = Servable.load(folder, device)
+            servable = Servable.load(folder, device, tables)
             role = role_of(servable)
             if role in models:
                 raise UserError(f"is a second {role} model", field="MODEL", value=str(folder), remedy="give one")
@@ -164,11 +167,11 @@ class _Routed:
             for number in range(service.cfg.instances):
                 is_alive = all(fleet.engines[number].is_alive for fleet in service.fleets.values())
                 service.router.set_alive(number, is_alive)
-            slot = service.router.begin(self._user)
-        if slot is None:
+            route = service.router.begin(self._user)
+        if route is None:
             raise UnavailableError("no instance is alive", 1.0)
-        self._slot = slot
-        return slot
+        self._slot = route.slot
+        return route.slot
 
     def __exit__(self, *_: object) -> None:
         with self._service._lock:

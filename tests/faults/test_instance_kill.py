@@ -1,6 +1,7 @@
 """Instances that are killed under load: who fails, who moves, and who comes back."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from nestrec.serving.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_INSTANCES, NUM_USERS, GAP_S = 3, 48, 0.02
+FREE_LOAD = 8
+"""requests that a slot takes whatever the others do (router.py)"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Seen:
     user: int
     status: int
     slot: int
+    is_diverted: bool
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,8 @@ async def ask(upstream, user):
     sent_s = time.monotonic()
     response = await upstream.send("POST", b"/v1/rank", json.dumps(body).encode())
     slot = int(response.headers.get(b"x-nestrec-slot", b"-1"))
-    return Seen(sent_s, time.monotonic(), user, response.status, slot)
+    is_diverted = response.headers.get(b"x-nestrec-diverted") == b"1"
+    return Seen(sent_s, time.monotonic(), user, response.status, slot, is_diverted)
 
 
 async def homes(upstream):
@@ -83,6 +88,12 @@ async def kill_one_under_load(upstream, process, slot):
     return killed_s, await asyncio.gather(*tasks)
 
 
+def most_under_way(seen):
+    """Requests at a time, as the client sees them: the gateway never has more."""
+    moments = sorted([(s.sent_s, 1) for s in seen] + [(s.ended_s, -1) for s in seen])
+    return max(itertools.accumulate(change for _, change in moments))
+
+
 async def one_round(upstream, process, slot):
     before, counts = await homes(upstream), await status(upstream)
     killed_s, seen = await kill_one_under_load(upstream, process, slot)
@@ -91,12 +102,14 @@ async def one_round(upstream, process, slot):
     assert len(failed) <= len(in_flight)
     assert all(s.status == 200 for s in seen if s.sent_s > killed_s + 1.0), "routing has recovered within a second"
     after = [s for s in seen if s.sent_s > killed_s and s.status == 200]
-    assert all(s.slot == before[s.user] for s in after if before[s.user] != slot), "nobody else has moved"
+    assert all(s.slot == before[s.user] or s.is_diverted for s in after if before[s.user] != slot), "nobody else moved"
     moved = [s for s in after if before[s.user] == slot]
     assert moved
     assert all(s.slot != slot for s in moved if s.ended_s < killed_s + 0.5), "there was nobody to answer"
     now = await status(upstream)
-    assert now["diverted"] == counts["diverted"], "below the bound nobody is diverted"
+    assert any(s.is_diverted for s in seen) <= (now["diverted"] > counts["diverted"]), "diversions are counted apart"
+    if most_under_way(seen) <= FREE_LOAD:
+        assert now["diverted"] == counts["diverted"], "below the bound nobody is diverted"
     assert now["failed_over"] > counts["failed_over"] or now["leaked"] > counts["leaked"]
     while not all((await status(upstream))["alive"]):
         await asyncio.sleep(0.1)

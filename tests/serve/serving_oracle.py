@@ -30,8 +30,8 @@ def _retrieval(servable, history, candidates, slide_events):
     items, times = history.items[first:], history.times_ms[first:]
     asked = np.append(times[1:], candidates.now_ms)
     table = servable.tables["items"]
-    state = servable.model(table[torch.from_numpy(items)], _info([len(items)], times, asked))[-1]
-    vectors = servable.model.item_vectors(table[torch.from_numpy(candidates.items)])
+    state = servable.model(table.rows(torch.from_numpy(items)), _info([len(items)], times, asked))[-1]
+    vectors = servable.model.item_vectors(table.rows(torch.from_numpy(candidates.items)))
     return (vectors @ state)[:, None].numpy()
 
 
@@ -44,7 +44,7 @@ def _ranking(servable, history, candidates, slide_events):
     for c, item in enumerate(candidates.items):
         ids = torch.from_numpy(np.append(items, item))
         tabs = torch.from_numpy(np.append(tab, candidates.features["event_tab"][c]))
-        content.append(servable.tables["items"][ids] + servable.tables["event_tab"][tabs])
+        content.append(servable.tables["items"].rows(ids) + servable.tables["event_tab"].rows(tabs))
         action.append(np.append(actions, 0))
         time.append(np.repeat(np.append(times, candidates.now_ms), 2))
     lengths = [2 * (len(items) + 1)] * len(candidates)

@@ -92,7 +92,7 @@ def test_unknown_items_get_the_vector_that_evaluation_uses(retrieval):
     servable = Servable.load(retrieval.folder)
     assert servable.ids_of(["no such item", servable.item_keys[4], int(servable.item_keys[7])]).tolist() == [0, 5, 8]
     seen = retrieval.trainer.session.engine.lookup_readonly({"history": np.array([0])})["history"]
-    assert torch.equal(servable.tables["items"][:1], seen)
+    assert torch.equal(servable.tables["items"].rows(torch.tensor([0])), seen)
 
 
 def test_an_export_holds_no_code(ranking):

@@ -1,5 +1,7 @@
 """Batches over pages equal batches sequence by sequence: on a GPU, or in Triton's interpreter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ from nestrec.serving.forms import make_form
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.page_pool import PagePool
 from nestrec.serving.random_model import random_ranking
+from nestrec.serving.row_sources import DramRows
 from nestrec.serving.runner import Part, Runner
+from nestrec.serving.tables import CachedTable
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -47,12 +51,17 @@ def make_parts(form, rng):
     return parts, page
 
 
-def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence():
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence(is_cached):
     from nestrec.models.hstu_paged import is_pageable
     from nestrec.serving.batch_layout import lay_out
-    from nestrec.serving.graph_runner import Captured
+    from nestrec.serving.graph_runner import Captured, room_for_content
 
-    form = make_form(random_ranking(ENCODER, num_items=100))
+    servable = random_ranking(ENCODER, num_items=100)
+    if is_cached:
+        rows = DramRows(servable.tables["items"].weight)
+        servable = replace(servable, tables={**servable.tables, "items": CachedTable(rows, torch.device("cpu"), 9)})
+    form = make_form(servable)
     assert is_pageable(form.encoder)
     parts, num_pages = make_parts(form, np.random.default_rng(1))
     pools = [
@@ -63,10 +72,11 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
     for pool in pools:
         pool.tensor.copy_(filled)
     expected = Runner(form, pools[0]).run(parts)
-    captured = Captured(form, pools[1], num_rows=512, most_pages=16)
+    captured = Captured(form, pools[1], num_rows=512, most_pages=16, content_RD=room_for_content(form, 512))
     layout = lay_out(form, pools[1], parts)
     assert captured.fits(layout)
     with torch.inference_mode():
+        captured.bring(layout)
         scores = captured.run(captured.packed(layout))[layout.num_history : layout.num_rows]
     wanted = np.concatenate([scored.scores for scored in expected if scored is not None])
     assert np.abs(scores.numpy() - wanted).max() <= 1e-5

@@ -95,7 +95,7 @@ def test_sighup_swaps_the_model_and_refuses_a_damaged_one(tmp_path):
         write_servable(random_retrieval(encoder, num_items=20, seed=seed), tmp_path / str(seed))
     current.symlink_to(tmp_path / "1")
     first, second = (Servable.load(tmp_path / name).version[:12] for name in ("1", "2"))
-    with running_server(current) as (port, process):
+    with running_server(current, "--tables.store", "disk", "--tables.cache_rows", "8") as (port, process):
 
         def version():
             response = exchange(port, post("/v1/recommend", BODY))

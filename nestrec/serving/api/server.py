@@ -22,6 +22,7 @@ from nestrec.serving.api.timed_head import protocol_with
 from nestrec.serving.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.servable import Servable
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.tables import TablesConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class ServeConfig:
     """what stands before several instances; none: this process answers by itself"""
     threads: int = 1
     """threads of torch inside a batch"""
+    tables: TablesConfig = TablesConfig()
+    """where rows of embedding tables lie"""
     limits: LimitsConfig = LimitsConfig()
     """of requests"""
     service: ServiceConfig = ServiceConfig()
@@ -54,8 +57,8 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
         signal.signal(number, lambda *_: None)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    service = Service.load(folders, cfg.service, device)
-    signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device))
+    service = Service.load(folders, cfg.service, device, cfg.tables)
+    signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device, cfg.tables))
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
     sys.setswitchinterval(5e-4)  # front and engines share an interpreter: neither may keep it for milliseconds
@@ -65,14 +68,14 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
         service.close()
 
 
-def _reload(service: Service, folders: list[Path], device: str) -> None:
+def _reload(service: Service, folders: list[Path], device: str, tables: TablesConfig) -> None:
     """SIGHUP: load the folders anew, beside the running models, and swap those that have changed."""
 
     def swap() -> None:
         serving = {fleet.servable.version for fleet in service.fleets.values()}
         for folder in folders:
             try:
-                servable = Servable.load(folder, device)
+                servable = Servable.load(folder, device, tables)
             except (UserError, OSError) as error:
                 _LOG.error("the model stays as it is: %s", error)
             else:

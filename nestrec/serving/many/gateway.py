@@ -26,7 +26,7 @@ from nestrec.serving.api.http import (
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.upstream import Response, Upstream
-from nestrec.serving.router import Ring, Router
+from nestrec.serving.router import Ring, Route, Router
 
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
@@ -81,19 +81,19 @@ class Gateway:
         user = user_of(body) if method == "POST" else unquote(path)
         is_repeatable = method == "GET" or path in _REPEATABLE
         for _ in self._upstreams:
-            slot = self.router.begin(user)
-            if slot is None:
+            route = self.router.begin(user)
+            if route is None:
                 break
             try:
-                response = await self._upstreams[slot].send(method, target, body, is_repeatable=is_repeatable)
-                return _answered(response, slot)
+                response = await self._upstreams[route.slot].send(method, target, body, is_repeatable=is_repeatable)
+                return _answered(response, route)
             except (OSError, EOFError, TimeoutError):
-                self._lost(slot)
+                self._lost(route.slot)
                 if not is_repeatable:
                     return problem(503, "the instance was lost; send it again", "", retry_after(1.0))
                 self.num_failed_over += 1
             finally:
-                self.router.end(slot)
+                self.router.end(route.slot)
         return problem(503, "no instance is alive", "", retry_after(1.0))
 
     async def _everywhere(self, method: str, target: bytes) -> Answered:
@@ -144,9 +144,10 @@ def user_of(body: bytes) -> str:
     return user if isinstance(user, str) else ""
 
 
-def _answered(response: Response, slot: int | None) -> Answered:
+def _answered(response: Response, route: Route | None) -> Answered:
     content_type = response.headers.get(b"content-type", b"application/json")
     shown = [(name, value) for name, value in response.headers.items() if name in _FORWARDED]
-    if slot is not None:
-        shown.append((b"x-nestrec-slot", str(slot).encode()))
+    if route is not None:
+        shown.append((b"x-nestrec-slot", str(route.slot).encode()))
+        shown.append((b"x-nestrec-diverted", str(int(route.is_diverted)).encode()))
     return Answered(response.status, response.body, content_type, *shown)

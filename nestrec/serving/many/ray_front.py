@@ -38,7 +38,7 @@ class Instance:
         torch.set_num_threads(cfg.threads)
         device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
         self._app = App(
-            Service.load([Path(folder) for folder in folders], cfg.service, device), cfg.limits,
+            Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables), cfg.limits,
             MemoryHistoryStore(cfg.histories),
         )  # fmt: skip
         self._slot = int(serve.get_replica_context().rank.rank)

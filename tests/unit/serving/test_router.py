@@ -5,7 +5,7 @@ import random
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.router import Ring, Router, slot_for
+from nestrec.serving.router import Ring, Route, Router, slot_for
 
 KEYED = KeyedHash(b"secret")
 
@@ -38,10 +38,11 @@ def test_no_slot_exceeds_its_bound_in_random_schedules():
             clock.sleep(rng.random())
             action = rng.random()
             if action < 0.6:
-                slot = router.begin(str(rng.randrange(4)))
-                if slot is None:
+                route = router.begin(str(rng.randrange(4)))
+                if route is None:
                     assert not any(router.is_alive)
                     continue
+                slot = route.slot
                 assert router.is_alive[slot]
                 under_way.append(slot)
                 alive_load = sum(load for load, alive in zip(router.loads, router.is_alive, strict=True) if alive)
@@ -59,38 +60,41 @@ def test_no_slot_exceeds_its_bound_in_random_schedules():
 def test_signal_and_request_take_the_same_way_though_loads_change():
     clock = SimulatedClock()
     router = Router(Ring.make(3, KEYED), KEYED, clock, bound=1.25, sticky_s=1.0)
-    first = router.begin("a")
+    first = router.begin("a").slot
     router.loads[first] += 50
-    assert router.begin("a") == first
+    assert router.begin("a") == Route(first, False)
     clock.sleep(1.0)
-    assert router.begin("a") != first
+    diverted = router.begin("a")
+    assert diverted.is_diverted
+    assert diverted.slot != first
+    assert router.begin("a") == diverted, "and says so as long as it takes that way"
     assert router.num_diverted == 1
 
 
 def test_whoever_was_diverted_returns_once_the_load_is_gone():
     clock = SimulatedClock()
     router = Router(Ring.make(3, KEYED), KEYED, clock, bound=1.25, free_load=2, sticky_s=1.0)
-    own = router.begin("a")
+    own = router.begin("a").slot
     router.end(own)
     clock.sleep(1.0)
     busy = [own] * 4
     for slot in busy:
         router.loads[slot] += 1
-    assert router.begin("a") != own
+    assert router.begin("a").slot != own
     assert (router.num_diverted, router.num_leaked) == (1, 0)
     for slot in busy:
         router.end(slot)
     clock.sleep(1.0)
-    assert router.begin("a") == own
+    assert router.begin("a") == Route(own, False)
     assert router.num_diverted == 1
 
 
 def test_a_dead_slot_is_left_at_once_and_counted():
     clock = SimulatedClock()
     router = Router(Ring.make(3, KEYED), KEYED, clock, sticky_s=10.0)
-    first = router.begin("a")
+    first = router.begin("a").slot
     router.set_alive(first, False)
-    assert router.begin("a") != first
+    assert router.begin("a").slot != first
     assert router.num_leaked == 1
     for slot in range(3):
         router.set_alive(slot, False)

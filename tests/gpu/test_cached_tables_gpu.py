@@ -1,0 +1,67 @@
+"""Tables in DRAM or on disk behind a cache on a GPU: the same rows and the same scores to the bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.forms import make_form
+from nestrec.serving.graph_runner import GraphRunner
+from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.page_pool import PagePool
+from nestrec.serving.random_model import random_ranking
+from nestrec.serving.row_sources import DramRows
+from nestrec.serving.runner import Part
+from nestrec.serving.tables import CachedTable, TablesConfig, open_table
+
+pytestmark = pytest.mark.gpu
+ENCODER = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, max_length=1026, position_bias=False)
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("store", ["dram", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_table_to_the_bit_and_the_cache_is_bounded(tmp_path, store, dtype):
+    weight, rng = torch.randn(5000, 96).to(dtype), np.random.default_rng(1)
+    save_file({"weight": weight}, tmp_path / "table.safetensors")
+    table = open_table(tmp_path / "table.safetensors", "weight", CUDA, TablesConfig(store=store, cache_rows=700))
+    for _ in range(100):
+        ids = torch.from_numpy(rng.zipf(1.2, int(rng.integers(0, 3000))) % 5000)
+        assert torch.equal(table.rows(ids).cpu(), weight[ids])
+        assert table.statistics()["device_rows"] <= 700
+
+
+def draw_batches(form, rng):
+    for _ in range(12):
+        parts = []
+        for _ in range(int(rng.integers(1, 8))):
+            count = int(rng.integers(1, 500))
+            history = History(
+                items=rng.integers(0, 1000, count), times_ms=np.zeros(count, np.int64),
+                actions=rng.integers(0, 4, count), features={"event_tab": rng.integers(0, 3, count)},
+            )  # fmt: skip
+            asked = Candidates(
+                items=rng.integers(0, 1000, 64), now_ms=0, features={"event_tab": rng.integers(0, 3, 64)}
+            )
+            tokens = form.tokens(history, 0)
+            parts.append(Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
+        yield parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_graphs_score_as_with_the_table_on_the_device_to_the_bit(dtype):
+    """Two batches on their way at once, each with more distinct items than the cache holds."""
+    servable = random_ranking(ENCODER, device=CUDA, dtype=dtype)
+    cached = CachedTable(DramRows(servable.tables["items"].weight.cpu()), CUDA, 100)
+    results = []
+    for tables in (servable.tables, {**servable.tables, "items": cached}):
+        form = make_form(replace(servable, tables=tables))
+        pool = PagePool(ENCODER, num_pages=1, page_tokens=64, device=CUDA, dtype=dtype)
+        runner = GraphRunner(form, pool, max_tokens=8192)
+        launched = [runner.launch(parts) for parts in draw_batches(form, np.random.default_rng(2))]
+        results.append([scored.scores for batch in launched for scored in batch.wait()[0]])
+    assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
+    assert cached.statistics()["device_rows"] == 100

@@ -1,0 +1,105 @@
+"""Tables behind a cache of rows: the same rows to the bit, in bounded memory, whatever is asked."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.serving.tables import CachedTable, ResidentTable, TablesConfig, open_table
+
+NUM_ROWS, DIM = 300, 6
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weight(request):
+    dtype = getattr(request, "param", torch.float32)
+    return torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.fixture
+def file(weight, tmp_path):
+    save_file({"ids": torch.arange(5), "weight": weight}, tmp_path / "table.safetensors")
+    return tmp_path / "table.safetensors"
+
+
+def opened(file, store, cache_rows):
+    return open_table(file, "weight", CPU, TablesConfig(store=store, cache_rows=cache_rows))
+
+
+@pytest.mark.parametrize("store", ["dram", "disk"])
+@pytest.mark.parametrize("cache_rows", [0, 1, 7, 64, NUM_ROWS - 1])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], indirect=True)
+def test_rows_are_those_of_the_table_to_the_bit_and_the_cache_is_bounded(weight, file, store, cache_rows):
+    table, rng = opened(file, store, cache_rows), np.random.default_rng(2)
+    for _ in range(60):
+        ids = rng.zipf(1.3, int(rng.integers(0, 120))) % NUM_ROWS
+        found = table.rows(torch.from_numpy(ids))
+        assert torch.equal(found, weight[torch.from_numpy(ids)])
+        found.fill_(0.0)  # rows are copies: this changes nothing
+        counts = table.statistics()
+        assert counts["device_rows"] <= cache_rows
+        assert len(table._cache) == cache_rows
+    assert 0 < counts["missed"] <= counts["asked"]
+    assert (counts["missed"] < counts["asked"]) == (cache_rows > 0)
+    assert torch.equal(torch.cat([part for _, part in table.parts()]), weight)
+
+
+def test_more_distinct_rows_than_the_cache_holds_can_be_asked_for_at_once(weight, file):
+    table = opened(file, "disk", 4)
+    ids = torch.arange(NUM_ROWS).flip(0)
+    assert torch.equal(table.rows(ids), weight[ids])
+    assert table.statistics() == {"rows": NUM_ROWS, "device_rows": 4, "asked": NUM_ROWS, "missed": NUM_ROWS}
+
+
+def test_rows_in_use_stay_while_others_pass_by(file):
+    table = opened(file, "dram", 8)
+    table.rows(torch.tensor([7, 9]))
+    for passing in range(100, 200):
+        table.rows(torch.tensor([7, 9, passing]))
+    assert table.statistics()["missed"] == 2 + 100
+
+
+def test_many_threads_get_the_rows_they_asked_for(weight, file):
+    table, wrong = opened(file, "disk", 16), []
+
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(200):
+            ids = torch.from_numpy(rng.integers(0, 60, 24))
+            if not torch.equal(table.rows(ids), weight[ids]):
+                wrong.append(ids)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert table.statistics()["device_rows"] <= 16
+
+
+def test_a_table_that_fits_lies_on_the_device_whole(weight, file):
+    assert isinstance(opened(file, "disk", NUM_ROWS), ResidentTable)
+    assert isinstance(opened(file, "disk", NUM_ROWS - 1), CachedTable)
+    table = opened(file, "device", 0)
+    assert torch.equal(table.rows(torch.tensor([0, 5, 0])), weight[[0, 5, 0]])
+    assert table.statistics()["device_rows"] == NUM_ROWS
+
+
+def test_a_file_that_was_cut_is_an_error_and_not_other_rows(file):
+    table = opened(file, "disk", 4)
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size - 100 * DIM * 4)
+    with pytest.raises(DamagedError):
+        table.rows(torch.tensor([NUM_ROWS - 1]))
+    with pytest.raises(DamagedError):
+        list(table.parts())
+
+
+def test_a_negative_size_is_named(file):
+    with pytest.raises(UserError, match="cache_rows"):
+        opened(file, "dram", -1)
