@@ -304,7 +304,7 @@ def front(context: typer.Context, json: JsonFile = None) -> None:
     The fields of FrontBench are options: [bold]--rate 500 --candidates 256 --duration_s 20[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.overload import FrontBench, measure_front
+    from nestrec.bench.front import FrontBench, measure_front
 
     bench = with_overrides(FrontBench(), parse_overrides(context.args, ("json",)))
     _finish("front", measure_front(bench), json)

@@ -13,7 +13,7 @@ import numpy as np
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.http_client import HttpClient
-from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_loop
+from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_loop, run_punctually
 
 
 @config
@@ -62,7 +62,7 @@ def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
     def measure(value: float) -> Trial:
         rate = value if cfg.finds == "rate" else cfg.rate
         length = round(value) if cfg.finds == "history" else cfg.history
-        trial = asyncio.run(send_load(url, make_load(cfg, rate, length), cfg.signal_ms / 1e3))
+        trial = run_punctually(send_load(url, make_load(cfg, rate, length), cfg.signal_ms / 1e3))
         trials.append(row_of(trial, cfg, length))
         return trial
 
@@ -127,8 +127,7 @@ async def send_load(url: str, load: Load, signal_s: float) -> Trial:
         if load.signals:
             asyncio.get_running_loop().create_task(client.post("/v1/preinfer", load.signals[number]))
             await asyncio.sleep(signal_s)
-        status, _ = await client.post(load.paths[number], load.bodies[number])
-        return status == 200
+        return (await client.post(load.paths[number], load.bodies[number])).status == 200
 
     trial = await run_open_loop(load.at_s, send, lead_s=signal_s if load.signals else 0.0)
     await client.close()

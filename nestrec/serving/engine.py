@@ -34,6 +34,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 5e-5
+_SMOOTH = 0.05
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -72,6 +73,7 @@ class Engine:
         self._in_flight: deque[_Batch] = deque()
         self._busy_until_s = 0.0
         self._queued_s = 0.0
+        self._usual_s = 0.0  # of a ranking request, of late
         self._num_pending = 0
         self._is_draining = self._is_closed = False
         self._is_warm = threading.Event()
@@ -87,12 +89,17 @@ class Engine:
         work = self._work(user, tokens, candidates, timeout_s)
         with self._condition:
             self._check_open()
-            wait_s = self._queued_s
-            if wait_s + work.estimate_s > min(timeout_s, self.cfg.max_queue_s) and self._num_pending:
-                self._count("refused_overload")
-                raise OverloadedError("more work waits than can be done in time", max(0.05, wait_s))
+            self._usual_s += _SMOOTH * (work.estimate_s - self._usual_s)
+            self._check_room(work.estimate_s, min(timeout_s, self.cfg.max_queue_s))
             self._enqueue(work)
         return work
+
+    def check_room(self) -> None:
+        """Refuse a request that nobody has looked into yet, where one of the usual size would be refused.
+
+        Under overload most requests end here: reading them would take the interpreter from the work of the others.
+        """
+        self._check_room(self._usual_s, self.cfg.max_queue_s)
 
     def preinfer(
         self, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
@@ -145,6 +152,12 @@ class Engine:
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
         return self._queued_s
+
+    def _check_room(self, estimate_s: float, most_s: float) -> None:
+        wait_s = self._queued_s
+        if wait_s + estimate_s > most_s and self._num_pending:
+            self._count("refused_overload")
+            raise OverloadedError("more work waits than can be done in time", max(0.05, wait_s))
 
     def _check_open(self) -> None:
         if self._is_draining or self._is_closed or not self._thread.is_alive():

@@ -91,6 +91,10 @@ class Service:
         """The model that ranks candidates: the ranking model where there is one."""
         return "ranking" if "ranking" in self.fleets else "retrieval"
 
+    def check_room(self, role: str) -> None:
+        """Refuse where even the least busy instance has no room for a request of the usual size."""
+        min(self.fleets[role].engines, key=lambda engine: engine.queued_s).check_room()
+
     async def rank(
         self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
     ) -> Answer:
@@ -180,7 +184,8 @@ class _Routed:
 
 async def _result(work: Work, timeout_s: float) -> Answer:
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(work.future), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(work.future)
     except TimeoutError:
         raise UnavailableError("the deadline passed", 0.05) from None
 

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import random
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from server_process import exchange, post, provoke, running_server, status_of
@@ -27,6 +29,16 @@ def test_an_exported_run_answers(server):
     response = exchange(port, post("/v1/recommend", BODY))
     assert status_of(response) == 200
     assert len(json.loads(response.partition(b"\r\n\r\n")[2])["items"]) == 5
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def test_the_requests_that_the_pages_show_are_answered(server, page):
+    port, _ = server
+    text = (Path(__file__).parents[2] / page).read_text()
+    shown = re.findall(r"curl -H 'content-type: application/json' http://127.0.0.1:8000(\S+) \\\n  -d '(.+)'\n", text)
+    assert shown
+    for path, body in shown:
+        assert status_of(exchange(port, post(path, body.encode()))) == 200
 
 
 def test_headers_at_their_limit_and_one_byte_above(server):

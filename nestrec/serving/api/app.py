@@ -97,7 +97,9 @@ class App:
         if path in self._posts:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
-            data = self._with_history(path, parse_json(await read_body(scope, receive, self._limits)))
+            body = await read_body(scope, receive, self._limits)
+            self._check_room(path)
+            data = self._with_history(path, parse_json(body))
             return path, await unless_disconnected(self._through_swaps(self._posts[path], data), receive)
         if path in self._gets:
             if method not in ("GET", "HEAD"):
@@ -108,6 +110,13 @@ class App:
             if what in ("cache", "events"):
                 return f"/v1/users/{{id}}/{what}", self._forget(method, user, what)
         return "other", problem(404, "there is nothing here")
+
+    def _check_room(self, path: str) -> None:
+        """Before the body is read into anything: it may be long, and there may be many."""
+        if path == "/v1/rank":
+            self._service.check_room(self._service.ranker)
+        elif path == "/v1/recommend" and "retrieval" in self._service.fleets:
+            self._service.check_room("retrieval")
 
     def _with_history(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
         """A request without a history gets the one that the store has."""

@@ -1,7 +1,6 @@
 """The ASGI side: bodies within their limits, answers as JSON, and nothing of a request in a log."""
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
@@ -65,7 +64,8 @@ async def read_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> byt
     if declared.isdigit() and int(declared[:20]) > limits.max_body_bytes:
         raise BadRequestError(f"the body must have at most {limits.max_body_bytes} bytes", status=413)
     try:
-        return await asyncio.wait_for(_read(receive, limits.max_body_bytes), limits.body_timeout_s)
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _read(receive, limits.max_body_bytes)
     except TimeoutError:
         raise BadRequestError("the body did not arrive in time", status=408) from None
 
@@ -86,20 +86,22 @@ async def _read(receive: Receive, most: int) -> bytes:
 
 async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """The result of `work`, which is cancelled when the client goes away."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        raise DisconnectedError
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            raise DisconnectedError from None
+        raise
     finally:
-        gone.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.http_client import HttpClient
+from nestrec.bench.http_client import HttpClient, Reply
 from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_loop
 from nestrec.bench.replay import ReplayConfig, make_load, replay, send_load
 
@@ -116,7 +116,7 @@ def test_a_server_that_is_not_there_is_a_failed_request():
     async def run():
         return await HttpClient("127.0.0.1", 1).post("/", b"")
 
-    assert asyncio.run(run()) == (0, b"")
+    assert asyncio.run(run()) == Reply(0)
 
 
 def test_wrong_options_are_named(tmp_path):

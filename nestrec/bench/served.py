@@ -1,0 +1,129 @@
+"""A server in a process of its own under open-loop load: what became of each request, and what the server used."""
+
+import contextlib
+import gc
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import psutil
+from numpy.typing import NDArray
+
+from nestrec.bench.http_client import HttpClient
+from nestrec.bench.open_loop import Trial, poisson_arrivals, run_open_loop, run_punctually
+from nestrec.bench.replay import ReplayConfig, made_up_request
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A load and its answers."""
+
+    at_s: Floats
+    """intended moments, from the start"""
+    trial: Trial
+    refusal_ms: Floats
+    """of requests that were refused, from sending to the answer; not a number for the others"""
+    num_without_retry: int
+    """refusals that do not say when to come back"""
+    rss_before: int
+    rss_after: int
+    server_cores: float
+    """processor time of the server over the time of the load"""
+
+    @property
+    def answered_ms(self) -> Floats:
+        """Latencies of those that were answered, in order."""
+        return np.sort(self.trial.latency_ms[np.isfinite(self.trial.latency_ms)])
+
+    @property
+    def refused_ms(self) -> Floats:
+        return np.sort(self.refusal_ms[~np.isnan(self.refusal_ms)])
+
+
+@contextlib.contextmanager
+def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
+    """`nestrec serve` in a process of its own, ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port), *options]
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    try:
+        while child.poll() is None and not _listens(port):
+            time.sleep(0.05)
+        yield port, psutil.Process(child.pid)
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def serve_load(port: int, process: psutil.Process, at_s: Floats, bodies: Sequence[bytes]) -> Served:
+    """Send ranking requests at their moments and wait for all answers."""
+    refusal_ms, has_retry = np.full(len(at_s), np.nan), np.ones(len(at_s), np.bool_)
+
+    async def run() -> Trial:
+        client = HttpClient("127.0.0.1", port)
+
+        async def send(number: int) -> bool:
+            start_s = time.perf_counter()
+            reply = await client.post("/v1/rank", bodies[number])
+            if reply.status in (429, 503):
+                refusal_ms[number] = (time.perf_counter() - start_s) * 1e3
+                has_retry[number] = reply.header(b"retry-after").isdigit()
+            return reply.status == 200
+
+        trial = await run_open_loop(at_s, send)
+        await client.close()
+        return trial
+
+    before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
+    gc.collect()
+    gc.disable()  # a collection over all those bodies would be felt as latency
+    try:
+        trial = run_punctually(run())
+    finally:
+        gc.enable()
+    cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)
+    return Served(
+        at_s=at_s, trial=trial, refusal_ms=refusal_ms, num_without_retry=int((~has_retry).sum()), rss_before=before,
+        rss_after=process.memory_info().rss, server_cores=cores,
+    )  # fmt: skip
+
+
+def made_up_load(
+    rate: float, duration_s: float, *, first_user: int, history: int, candidates: int, items: int, timeout_ms: int,
+    seed: int,
+) -> tuple[Floats, list[bytes]]:  # fmt: skip
+    """Poisson arrivals of users of whom none returns."""
+    at_s = poisson_arrivals(rate, duration_s, seed)
+    cfg = ReplayConfig(candidates=candidates, items=items, seed=seed)
+    bodies = []
+    for user in range(first_user, first_user + len(at_s)):
+        _, body = made_up_request(user, history, cfg, np.random.default_rng(user))
+        bodies.append(orjson.dumps({**body, "timeout_ms": timeout_ms}))
+    return at_s, bodies
+
+
+def quantile(ordered: Floats, q: float) -> float | None:
+    return round(float(ordered[math.ceil(q / 100 * len(ordered)) - 1]), 3) if len(ordered) else None
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
