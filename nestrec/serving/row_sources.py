@@ -76,7 +76,7 @@ class DiskRows:
 
     def read_range(self, first: int, end: int) -> torch.Tensor:
         rows = torch.empty(end - first, self.dim, dtype=self.dtype)
-        view = memoryview(rows.view(torch.uint8).numpy().reshape(-1))
+        view = rows.view(torch.uint8).numpy().reshape(-1).data
         done = 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], self._start + first * self._row_bytes + done)
