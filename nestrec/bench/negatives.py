@@ -6,6 +6,7 @@ loss alone, on random float32 rows. Published figures are TurboGR's of
 FuXi-large on another kind of device, without and with its offload: only their ratios can be compared.
 """
 
+import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,9 @@ class NegativesBench:
     """steps that are not timed"""
     steps: int = 5
     """timed steps"""
+    rounds: int = 3
+    """turns that the variants of one number take; the row holds the median of their times, so that what the host did
+    meanwhile meets all of them alike"""
     ranks: int = 0
     """so many ranks of this machine's CPU count the bytes they move, and nothing is timed; 0: one device is timed"""
 
@@ -100,10 +104,9 @@ def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Ite
     for number in (0, *bench.negatives):
         runner.step(is_last=True)
         runner.take_from(task.assembler_of(number))
-        plain: dict[str, Any] = {}
-        for variant in bench.variants if number else bench.variants[:1]:
-            task.variant = variant
-            row = {"variant": variant, "negatives": number, "lookup": lookup, **_measured(bench, runner)}
+        variants, plain = bench.variants if number else bench.variants[:1], dict[str, Any]()
+        for variant, measured in zip(variants, _by_turns(bench, runner, task, variants), strict=True):
+            row = {"variant": variant, "negatives": number, "lookup": lookup, **measured}
             row["loss_ms"] = round(
                 loss_milliseconds(variant, _loss_shape(bench, number), runner.session.engine.device), 3
             )
@@ -115,8 +118,28 @@ def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Ite
             yield row | _compared(row, base, plain) | _beside(bench, row)
 
 
+def _by_turns(
+    bench: NegativesBench, runner: StepRunner, task: RetrievalTask, variants: tuple[Variant, ...]
+) -> list[dict[str, Any]]:
+    """For each variant the median time of its turns, the largest peak, and everything else of its last turn."""
+    turns: list[list[dict[str, Any]]] = [[] for _ in variants]
+    for _ in range(bench.rounds):
+        for variant, measured in zip(variants, turns, strict=True):
+            task.variant = variant
+            measured.append(_measured(bench, runner))
+    return [_of_turns(measured) for measured in turns]
+
+
+def _of_turns(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    times = [turn["step_ms"] for turn in measured]
+    return {
+        **measured[-1], "peak_gib": max(turn["peak_gib"] for turn in measured),
+        "step_ms": round(statistics.median(times), 2), "step_ms_spread": [min(times), max(times)],
+    }  # fmt: skip
+
+
 def _measured(bench: NegativesBench, runner: StepRunner) -> dict[str, Any]:
-    statistics = runner.session.engine.statistics
+    counters = runner.session.engine.statistics
     if bench.device == "cuda":
         torch.cuda.empty_cache()  # what the variant before has left in pieces
     for _ in range(bench.warm_up):
@@ -124,12 +147,12 @@ def _measured(bench: NegativesBench, runner: StepRunner) -> dict[str, Any]:
     runner.wait()
     if bench.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before = statistics.vector_bytes
+    before = counters.vector_bytes
     seconds = runner.seconds(bench.steps)
     peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
     return {
         "peak_gib": round(peak / 2**30, 3), "step_ms": round(1e3 * seconds, 2),
-        "looked_up_bytes": (statistics.vector_bytes - before) // bench.steps, "loss": round(float(runner.step()), 4),
+        "looked_up_bytes": (counters.vector_bytes - before) // bench.steps, "loss": round(float(runner.step()), 4),
         "sharing": bench.sharing, "precision": bench.precision, "items": bench.num_items,
     }  # fmt: skip
 

@@ -33,8 +33,8 @@ def quality_rows(runs: Sequence[Path]) -> list[Row]:
     """One row for each recipe, in the order of the runs; runs of one recipe are its seeds.
 
     Fields: recipe, dataset, model, device, seeds, users; of each seed the `epochs` made and the `best_epochs` that were
-    tested; for each metric `m` its mean `m`, `m_interval`, `m_of_seeds`, `m_seed_sd`; and `baselines` of system to
-    metric to mean.
+    tested; `validations`, pairs of an epoch and the mean over seeds of the metric that chooses the best one; for each
+    metric `m` its mean `m`, `m_interval`, `m_of_seeds`, `m_seed_sd`; and `baselines` of system to metric to mean.
     """
     return [_quality_row(group) for group in _by_recipe(runs).values()]
 
@@ -43,7 +43,9 @@ def comparison_rows(runs: Sequence[Path], pairs: Sequence[tuple[str, str]]) -> l
     """For each pair of recipes, the first minus the second: mean over users of the difference of seed averages.
 
     Fields: recipe, against, dataset, seeds, against_seeds, users; for each metric `m_difference`,
-    `m_difference_interval` over users, and `m_difference_seed_error`, the standard error that comes from seeds alone.
+    `m_difference_interval` over users, `m_difference_seed_error`, the standard error that comes from seeds alone, and
+    where both have the same seeds `m_difference_of_seeds`: runs of one seed share order, negatives and dropout, so
+    that error is then of these differences.
     """
     groups = _by_recipe(runs)
     for name in (name for pair in pairs for name in pair):
@@ -56,7 +58,8 @@ def _quality_row(group: list[Ranks]) -> Row:
     one, metrics = group[0], _metrics_of(group)
     row: Row = {"recipe": one.recipe, "dataset": one.dataset, "model": one.model, "device": one.device,
                 "seeds": [run.seed for run in group], "users": len(one.users),
-                "epochs": [run.epochs for run in group], "best_epochs": [run.best_epoch for run in group]}  # fmt: skip
+                "epochs": [run.epochs for run in group], "best_epochs": [run.best_epoch for run in group],
+                "validations": _validations(group)}  # fmt: skip
     for metric, interval in bootstrap({name: _seed_average(group, name) for name in metrics}).items():
         of_seeds = _of_seeds(group, metric)
         row[metric], row[f"{metric}_interval"] = interval.mean, [interval.low, interval.high]
@@ -81,7 +84,7 @@ def _comparison_row(first: list[Ranks], second: list[Ranks]) -> Row:
     for metric, interval in bootstrap(differences).items():
         row[f"{metric}_difference"] = interval.mean
         row[f"{metric}_difference_interval"] = [interval.low, interval.high]
-        row[f"{metric}_difference_seed_error"] = _seed_error(metric, first, second)
+        row |= _seed_differences(f"{metric}_difference", _of_seeds(first, metric), _of_seeds(second, metric), row)
     return row
 
 
@@ -122,11 +125,25 @@ def _of_seeds(group: Sequence[Ranks], metric: str) -> list[float]:
     return [float(_values(run, "model", metric).mean()) for run in group]
 
 
-def _seed_error(metric: str, *groups: Sequence[Ranks]) -> float | None:
-    """Standard error of a difference of means over seeds; unknown where a recipe has one seed."""
-    if any(len(group) < 2 for group in groups):
+def _seed_differences(name: str, first: Sequence[float], second: Sequence[float], row: Row) -> Row:
+    """What seeds tell of a difference: one for each, where both have the same, and its standard error."""
+    if row["seeds"] != row["against_seeds"]:
+        return {f"{name}_seed_error": _standard_error(first, second)}
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    return {f"{name}_seed_error": _standard_error(differences), f"{name}_of_seeds": differences}
+
+
+def _standard_error(*samples: Sequence[float]) -> float | None:
+    """Of the sum or difference of their means; unknown where a sample has one value."""
+    if any(len(sample) < 2 for sample in samples):
         return None
-    return math.sqrt(sum(statistics.variance(_of_seeds(group, metric)) / len(group) for group in groups))
+    return math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in samples))
+
+
+def _validations(group: Sequence[Ranks]) -> list[tuple[int, float]]:
+    """The learning curve: epochs that every seed was validated at, with the mean over seeds."""
+    epochs = set.intersection(*(set(run.validations) for run in group))
+    return [(epoch, statistics.fmean(run.validations[epoch] for run in group)) for epoch in sorted(epochs)]
 
 
 def _seed_average(group: Sequence[Ranks], metric: str) -> Values:

@@ -37,7 +37,10 @@ def quality_tables(frame: Mapping[str, Any]) -> str:
     if comparisons:
         names = [name for name in METRICS if any(f"{name}_difference" in row for row in comparisons)]
         heads = ["recipe", "against", "dataset", "seeds", "users", *names]
-        legend = "First minus second, paired over users; ± is the standard error that comes from seeds alone."
+        legend = (
+            "First minus second, paired over users; ± is the standard error that comes from seeds alone, paired over "
+            "seeds where both have the same."
+        )
         table = _table(heads, [_difference(row, names) for row in comparisons])
         paragraphs += ["### Paired differences", legend, table]
     return "\n\n".join(paragraphs)

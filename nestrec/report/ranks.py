@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DamagedError, UserError
+from nestrec.report.evaluations import mean_of_metric
 from nestrec.report.run_folder import load_run
 
 RANKS_FILE = Path("eval") / "test.npz"
@@ -39,10 +40,15 @@ class Ranks:
     """Sorted."""
     ranks: Mapping[str, NDArray[np.int64]]
     """Of each system and user: 1-based rank of the target, 0 beyond `max_k`."""
-    epochs: int | None
-    """Epochs after which the run was validated; unknown where its records are gone."""
+    validations: Mapping[int, float]
+    """Epoch to the headline metric on the validation part; empty where the records are gone."""
     best_epoch: int | None
     """The epoch whose weights were tested."""
+
+    @property
+    def epochs(self) -> int | None:
+        """Epochs after which the run was validated for the last time."""
+        return max(self.validations, default=None)
 
 
 def load_ranks(run: Path) -> Ranks:
@@ -50,7 +56,7 @@ def load_ranks(run: Path) -> Ranks:
     config, card, versions = (_load_json(run / name) for name in ("config.json", "card.json", "versions.json"))
     arrays = _load_arrays(run)
     order = np.argsort(arrays["users"], kind="stable")
-    epochs, best_epoch = _epochs(run)
+    validations, best_epoch = _validations(run)
     try:
         return Ranks(
             folder=run,
@@ -62,7 +68,7 @@ def load_ranks(run: Path) -> Ranks:
             max_k=max(config["task"]["evaluation"]["ks"]),
             users=arrays["users"][order],
             ranks={name.removeprefix(_PREFIX): arrays[name][order] for name in arrays if name.startswith(_PREFIX)},
-            epochs=epochs,
+            validations=validations,
             best_epoch=best_epoch,
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -87,12 +93,14 @@ def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _epochs(run: Path) -> tuple[int | None, int | None]:
-    """Number of validated epochs, and the one at whose step the test was made."""
-    epoch_at = {record["step"]: record.get("epoch") for record in load_run(run).part("valid")}
+def _validations(run: Path) -> tuple[dict[int, float], int | None]:
+    """The headline metric by epoch, and the epoch at whose step the test was made."""
+    records = [record for record in load_run(run).part("valid") if record.get("epoch") is not None]
+    epoch_at = {record["step"]: record["epoch"] for record in records}
     result = run / RANKS_FILE.with_suffix(".json")
     tested_step = _load_json(result).get("step") if result.is_file() else None
-    return max((e for e in epoch_at.values() if e is not None), default=None), epoch_at.get(tested_step)
+    headlines = {r["epoch"]: mean_of_metric(r["metrics"], "model", r["headline"]) for r in records}
+    return headlines, epoch_at.get(tested_step)
 
 
 def _load_json(path: Path) -> dict[str, Any]:

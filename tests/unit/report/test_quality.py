@@ -62,10 +62,24 @@ def test_what_seeds_add_to_the_error_of_a_difference_is_given_apart(tmp_path: Pa
     first = [write_ranks(tmp_path / f"h{s}", "hstu", s, r) for s, r in ((1, [1, 1, 1, 1]), (2, [1, 1, 0, 0]))]
     second = [write_ranks(tmp_path / f"s{s}", "sasrec", s, r) for s, r in ((1, [1, 0, 0, 0]), (2, [0, 0, 1, 0]))]
     (row,) = comparison_rows([*first, *second], [("hstu", "sasrec")])
-    # Recall of the seeds is 1 and 1/2 against 1/4 and 1/4: variances 1/8 and 0 of two seeds each.
+    # Recall of the seeds is 1 and 1/2 against 1/4 and 1/4.
+    assert row["recall@10_difference_of_seeds"] == pytest.approx([3 / 4, 1 / 4])
     assert row["recall@10_difference_seed_error"] == pytest.approx(math.sqrt(1 / 8 / 2))
     (row,) = comparison_rows([first[0], *second], [("hstu", "sasrec")])
     assert row["recall@10_difference_seed_error"] is None
+
+
+def test_seeds_are_paired_only_where_they_are_the_same(tmp_path: Path) -> None:
+    ranks = {1: [1, 1, 1, 1], 2: [1, 0, 0, 0]}
+    first = [write_ranks(tmp_path / f"h{seed}", "hstu", seed, ranks[seed]) for seed in (1, 2)]
+    second = [write_ranks(tmp_path / f"s{seed}", "sasrec", seed, [*ranks[seed][:-1], 0]) for seed in (2, 1)]
+    (row,) = comparison_rows([*first, *second], [("hstu", "sasrec")])
+    assert row["recall@10_difference_of_seeds"] == pytest.approx([1 / 4, 0])
+    assert row["recall@10_difference_seed_error"] == pytest.approx(1 / 8)  # variance 1/32 of two differences
+    other = [write_ranks(tmp_path / f"o{seed}", "fuxi", seed + 1, ranks[seed]) for seed in (1, 2)]
+    (row,) = comparison_rows([*first, *other], [("hstu", "fuxi")])
+    assert "recall@10_difference_of_seeds" not in row
+    assert row["recall@10_difference_seed_error"] == pytest.approx(math.sqrt(2 * (9 / 32) / 2))
 
 
 def test_metrics_beyond_the_ranked_depth_are_left_out(tmp_path: Path) -> None:
@@ -133,3 +147,15 @@ def test_rows_tell_which_epoch_was_tested(tmp_path: Path) -> None:
     (run / "eval" / "test.json").write_text('{"step": 20, "part": "test"}')
     (row,) = quality_rows([run, write_ranks(tmp_path / "b", "hstu", 2, [1, 2, 0, 0])])
     assert (row["best_epochs"], row["epochs"]) == ([2, None], [3, None])
+    assert row["validations"] == []
+
+
+def test_rows_hold_the_learning_curve_as_far_as_all_seeds_have_it(tmp_path: Path) -> None:
+    runs = []
+    for seed, num_epochs in ((1, 3), (2, 2)):
+        runs.append(write_ranks(tmp_path / f"{seed}", "hstu", seed, [1, 2, 0, 0]))
+        records = [make_evaluation(step=10 * epoch, epoch=epoch, part="valid") for epoch in range(1, num_epochs + 1)]
+        (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (row,) = quality_rows(runs)
+    values = [make_evaluation(0, epoch, "valid")["metrics"]["model"]["ndcg@10"][0] for epoch in (1, 2)]
+    assert row["validations"] == [(1, pytest.approx(values[0])), (2, pytest.approx(values[1]))]
