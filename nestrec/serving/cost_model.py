@@ -2,28 +2,41 @@
 
     seconds = a + b * tokens + c * pairs          pairs: (query token, key token) that attention multiplies
 
-Recursive least squares with forgetting; the tail is the 99th percentile of measured over predicted of late.
+Least squares over the batches of late (older ones count for less) with a, b, c >= 0, held weakly to what is expected
+before anything is known: requests that are all alike say nothing about how their cost divides over tokens and pairs,
+and without either condition such a division drifts until it predicts nonsense. The tail is the 99th percentile of
+measured over predicted of late.
 """
 
+import math
 import threading
 from collections import deque
 
 import numpy as np
 
 _FORGET = 0.995
+_PRIOR = 1e-3
+"""batches that the expectation counts for"""
+_SWEEPS = 4
 _WINDOW = 512
 _REFRESH_EVERY = 32
 _MOST_SURPRISE = 4.0
 _SMOOTH = 0.05
+_SCALE = (1.0, 1e-3, 1e-6)
+"""work is measured in batches, thousands of tokens and millions of pairs"""
+
+Costs = tuple[float, float, float]
 
 
 class CostModel:
     """Safe to ask from any thread; one thread observes."""
 
     def __init__(self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9):
-        self._scale = np.array([1.0, 1e-3, 1e-6])  # work is measured in thousands of tokens, millions of pairs
-        self._theta = np.array([step_s, token_s, pair_s]) / self._scale
-        self._covariance = np.eye(3) * 10.0
+        self._expected: Costs = (step_s / _SCALE[0], token_s / _SCALE[1], pair_s / _SCALE[2])
+        self._costs = self._expected
+        # The normal equations, G costs = m.
+        self._gram = [[_PRIOR if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._moment = [_PRIOR * cost for cost in self._expected]
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._tail = 1.5
         self._batch_size = 1.0
@@ -32,8 +45,8 @@ class CostModel:
 
     def predict_s(self, tokens: int, pairs: int, steps: float = 1.0) -> float:
         """Expected seconds of work that takes `steps` batches."""
-        work = np.array([steps, tokens, pairs]) * self._scale
-        return float(max(work @ np.maximum(self._theta, 0.0), 1e-6))
+        a, b, c = self._costs
+        return max(a * steps + b * _SCALE[1] * tokens + c * _SCALE[2] * pairs, 1e-6)
 
     def share_s(self, tokens: int, pairs: int) -> float:
         """Expected seconds of a request in a batch with as many others as of late."""
@@ -41,9 +54,10 @@ class CostModel:
 
     def tokens_within(self, seconds: float, prefix: int) -> int:
         """New history tokens after a prefix that add at most so many seconds to a batch."""
-        _, token_s, pair_s = np.maximum(self._theta * self._scale, 1e-18)
+        _, b, c = self._costs
+        token_s, pair_s = max(b * _SCALE[1], 1e-18), max(c * _SCALE[2], 1e-18)
         first_s = token_s + pair_s * prefix  # of one token; each of the next has one pair more
-        return int(2 * seconds / (first_s + np.sqrt(first_s**2 + 2 * pair_s * seconds)))
+        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * pair_s * seconds)))
 
     @property
     def tail(self) -> float:
@@ -53,19 +67,31 @@ class CostModel:
     def observe(self, tokens: int, pairs: int, seconds: float, batch_size: int = 1) -> None:
         """A batch of so many requests took so long."""
         self._batch_size += _SMOOTH * (batch_size - self._batch_size)
-        work = np.array([1.0, tokens, pairs]) * self._scale
         with self._lock:
             if self.num_observed >= 8:
                 predicted_s = self.predict_s(tokens, pairs)
                 self._ratios.append(seconds / predicted_s)
                 seconds = min(seconds, _MOST_SURPRISE * predicted_s)  # a hiccup of the machine is not the work's cost
-            gain = self._covariance @ work / (_FORGET + work @ self._covariance @ work)
-            self._theta = self._theta + gain * (seconds - work @ self._theta)
-            self._covariance = (self._covariance - np.outer(gain, work @ self._covariance)) / _FORGET
-            np.clip(self._covariance, -1e6, 1e6, out=self._covariance)
+            self._learn((_SCALE[0], _SCALE[1] * tokens, _SCALE[2] * pairs), seconds)
             self.num_observed += 1
             if self.num_observed % _REFRESH_EVERY == 0 and self._ratios:
                 self._tail = float(np.clip(np.quantile(self._ratios, 0.99), 1.0, 10.0))
+
+    def _learn(self, work: Costs, seconds: float) -> None:
+        """One more equation, then a few sweeps of coordinate descent from the costs of before: plain floats, since
+        three unknowns are faster so than as arrays."""
+        gram, moment = self._gram, self._moment
+        for i in range(3):
+            kept = (1.0 - _FORGET) * _PRIOR  # what is forgotten of the expectation comes back
+            moment[i] = _FORGET * moment[i] + kept * self._expected[i] + work[i] * seconds
+            for j in range(3):
+                gram[i][j] = _FORGET * gram[i][j] + work[i] * work[j] + (kept if i == j else 0.0)
+        costs = list(self._costs)
+        for _ in range(_SWEEPS):
+            for i in range(3):
+                others = sum(gram[i][j] * costs[j] for j in range(3) if j != i)
+                costs[i] = max(0.0, (moment[i] - others) / gram[i][i])
+        self._costs = (costs[0], costs[1], costs[2])
 
 
 def work_of(prefix: int, history: int, candidates: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ class Servable:
 
     def ids_of(self, keys: list[Any]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
-        known = self.item_ids
-        return np.array([known.get(key, 0) for key in map(str, keys)], np.int64)
+        return np.fromiter(map(self.item_ids.get, map(str, keys), repeat(0)), np.int64, len(keys))
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":

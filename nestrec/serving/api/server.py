@@ -61,7 +61,8 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device, cfg.tables))
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
-    sys.setswitchinterval(5e-4)  # front and engines share an interpreter: neither may keep it for milliseconds
+    # Front and engines share an interpreter, which an engine gives up with every operation: it must have it back at once.
+    sys.setswitchinterval(5e-5)
     try:
         uvicorn.Server(server_config(service, cfg)).run()
     finally:

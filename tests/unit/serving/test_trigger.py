@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from nestrec.base.clock import SimulatedClock
 from nestrec.serving.cost_model import CostModel, work_of
 from nestrec.serving.keyed_hash import KeyedHash
@@ -109,6 +111,20 @@ def test_the_cost_model_learns_costs_and_tail():
     expected = 2e-3 + 1e-5 * tokens + 2e-9 * pairs
     assert 0.9 * expected <= costs.predict_s(tokens, pairs) <= 1.2 * expected
     assert 1.2 <= costs.tail <= 1.7
+
+
+@pytest.mark.parametrize("work", [work_of(0, 0, 256), work_of(0, 1024, 64), work_of(4000, 0, 1)])
+def test_the_cost_of_requests_that_are_all_alike_never_drifts(work):
+    """Their tokens and pairs grow together, so nothing tells what either costs; their sum must stay right."""
+    rng, costs = random.Random(2), CostModel()
+    for number in range(20_000):
+        size = rng.choice([1, 1, 1, 2, 3])
+        seconds = (1e-4 + size * (2e-6 * work[0] + 1e-9 * work[1])) * rng.uniform(0.8, 1.2)
+        costs.observe(size * work[0], size * work[1], seconds * (20.0 if rng.random() < 0.01 else 1.0), size)
+        if number > 1000 and number % 50 == 0:
+            expected = 1e-4 + 2e-6 * work[0] + 1e-9 * work[1]
+            assert 0.8 * expected <= costs.predict_s(*work) <= 1.6 * expected
+            assert costs.share_s(*work) <= 1.6 * expected
 
 
 def test_work_counts_what_attention_multiplies():
