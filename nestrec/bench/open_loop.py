@@ -83,9 +83,20 @@ async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send,
     return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
 
 
-def run_punctually(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like asyncio.run, with timers that are exact to microseconds: those of epoll are up to a millisecond late."""
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
+class _Polling(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Never sleeps."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        return super().select(0)
+
+
+def run_punctually(work: Coroutine[Any, Any, Result], *, polls: bool = False) -> Result:
+    """Like asyncio.run, with timers that are exact to microseconds: those of epoll are up to a millisecond late.
+
+    polls: keeps a core busy instead of sleeping: the time that a sleeping core takes to wake is not in the latencies.
+    """
+    kind = _Polling if polls else selectors.SelectSelector
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(kind())) as runner:
         return runner.run(work)
 
 

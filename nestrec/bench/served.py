@@ -67,8 +67,10 @@ def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
         child.wait()
 
 
-def serve_load(port: int, process: psutil.Process, at_s: Floats, bodies: Sequence[bytes]) -> Served:
-    """Send ranking requests at their moments and wait for all answers."""
+def serve_load(
+    port: int, process: psutil.Process, at_s: Floats, bodies: Sequence[bytes], *, polls: bool = False
+) -> Served:
+    """Send ranking requests at their moments and wait for all answers. polls: with a client that never sleeps."""
     refusal_ms, has_retry = np.full(len(at_s), np.nan), np.ones(len(at_s), np.bool_)
 
     async def run() -> Trial:
@@ -90,7 +92,7 @@ def serve_load(port: int, process: psutil.Process, at_s: Floats, bodies: Sequenc
     gc.collect()
     gc.disable()  # a collection over all those bodies would be felt as latency
     try:
-        trial = run_punctually(run())
+        trial = run_punctually(run(), polls=polls)
     finally:
         gc.enable()
     cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)

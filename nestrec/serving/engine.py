@@ -165,7 +165,7 @@ class Engine:
 
     def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float) -> Work:
         key = self._key(user)
-        prefix = tokens.num_cacheable if self.tiers.device.has(key) else 0
+        prefix = tokens.num_cacheable if tokens.num_cacheable and self.tiers.device.has(key) else 0
         end = tokens.num_cacheable if candidates is None else tokens.length
         work = work_of(min(prefix, end), end - min(prefix, end), len(candidates) if candidates is not None else 0)
 

@@ -99,8 +99,10 @@ class RetrievalForm:
     def tokens(self, history: History, now_ms: int) -> Tokens:
         history = history.since(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
-        after = np.append(times, now_ms if self._uses_time else 0)[1:]
-        asked = after if self._asks_next else times
+        asked = times
+        if self._asks_next and self._uses_time:
+            asked = np.empty_like(times)
+            asked[:-1], asked[-1:] = times[1:], now_ms
         num_cacheable = max(len(history) - 1, 0)
         records = np.stack([history.items, times, asked], axis=1)[:num_cacheable]
         return Tokens(
@@ -115,9 +117,9 @@ class RetrievalForm:
         return self._rows(np.zeros(0, np.int64))
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
-        vectors = self._model.item_vectors(self._rows(candidates.items))
         if last_D is None:
-            return vectors.new_zeros(len(candidates), 1, dtype=torch.float32)
+            return torch.zeros(len(candidates), 1, device=self.encoder.position.device)
+        vectors = self._model.item_vectors(self._rows(candidates.items))
         return (vectors.double() @ self.query(last_D).double())[:, None].float()
 
     def best(

@@ -107,14 +107,14 @@ class Runner:
     def run(self, parts: Sequence[Part]) -> list[Scored | None]:
         """Scores of each part with candidates; none for the others."""
         inputs = [self._vectors(part) for part in parts]
-        segments = [self._segment(part, len(x)) for part, x in zip(parts, inputs, strict=True)]
+        bounds = list(itertools.accumulate((len(x) for x in inputs), initial=0))
         state_TD, made = torch.cat(inputs), list[KeysAndValues]()
         if len(state_TD):
+            segments = [self._segment(part, len(x)) for part, x in zip(parts, inputs, strict=True)]
             state_TD, made = cached_forward(
                 self.form.encoder, state_TD, segments,
                 lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
             )  # fmt: skip
-        bounds = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
         results = []
         for part, start, end in zip(parts, bounds[:-1], bounds[1:], strict=True):
             self._store(part, start, made)

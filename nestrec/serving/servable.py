@@ -1,12 +1,11 @@
 """A servable folder in memory. Every file is checked against its digest before anything is read from it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,8 +50,10 @@ class Servable:
     """category of each item id (ranking), where ids are looked up"""
 
     @cached_property
-    def item_ids(self) -> dict[str, int]:
-        return {key: i + 1 for i, key in enumerate(self.item_keys)}
+    def item_ids(self) -> dict[str | int, int]:
+        """Id of each source id, and of each that is a whole number as such: requests may write it either way."""
+        ids: dict[str | int, int] = {key: i + 1 for i, key in enumerate(self.item_keys)}
+        return ids | {int(key): i + 1 for i, key in enumerate(self.item_keys) if _is_number(key)}
 
     @cached_property
     def column_ids(self) -> dict[str, dict[str, int]]:
@@ -68,9 +69,9 @@ class Servable:
         """Where ids are when they are looked up: a cache is asked by the host."""
         return next(self.model.parameters()).device if self.is_resident else torch.device("cpu")
 
-    def ids_of(self, keys: list[Any]) -> NDArray[np.int64]:
+    def ids_of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
-        return np.fromiter(map(self.item_ids.get, map(str, keys), repeat(0)), np.int64, len(keys))
+        return np.fromiter(map(self.item_ids.get, keys, repeat(0)), np.int64, len(keys))
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
@@ -122,6 +123,12 @@ def _model(spec: ServableSpec) -> RetrievalModel | RankingModel:
         num_bits = max(spec.action_bits.values()).bit_length()
         return RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
     return RetrievalModel(task.encoder, task.similarity)
+
+
+def _is_number(key: str) -> bool:
+    """Written as str writes a whole number."""
+    digits = key.removeprefix("-")
+    return len(key) < 20 and digits.isascii() and digits.isdecimal() and str(int(key)) == key
 
 
 def _damaged(name: str, problem: str) -> DamagedError:

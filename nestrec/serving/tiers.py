@@ -74,7 +74,9 @@ class PrefixTiers:
 
     def find(self, work: Work) -> Entry | None:
         """The prefix of a work on the device, without a pin."""
-        entry = self.device.find(work.key, work.digest_of) if self.cfg.keeps_prefix else None
+        if not self.cfg.keeps_prefix or work.tokens.num_cacheable == 0:
+            return None
+        entry = self.device.find(work.key, work.digest_of)
         if entry is not None and work.source == "none":
             work.source = "device"
         return entry
@@ -84,7 +86,7 @@ class PrefixTiers:
         first = entry.length if entry is not None else 0
         if entry is not None:
             self.device.pin(entry)
-        elif self.cfg.keeps_prefix:
+        elif self.cfg.keeps_prefix and num_tokens:
             entry = self.device.create(work.key)
         has_room = entry is not None and self.device.grow(entry, num_tokens)
         return entry, num_tokens if has_room else first

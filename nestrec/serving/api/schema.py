@@ -138,7 +138,7 @@ def _history(data: Mapping[str, Any], servable: Servable, limits: LimitsConfig) 
         raise BadRequestError("unknown field", f"history.{unknown[0][:64]}")
     items = item_ids(_list(given.get("items"), "history.items", limits.max_history), "history.items", servable)
     times = _ints(given.get("times_ms"), "history.times_ms", len(items), 0, _LATEST_MS)
-    if np.any(times[1:] < times[:-1]):
+    if len(times) > 1 and (times[1:] < times[:-1]).any():
         raise BadRequestError("must not go back in time; oldest event first", "history.times_ms")
     highest = sum(servable.spec.action_bits.values())
     actions = _ints(given.get("actions"), "history.actions", len(items), 0, highest)

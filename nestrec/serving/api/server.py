@@ -61,7 +61,7 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device, cfg.tables))
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
-    # Front and engines share an interpreter, which an engine gives up with every operation: it must have it back at once.
+    # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
     sys.setswitchinterval(5e-5)
     try:
         uvicorn.Server(server_config(service, cfg)).run()
@@ -94,7 +94,7 @@ def uvicorn_config(app: Any, cfg: ServeConfig) -> uvicorn.Config:
     """h11 and not httptools: it is the one that bounds the headers of a request."""
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits.head_timeout_s), ws="none", lifespan="on",
-        access_log=False, log_level="warning", server_header=False,
+        access_log=False, log_level="warning", server_header=False, proxy_headers=False,
         h11_max_incomplete_event_size=cfg.limits.max_header_bytes, timeout_keep_alive=30,
         limit_concurrency=cfg.limits.max_connections, backlog=cfg.limits.max_connections,
         timeout_graceful_shutdown=int(cfg.service.drain_s),
