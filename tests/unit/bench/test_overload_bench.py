@@ -1,0 +1,38 @@
+"""What the benches of the front say of a load."""
+
+import numpy as np
+import pytest
+
+from nestrec.bench.front import FrontBench, measure_front
+from nestrec.bench.open_loop import Trial
+from nestrec.bench.overload import normal_after_s
+from nestrec.bench.served import Served, quantile
+
+
+def served(latency_ms):
+    latency_ms = np.array(latency_ms)
+    return Served(
+        at_s=np.arange(len(latency_ms), dtype=np.float64), trial=Trial(1.0, latency_ms, 0.0, 1.0),
+        refusal_ms=np.where(np.isinf(latency_ms), 2.0, np.nan), num_without_retry=0, rss_before=0, rss_after=0,
+        server_cores=0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("latency_ms", "after_s"), [([1, 2, 3], 0.0), ([9, np.inf, 2, 3], 1.0), ([1, 2, 11, 3], 2.0), ([1, np.inf], 1.0)]
+)
+def test_normal_is_what_follows_the_last_refused_or_late_request(latency_ms, after_s):
+    assert normal_after_s(served(latency_ms), 10.0) == after_s
+
+
+def test_answered_and_refused_are_told_apart():
+    load = served([5.0, np.inf, 1.0, np.inf])
+    assert load.answered_ms.tolist() == [1.0, 5.0]
+    assert load.refused_ms.tolist() == [2.0, 2.0]
+    assert (quantile(load.answered_ms, 50), quantile(load.answered_ms, 99)) == (1.0, 5.0)
+
+
+def test_a_front_under_a_small_load_answers_everything():
+    rows = measure_front(FrontBench(rate=40.0, duration_s=0.5, rounds=1, candidates=8))
+    assert [row["client"] for row in rows] == ["polls", "sleeps"]
+    assert all(row["answered"] == row["requests"] > 0 for row in rows)
