@@ -83,7 +83,7 @@ async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send,
     return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
 
 
-class _Polling(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _Polling(selectors.DefaultSelector):
     """Never sleeps."""
 
     def select(self, timeout: float | None = None) -> Any:
