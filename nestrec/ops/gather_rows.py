@@ -25,6 +25,14 @@ def gather_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
     return _GatherRows.apply(rows_UD, index_P)  # type: ignore[no-any-return]
 
 
+def deal_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    """`gather_rows` where no row is taken twice: its gradient is a move, without a sum.
+
+    Where the index is negative the first row is given, and no gradient comes back.
+    """
+    return _DealRows.apply(rows_UD, index_P)  # type: ignore[no-any-return]
+
+
 def take_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
     """(P, D) rows_UD[index_P] for one-dimensional int32 or int64 places, without a gradient; rows may be strided."""
     return _op(rows_UD, index_P)  # type: ignore[no-any-return]
@@ -64,3 +72,23 @@ class _GatherRows(torch.autograd.Function):
         (index_P,) = ctx.saved_tensors
         grad_PD = grads[0].reshape(-1, grads[0].shape[-1])
         return sum_by_index(grad_PD, index_P.reshape(-1), ctx.num_rows).to(ctx.dtype), None
+
+
+class _DealRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_P)
+        ctx.num_rows = rows_UD.shape[0]
+        return take_rows(rows_UD, index_P.clamp(min=0).reshape(-1)).view(*index_P.shape, rows_UD.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        index_P = ctx.saved_tensors[0].reshape(-1)
+        grad_PD = grads[0].reshape(-1, grads[0].shape[-1])
+        out_UD = grad_PD.new_zeros(ctx.num_rows, grad_PD.shape[1])
+        if _has_words(grad_PD):
+            move_rows(grad_PD.view(torch.int32), out_UD.view(torch.int32), None, index_P)
+        else:
+            there = index_P >= 0
+            out_UD[index_P[there]] = grad_PD[there]
+        return out_UD, None

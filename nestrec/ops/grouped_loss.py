@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import softplus
 
 from nestrec.ops.candidates import FALSE_NEGATIVE_LOGIT
-from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.gather_rows import deal_rows, gather_rows
 from nestrec.ops.softmax_losses import SampledKind
 
 
@@ -30,39 +30,57 @@ def grouped_loss(
     """
     flat = token_GS.clamp(min=0).flatten()
     place_GS = positive_T.index_select(0, flat).view(token_GS.shape)
-    q_GSD, p_GSD = gather_rows(query_TD, flat), gather_rows(row_UD, place_GS.flatten())
-    shape = (*token_GS.shape, query_TD.shape[1])
-    logit_GSS: torch.Tensor = _GroupLogits.apply(q_GSD.view(shape), p_GSD.to(q_GSD.dtype).view(shape))
-    own = torch.eye(token_GS.shape[1], dtype=torch.bool, device=flat.device)
-    if bias_T is not None:
-        logit_GSS = logit_GSS + bias_T.index_select(0, flat).view(token_GS.shape)[:, None].masked_fill(own, 0.0)
-    is_false = (place_GS[:, None, :] == place_GS[:, :, None]) & ~own
-    logit_GSS = logit_GSS.masked_fill(is_false, FALSE_NEGATIVE_LOGIT)
-    is_there_GS = token_GS >= 0
-    logit_GSS = logit_GSS.masked_fill(~is_there_GS[:, None, :], -torch.inf)
-    positive_GS = logit_GSS.diagonal(dim1=1, dim2=2).masked_fill(~is_there_GS, 0.0)
-    if kind == "sampled_softmax":
-        total_GS = torch.logsumexp(logit_GSS.masked_fill(~is_there_GS[:, :, None], 0.0), dim=2)
-        loss_GS = total_GS - positive_GS
-    else:
-        loss_GS = softplus(-positive_GS) + softplus(logit_GSS.masked_fill(own, -torch.inf)).sum(2)
-    return loss_GS.masked_fill(~is_there_GS, 0.0)
+    bias_GS = None if bias_T is None else bias_T.index_select(0, flat).view(token_GS.shape)
+    q_GSD, p_GSD = deal_rows(query_TD, token_GS), gather_rows(row_UD, place_GS)
+    return _GroupedLoss.apply(  # type: ignore[no-any-return]
+        q_GSD, p_GSD.to(q_GSD.dtype), place_GS, token_GS >= 0, bias_GS, kind
+    )
 
 
-class _GroupLogits(torch.autograd.Function):
+class _GroupedLoss(torch.autograd.Function):
+    """Of vectors dealt to groups. Slopes are written down, not derived operator by operator: half the passes."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any, q_GSD: torch.Tensor, p_GSD: torch.Tensor, place_GS: torch.Tensor, is_there_GS: torch.Tensor,
+        bias_GS: torch.Tensor | None, kind: SampledKind,
+    ) -> torch.Tensor:  # fmt: skip
+        logit_GSS = _products(q_GSD, p_GSD)
+        own_GS = logit_GSS.diagonal(dim1=1, dim2=2)
+        positive_GS = own_GS.clone()
+        if bias_GS is not None:
+            logit_GSS += bias_GS[:, None]
+        logit_GSS.masked_fill_(place_GS[:, None, :] == place_GS[:, :, None], FALSE_NEGATIVE_LOGIT)
+        own_GS.copy_(positive_GS)
+        logit_GSS.masked_fill_(~is_there_GS[:, None, :], -torch.inf)
+        if kind == "sampled_softmax":
+            total_GS = torch.logsumexp(logit_GSS, dim=2)
+            loss_GS = total_GS - positive_GS
+            # Of a token that is not there all slopes are 0, whatever its row of logits holds.
+            total_GS.masked_fill_(~is_there_GS, torch.inf)
+        else:
+            total_GS = positive_GS
+            plus_GSS = softplus(logit_GSS)
+            plus_GSS.diagonal(dim1=1, dim2=2).copy_(softplus(-positive_GS))
+            loss_GS = plus_GSS.sum(2)
+        ctx.save_for_backward(q_GSD, p_GSD, logit_GSS, total_GS, is_there_GS)
+        ctx.kind = kind
+        return loss_GS.masked_fill_(~is_there_GS, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_GSD, p_GSD, logit_GSS, total_GS, is_there_GS = ctx.saved_tensors
+        slope_GSS = (logit_GSS - total_GS[:, :, None]).exp_() if ctx.kind == "sampled_softmax" else logit_GSS.sigmoid()
+        slope_GSS.diagonal(dim1=1, dim2=2).sub_(1.0)
+        slope_GSS *= grads[0].masked_fill(~is_there_GS, 0.0)[:, :, None]
+        slope_GSS = slope_GSS.to(q_GSD.dtype)
+        return slope_GSS @ p_GSD, slope_GSS.mT @ q_GSD, None, None, None, None
+
+
+def _products(q_GSD: torch.Tensor, p_GSD: torch.Tensor) -> torch.Tensor:
     """Products in the type of the vectors, summed and kept in float32 at least: logits of 20 want more than 8 bits."""
-
-    @staticmethod
-    def forward(ctx: Any, q_GSD: torch.Tensor, p_GSD: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(q_GSD, p_GSD)
-        if q_GSD.is_cuda and q_GSD.dtype in (torch.bfloat16, torch.float16):
-            with torch.autocast("cuda", enabled=False):
-                return torch.bmm(q_GSD, p_GSD.mT, out_dtype=torch.float32)
-        wide = torch.promote_types(q_GSD.dtype, torch.float32)
-        return q_GSD.to(wide) @ p_GSD.to(wide).mT
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q_GSD, p_GSD = ctx.saved_tensors
-        slope_GSS = grads[0].to(q_GSD.dtype)
-        return slope_GSS @ p_GSD, slope_GSS.mT @ q_GSD
+    if q_GSD.is_cuda and q_GSD.dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", enabled=False):
+            return torch.bmm(q_GSD, p_GSD.mT, out_dtype=torch.float32)
+    wide = torch.promote_types(q_GSD.dtype, torch.float32)
+    return q_GSD.to(wide) @ p_GSD.to(wide).mT

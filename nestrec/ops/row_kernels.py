@@ -168,16 +168,26 @@ def _load_part(x, row, stride, channel, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gate_part(  # type: ignore[no-untyped-def]
-    normed, gate, out, key, row, has_row, channel, mask, offset, gate_stride, out_stride, site, threshold, scale,
-    HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """out[offset:] = dropout(silu(gate[offset:]) * normed)"""
-    value = _load_part(gate, row, gate_stride, channel + offset, mask)
-    result = value * tl.sigmoid(value) * normed
+def _open_gate(  # type: ignore[no-untyped-def]
+    gate, key, row, has_row, channel, mask, gate_stride, site, threshold, HAS_DROPOUT: tl.constexpr
+):
+    """silu(gate), and which of it dropout keeps."""
+    value = _load_part(gate, row, gate_stride, channel, mask)
+    kept = mask
     if HAS_DROPOUT:
-        result = tl.where(_kept(key, row, has_row, channel + offset, site, threshold), result * scale, 0.0)
-    tl.store(out + row[:, None] * out_stride + (channel + offset)[None, :], result.to(out.dtype.element_ty), mask=mask)
+        kept = _kept(key, row, has_row, channel, site, threshold)
+    return value * tl.sigmoid(value), kept
+
+
+@triton.jit
+def _gate_part(  # type: ignore[no-untyped-def]
+    normed, opened, kept, out, row, channel, mask, out_stride, scale, HAS_DROPOUT: tl.constexpr
+):
+    """out = dropout(opened * normed)"""
+    result = opened * normed
+    if HAS_DROPOUT:
+        result = tl.where(kept, result * scale, 0.0)
+    tl.store(out + row[:, None] * out_stride + channel[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -194,10 +204,19 @@ def gate_forward_kernel(  # type: ignore[no-untyped-def]
     mask = has_row[:, None] & (channel < WIDTH)[None, :]
     x0 = _load_part(a0, row, stride0, channel, mask)
     x1, x2 = x0, x0
+    # Gates are loaded, and masks drawn, before the norm's sums: behind them they would cost a second wait for memory.
+    open0, kept0 = _open_gate(gate, key, row, has_row, channel, mask, gate_stride, site, threshold, HAS_DROPOUT)
+    open1, kept1, open2, kept2 = open0, kept0, open0, kept0
     if PARTS >= 2:
         x1 = _load_part(a1, row, stride1, channel, mask)
+        open1, kept1 = _open_gate(
+            gate, key, row, has_row, channel + WIDTH, mask, gate_stride, site, threshold, HAS_DROPOUT
+        )
     if PARTS == 3:
         x2 = _load_part(a2, row, stride2, channel, mask)
+        open2, kept2 = _open_gate(
+            gate, key, row, has_row, channel + 2 * WIDTH, mask, gate_stride, site, threshold, HAS_DROPOUT
+        )
     if CENTRED:
         centre = _mean_of_parts(x0, x1, x2, WIDTH, PARTS)
         x0 = tl.where(mask, x0 - centre, 0.0)
@@ -207,14 +226,11 @@ def gate_forward_kernel(  # type: ignore[no-untyped-def]
     scaled = 1.0 / tl.sqrt(_mean_of_parts(x0 * x0, x1 * x1, x2 * x2, WIDTH, PARTS) + eps)
     tl.store(rstd + row[:, None], scaled, mask=has_row[:, None])
     out_stride = PARTS * WIDTH
-    _gate_part(x0 * scaled, gate, out, key, row, has_row, channel, mask, 0, gate_stride, out_stride,
-               site, threshold, scale, HAS_DROPOUT)  # fmt: skip
+    _gate_part(x0 * scaled, open0, kept0, out, row, channel, mask, out_stride, scale, HAS_DROPOUT)
     if PARTS >= 2:
-        _gate_part(x1 * scaled, gate, out, key, row, has_row, channel, mask, WIDTH, gate_stride, out_stride,
-                   site, threshold, scale, HAS_DROPOUT)  # fmt: skip
+        _gate_part(x1 * scaled, open1, kept1, out, row, channel + WIDTH, mask, out_stride, scale, HAS_DROPOUT)
     if PARTS == 3:
-        _gate_part(x2 * scaled, gate, out, key, row, has_row, channel, mask, 2 * WIDTH, gate_stride, out_stride,
-                   site, threshold, scale, HAS_DROPOUT)  # fmt: skip
+        _gate_part(x2 * scaled, open2, kept2, out, row, channel + 2 * WIDTH, mask, out_stride, scale, HAS_DROPOUT)
 
 
 @triton.jit

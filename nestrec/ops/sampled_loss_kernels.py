@@ -2,7 +2,8 @@
 
     forward    one program a token: query in registers, rows of its candidates by tiles, a running log-sum-exp
     backward   the same tiles again: logits, slopes, and the gradient of the query; slopes are stored
-    rows       one program a row: sum of slope * query over the positions that use it, in their order
+    rows       one program a row: sum of slope * query over the positions that use it, in their order; of a row with
+               more than RUN positions one program a run of them, whose sums are then added in order
 
 Sums are taken in float32, or float64 beside float64 inputs. Nothing is added by atomics: results repeat to the bit.
 
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from nestrec.ops.candidates import FALSE_NEGATIVE_LOGIT
+from nestrec.ops.sum_rows import RUN, add_long_runs, run_of_block
 
 _MASKED = tl.constexpr(FALSE_NEGATIVE_LOGIT)
 
@@ -96,13 +98,10 @@ def _backward(
 
 
 @triton.jit
-def _sum_outer(
-    slope, query, order, offsets, out, N, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    u = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    start, stop = tl.load(offsets + u), tl.load(offsets + u + 1)
+def _outer_tile(
+    slope, query, order, start, stop, channel, N, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr
+):
+    """(BLOCK_D,) sum of slope * query over sorted positions."""
     summed = tl.zeros((BLOCK_D,), WIDE)
     for first in range(start, stop, BLOCK_P):
         p = first + tl.arange(0, BLOCK_P)
@@ -113,7 +112,32 @@ def _sum_outer(
             query + (place // N).to(tl.int64)[:, None] * D + channel[None, :], mask=is_element, other=0.0
         ).to(WIDE)
         summed += tl.sum(vectors * weight[:, None], axis=0)
-    tl.store(out + u * D + channel, summed, mask=channel < D)
+    return summed
+
+
+@triton.jit
+def _sum_outer(
+    slope, query, order, starts, out, N, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, RUN_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    u = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    start, stop = tl.load(starts + u), tl.load(starts + u + 1)
+    if stop - start <= RUN_SIZE:
+        summed = _outer_tile(slope, query, order, start, stop, channel, N, D, BLOCK_P, BLOCK_D, WIDE)
+        tl.store(out + u * D + channel, summed, mask=channel < D)
+
+
+@triton.jit
+def _sum_outer_runs(
+    slope, query, rows, order, starts, partial, num_positions, N, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    RUN_SIZE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    start, length, at = run_of_block(rows, starts, tl.program_id(0), tl.program_id(1), num_positions, RUN_SIZE)
+    if length > 0:
+        channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+        summed = _outer_tile(slope, query, order, start, start + length, channel, N, D, BLOCK_P, BLOCK_D, WIDE)
+        tl.store(partial + at.to(tl.int64) * D + channel, summed, mask=channel < D)
 
 
 def forward_kernel(
@@ -152,19 +176,27 @@ def sum_outer_kernel(
     slope_TN: torch.Tensor, query_TD: torch.Tensor, index_TN: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
     """(num_rows, D) in the type of the slopes. Positions of a row are brought together by a stable sort."""
-    dim = query_TD.shape[1]
+    num_candidates, dim = index_TN.shape[1], query_TD.shape[1]
     out_UD = torch.empty(num_rows, dim, dtype=slope_TN.dtype, device=slope_TN.device)
-    sorted_P, order_P = index_TN.reshape(-1).sort(stable=True)
-    if len(order_P) < 1 << 31:
+    rows_P, order_P = index_TN.reshape(-1).sort(stable=True)
+    num_positions = len(order_P)
+    if num_positions < 1 << 31:
         order_P = order_P.int()  # the kernel divides by it
-    bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
-    offsets = torch.searchsorted(sorted_P, bounds)
+    starts = torch.searchsorted(rows_P, torch.arange(num_rows + 1, dtype=rows_P.dtype, device=rows_P.device))
     block = min(triton.next_power_of_2(dim), _OUTER["BLOCK_D"])
+    tile = {**_OUTER, "BLOCK_D": block, "RUN_SIZE": RUN, "WIDE": _TYPES[slope_TN.dtype]}
+    slope_TN, query_TD = slope_TN.contiguous(), query_TD.contiguous()
     if num_rows:
         _sum_outer[(num_rows, triton.cdiv(dim, block))](
-            slope_TN.contiguous(), query_TD.contiguous(), order_P, offsets, out_UD, index_TN.shape[1], dim,
-            **{**_OUTER, "BLOCK_D": block}, WIDE=_TYPES[slope_TN.dtype],
-        )  # fmt: skip
+            slope_TN, query_TD, order_P, starts, out_UD, num_candidates, dim, **tile
+        )
+    if num_positions > RUN:
+        blocks = triton.cdiv(num_positions, RUN)
+        partial = out_UD.new_empty(2 * blocks, dim)
+        _sum_outer_runs[(blocks, 2, triton.cdiv(dim, block))](
+            slope_TN, query_TD, rows_P, order_P, starts, partial, num_positions, num_candidates, dim, **tile
+        )
+        add_long_runs(partial, rows_P, starts, out_UD)
     return out_UD
 
 

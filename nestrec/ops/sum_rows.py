@@ -153,10 +153,7 @@ def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torc
             RUN_SIZE=RUN, num_warps=_NUM_WARPS, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         if num_positions > RUN:
-            partial = sum_long_runs(grad_PD, rows_P, order_P, starts)
-            _finish_kernel[(triton.cdiv(num_positions, RUN),)](
-                partial, rows_P, starts, out_UD, num_positions, D=dim, BLOCK=block, RUN_SIZE=RUN, num_warps=1
-            )
+            add_long_runs(sum_long_runs(grad_PD, rows_P, order_P, starts), rows_P, starts, out_UD)
     return out_UD
 
 
@@ -172,6 +169,15 @@ def sum_long_runs(
         BLOCK=triton.next_power_of_2(dim), RUN_SIZE=RUN, num_warps=1,
     )  # fmt: skip
     return partial
+
+
+def add_long_runs(partial: torch.Tensor, rows_P: torch.Tensor, starts: torch.Tensor, out_UD: torch.Tensor) -> None:
+    """Sums of runs, placed as by `sum_long_runs`, into the rows that have several."""
+    num_positions, dim = len(rows_P), out_UD.shape[1]
+    _finish_kernel[(triton.cdiv(num_positions, RUN),)](
+        partial, rows_P, starts, out_UD, num_positions, D=dim, BLOCK=triton.next_power_of_2(dim), RUN_SIZE=RUN,
+        num_warps=1,
+    )  # fmt: skip
 
 
 if HAS_TRITON:
@@ -211,6 +217,21 @@ if HAS_TRITON:
             p2, p3 = _position(order, first, length, t + 6), _position(order, first, length, t + 7)
             total = (((total + x0) + x1) + x2) + x3
         return total
+
+    @triton.jit
+    def run_of_block(rows, starts, block, is_second, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        """A run of a row of several runs: (first sorted position, length, where its sum goes); length 0: none.
+
+        Program 0 of a block takes the run of the row that the block begins in, program 1 that of the row it ends in.
+        """
+        low = block * RUN_SIZE
+        high = tl.minimum(low + RUN_SIZE, num_positions)
+        row = tl.load(rows + tl.minimum(low + is_second * RUN_SIZE, num_positions - 1))
+        start, end = tl.load(starts + row), tl.load(starts + row + 1)
+        number = tl.maximum(low - start + RUN_SIZE - 1, 0) // RUN_SIZE
+        first = start + number * RUN_SIZE
+        is_mine = (end - start > RUN_SIZE) & (first < tl.minimum(end, high)) & ((is_second == 0) | (start > low))
+        return first, tl.where(is_mine, tl.minimum(end - first, RUN_SIZE), 0), 2 * (start // RUN_SIZE) + number
 
     @triton.jit
     def long_row_of_block(rows, starts, block, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -255,23 +276,12 @@ if HAS_TRITON:
         grad, rows, order, starts, partial, num_positions, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
         RUN_SIZE: tl.constexpr,
     ):  # fmt: skip
-        low = tl.program_id(0) * RUN_SIZE
-        high = tl.minimum(low + RUN_SIZE, num_positions)
-        # Program 0 of a block takes the run of the row that the block begins in, program 1 that of the row it ends in.
-        is_second = tl.program_id(1)
-        row = tl.load(rows + tl.minimum(low + is_second * RUN_SIZE, num_positions - 1))
-        start, end = tl.load(starts + row), tl.load(starts + row + 1)
-        number = tl.maximum(low - start + RUN_SIZE - 1, 0) // RUN_SIZE
-        first = start + number * RUN_SIZE
-        is_mine = (end - start > RUN_SIZE) & (first < tl.minimum(end, high)) & ((is_second == 0) | (start > low))
-        if is_mine:
-            place = tl.zeros([1], tl.int32)
-            length = tl.minimum(end - first, RUN_SIZE) + place
-            element: tl.constexpr = partial.dtype.element_ty
-            total = sum_tile(grad, order, first + place, length, D, STRIDE, BLOCK, 1, element)
+        first, length, at = run_of_block(rows, starts, tl.program_id(0), tl.program_id(1), num_positions, RUN_SIZE)
+        if length > 0:
+            one = tl.zeros([1], tl.int32)
+            total = sum_tile(grad, order, first + one, length + one, D, STRIDE, BLOCK, 1, partial.dtype.element_ty)
             column = tl.arange(0, BLOCK)[None, :]
-            at = partial + (2 * (start // RUN_SIZE) + number).to(tl.int64) * D
-            tl.store(at + column, total, mask=column < D)
+            tl.store(partial + at.to(tl.int64) * D + column, total, mask=column < D)
 
     @triton.jit
     def _finish_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917

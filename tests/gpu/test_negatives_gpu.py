@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from nestrec.ops.candidates import Candidates, make_candidates
+from nestrec.ops.grouped_loss import grouped_loss
 from nestrec.ops.sampled_losses import sampled_loss
 from nestrec.ops.softmax_losses import full_cross_entropy
+from nestrec.ops.sum_outer import sum_outer
 from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +73,38 @@ def test_variants_repeat_themselves_to_the_bit(variant):
     for _ in range(20):
         again = loss_and_gradients(query, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=64)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_gradients_of_a_row_that_every_token_meets_are_summed_by_runs():
+    """As with in-batch negatives: row 5 has 24,000 positions, and its sum repeats itself to the bit."""
+    torch.manual_seed(0)
+    slope, query = torch.randn(8000, 9, device="cuda"), torch.randn(8000, 200, device="cuda")
+    index = torch.randint(3000, (8000, 9), device="cuda", dtype=torch.int32)
+    index[:, 2:5] = 5
+    exact = torch.zeros(3000, 200, dtype=torch.float64, device="cuda")
+    exact.index_add_(0, index.flatten(), (slope.double()[:, :, None] * query[:, None]).flatten(0, 1))
+    first = sum_outer(slope, query, index, 3000)
+    assert (first.double() - exact).norm() <= 1e-6 * exact.norm()
+    assert all(torch.equal(sum_outer(slope, query, index, 3000), first) for _ in range(5))
+
+
+@pytest.mark.parametrize("kind", ["sampled_softmax", "bce"])
+def test_losses_by_groups_are_those_of_a_cpu_in_float64(kind):
+    """bf16 vectors, logits up to 20: errors of bf16 products and no more."""
+    torch.manual_seed(0)
+    query = (torch.randn(1000, 64) * 1.5).bfloat16()
+    rows, positive = torch.randn(300, 64).bfloat16(), torch.randint(300, (1000,), dtype=torch.int32)
+    group = torch.full((8, 128), -1, dtype=torch.int32)
+    for number, part in enumerate(torch.randperm(1000).chunk(8)):
+        group[number, : len(part)] = part
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        leaves = [x.to(device, dtype).requires_grad_() for x in (query, rows)]
+        loss = grouped_loss(*leaves, positive.to(device), group.to(device), kind)
+        loss.sum().backward()
+        results.append([loss.detach().cpu().double(), *(leaf.grad.cpu().double() for leaf in leaves)])
+    for exact, found in zip(*results, strict=True):
+        assert (found - exact).norm() <= 1e-2 * exact.norm()
 
 
 def test_vectors_of_candidates_outside_the_rows_are_never_read():

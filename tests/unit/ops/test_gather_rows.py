@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.gather_rows import deal_rows, gather_rows
 from nestrec.ops.sum_rows import sum_by_index, sum_by_index_reference
 
 
@@ -59,3 +59,19 @@ def test_rows_of_many_positions_are_summed_by_runs():
             total += value
         first += total
     assert torch.equal(sum_by_index(grad[:512], index[:512], 4)[0], first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_that_are_dealt_give_back_what_they_get(dtype):
+    """Rows 2 and 5 are dealt to nobody, and three places hold nothing."""
+    rows = torch.randn(7, 3, dtype=dtype, requires_grad=True)
+    index = torch.tensor([[4, 0, 1, -1], [6, -1, 3, -1]], dtype=torch.int32)
+    out = deal_rows(rows, index)
+    assert torch.equal(out, rows[index.clamp(min=0).long()])
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected = torch.zeros_like(rows)
+    for place, row in enumerate(index.flatten().tolist()):
+        if row >= 0:
+            expected[row] = grad.view(-1, 3)[place]
+    assert torch.equal(rows.grad, expected)

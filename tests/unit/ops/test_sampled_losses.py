@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from nestrec.ops.candidates import Candidates, make_candidates
+from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.ops.sampled_losses import sampled_loss
 from nestrec.ops.softmax_losses import full_cross_entropy
 from nestrec.ops.sum_outer import sum_outer, sum_outer_reference
@@ -94,3 +95,19 @@ def test_gradients_of_rows_do_not_depend_on_the_number_of_threads():
         sums.append(sum_outer(slope, query, index, 100).numpy())
     torch.set_num_threads(before)
     assert np.array_equal(*sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_popular_rows_are_summed_by_runs(dtype):
+    """Row 2 is a candidate of almost every token, row 4 of exactly a run's tokens; on a CPU to the bit."""
+    torch.manual_seed(1)
+    slope, query = torch.randn(300, 3, dtype=dtype), torch.randn(300, 5, dtype=dtype)
+    index = torch.randint(0, 6, (300, 3), dtype=torch.int32)
+    index[:290, 1:] = 2
+    index[:256, 0] = 4
+    index[256:, 0][index[256:, 0] == 4] = 3
+    found, expected = sum_outer(slope, query, index, 7), sum_outer_reference(slope, query, index, 7)
+    if IS_INTERPRETED:
+        torch.testing.assert_close(found, expected)
+    else:
+        assert torch.equal(found, expected)
