@@ -8,15 +8,9 @@ fixed order, so that runs agree to the bit.
 import triton
 import triton.language as tl
 
+from nestrec.ops.hstu_attention_triton import time_bucket
+
 # ruff: noqa: PLR0917
-
-
-@triton.jit
-def _bucket(query_time, time, num_buckets):  # type: ignore[no-untyped-def]
-    """Bucket of a time difference; the logarithm is float32, so times within 1e-6 of an edge may fall beside it."""
-    apart = tl.abs(query_time - time).to(tl.float32)
-    place = tl.floor(tl.log(tl.maximum(apart, 1.0)) * (1.0 / 0.301)).to(tl.int32)
-    return tl.minimum(place, num_buckets)
 
 
 @triton.jit
@@ -51,7 +45,7 @@ def bias_forward_kernel(  # type: ignore[no-untyped-def]
                              mask=(j < length)[:, None] & (w < WIDTH)[None, :], other=0.0)  # fmt: skip
             seen = (j[None, :] <= i[:, None]) & (i < length)[:, None]
             if BY_TIME:
-                slot = _bucket(query_time_M[:, None], _times(time, start + j, j < length)[None, :], num_buckets)
+                slot = time_bucket(query_time_M[:, None] - _times(time, start + j, j < length)[None, :], num_buckets)
             else:
                 slot = j[None, :] - i[:, None] + centre
             weights = _values(table, slot, seen).to(values.dtype)
@@ -87,7 +81,7 @@ def bias_value_gradient_kernel(  # type: ignore[no-untyped-def]
             total = tl.dot(weights, grad, total, input_precision=PRECISION)
             if HAS_TIME:
                 grad = tl.load(grad_time + at, mask=mask, other=0.0)
-                slot = _bucket(_times(query_time, start + i, i < length)[None, :], time_M[:, None], num_buckets)
+                slot = time_bucket(_times(query_time, start + i, i < length)[None, :] - time_M[:, None], num_buckets)
                 weights = _values(time_table, slot, seen).to(grad.dtype)
                 total = tl.dot(weights, grad, total, input_precision=PRECISION)
         place = out + (start + j)[:, None] * WIDTH + w[None, :]
@@ -126,8 +120,8 @@ def bias_table_gradient_kernel(  # type: ignore[no-untyped-def]
             seen = (j[None, :] <= i[:, None]) & (i < length)[:, None]
             products = tl.where(seen, products, 0.0)
             if BY_TIME:
-                bucket = _bucket(_times(query_time, start + i, i < length)[:, None],
-                                 _times(time, start + j, j < length)[None, :], num_buckets)  # fmt: skip
+                asked = _times(query_time, start + i, i < length)[:, None]
+                bucket = time_bucket(asked - _times(time, start + j, j < length)[None, :], num_buckets)
                 least = tl.min(tl.where(seen, bucket, num_buckets))
                 most = tl.max(tl.where(seen, bucket, 0))
                 for b in range(least, most + 1):

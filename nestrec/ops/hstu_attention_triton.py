@@ -70,7 +70,7 @@ def _seen(i, j, history, num_context, window):
 
 
 @triton.jit
-def _time_bucket(delta_s, num_buckets):
+def time_bucket(delta_s, num_buckets):
     """min(floor(ln(max(|delta|, 1)) / 0.301), num_buckets), as float64 has it."""
     size = tl.maximum(tl.abs(delta_s), 1.0)
     steps = tl.log2(size.to(tl.float32)) * 2.3028145533553003  # ln 2 / 0.301
@@ -179,7 +179,7 @@ def _stream_kernel(
         bucket = tl.zeros([XB, YB], tl.int32)
         if HAS_TIME:
             y_time = tl.load((query_time if REVERSED else key_time) + y_rows, mask=y < length, other=0.0)
-            bucket = _time_bucket(x_time[:, None] - y_time[None, :], num_buckets)
+            bucket = time_bucket(x_time[:, None] - y_time[None, :], num_buckets)
             s += tl.load(time_table + bucket).to(tl.float32)
         seen = _seen(i, j, history, num_context, window) & (i < length) & (j < length)
         sigmoid = _sigmoid(s)

@@ -185,6 +185,7 @@ def test_empty_batches_and_empty_sequences_are_fine():
         assert out.shape == q.shape == q.grad.shape
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
 def test_a_compiled_layer_keeps_the_operator():
     """torch.compile sees one operator and its shapes, in forward and backward."""
     lengths = [100, 30]

@@ -224,6 +224,7 @@ def test_recomputation_changes_no_bit_and_saves_memory(kind):
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
 @pytest.mark.skipif(IS_INTERPRETED, reason="needs torch.compile for a GPU")
 def test_the_pieces_can_be_compiled():
     torch.manual_seed(0)
