@@ -114,22 +114,26 @@ def encoder_of(bench: StepBench, case: str) -> tuple[HSTUConfig | FuXiConfig, ND
 def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
     """A row for each case, then those of the memory."""
     for case in bench.cases:
-        encoder, lengths = encoder_of(bench, case)
-        begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            data = Path(folder, "data")
-            write_step_data(data, lengths, num_batches=NUM_BATCHES, num_items=bench.num_items, zipf=bench.zipf)
-            runner = StepRunner(run_config(bench, encoder, data), len(lengths))
-            try:
-                made_s = time.perf_counter() - begin
-                yield {"model": case, **_measured(bench, encoder, lengths, runner), "made_s": round(made_s, 2)}
-            finally:
-                runner.close()
+        yield _case(bench, case)
         _release(bench.device)
     if bench.memory_length:
         encoder, _ = encoder_of(bench, "hstu-4x256-u1024")
         assert isinstance(encoder, HSTUConfig)
         yield from measure_memory(replace(encoder, max_length=bench.memory_length), bench.device)
+
+
+def _case(bench: StepBench, case: str) -> dict[str, Any]:
+    encoder, lengths = encoder_of(bench, case)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "data")
+        write_step_data(data, lengths, num_batches=NUM_BATCHES, num_items=bench.num_items, zipf=bench.zipf)
+        runner = StepRunner(run_config(bench, encoder, data), len(lengths))
+        try:
+            made_s = time.perf_counter() - begin
+            return {"model": case, **_measured(bench, encoder, lengths, runner), "made_s": round(made_s, 2)}
+        finally:
+            runner.close()
 
 
 def run_config(bench: StepBench, encoder: HSTUConfig | FuXiConfig, data: Path) -> RunConfig:

@@ -9,6 +9,7 @@ padded torch       every sequence the longest   plain operators of torch on (seq
 The last is what a user of plain PyTorch has, and what TurboGR compares with (47.77 GB against 14.31 GB).
 """
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -46,10 +47,8 @@ def measure_memory(cfg: HSTUConfig, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _peak_bytes(cfg: HSTUConfig, lengths: NDArray[np.int64], device: str, *, plain: bool) -> int:
-    """Peak of what is allocated, weights and gradients included."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    """Peak of what is allocated beyond what was there, weights and gradients included."""
+    before = _allocated(device)
     torch.manual_seed(0)
     model, info = HSTU(cfg).to(device), info_of(lengths, device)
     x = torch.randn(int(lengths.sum()), cfg.dim, device=device)
@@ -57,7 +56,17 @@ def _peak_bytes(cfg: HSTUConfig, lengths: NDArray[np.int64], device: str, *, pla
     with torch.autocast(device, dtype, enabled=device == "cuda"):
         out = _plain_forward(model, x, info) if plain else model(x, info)
     out.float().square().mean().backward()
-    return int(torch.cuda.max_memory_allocated()) if device == "cuda" else 0
+    return int(torch.cuda.max_memory_allocated()) - before if device == "cuda" else 0
+
+
+def _allocated(device: str) -> int:
+    """Bytes, from which peaks are counted from now on."""
+    if device != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.memory_allocated())
 
 
 def _plain_forward(model: HSTU, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
