@@ -29,7 +29,8 @@ class Deduplicated:
     counts: NDArray[np.int64]
     """Distinct keys of each owner."""
     index: torch.Tensor | None = None
-    """`inverse` on the device, where the keys were deduplicated there; `inverse` is then empty."""
+    """`inverse` on the device, where the keys were deduplicated there; `inverse` is then as much of its beginning as
+    was asked for."""
 
 
 def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> Deduplicated:

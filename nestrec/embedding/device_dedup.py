@@ -23,11 +23,13 @@ _INT32_KEYS = 1 << 31
 
 
 def dedup_on_device(
-    pieces: Sequence[NDArray[np.int64]], num_shards: int, device: torch.device, num_rows: int | None
-) -> Deduplicated | None:
+    pieces: Sequence[NDArray[np.int64]], num_shards: int, device: torch.device, num_rows: int | None, *,
+    num_on_host: int = 0,
+) -> Deduplicated | None:  # fmt: skip
     """Distinct keys of all pieces, one after the other, as `dedup` of them; `index` takes the place of `inverse`.
 
-    num_rows: keys are 0 to num_rows - 1, and none is returned where one is not; none: any key.
+    num_rows: keys are 0 to num_rows - 1, and none is returned where one is not; none: any key. num_on_host: of so many
+    keys, the first ones, the host is told `inverse` too.
     """
     with _own_stream(device):
         sent = _send(pieces, device)
@@ -38,21 +40,21 @@ def dedup_on_device(
         if num_rows is not None and (low < 0 or high >= num_rows):
             return None
         keys = _to_host(found.keys_P[:count].long()).numpy()
+        inverse = _to_host(index[:num_on_host].int()).numpy() if num_on_host else np.empty(0, np.int32)
         if num_shards == 1:
-            return Deduplicated(keys, _ON_DEVICE, np.array([count]), index)
-        return _by_owner(keys, index, num_shards)
+            return Deduplicated(keys, inverse, np.array([count]), index)
+        return _by_owner(keys, inverse, index, num_shards)
 
 
-def _by_owner(keys: NDArray[np.int64], index: torch.Tensor, num_shards: int) -> Deduplicated:
+def _by_owner(
+    keys: NDArray[np.int64], inverse: NDArray[np.int32], index: torch.Tensor, num_shards: int
+) -> Deduplicated:
     owner = owner_of(keys, num_shards)
     order = np.argsort(owner, kind="stable")
     place = np.empty(len(keys), np.int32)
     place[order] = np.arange(len(keys), dtype=np.int32)
     counts = np.bincount(owner, minlength=num_shards).astype(np.int64)
-    return Deduplicated(keys[order], _ON_DEVICE, counts, to_device(place, index.device)[index])
-
-
-_ON_DEVICE = np.empty(0, np.int32)
+    return Deduplicated(keys[order], place[inverse], counts, to_device(place, index.device)[index])
 
 
 def _send(pieces: Sequence[NDArray[np.int64]], device: torch.device) -> torch.Tensor:

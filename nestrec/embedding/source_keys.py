@@ -82,11 +82,15 @@ def _half(
         return None
     by_table = []
     for t, table in enumerate(tables):
-        whole = [f for f in table.feature_names if f not in table.half_features]
-        num_whole = [sum(len(part[f]) for f in whole) for part in flat]
+        num_whole = [_num_whole(part, table) for part in flat]
         plan = None if plans is None else plans[t]
         by_table.append(flags_of_parts(table, num_whole, [part[t] for part in found], plan))
     return [list(flags) for flags in zip(*by_table, strict=True)]
+
+
+def _num_whole(flat: dict[str, NDArray[np.int64]], table: TableConfig) -> int:
+    """Keys of the features whose rows cross whole; they come first."""
+    return sum(len(flat[f]) for f in table.feature_names if f not in table.half_features)
 
 
 def _distinct(
@@ -94,8 +98,9 @@ def _distinct(
 ) -> Deduplicated | None:
     """Of a part and table; none where a key is not one of the table."""
     pieces = [flat[f] for f in table.feature_names]
-    if device.type == "cuda" and sum(map(len, pieces)) >= MIN_KEYS and not table.half_features:
-        return dedup_on_device(pieces, num_shards, device, table.num_rows)
+    if device.type == "cuda" and sum(map(len, pieces)) >= MIN_KEYS:
+        num_on_host = _num_whole(flat, table) if table.half_features else 0
+        return dedup_on_device(pieces, num_shards, device, table.num_rows, num_on_host=num_on_host)
     if any(_wrong_key(piece, table) is not None for piece in pieces):
         return None
     return dedup(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), num_shards)

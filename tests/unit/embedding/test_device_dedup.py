@@ -16,9 +16,10 @@ CPU = torch.device("cpu")
 def test_distinct_keys_are_grouped_by_owner_and_give_the_sequence_back(num_shards, num_rows):
     draw = np.random.default_rng(0)
     pieces = [draw.integers(0, 500, size) for size in (300, 1, 900)]
-    found = dedup_on_device(pieces, num_shards, CPU, num_rows)
+    found = dedup_on_device(pieces, num_shards, CPU, num_rows, num_on_host=301)
     assert found is not None
     assert found.index is not None
+    assert np.array_equal(found.inverse, found.index[:301].numpy())
     assert np.array_equal(found.keys[found.index.numpy()], np.concatenate(pieces))
     expected = dedup(np.concatenate(pieces), num_shards)
     assert np.array_equal(np.sort(found.keys), np.sort(expected.keys))
