@@ -221,8 +221,9 @@ def _calibrated(bench: SchedulesBench) -> Conditions:
 
 
 _UNKNOWN = (
-    "compute_ms", "raw_lookup_ms", "exposed_lookup_ms", "raw_comm_ms", "exposed_comm_ms", "idle_ms", "copy_ms",
-    "step_over_bound", "exposed_over_raw", "step_over_own_bound", "exposed_over_own_raw",
+    "compute_ms", "raw_lookup_ms", "exposed_lookup_ms", "raw_comm_ms", "exposed_comm_ms", "exposed_dense_ms",
+    "exposed_rows_ms", "idle_ms", "copy_ms", "step_over_bound", "exposed_over_raw", "step_over_own_bound",
+    "exposed_over_own_raw",
 )  # fmt: skip
 _PACED = ("load_ms", "route_ms", "fetch_ms", "write_back_ms")
 

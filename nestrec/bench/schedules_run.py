@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ _TRAFFIC = {
     "all_to_all_ms": ("train.embedding.vectors", "train.embedding.gradients"),
     "replica_sync_ms": ("train.embedding.replicas",),
 }
+_DENSE = "train.dense.reduce"
 
 Entry = tuple[str, int, bool]
 """Schedule, micro-batches, window cache."""
@@ -190,6 +192,7 @@ def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
     for rank in range(len(spans_of_ranks)):
         whole = [timeline.parts(step, rank) for step in steps]
         raw = [timeline.raw(step, rank) for step in steps]
+        dense = [timeline.exposed(step, "communication", rank).get(_DENSE, 0) for step in steps]
         copies = [s.duration_ns for s in spans_of_ranks[rank] if s.name == "train.embedding.copy" and s.step in steps]
         ranks.append(
             {
@@ -199,6 +202,8 @@ def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
                 "exposed_lookup_ms": _mean_ms([p.exposed_lookup_ns for p in whole]),
                 "raw_comm_ms": _mean_ms([r.communication_ns for r in raw]),
                 "exposed_comm_ms": _mean_ms([p.exposed_communication_ns for p in whole]),
+                "exposed_dense_ms": _mean_ms(dense),
+                "exposed_rows_ms": _mean_ms([p.exposed_communication_ns for p in whole]) - _mean_ms(dense),
                 "idle_ms": _mean_ms([p.idle_ns for p in whole]),
                 "copy_ms": sum(copies) * 1e-6 / len(steps),
             }
@@ -210,10 +215,13 @@ def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
 def _collective_ms(spans: Sequence[Span], names: Sequence[str], num_steps: int) -> float:
     """Mean milliseconds a step; the rank that enters a collective last waits for nobody, so the shortest counts."""
     shortest: dict[tuple[Any, ...], int] = {}
-    for span in spans:
+    number: Counter[tuple[Any, ...]] = Counter()  # an exchange in two halves has two spans of one name
+    for span in sorted(spans, key=lambda span: span.start_ns):
         if span.name in names:
             place = span.name, span.step, span.micro_batch
-            shortest[place] = min(shortest.get(place, span.duration_ns), span.duration_ns)
+            nth = (*place, number[span.rank, *place])
+            number[span.rank, *place] += 1
+            shortest[nth] = min(shortest.get(nth, span.duration_ns), span.duration_ns)
     return sum(shortest.values()) * 1e-6 / num_steps
 
 

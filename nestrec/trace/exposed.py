@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nestrec.trace.span import Span
+from nestrec.trace.span import Kind, Span
 
 _COUNTED = ("compute", "lookup", "communication", "wait")
 
@@ -50,6 +50,22 @@ class RawParts:
     compute_ns: int = 0
     lookup_ns: int = 0
     communication_ns: int = 0
+
+
+class _Charged:
+    """Nanoseconds that were charged, by kind and by name."""
+
+    def __init__(self) -> None:
+        self._ns: dict[tuple[Kind, str], int] = defaultdict(int)
+
+    def add(self, span: Span, duration_ns: int) -> None:
+        self._ns[span.kind, span.name] += duration_ns
+
+    def by_name(self, kind: Kind) -> dict[str, int]:
+        return {name: ns for (of_kind, name), ns in self._ns.items() if of_kind == kind}
+
+    def __getitem__(self, kind: Kind) -> int:
+        return sum(self.by_name(kind).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +104,7 @@ class Timeline:
 
     def parts(self, step: int, rank: int = 0) -> StepParts:
         """Where the time of a step went on a rank."""
-        whole = self._steps[rank, step]
-        charged: dict[str, int] = defaultdict(int)
-        self._charge_lane((rank, whole.lane), whole.start_ns, whole.end_ns, charged, frozenset())
+        whole, charged = self._steps[rank, step], self._charged(step, rank)
         return StepParts(
             compute_ns=charged["compute"],
             exposed_lookup_ns=charged["lookup"],
@@ -98,17 +112,26 @@ class Timeline:
             idle_ns=whole.duration_ns - charged["compute"] - charged["lookup"] - charged["communication"],
         )
 
+    def exposed(self, step: int, kind: Kind, rank: int = 0) -> dict[str, int]:
+        """Nanoseconds of a step on a rank that count as a kind, by the name of the span that they are charged to."""
+        return self._charged(step, rank).by_name(kind)
+
     def raw(self, step: int, rank: int = 0) -> RawParts:
         """What the spans that worked for a step took on all lanes of a rank, whenever they ran."""
-        charged: dict[str, int] = defaultdict(int)
+        charged = _Charged()
         for piece in self._work_of.get((rank, step), []):
             self._charge_work(piece.span, piece.start_ns, piece.end_ns, charged)
         return RawParts(
             compute_ns=charged["compute"], lookup_ns=charged["lookup"], communication_ns=charged["communication"]
         )
 
+    def _charged(self, step: int, rank: int) -> _Charged:
+        whole, charged = self._steps[rank, step], _Charged()
+        self._charge_lane((rank, whole.lane), whole.start_ns, whole.end_ns, charged, frozenset())
+        return charged
+
     def _charge_lane(
-        self, lane: tuple[int, str], start_ns: int, end_ns: int, charged: dict[str, int], waits: frozenset[int]
+        self, lane: tuple[int, str], start_ns: int, end_ns: int, charged: _Charged, waits: frozenset[int]
     ) -> None:
         """Charge what a lane did from `start_ns` to `end_ns`; `waits` are the waits that led here."""
         pieces = self._pieces.get(lane, [])
@@ -125,19 +148,17 @@ class Timeline:
             else:
                 self._charge_work(piece.span, start, end, charged)
 
-    def _charge_wait(
-        self, wait: Span, start_ns: int, end_ns: int, charged: dict[str, int], waits: frozenset[int]
-    ) -> None:
+    def _charge_wait(self, wait: Span, start_ns: int, end_ns: int, charged: _Charged, waits: frozenset[int]) -> None:
         awaited = self._span_of.get((wait.rank, -1 if wait.awaits is None else wait.awaits))
         if awaited is None or wait.id in waits:  # an unknown span, or waits in a circle: nobody to charge
             return
         # After the end of the awaited span the wait is latency, which is idle.
         self._charge_lane((wait.rank, awaited.lane), start_ns, min(end_ns, awaited.end_ns), charged, waits | {wait.id})
 
-    def _charge_work(self, span: Span, start_ns: int, end_ns: int, charged: dict[str, int]) -> None:
+    def _charge_work(self, span: Span, start_ns: int, end_ns: int, charged: _Charged) -> None:
         if span.is_collective:
             start_ns = max(start_ns, self._all_entered_ns[span.rank, span.id])
-        charged[span.kind] += max(0, end_ns - start_ns)
+        charged.add(span, max(0, end_ns - start_ns))
 
 
 def _innermost(spans: list[Span]) -> list[_Piece]:

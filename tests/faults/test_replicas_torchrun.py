@@ -1,5 +1,6 @@
 """A rank that dies in any schedule or replica mode: the others end with a named cause, and the job resumes exactly."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
+from nestrec.pipeline import SCHEDULES
 from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
 from nestrec.testing.ranks import RankPool
 from nestrec.testing.run_digest import run_digest
@@ -17,18 +19,9 @@ from nestrec.training.trainer import Trainer
 
 GROUPS = {"ranks.replicas": 2}
 WEIGHTS = {**GROUPS, "replica_sync.mode": "weights", "replica_sync.every": 3}
-CASES: dict[str, dict[str, Any]] = {
-    "gradients, nested": {**GROUPS, "pipeline.schedule": "nested"},
-    "weights, priority": {**WEIGHTS, "pipeline.schedule": "priority"},
-    "semi_async": {"pipeline.schedule": "semi_async"},
-    "gradients, serial": GROUPS,
-    "gradients, priority": {**GROUPS, "pipeline.schedule": "priority"},
-    "weights, nested": {**WEIGHTS, "pipeline.schedule": "nested"},
-    "weights, semi_async": {**WEIGHTS, "pipeline.schedule": "semi_async"},
-    "stale": {"pipeline.schedule": "stale"},
-    "priority": {"pipeline.schedule": "priority"},
-}
-QUICK = 1
+MODES: dict[str, dict[str, Any]] = {"one group": {}, "gradients": GROUPS, "weights": WEIGHTS}
+IN_CI = [("gradients", "nested"), ("weights", "priority"), ("one group", "semi_async")]
+ALL = [*IN_CI, *(case for case in itertools.product(MODES, SCHEDULES) if case not in IN_CI)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +32,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def marked(quick: int) -> list[Any]:
-    return [case if i < quick else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(CASES)]
+    """Every replica mode with every schedule, the first few of them in CI."""
+    return [pytest.param(*case, marks=[] if i < quick else pytest.mark.slow) for i, case in enumerate(ALL)]
+
+
+def options_of(mode: str, schedule: str) -> dict[str, Any]:
+    return {**MODES[mode], "pipeline.schedule": schedule}
 
 
 def train_until_one_dies(topology: Topology, data: str, run: str, more: dict[str, Any]) -> None:
@@ -51,19 +49,20 @@ def train_until_one_dies(topology: Topology, data: str, run: str, more: dict[str
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", marked(3))
-def test_a_rank_that_dies_is_named_by_the_others(data: Path, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("mode", "schedule"), marked(3))
+def test_a_rank_that_dies_is_named_by_the_others(data: Path, tmp_path: Path, mode: str, schedule: str) -> None:
     pool = RankPool(2, timeout_s=10)
-    outcomes = pool.outcomes(train_until_one_dies, str(data), str(tmp_path), CASES[case], timeout_s=60)
+    more = options_of(mode, schedule)
+    outcomes = pool.outcomes(train_until_one_dies, str(data), str(tmp_path), more, timeout_s=60)
     pool.close()
     assert [outcome.kind for outcome in outcomes] == ["PeerLostError", "died"], outcomes[0].text
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", marked(QUICK))
-def test_a_killed_rank_changes_nothing(data: Path, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(("mode", "schedule"), marked(1))
+def test_a_killed_rank_changes_nothing(data: Path, tmp_path: Path, mode: str, schedule: str) -> None:
     more = {"training.max_steps": 24, "training.epochs": 1000, "training.checkpoint_every_steps": 6,
-            "training.evaluate_every_epochs": 0, **CASES[case]}  # fmt: skip
+            "training.evaluate_every_epochs": 0, **options_of(mode, schedule)}  # fmt: skip
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
     def command(name: str) -> list[str]:

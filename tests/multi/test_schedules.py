@@ -200,6 +200,17 @@ def test_the_window_exchanges_in_the_order_of_the_paper():
     assert order[start - 1 : start + 10] == [("E1", 3), *expected, ("E1", 4)]
 
 
+def test_priority_sends_shared_gradients_behind_nothing_but_what_hides_beside_the_computation():
+    spans = train(Topology.single(), "priority", Job(num_steps=7, num_parts=1))["spans"]
+    lane = sorted((s for s in spans if s.lane == "communication" and s.kind != "wait"), key=lambda s: s.start_ns)
+    names = {"train.embedding.vectors": "E", "train.embedding.gradients": "G", "train.dense.reduce": "D",
+             "train.embedding.route": "K", "train.embedding.collisions": "C"}  # fmt: skip
+    order = [(names[s.name], s.step) for s in lane if s.name in names]
+    shared_vectors = order.index(("D", 2)) + 1
+    expected = [("E", 3), ("G", 2), ("K", 5), ("E", 4), ("C", 4), ("G", 3), ("D", 3), ("E", 4)]
+    assert order[shared_vectors : shared_vectors + 8] == expected
+
+
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 def test_with_the_window_cache_each_distinct_key_of_a_rank_crosses_once(pools, schedule):
     job = Job(num_parts=4, num_steps=10, window_cache=True)

@@ -45,6 +45,18 @@ def test_a_wait_is_charged_to_what_ran_on_the_awaited_chain() -> None:
     assert parts(step_span(0, 100), *spans) == (10, 18, 65, 7)
 
 
+def test_exposed_time_has_the_name_of_the_span_that_ran() -> None:
+    spans = [
+        make(1, "wait", "compute", 0, 100, awaits=3),
+        make(2, "communication", "exchange", 0, 30, name="first"),
+        make(3, "communication", "exchange", 30, 90, name="second"),
+        make(4, "lookup", "exchange", 90, 100, name="third"),
+    ]
+    timeline = Timeline([step_span(0, 100), *spans])
+    assert timeline.exposed(0, "communication") == {"first": 30, "second": 60}
+    assert timeline.exposed(0, "lookup") == {}
+
+
 def test_time_before_the_last_rank_enters_a_collective_is_idle() -> None:
     spans = []
     for rank, entered in enumerate((10, 60)):
