@@ -20,15 +20,12 @@ class CollisionStages:
         self._machine, self._engine = machine, machine.engine
 
     def find(self, older: InFlight, newer: InFlight) -> Ticket[Collisions]:
-        """Which rows two batches share: found on the owner, told to the sources; once for a pair of batches."""
-        if older.collisions is not None and older.collides_with is newer:
-            return older.collisions
+        """Which rows two batches share: found on the owner, told to the sources."""
         label = self._machine.label("train.embedding.collisions", "lookup", older.number, is_collective=True)
         routed, shards = (older.routed, newer.routed), self._engine.topology.keys
         older.collisions = self._machine.lanes.communication.submit(
             lambda span: find_collisions(routed[0].wait(), routed[1].wait(), shards), label, after=routed
         )
-        older.collides_with = newer
         return older.collisions
 
     def vectors(self, flying: InFlight, part: int, which: Which, found: Ticket[Collisions]) -> Ticket[None]:

@@ -69,8 +69,6 @@ class InFlight:
     """exchange of its first micro-batch, where it was submitted ahead of its step"""
     collisions: Ticket[Collisions] | None = None
     """rows that it shares with the batch after it, told to all who use them; only looked for by `priority`"""
-    collides_with: "InFlight | None" = None
-    """the batch for which they were looked for"""
 
     @property
     def num_parts(self) -> int:

@@ -1,9 +1,9 @@
 """Priority: rows that consecutive batches share go first, the others when there is time (FreeScale). Equal to serial.
 
 lane             batch t-1                      batch t                              batches after it
-communication    gradients of exclusive rows    gradients of shared rows, dense      keys t+2, exclusive vectors t+1,
-                                                sums                                 collisions of t+1 with t+2; after
-                                                                                     the update, shared vectors t+1
+communication    gradients of exclusive rows    gradients of shared rows, dense      keys t+2, collisions of t with t+1;
+                                                sums                                 exclusive vectors t+1; after the
+                                                                                     update, shared vectors t+1
 lookup           update exclusive rows,                                              fetch t+1, intersect t with t+1
                  write back
 compute                                         F1 F2 ... update shared rows,        copy shared rows to buffer t+1
@@ -115,8 +115,6 @@ class Priority(Pipelined):
         found = self._stages.find(now, following)
         for i in range(following.num_parts):
             self._stages.vectors(following, i, "exclusive", found)
-        if (after := self._keys.get(step.number + 2)) is not None:
-            self._stages.find(following, after)  # a step early: then no exchange of rows waits for it
         return following
 
     def _hand_over(self, now: InFlight, following: InFlight | None, step: Step, *, defers: bool) -> None:

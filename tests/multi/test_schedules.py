@@ -207,7 +207,7 @@ def test_priority_sends_shared_gradients_behind_nothing_but_what_hides_beside_th
              "train.embedding.route": "K", "train.embedding.collisions": "C"}  # fmt: skip
     order = [(names[s.name], s.step) for s in lane if s.name in names]
     shared_vectors = order.index(("D", 2)) + 1
-    expected = [("E", 3), ("G", 2), ("K", 5), ("E", 4), ("C", 4), ("G", 3), ("D", 3), ("E", 4)]
+    expected = [("E", 3), ("G", 2), ("K", 5), ("C", 3), ("E", 4), ("G", 3), ("D", 3), ("E", 4)]
     assert order[shared_vectors : shared_vectors + 8] == expected
 
 
