@@ -22,7 +22,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, barrier
 from nestrec.distributed.topology import CollectiveLog, Communicator
 from nestrec.models import HSTUConfig
-from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
+from nestrec.pipeline import SCHEDULES, Coupling, Feed, PipelineConfig, Rates, Step
 from nestrec.trace import Span, Tracer
 from nestrec.training.compute import ModelCompute
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
@@ -67,6 +67,10 @@ class TimedCompute:
     def __init__(self, inner: ModelCompute):
         self._inner = inner
         self.wall_s = self.cpu_s = 0.0
+
+    @property
+    def couples_samples(self) -> Coupling:
+        return self._inner.couples_samples
 
     def transfer(self, part: MicroBatch) -> MicroBatch:
         return self._inner.transfer(part)

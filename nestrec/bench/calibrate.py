@@ -114,7 +114,7 @@ def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) ->
 
 def token_flops(job: JobConfig) -> float:
     """Operations of the small network, forward and backward, for each token."""
-    return 6.0 * (job.dim * job.hidden + job.hidden * job.hidden + job.hidden)
+    return 6.0 * (job.dim * job.hidden + (job.layers - 1) * job.hidden * job.hidden + job.hidden)
 
 
 def _line(observed: Sequence[Observed], stage: str) -> Rate:

@@ -50,7 +50,7 @@ class SchedulesBench:
     """raw communication as a part of compute, where link_mbit is not given"""
     lookup_share: float | None = None
     """raw lookup as a part of compute: what the real one lacks is added as emulated waits; none: nothing is added"""
-    lookup_stages: tuple[float, ...] = (0.45, 0.05, 0.3, 0.2)
+    lookup_stages: tuple[float, ...] = (0.43, 0.02, 0.33, 0.22)
     """how an emulated lookup divides: samples prefetched and loaded, keys exchanged, rows read, rows written"""
     calibrate_at: int | None = None
     """number of micro-batches at which the shares hold; none: the median of those compared"""
@@ -204,20 +204,37 @@ def _calibrated(bench: SchedulesBench) -> Conditions:
     free = _conditions(bench, bench.link_mbit or fast, Pace())
     if bench.link_mbit is not None and bench.lookup_share is None:
         return free
-    num_parts = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
-    entry: Entry = ("torchrec_plain", 1, False) if bench.torchrec else ("serial", num_parts, False)
-    measured = run_rounds(free, [entry], 3, max(4, bench.steps // 2))
-    names = ("step_ms", "compute_ms", "raw_lookup_ms", "raw_comm_ms")
-    parts = {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in names}
-    compute_ms = parts["step_ms"] if bench.torchrec else parts["compute_ms"]
-    # What exchanges take on links without limit stays; at least half of the share is left to the limit.
-    wanted_ms = bench.comm_share * compute_ms
-    exchanges_ms = max(wanted_ms - parts["raw_comm_ms"], wanted_ms / 2)
-    link_mbit = bench.link_mbit or measured.bytes_sent[entry] * 8e-3 / exchanges_ms
-    added_ms = 0.0 if bench.lookup_share is None else max(0.0, bench.lookup_share * compute_ms - parts["raw_lookup_ms"])
+    parts, num_bytes = _calibration_parts(bench, free)
+    link_mbit = bench.link_mbit or num_bytes * 8e-3 / _wire_ms(bench, parts, parts["raw_comm_ms"])
+    if bench.link_mbit is None and not is_emulated(bench) and not bench.torchrec:
+        # A real link takes longer than its bytes: what they did take at a first guess says how much.
+        limited, _ = _calibration_parts(bench, _conditions(bench, link_mbit, Pace()))
+        took_ms = max(limited["raw_comm_ms"] - parts["raw_comm_ms"], 1e-3)
+        link_mbit *= took_ms / _wire_ms(bench, limited, parts["raw_comm_ms"])
+    lookup_ms = (bench.lookup_share or 0.0) * _compute_ms(bench, parts)
+    added_ms = max(0.0, lookup_ms - parts["raw_lookup_ms"])
     return _conditions(
         bench, link_mbit, Pace(**dict(zip(_PACED, (s * added_ms for s in bench.lookup_stages), strict=True)))
     )
+
+
+def _calibration_parts(bench: SchedulesBench, conditions: Conditions) -> tuple[dict[str, float], float]:
+    """Medians of the step that the shares refer to, and the bytes that it sends."""
+    num_parts = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
+    entry: Entry = ("torchrec_plain", 1, False) if bench.torchrec else ("serial", num_parts, False)
+    measured = run_rounds(conditions, [entry], 3, max(4, bench.steps // 2))
+    names = ("step_ms", "compute_ms", "raw_lookup_ms", "raw_comm_ms")
+    return {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in names}, measured.bytes_sent[entry]
+
+
+def _compute_ms(bench: SchedulesBench, parts: Mapping[str, float]) -> float:
+    return parts["step_ms"] if bench.torchrec else parts["compute_ms"]
+
+
+def _wire_ms(bench: SchedulesBench, parts: Mapping[str, float], free_ms: float) -> float:
+    """What the limit of the links should add to exchanges, which take `free_ms` without: at least half of the share."""
+    wanted_ms = bench.comm_share * _compute_ms(bench, parts)
+    return max(wanted_ms - free_ms, wanted_ms / 2)
 
 
 _UNKNOWN = (

@@ -1,5 +1,6 @@
 """The job of `nestrec bench schedules` on one rank: a large table, tokens through a small dense network."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -17,7 +18,7 @@ from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, 
 from nestrec.embedding.filling import create_all_rows
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.ops.gather_rows import gather_rows
-from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
+from nestrec.pipeline import SCHEDULES, Coupling, Feed, PipelineConfig, Rates, Step
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.trace import Span
 from nestrec.training.config import OptimizerConfig
@@ -46,6 +47,8 @@ class JobConfig:
     the batches beside it"""
     hidden: int = 192
     """width of the dense network, which sets the time of computation"""
+    layers: int = 2
+    """hidden layers of it; many narrow ones make many short kernels where few wide ones make few long ones"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """of the dense network; bf16 is for a GPU"""
     store: str = "dram"
@@ -59,15 +62,14 @@ class JobConfig:
 
 
 class TokenNetwork(nn.Module):
-    """Two layers on each token, summed to a score of each sample."""
+    """Layers on each token, summed to a score of each sample."""
 
     def __init__(self, cfg: JobConfig) -> None:
         super().__init__()
         torch.manual_seed(cfg.seed)
-        self.layers = nn.Sequential(
-            nn.Linear(cfg.dim, cfg.hidden), nn.GELU(), nn.Linear(cfg.hidden, cfg.hidden), nn.GELU(),
-            nn.Linear(cfg.hidden, 1),
-        )  # fmt: skip
+        widths = [cfg.dim, *[cfg.hidden] * cfg.layers]
+        hidden = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(cfg.hidden, 1))
 
     def forward(self, vectors_BTD: torch.Tensor, label_B: torch.Tensor) -> torch.Tensor:
         score_B = self.layers(vectors_BTD).squeeze(2).float().mean(1)
@@ -76,6 +78,8 @@ class TokenNetwork(nn.Module):
 
 class TokenCompute:
     """Forward and backward of the network."""
+
+    couples_samples: Coupling = "micro_batch"
 
     def __init__(self, network: nn.Module, device: torch.device, *, is_half: bool) -> None:
         self._network, self._device, self._is_half = network, device, is_half

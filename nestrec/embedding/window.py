@@ -91,12 +91,14 @@ class _Cache:
         engine.statistics.window_bytes = max(engine.statistics.window_bytes, used)
 
     def fill(self, rows: Rows) -> None:
+        used_here(self._vectors.values())
         for name, values in rows.items():
             start = self._filled[name]
             self._filled[name] = start + len(values)
             self._vectors[name][start : start + len(values)] = values
 
     def rows(self, part: int) -> Rows:
+        used_here(self._vectors.values())
         return {name: take_rows(self._vectors[name], places) for name, places in self._parts[part].places.items()}
 
     def add(self, part: int, gradients: Mapping[str, torch.Tensor]) -> Rows:
@@ -107,4 +109,8 @@ class _Cache:
                 add_by_index(sums, places, grad.to(sums.dtype))
             else:
                 sums.index_add_(0, places, grad.to(sums.dtype))  # distinct places: no order to lose
-        return {name: take_rows(self._sums[name], places) for name, places in self._parts[part].leaving.items()}
+        used_here(self._sums.values())
+        complete = {name: take_rows(self._sums[name], places) for name, places in self._parts[part].leaving.items()}
+        if part == len(self._parts) - 1:  # the batch itself is kept for some steps more, its largest part need not be
+            self._vectors, self._sums = {}, {}
+        return complete

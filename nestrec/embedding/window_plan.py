@@ -42,9 +42,10 @@ def plan_window(keys_of_parts: Sequence[NDArray[np.int64]], num_shards: int) -> 
     num_parts = len(keys_of_parts)
     bounds = np.concatenate([[0], np.cumsum([len(keys) for keys in keys_of_parts])])
     whole = dedup(np.concatenate(keys_of_parts), num_shards)
-    owner = np.repeat(np.arange(num_shards), whole.counts)
+    owner = np.repeat(np.arange(num_shards, dtype=np.uint16), whole.counts)
     index, used, used_bounds, first, last = _uses(whole.inverse, bounds, len(whole.keys))
-    order = np.argsort(first, kind="stable")  # keys are grouped by owner, and stay so inside a part
+    # Keys are grouped by owner, and stay so inside a part. Sixteen bits are sorted by counting, more by comparing.
+    order = np.argsort(first.astype(np.uint16), kind="stable")
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     keys, first, last, owner = whole.keys[order], first[order], last[order], owner[order]

@@ -26,6 +26,9 @@ class NegativesConfig:
     sharing: int = 1
     """k: a token also meets the negatives of k - 1 other tokens of its micro-batch, drawn for each token. k times the
     logits, and no row more is looked up"""
+    reach: Literal["micro_batch", "batch"] = "micro_batch"
+    """in_batch, groups and sharing: the other tokens are those of the micro-batch, or all that a rank trains in a step,
+    which then must be one micro-batch"""
     variant: Variant | Literal["auto"] = "plain"
     """plain keeps all vectors of negatives; segments gathers them twice; fused never stores them; offload keeps them in
     host memory; auto measures at the start and takes the fastest that fits. Of loss=full: all but plain by tiles"""

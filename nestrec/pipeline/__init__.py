@@ -11,7 +11,7 @@ from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.priority import Priority
 from nestrec.pipeline.semi_async import SemiAsync
 from nestrec.pipeline.serial import Serial
-from nestrec.pipeline.stages import Compute, Dense, Rates, Schedule, Step, Totals
+from nestrec.pipeline.stages import Compute, Coupling, Dense, Rates, Schedule, Step, Totals
 from nestrec.pipeline.stale import Stale
 from nestrec.trace import Tracer
 
@@ -28,6 +28,7 @@ SCHEDULES: dict[str, Callable[[EmbeddingEngine, Compute, Dense, Tracer, Pipeline
 __all__ = [
     "SCHEDULES",
     "Compute",
+    "Coupling",
     "Dense",
     "DualBuffer",
     "Feed",

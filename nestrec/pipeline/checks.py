@@ -1,7 +1,10 @@
 """What a schedule cannot do, said before training begins."""
 
+from typing import Literal
+
 from nestrec.base.errors import UserError
 from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.stages import Coupling
 
 
 def check_can_pipeline(schedule: str, engine: EmbeddingEngine) -> None:
@@ -11,3 +14,16 @@ def check_can_pipeline(schedule: str, engine: EmbeddingEngine) -> None:
             problem = f"rows must outlive the next step under the schedule {schedule}"
             field = f"tables.{name}.store.ttl_steps"
             raise UserError(problem, field=field, value=table.store.ttl_steps, remedy="give at least 1")
+
+
+def check_can_cut(couples: Coupling, num_parts: int | Literal["auto"]) -> None:
+    """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (rule 7)."""
+    if couples == "batch" and num_parts != 1:
+        remedy = (
+            "give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to a "
+            "micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own"
+        )
+        raise UserError(
+            "the loss couples the samples of the whole batch, which may not be cut", field="batch.micro_batches",
+            value=num_parts, remedy=remedy,
+        )  # fmt: skip

@@ -84,9 +84,9 @@ class _Entry:
 class Lane:
     """Runs tasks in order. After an error it runs no more of them: all later tickets carry the same error."""
 
-    def __init__(self, name: str, tracer: Tracer, device: torch.device) -> None:
+    def __init__(self, name: str, tracer: Tracer, device: torch.device, *, is_urgent: bool = False) -> None:
         self.name, self._tracer = name, tracer
-        self._device = device
+        self._device, self._is_urgent = device, is_urgent
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -110,7 +110,7 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            with own_stream(self._device):
+            with own_stream(self._device, is_urgent=self._is_urgent):
                 self._serve()
         except BaseException as error:  # no stream: whoever waits is told
             self._error = error
@@ -145,7 +145,8 @@ class Lanes:
     def __init__(self, tracer: Tracer, device: torch.device) -> None:
         self.transfer = Lane("transfer", tracer, device)
         """Samples to the device, keys deduplicated (stage 2)."""
-        self.communication = Lane("communication", tracer, device)
+        # Its kernels are short and others wait for them; behind large matrix products each would cost a long wait.
+        self.communication = Lane("communication", tracer, device, is_urgent=True)
         """Every collective (stage 3 and the exchanges of stage 5)."""
         self.lookup = Lane("lookup", tracer, device)
         """Stores: write-backs and fetches, in order of submission (stage 4)."""

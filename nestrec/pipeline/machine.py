@@ -25,6 +25,7 @@ from nestrec.embedding.row_buffers import RowBuffers
 from nestrec.embedding.source_keys import SourceKeys
 from nestrec.embedding.statistics import Leg
 from nestrec.embedding.window import Window
+from nestrec.pipeline.checks import check_can_cut
 from nestrec.pipeline.lanes import Label, Lanes, Ticket
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
 from nestrec.pipeline.streams import RunAhead
@@ -89,6 +90,7 @@ class Machine:
 
     def load(self, number: int, batch: Batch) -> Loading:
         """Stage 2."""
+        check_can_cut(self._compute.couples_samples, len(batch.micro_batches))
 
         def load(span: OpenSpan) -> Loaded:
             parts = tuple(self._compute.transfer(part) for part in batch.micro_batches)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
@@ -10,6 +10,9 @@ from nestrec.data.batches import Batch, MicroBatch
 from nestrec.pipeline.feed import Feed
 
 T = TypeVar("T")
+
+Coupling = Literal["micro_batch", "batch"]
+"""Which other samples the loss of a sample may depend on: those of its micro-batch, or all of a rank's batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,13 @@ class Compute(Protocol):
     """Forward and backward of one micro-batch; dense gradients add up in the parameters.
 
     A sample's loss may depend on the other samples of its micro-batch (in-batch negatives, logit sharing), never on
-    those of another: schedules are then equal at equal partition (rule 7).
+    those of another: schedules are then equal at equal partition (rule 7). A loss that is defined over the whole batch
+    says so, and every schedule refuses to cut its batches.
     """
+
+    @property
+    def couples_samples(self) -> Coupling:
+        """How far the loss of a sample reaches."""
 
     def transfer(self, part: MicroBatch) -> MicroBatch:
         """The micro-batch with its tensors on the device."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+_URGENT = -1
 _STEPS_AHEAD = 2
 _STEPS_KEPT = 8
 """Batches are begun up to five steps before theirs, and the host may be two steps ahead of the device."""
@@ -36,14 +37,14 @@ def is_over(event: torch.cuda.Event | None) -> bool:
 
 
 @contextlib.contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """Inside the block, this thread launches into a stream of its own."""
+def own_stream(device: torch.device, *, is_urgent: bool = False) -> Iterator[None]:
+    """Inside the block, this thread launches into a stream of its own; what is urgent gets room on the device first."""
     if device.type != "cuda":
         yield
         return
     if device.index is not None:  # without one, a new thread is on the first device, which is the only one then
         torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=_URGENT if is_urgent else 0)):
         yield
 
 

@@ -17,7 +17,7 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
-from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step, Totals
+from nestrec.pipeline import SCHEDULES, Coupling, Feed, PipelineConfig, Rates, Step, Totals
 from nestrec.planning.program import Program
 from nestrec.planning.recorder import Recorder
 
@@ -98,6 +98,8 @@ def _batch(number: int, micro_batches: int) -> Batch:
 
 class _Compute:
     """The gradient of a row is the row."""
+
+    couples_samples: Coupling = "micro_batch"
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

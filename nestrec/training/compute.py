@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from nestrec.data.batches import MicroBatch
+from nestrec.pipeline import Coupling
 from nestrec.training.tasks.task import Task, on_device
 
 
@@ -18,6 +19,10 @@ class ModelCompute:
         self._half = precision == "bf16" and device.type == "cuda"
         if device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+
+    @property
+    def couples_samples(self) -> Coupling:
+        return self._task.couples_samples
 
     def transfer(self, part: MicroBatch) -> MicroBatch:
         return on_device(part, self._device)

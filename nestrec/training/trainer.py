@@ -11,6 +11,7 @@ from nestrec.data.card import CARD_FILE
 from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
+from nestrec.pipeline.checks import check_can_cut
 from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.trace import Span
@@ -42,6 +43,7 @@ class Trainer:
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
         agree_on_config(cfg, topology)
         self.session = Session.open(cfg, topology)
+        check_can_cut(self.session.task.couples_samples, cfg.batch.micro_batches)
         check_supply(cfg, self.session.task.assembler, topology.world)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()

@@ -97,6 +97,8 @@ class Tiny(nn.Module):
 
 
 class TinyCompute:
+    couples_samples = "micro_batch"
+
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model, self._device = model, device
 

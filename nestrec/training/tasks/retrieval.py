@@ -76,6 +76,8 @@ class RetrievalTask(Task):
             ),
         )  # fmt: skip
         self._seed = seed
+        if _meets_others(cfg):
+            self.couples_samples = cfg.negatives.reach
         self.assembler = self.assembler_of(cfg.num_negatives)
 
     def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
@@ -147,6 +149,11 @@ class RetrievalTask(Task):
         popularity = Popularity(items, self._dataset.num_items)
         last_item = LastItem(items, train_offsets, popularity)
         return {"popularity": measure.of_baseline(popularity), "last item": measure.of_baseline(last_item)}
+
+
+def _meets_others(cfg: RetrievalTaskConfig) -> bool:
+    """Whether the loss of a token depends on other tokens' targets or negatives."""
+    return cfg.loss != "full" and (cfg.negatives.sampler in ("in_batch", "groups") or cfg.negatives.sharing > 1)
 
 
 def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:

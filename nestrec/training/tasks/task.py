@@ -16,6 +16,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.models import SequenceInfo
+from nestrec.pipeline import Coupling
 from nestrec.training.metrics import Interval
 
 
@@ -46,6 +47,9 @@ class Task(ABC):
     model: nn.Module
     tables: tuple[TableConfig, ...]
     assembler: Assembler
+    couples_samples: Coupling = "micro_batch"
+    """`batch` where the loss of a sample depends on all others of a rank's batch: it is then never cut into several
+    micro-batches"""
 
     @abstractmethod
     def loss(
