@@ -199,23 +199,25 @@ def _of_partition(bench: SchedulesBench, num_parts: int) -> list[Entry]:
 
 
 def _calibrated(bench: SchedulesBench) -> Conditions:
-    """The bandwidth and the waits at which exchanges and lookup take their shares of the computation."""
+    """The bandwidth and the waits at which exchanges and lookup take their shares of the computation.
+
+    A first guess comes from steps without them, and is mended by steps under the guess: a real link takes longer than
+    its bytes do, and a device that rests between computations computes faster than one that never does.
+    """
     fast = _UNLIMITED_MBIT if is_emulated(bench) else _REAL_UNLIMITED_MBIT
-    free = _conditions(bench, bench.link_mbit or fast, Pace())
+    free = _conditions(bench, bench.link_mbit or fast, 0.0)
     if bench.link_mbit is not None and bench.lookup_share is None:
         return free
-    parts, num_bytes = _calibration_parts(bench, free)
-    link_mbit = bench.link_mbit or num_bytes * 8e-3 / _wire_ms(bench, parts, parts["raw_comm_ms"])
-    if bench.link_mbit is None and not is_emulated(bench) and not bench.torchrec:
-        # A real link takes longer than its bytes: what they did take at a first guess says how much.
-        limited, _ = _calibration_parts(bench, _conditions(bench, link_mbit, Pace()))
-        took_ms = max(limited["raw_comm_ms"] - parts["raw_comm_ms"], 1e-3)
-        link_mbit *= took_ms / _wire_ms(bench, limited, parts["raw_comm_ms"])
-    lookup_ms = (bench.lookup_share or 0.0) * _compute_ms(bench, parts)
-    added_ms = max(0.0, lookup_ms - parts["raw_lookup_ms"])
-    return _conditions(
-        bench, link_mbit, Pace(**dict(zip(_PACED, (s * added_ms for s in bench.lookup_stages), strict=True)))
-    )
+    alone, num_bytes = _calibration_parts(bench, free)
+    link_mbit = bench.link_mbit or num_bytes * 8e-3 / _wire_ms(bench, alone, alone["raw_comm_ms"])
+    added_ms = _added_ms(bench, alone, 0.0)
+    if bench.torchrec:  # of whose steps no parts are known
+        return _conditions(bench, link_mbit, added_ms)
+    guessed, _ = _calibration_parts(bench, _conditions(bench, link_mbit, added_ms))
+    if bench.link_mbit is None:
+        took_ms = max(guessed["raw_comm_ms"] - alone["raw_comm_ms"], 1e-3)
+        link_mbit *= took_ms / _wire_ms(bench, guessed, alone["raw_comm_ms"])
+    return _conditions(bench, link_mbit, _added_ms(bench, guessed, added_ms))
 
 
 def _calibration_parts(bench: SchedulesBench, conditions: Conditions) -> tuple[dict[str, float], float]:
@@ -225,6 +227,14 @@ def _calibration_parts(bench: SchedulesBench, conditions: Conditions) -> tuple[d
     measured = run_rounds(conditions, [entry], 3, max(4, bench.steps // 2))
     names = ("step_ms", "compute_ms", "raw_lookup_ms", "raw_comm_ms")
     return {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in names}, measured.bytes_sent[entry]
+
+
+def _added_ms(bench: SchedulesBench, parts: Mapping[str, float], included_ms: float) -> float:
+    """The emulated part of a lookup, where the measured one includes some."""
+    if bench.lookup_share is None:
+        return 0.0
+    real_ms = parts["raw_lookup_ms"] - included_ms
+    return max(0.0, bench.lookup_share * _compute_ms(bench, parts) - real_ms)
 
 
 def _compute_ms(bench: SchedulesBench, parts: Mapping[str, float]) -> float:
@@ -245,7 +255,9 @@ _UNKNOWN = (
 _PACED = ("load_ms", "route_ms", "fetch_ms", "write_back_ms")
 
 
-def _conditions(bench: SchedulesBench, link_mbit: float, pace: Pace) -> Conditions:
+def _conditions(bench: SchedulesBench, link_mbit: float, added_ms: float) -> Conditions:
+    """added_ms: emulated lookup of a step."""
+    pace = Pace(**dict(zip(_PACED, (s * added_ms for s in bench.lookup_stages), strict=True)))
     link = EmulatedLink(link_mbit, bench.latency_us, bench.fabric_ranks)
     is_timed = is_emulated(bench)
     groups = RanksConfig(replicas=bench.replicas)
