@@ -289,7 +289,7 @@ def _row(entry: Entry, bench: SchedulesBench, conditions: Conditions, measured: 
         "replicas": bench.replicas, "micro_batches": entry[1], "window_cache": entry[2], "device": bench.device,
         "link_mbit": round(conditions.link.mbit, 1), "link": "emulated" if is_emulated(bench) else "namespaces",
         "emulated_lookup_ms": round(added_ms, 2), **medians,
-        "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
+        "rounds": len(rounds), "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
         "sent_mb": round(measured.bytes_sent[entry] * 1e-6, 3),
         "on_link_mb": round(measured.bytes_on_link[entry] * 1e-6, 3),
         "replica_mb": round(measured.replica_bytes[entry] * 1e-6, 3),
