@@ -25,6 +25,8 @@ from nestrec.serving.random_model import random_ranking
 
 _NUM_ITEMS = 1000
 _WORKERS = 4
+_WARM_S = 3.0
+_PAUSE_S = 0.02
 
 
 @config
@@ -83,23 +85,25 @@ def _engine_options(bench: OverloadBench) -> list[str]:
 
 
 async def _capacity(port: int, bench: OverloadBench) -> float:
-    """Answers a second with a few requests always under way."""
-    client, count = HttpClient("127.0.0.1", port), 0
+    """Answers a second with a few requests always under way, after a while for the server to learn what they cost."""
+    client, counts = HttpClient("127.0.0.1", port), [0, 0]
     cfg = ReplayConfig(candidates=bench.candidates, items=_NUM_ITEMS, seed=bench.seed)
-    end_s = time.perf_counter() + min(10.0, bench.duration_s)
+    start_s = time.perf_counter()
+    warm_s, end_s = start_s + _WARM_S, start_s + _WARM_S + min(10.0, bench.duration_s)
 
     async def worker(number: int) -> None:
-        nonlocal count
         user = number << 32
         while time.perf_counter() < end_s:
             _, body = made_up_request(user, bench.history, cfg, np.random.default_rng(user))
-            count += (await client.post("/v1/rank", orjson.dumps(body))).status == 200
+            if (await client.post("/v1/rank", orjson.dumps(body))).status == 200:
+                counts[warm_s <= time.perf_counter() < end_s] += 1
+            else:
+                await asyncio.sleep(_PAUSE_S)
             user += 1
 
-    start_s = time.perf_counter()
     await asyncio.gather(*(worker(i + 1) for i in range(_WORKERS)))
     await client.close()
-    return count / (time.perf_counter() - start_s)
+    return counts[1] / (end_s - warm_s)
 
 
 def _load(

@@ -60,7 +60,8 @@ def instance_of(process, slot):
 
 async def ask(upstream, user):
     """A ranking request; its slot is -1 where it failed."""
-    body = {"user": f"u{user}", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3", "4"]}
+    history = {"items": ["1", "2"], "times_ms": [1, 2]}
+    body = {"user": f"u{user}", "history": history, "candidates": ["3", "4"], "timeout_ms": 10_000}
     sent_s = time.monotonic()
     response = await upstream.send("POST", b"/v1/rank", json.dumps(body).encode())
     slot = int(response.headers.get(b"x-nestrec-slot", b"-1"))
@@ -116,16 +117,26 @@ async def one_round(upstream, process, slot):
     while await homes(upstream) != before:  # they return when their routes of the meantime expire
         assert time.monotonic() < killed_s + 60
         await asyncio.sleep(0.2)
+    return {
+        "requests": len(seen), "in_flight": len(in_flight), "failed": len(failed),
+        "most_under_way": most_under_way(seen), "diverted": now["diverted"] - counts["diverted"],
+        "moved": len({s.user for s in moved}),
+        "slowest_s": max(s.ended_s - s.sent_s for s in seen), "home_after_s": time.monotonic() - killed_s,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_a_killed_instance_costs_at_most_its_requests_in_flight_and_only_its_users_move(gateway, count):
+def test_a_killed_instance_costs_at_most_its_requests_in_flight_and_only_its_users_move(gateway, count, capsys):
     port, process = gateway
 
     async def run():
         upstream = Upstream(port)
-        for number in range(count):
-            await one_round(upstream, process, number % NUM_INSTANCES)
+        rounds = [await one_round(upstream, process, number % NUM_INSTANCES) for number in range(count)]
         await upstream.close()
+        return rounds
 
-    asyncio.run(run())
+    rounds = asyncio.run(run())
+    sums = {name: sum(r[name] for r in rounds) for name in ("requests", "in_flight", "failed", "diverted", "moved")}
+    most = {name: round(max(r[name] for r in rounds), 2) for name in ("most_under_way", "slowest_s", "home_after_s")}
+    with capsys.disabled():
+        print(f"\n{count} kills: in all {sums}; at most {most}")
