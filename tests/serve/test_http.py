@@ -165,10 +165,18 @@ def test_the_body_at_its_limit_and_one_byte_above(front, is_chunked):
         assert response.status_code == status
 
 
-def test_deep_nesting_is_refused(front):
-    content = b'{"user":' + b"[" * 5000 + b"]" * 5000 + b"}"
-    response = call(front, "POST", "/v1/rank", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
+def test_nesting_at_its_limit_and_one_level_above(front):
+    for depth, problem in ((1024, "must be text"), (1025, "not valid JSON"), (6000, "not valid JSON")):
+        content = b'{"user":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+        response = call(front, "POST", "/v1/rank", content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert problem in response.json()["error"]["message"]
+
+
+def test_the_candidates_of_a_signal_at_their_limit_and_one_above(front):
+    body = {k: v for k, v in rank_body().items() if not k.startswith("candidate")}
+    for count, status in ((20, 202), (21, 400)):
+        assert call(front, "POST", "/v1/preinfer", {**body, "num_candidates": count}).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """`nestrec serve` as users run it: a process, sockets, signals."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -90,10 +92,18 @@ def test_raw_malformed_requests_never_crash_hang_or_blame_the_server(server, cou
     assert state["router"]["loads"] == [0]
 
 
-def test_slow_heads_and_bodies_are_cut_off(retrieval):
-    limits = ("--limits.head_timeout_s", "0.5", "--limits.body_timeout_s", "0.5")
+def test_slow_heads_and_bodies_are_cut_off_and_connections_are_bounded(retrieval):
+    limits = ("--limits.head_timeout_s", "0.5", "--limits.body_timeout_s", "0.5", "--limits.max_connections", "3")
     with running_server(retrieval.folder, *limits) as (port, _):
         whole = post("/v1/recommend", BODY)
+        with contextlib.ExitStack() as others:
+            for _ in range(3):
+                connection = others.enter_context(socket.create_connection(("127.0.0.1", port)))
+                connection.sendall(whole.replace(b"connection: close", b"connection: keep-alive"))
+                assert status_of(connection.recv(65536)) == 200
+            refused = exchange(port, whole)
+            assert status_of(refused) == 503
+            assert b"\r\nretry-after: 1\r\n" in refused
         assert exchange(port, b"") == b""
         assert exchange(port, whole[:30]) == b""
         assert status_of(exchange(port, whole[:-5])) == 408
