@@ -90,16 +90,20 @@ class Engine:
         with self._condition:
             self._check_open()
             self._usual_s += _SMOOTH * (work.estimate_s - self._usual_s)
-            self._check_room(work.estimate_s, min(timeout_s, self.cfg.max_queue_s))
+            if self._num_pending and self._queued_s + work.estimate_s > min(timeout_s, self.cfg.max_queue_s):
+                raise self.refuse()
             self._enqueue(work)
         return work
 
-    def check_room(self) -> None:
-        """Refuse a request that nobody has looked into yet, where one of the usual size would be refused.
+    @property
+    def is_full(self) -> bool:
+        """A request of the usual size would be refused."""
+        return self._num_pending > 0 and self._queued_s + self._usual_s > self.cfg.max_queue_s
 
-        Under overload most requests end here: reading them would take the interpreter from the work of the others.
-        """
-        self._check_room(self._usual_s, self.cfg.max_queue_s)
+    def refuse(self) -> OverloadedError:
+        """Count a refusal, and say when to come back."""
+        self._count("refused_overload")
+        return OverloadedError("more work waits than can be done in time", max(0.05, self._queued_s))
 
     def preinfer(
         self, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
@@ -152,12 +156,6 @@ class Engine:
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
         return self._queued_s
-
-    def _check_room(self, estimate_s: float, most_s: float) -> None:
-        wait_s = self._queued_s
-        if wait_s + estimate_s > most_s and self._num_pending:
-            self._count("refused_overload")
-            raise OverloadedError("more work waits than can be done in time", max(0.05, wait_s))
 
     def _check_open(self) -> None:
         if self._is_draining or self._is_closed or not self._thread.is_alive():

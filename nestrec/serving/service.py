@@ -22,7 +22,7 @@ from nestrec.serving.router import Ring, Router
 from nestrec.serving.servable import Servable
 from nestrec.serving.tables import TablesConfig
 from nestrec.serving.trigger import Decision
-from nestrec.serving.work import Answer, UnavailableError, Work
+from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
 
 Ids = NDArray[np.int64]
 
@@ -91,9 +91,10 @@ class Service:
         """The model that ranks candidates: the ranking model where there is one."""
         return "ranking" if "ranking" in self.fleets else "retrieval"
 
-    def check_room(self, role: str) -> None:
-        """Refuse where even the least busy instance has no room for a request of the usual size."""
-        min(self.fleets[role].engines, key=lambda engine: engine.queued_s).check_room()
+    def refusal(self, role: str) -> OverloadedError | None:
+        """For a request that nobody has looked into yet, where no instance has room for one of the usual size."""
+        engines = self.fleets[role].engines
+        return engines[0].refuse() if all(engine.is_full for engine in engines) else None
 
     async def rank(
         self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float

@@ -21,7 +21,7 @@ from nestrec.serving.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_INSTANCES, NUM_USERS, GAP_S = 3, 48, 0.02
-FREE_LOAD = 8
+BURST, FREE_LOAD = 6, 8
 """requests that a slot takes whatever the others do (router.py)"""
 
 
@@ -77,13 +77,16 @@ async def status(upstream):
     return json.loads((await upstream.send("GET", b"/v1/gateway")).body)
 
 
-async def kill_one_under_load(upstream, process, slot):
-    """Requests of all users at a steady rate; after half a second the instance of `slot` is gone."""
+async def kill_one_under_load(upstream, process, slot, users):
+    """Requests of all users at a steady rate; after half a second the instance of `slot`, which a few of its `users`
+    have just asked at once, is gone."""
     killed_s, tasks, start_s = 0.0, [], time.monotonic()
     for number in range(int(2.5 / GAP_S)):
         await asyncio.sleep(max(0.0, start_s + number * GAP_S - time.monotonic()))
         tasks.append(asyncio.create_task(ask(upstream, number % NUM_USERS)))
         if not killed_s and number * GAP_S > 0.5:
+            tasks += [asyncio.create_task(ask(upstream, user)) for user in users[:BURST]]
+            await asyncio.sleep(0.002)  # they are on their way to it now
             instance_of(process, slot).send_signal(signal.SIGKILL)
             killed_s = time.monotonic()
     return killed_s, await asyncio.gather(*tasks)
@@ -97,7 +100,8 @@ def most_under_way(seen):
 
 async def one_round(upstream, process, slot):
     before, counts = await homes(upstream), await status(upstream)
-    killed_s, seen = await kill_one_under_load(upstream, process, slot)
+    users = [user for user, home in before.items() if home == slot]
+    killed_s, seen = await kill_one_under_load(upstream, process, slot, users)
     in_flight = [s for s in seen if s.sent_s <= killed_s <= s.ended_s and before[s.user] == slot]
     failed = [s for s in seen if s.status != 200]
     assert len(failed) <= len(in_flight)

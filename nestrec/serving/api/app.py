@@ -82,7 +82,7 @@ class App:
         except BadRequestError as error:
             answered = problem(error.status, error.message, error.field)
         except OverloadedError as error:
-            answered = problem(429, error.reason, "", retry_after(error.retry_after_s))
+            answered = _overloaded(error)
         except RefusedError as error:
             answered = problem(503, error.reason, "", retry_after(error.retry_after_s))
         except Exception:
@@ -98,7 +98,8 @@ class App:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
             body = await read_body(scope, receive, self._limits)
-            self._check_room(path)
+            if (refusal := self._refusal(path)) is not None:
+                raise refusal
             data = self._with_history(path, parse_json(body))
             return path, await unless_disconnected(self._through_swaps(self._posts[path], data), receive)
         if path in self._gets:
@@ -111,12 +112,24 @@ class App:
                 return f"/v1/users/{{id}}/{what}", self._forget(method, user, what)
         return "other", problem(404, "there is nothing here")
 
-    def _check_room(self, path: str) -> None:
-        """Before the body is read into anything: it may be long, and there may be many."""
+    def refused_unread(self, path: str) -> Answered | None:
+        """The answer to a request that is refused before it is parsed; none where it may be served.
+
+        Under overload most requests end here: reading them would take the interpreter from the work of the others.
+        """
+        start_s = time.perf_counter()
+        refusal = self._refusal(path)
+        if refusal is None:
+            return None
+        self.metrics.observe(path, 429, time.perf_counter() - start_s)
+        return _overloaded(refusal)
+
+    def _refusal(self, path: str) -> OverloadedError | None:
         if path == "/v1/rank":
-            self._service.check_room(self._service.ranker)
-        elif path == "/v1/recommend" and "retrieval" in self._service.fleets:
-            self._service.check_room("retrieval")
+            return self._service.refusal(self._service.ranker)
+        if path == "/v1/recommend" and "retrieval" in self._service.fleets:
+            return self._service.refusal("retrieval")
+        return None
 
     def _with_history(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
         """A request without a history gets the one that the store has."""
@@ -210,6 +223,10 @@ class App:
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return
+
+
+def _overloaded(error: OverloadedError) -> Answered:
+    return problem(429, error.reason, "", retry_after(error.retry_after_s))
 
 
 def _columns(fleet: Fleet, answer: Answer) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The ASGI side: bodies within their limits, answers as JSON, and nothing of a request in a log."""
 
 import asyncio
+import http
 import math
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
@@ -27,6 +28,13 @@ class Answered:
     def __init__(self, status: int, body: bytes, content_type: bytes = JSON, *headers: tuple[bytes, bytes]):
         self.status, self.body = status, body
         self.headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+
+    def as_http(self) -> bytes:
+        """The whole answer as HTTP/1.1, on a connection that stays open."""
+        status = http.HTTPStatus(self.status)
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
+        lines += [name + b": " + value for name, value in self.headers]
+        return b"\r\n".join([*lines, b"", self.body])
 
     async def send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
