@@ -4,6 +4,7 @@ The model is slow on purpose (by its length), so that neither the front nor the 
 """
 
 import asyncio
+import math
 import tempfile
 import time
 import zlib
@@ -71,10 +72,13 @@ def measure_overload(bench: OverloadBench) -> list[dict[str, Any]]:
     return rows
 
 
-def normal_after_s(served: Served, usual_ms: float) -> float:
-    """When the last request left that was refused, failed or took longer than usual."""
-    strange = served.at_s[~(served.trial.latency_ms <= usual_ms)]
-    return round(float(strange[-1]), 2) if len(strange) else 0.0
+def normal_after_s(served: Served, usual_ms: float) -> int | None:
+    """The second from which on 99% of all later requests were answered as fast as usual; none where that never was."""
+    is_usual = served.trial.latency_ms <= usual_ms
+    for second in range(math.ceil(served.at_s[-1]) if len(served.at_s) else 0):
+        if is_usual[served.at_s >= second].mean() >= 0.99:
+            return second
+    return None
 
 
 def _engine_options(bench: OverloadBench) -> list[str]:
