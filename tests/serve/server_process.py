@@ -59,13 +59,23 @@ def provoke(port, data, patience_s=0.02):
         select.select([connection], [], [], patience_s)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
-        return read_to_end(connection)
+        return read_to_end(connection, num_chances=2)
 
 
-def read_to_end(connection):
+def read_to_end(connection, num_chances=1):
+    """num_chances: a machine that was paused has used up the first without a fault of the server."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
-        while chunk := connection.recv(65536):
+        while True:
+            try:
+                chunk = connection.recv(65536)
+            except TimeoutError:
+                num_chances -= 1
+                if num_chances == 0:
+                    raise
+                continue
+            if not chunk:
+                break
             received += chunk
     return received
 
