@@ -91,6 +91,11 @@ class Service:
         """The model that ranks candidates: the ranking model where there is one."""
         return "ranking" if "ranking" in self.fleets else "retrieval"
 
+    @property
+    def is_full(self) -> bool:
+        """Some model has an instance without room for a request of the usual size."""
+        return any(engine.is_full for fleet in self.fleets.values() for engine in fleet.engines)
+
     def refusal(self, role: str) -> OverloadedError | None:
         """For a request that nobody has looked into yet, where no instance has room for one of the usual size."""
         engines = self.fleets[role].engines

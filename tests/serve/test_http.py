@@ -264,7 +264,7 @@ def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(servi
         return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
 
     async def run():
-        config = uvicorn_config(front, ServeConfig(limits=LIMITS), front.refused_unread)
+        config = uvicorn_config(front, ServeConfig(limits=LIMITS), front)
         config.load()
         state = ServerState()
         server = await asyncio.get_running_loop().create_server(

@@ -112,6 +112,10 @@ class App:
                 return f"/v1/users/{{id}}/{what}", self._forget(method, user, what)
         return "other", problem(404, "there is nothing here")
 
+    @property
+    def is_full(self) -> bool:
+        return self._service.is_full
+
     def refused_unread(self, path: str) -> Answered | None:
         """The answer to a request that is refused before it is parsed; none where it may be served.
 

@@ -8,8 +8,7 @@ usual way takes four tenths of a millisecond of an interpreter that the engine n
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,16 +16,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nestrec.serving.api.http import Answered, Receive, Scope, Send, problem, retry_after
 from nestrec.serving.api.schema import LimitsConfig
 
-Refuse = Callable[[str], Answered | None]
-_REFUSABLE = b"POST /v1/r"
 _SPECIAL = (b"transfer-encoding", b"expect", b"upgrade", b"close")
+
+
+class Door(Protocol):
+    """What may turn requests away before they are parsed."""
+
+    @property
+    def is_full(self) -> bool:
+        """Some would be refused; asked for every request, so it must be cheap."""
+        ...
+
+    def refused_unread(self, path: str) -> Answered | None:
+        """The answer to a request for this path, or none where it is to be parsed."""
+        ...
 
 
 class LimitedProtocol(H11Protocol):
     """Closes a connection whose request line and headers are not complete in time; refuses what is beyond the most."""
 
     limits: LimitsConfig
-    refused_unread: Refuse | None
+    door: Door | None
     _head_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, **named: Any):
@@ -50,12 +60,12 @@ class LimitedProtocol(H11Protocol):
             self._watch_head()
 
     def _refuses_unread(self, data: bytes) -> bool:
-        if self.refused_unread is None or not data.startswith(_REFUSABLE):
+        if self.door is None or not self.door.is_full:
             return False
         if not self.conn.our_state is self.conn.their_state is h11.IDLE or self.conn.trailing_data[0]:
             return False  # it belongs to something that came before
         path = path_of_whole(data, self.limits.max_header_bytes)
-        answered = self.refused_unread(path) if path is not None else None
+        answered = self.door.refused_unread(path) if path is not None else None
         if answered is None:
             return False
         self._stop_timer()
@@ -86,13 +96,9 @@ class LimitedProtocol(H11Protocol):
             self._head_timer = None
 
 
-def protocol_with(limits: LimitsConfig, refused_unread: Refuse | None = None) -> type[LimitedProtocol]:
-    """The protocol with its limits, as uvicorn wants it: a class.
-
-    refused_unread: the answer to a request for a path, or none where it is to be parsed.
-    """
-    refuse = None if refused_unread is None else staticmethod(refused_unread)
-    return type("Limited", (LimitedProtocol,), {"limits": limits, "refused_unread": refuse})
+def protocol_with(limits: LimitsConfig, door: Door | None = None) -> type[LimitedProtocol]:
+    """The protocol with its limits, as uvicorn wants it: a class."""
+    return type("Limited", (LimitedProtocol,), {"limits": limits, "door": door})
 
 
 def path_of_whole(data: bytes, most_head_bytes: int) -> str | None:
