@@ -97,7 +97,9 @@ def _rank(hosts: Topology, bench: ExchangeBench) -> dict[str, list[dict[str, Any
 
 
 def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[dict[str, Any]]:
-    reference = Topology.of_process_group(torch.device("cpu"), RanksConfig(replicas=under_test.num_replicas))
+    reference = Topology.of_process_group(
+        torch.device("cpu"), RanksConfig(replicas=under_test.num_replicas, exchange="collectives")
+    )
     transport = type(under_test.vectors.transport).__name__
     common: dict[str, Any] = {
         "transport": {"HostStaged": "host", "CopyEngine": "copy_engine"}.get(transport, "collectives"),

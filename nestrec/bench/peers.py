@@ -23,6 +23,8 @@ from nestrec.report.peers_page import peers_page
 
 NUM_RANKS = 2
 _STEPS = {"mlp": 4, "bucket": 1}
+# The steps of `bucket` are long and hardly exchange: over Gloo they would cost minutes and tell nothing.
+_MODES = {"mlp": ("serial", "serial_gloo"), "bucket": ("serial",)}
 ENVIRONMENT = ".venv-torchrec"
 HOW_TO_COMPARE = f"TorchRec was not found, so nestrec runs alone; `make torchrec` makes {ENVIRONMENT} for a comparison"
 _IS_THERE = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torchrec') and u.find_spec('nestrec') else 3)"
@@ -65,7 +67,7 @@ def measure_peers(bench: PeersBench, python: Path | None) -> list[dict[str, Any]
             str(python or sys.executable), "-m", "torch.distributed.run", "--standalone",
             "--nproc-per-node", str(NUM_RANKS), "-m", "nestrec.bench.peers_ranks", "--dense", bench.dense,
             "--rounds", str(bench.rounds), "--steps", str(bench.steps or _STEPS[bench.dense]), "--output", str(output),
-            "--torchrec-modes", *modes,
+            "--modes", *_MODES[bench.dense], "--torchrec-modes", *modes,
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with log.open("wb") as stream:

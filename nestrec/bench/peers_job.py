@@ -21,6 +21,8 @@ from nestrec.ops.pool_rows import pool_rows
 
 ROW_LEARNING_RATE, ROW_EPS, DENSE_LEARNING_RATE = 0.05, 1e-8, 1e-3
 _LOAD_ROWS = 1 << 16
+OUR_MODES = ("serial", "serial_gloo")
+"""The serial schedule; the same with exchanges through Gloo's sockets, as TorchRec's, and not through shared memory."""
 
 
 class Job(Protocol):
@@ -63,9 +65,13 @@ class Laps:
 class NestrecJob:
     """Our side, built from the engine's public steps."""
 
-    system, version, mode = "nestrec", __version__, "serial"
+    system, version = "nestrec", __version__
 
-    def __init__(self, workload: Workload, batches: Sequence[PeersBatch], dense: DenseKind, topology: Topology) -> None:
+    def __init__(
+        self, workload: Workload, batches: Sequence[PeersBatch], dense: DenseKind, topology: Topology,
+        mode: str = "serial",
+    ) -> None:  # fmt: skip
+        self.mode = mode
         self._batches, self._topology = batches, topology
         self._engine = EmbeddingEngine(_tables(workload), topology)
         for number, table in enumerate(TABLE_OF.values()):

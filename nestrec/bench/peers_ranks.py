@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from nestrec.bench.peers_dense import DENSE_KINDS, DenseKind
-from nestrec.bench.peers_job import Job, NestrecJob
+from nestrec.bench.peers_job import OUR_MODES, Job, NestrecJob
 from nestrec.bench.peers_workload import Workload, WorkloadConfig
 from nestrec.bench.torchrec_job import TorchRecJob
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, all_reduce_sum, barrier
+from nestrec.distributed.options import RanksConfig
 
 NUM_BATCHES = 12
 WARMUP_STEPS = 4
@@ -38,13 +39,19 @@ class Timed:
     """Of a round, in all threads of this rank."""
 
 
-def build(dense: DenseKind, torchrec_modes: list[str], topology: Topology) -> list[Timed]:
+def build(dense: DenseKind, modes: list[str], torchrec_modes: list[str], topology: Topology) -> list[Timed]:
     """The systems, each with its own tables. Collective."""
     workload = Workload(WorkloadConfig())
     batches = [workload.batch(topology.rank, step) for step in range(NUM_BATCHES)]
-    jobs: list[Job] = [NestrecJob(workload, batches, dense, topology)]
+    jobs: list[Job] = [NestrecJob(workload, batches, dense, _ranks(topology, mode), mode) for mode in modes]
     jobs += [TorchRecJob(workload, batches, dense, mode) for mode in torchrec_modes]
     return [Timed(job) for job in jobs]
+
+
+def _ranks(topology: Topology, mode: str) -> Topology:
+    """The ranks as they exchange in one of our modes. Collective."""
+    gloo = RanksConfig(exchange="collectives")
+    return Topology.of_process_group(topology.device, gloo) if mode == "serial_gloo" else topology
 
 
 def take_turns(systems: list[Timed], topology: Topology, *, rounds: int, steps: int) -> None:
@@ -90,13 +97,14 @@ def main() -> None:
     """Entry point under torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dense", choices=DENSE_KINDS, required=True)
+    parser.add_argument("--modes", nargs="+", choices=OUR_MODES, required=True, help="modes of nestrec")
     parser.add_argument("--torchrec-modes", nargs="*", default=[], help="modes of TorchRec to compare with")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps of a round")
     parser.add_argument("--output", type=Path, required=True, help="file that rank 0 writes")
     given = parser.parse_args()
     topology = Topology.from_environment("cpu")
-    systems = build(given.dense, given.torchrec_modes, topology)
+    systems = build(given.dense, given.modes, given.torchrec_modes, topology)
     take_turns(systems, topology, rounds=given.rounds, steps=given.steps)
     rows = [describe(system, topology, given.steps) for system in systems]
     if topology.is_first:

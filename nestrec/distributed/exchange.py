@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import PeerLostError, UserError
+from nestrec.distributed.parcel import Parcel
+from nestrec.distributed.shared_memory import SharedMemory
 from nestrec.distributed.topology import Communicator
 
 
@@ -45,6 +47,41 @@ def all_to_all_rows(
         if communicator.link is not None:
             communicator.link.hold(max(sum(n) - n[communicator.rank] for n in sizes), rows.device)
     return received
+
+
+def deliver(communicator: Communicator, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
+    """`all_to_all_rows` of several parcels; through shared memory in one exchange, and each row is copied but once."""
+    if not isinstance(communicator.transport, SharedMemory):
+        return [all_to_all_rows(communicator, p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
+    into = [parcel.received() for parcel in parcels]
+    with peers_watched(communicator, "all_to_all"):
+        communicator.transport.deliver(parcels, into)
+        _hold(communicator, parcels)
+    return into
+
+
+def borrow(communicator: Communicator, parcels: Sequence[Parcel]) -> Sequence[Sequence[torch.Tensor]]:
+    """[parcel][source] rows that came, in memory that is valid until the next exchange. Parcels without `places`."""
+    if not isinstance(communicator.transport, SharedMemory):
+        return [
+            rows.split(list(p.receive_counts)) for rows, p in zip(deliver(communicator, parcels), parcels, strict=True)
+        ]
+    with peers_watched(communicator, "all_to_all"):
+        pieces = communicator.transport.borrow(parcels)
+        _hold(communicator, parcels)
+    return pieces
+
+
+def _hold(communicator: Communicator, parcels: Sequence[Parcel]) -> None:
+    """As long as an emulated link takes for all of it."""
+    if communicator.link is None or not parcels:
+        return
+    sent, received = 0, 0
+    for parcel in parcels:
+        row_bytes = parcel.rows.element_size() * math.prod(parcel.rows.shape[1:])
+        sent += row_bytes * (sum(parcel.send_counts) - parcel.send_counts[communicator.rank])
+        received += row_bytes * (sum(parcel.receive_counts) - parcel.receive_counts[communicator.rank])
+    communicator.link.hold(max(sent, received), parcels[0].rows.device)
 
 
 def gather_rows_from_all(

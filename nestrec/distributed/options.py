@@ -5,7 +5,7 @@ from typing import Literal
 from nestrec.base.config import config
 
 Placement = Literal["shards_contiguous", "replicas_contiguous"]
-ExchangeKind = Literal["auto", "collectives", "host", "copy_engine"]
+ExchangeKind = Literal["auto", "collectives", "host", "copy_engine", "shared_memory"]
 
 
 @config
@@ -18,5 +18,6 @@ class RanksConfig:
     lie inside a host)"""
     exchange: ExchangeKind = "auto"
     """how vectors and gradients get from device to device: collectives (NCCL, Gloo), host (over pinned host memory and
-    Gloo, for any network) or copy_engine (peer copies inside one NVLink domain); auto takes collectives, and host where
-    several ranks share a device, which NCCL cannot"""
+    Gloo, for any network), copy_engine (peer copies inside one NVLink domain) or shared_memory (between CPU ranks of
+    one host; keys too). auto takes shared_memory where ranks are on CPUs of one host, host where several ranks share a
+    device, which NCCL cannot, and else collectives"""

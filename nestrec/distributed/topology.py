@@ -21,6 +21,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
 from nestrec.distributed.options import ExchangeKind, Placement, RanksConfig
+from nestrec.distributed.shared_memory import SharedMemory
 from nestrec.distributed.transports import Collectives, CopyEngine, HostStaged, Transport
 
 Backend = Literal["gloo", "nccl"]
@@ -187,15 +188,16 @@ class Topology:
         log = CollectiveLog()
         make = _group_maker(rank, device, timedelta(seconds=timeout_s), log)
         tensors = _exchange_of(cfg, device)
+        hosts: ExchangeKind = tensors if device.type == "cpu" else "host"
         # Peer copies are for all-to-alls; where ranks share a device, sums go over the host.
         sums: ExchangeKind = "host" if _shares_device(device) else "collectives"
         return Topology(
             rank=rank, world=world, num_replicas=cfg.replicas, placement=cfg.placement, device=device, log=log,
-            keys=make("keys", shard_axis, "host"), vectors=make("vectors", shard_axis, tensors),
-            replica_keys=make("replica_keys", replica_axis, "host"),
+            keys=make("keys", shard_axis, hosts), vectors=make("vectors", shard_axis, tensors),
+            replica_keys=make("replica_keys", replica_axis, hosts),
             replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, sums),
             control=make("control", everyone, "host"),
-            samples=replace(make("samples", everyone, "host"), log=CollectiveLog()),
+            samples=replace(make("samples", everyone, hosts), log=CollectiveLog()),
         )  # fmt: skip
 
 
@@ -221,6 +223,8 @@ def _shares_device(device: torch.device) -> bool:
 def _exchange_of(ranks: RanksConfig, device: torch.device) -> ExchangeKind:
     """What was asked for, where the devices allow it."""
     is_shared = _shares_device(device)
+    if device.type == "cpu" and ranks.exchange == "auto":
+        return "auto"  # known when the ranks of a group have met
     if ranks.exchange == "auto":
         return "host" if is_shared else "collectives"
     if ranks.exchange == "collectives" and is_shared:
@@ -233,6 +237,10 @@ def _exchange_of(ranks: RanksConfig, device: torch.device) -> ExchangeKind:
         )  # copies need no multicast, and set-up is quicker
         if is_shared:
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    if ranks.exchange == "shared_memory" and device.type != "cpu":
+        raise UserError(
+            "is for ranks on CPUs", field="ranks.exchange", value="shared_memory", remedy="take ranks.exchange=host"
+        )
     return ranks.exchange
 
 
@@ -256,7 +264,7 @@ def _group_maker(
             # Every rank takes part in the making of every group, its own or not.
             group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) > 1 else None
             if rank in ranks:
-                transport = None if group is None else _transport(exchange, group, device)
+                transport = None if group is None else _transport(exchange, group, device, timeout)
                 mine = Communicator(name, ranks.index(rank), len(ranks), group, log, transport)
         assert mine is not None
         return mine
@@ -264,7 +272,15 @@ def _group_maker(
     return make
 
 
-def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.device) -> Transport:
+def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Transport:
     if exchange == "copy_engine":
         return CopyEngine(group, device)
+    if exchange in ("auto", "shared_memory"):
+        shared = SharedMemory.between(group, timeout)
+        if shared is None and exchange == "shared_memory":
+            raise UserError(
+                "ranks cannot reach each other's memory", field="ranks.exchange", value="shared_memory",
+                remedy="take ranks.exchange=collectives, or start all ranks on one host, outside containers",
+            )  # fmt: skip
+        return shared or Collectives(group)
     return HostStaged(group) if exchange == "host" else Collectives(group)

@@ -4,8 +4,9 @@ collectives    torch.distributed: NCCL between GPUs, Gloo between hosts
 host           device to pinned host memory, Gloo, host to device: any network, several ranks on one device, and no part
                of a GPU but its copy engines
 copy_engine    peer copies between devices of one NVLink domain, out of symmetric memory that every peer has mapped
+shared_memory  the same between processes on the CPUs of one host (nestrec.distributed.shared_memory)
 
-With `host` and `copy_engine` the calling thread waits for the exchange: the pipeline has a lane for it.
+With all but NCCL the calling thread waits for the exchange: the pipeline has a lane for it.
 """
 
 from collections.abc import Sequence

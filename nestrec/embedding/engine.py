@@ -23,7 +23,8 @@ import torch
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import agree, all_to_all_rows, gather_rows_from_all
+from nestrec.distributed.exchange import agree, all_to_all_rows, borrow, deliver, gather_rows_from_all
+from nestrec.distributed.parcel import Parcel
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
 from nestrec.embedding.half_rows import HalfRows
@@ -142,15 +143,17 @@ class EmbeddingEngine:
 
         They may share memory with the working set: they are valid until `update`.
         """
-        found = {}
-        for name, table in routed.parts[part].tables.items():
-            if table.half is not None:
-                found[name] = self._exchange_by_type(table, table.half, working.tables[name])
-                continue
-            vectors = working.tables[name].vectors(table)
-            self._count_vectors(table.receive_counts, vectors)
-            found[name] = self._return_to_sources(table, vectors)
-        return found
+        tables = routed.parts[part].tables
+        halves = {
+            name: self._exchange_by_type(table, table.half, working.tables[name])
+            for name, table in tables.items()
+            if table.half is not None
+        }
+        parcels = {name: working.tables[name].parcel(table) for name, table in tables.items() if name not in halves}
+        for name, parcel in parcels.items():
+            self._count_vectors(tables[name].receive_counts, parcel.rows)
+        found = halves | dict(zip(parcels, deliver(self.topology.vectors, list(parcels.values())), strict=True))
+        return {name: found[name] for name in tables}
 
     def _exchange_by_type(self, table: RoutedTable, half: HalfRows, working: WorkingTable) -> torch.Tensor:
         """The same where some rows cross in half precision: two exchanges into one order."""
@@ -176,17 +179,20 @@ class EmbeddingEngine:
 
     def exchange_gradients(
         self, routed: Routed, gradients: Mapping[str, torch.Tensor], part: int
-    ) -> dict[str, torch.Tensor]:
-        """Gradients of a part that the owner receives, in order of source. Collective."""
-        received = {}
+    ) -> dict[str, Sequence[torch.Tensor]]:
+        """Table to the gradients of a part that the owner receives from each source. Collective.
+
+        They may lie in memory that is used again: valid until the next exchange.
+        """
+        parcels = {}
         for name, table in routed.parts[part].gradients.items():
             grad = gradients[name].detach().to(self.tables[name].state_dtype)
-            received[name] = all_to_all_rows(self.topology.vectors, grad, table.send_counts, table.receive_counts)
+            parcels[name] = Parcel(grad, table.send_counts, table.receive_counts)
             self._count(self.statistics.gradients, table.send_counts, grad)
-        return received
+        return dict(zip(parcels, borrow(self.topology.vectors, list(parcels.values())), strict=True))
 
     def add_gradients(
-        self, routed: Routed, working: WorkingSet, received: Mapping[str, torch.Tensor], part: int
+        self, routed: Routed, working: WorkingSet, received: Mapping[str, Sequence[torch.Tensor]], part: int
     ) -> None:
         """Add what `exchange_gradients` gave to the sums of the working set. Local; parts in order (rule 10)."""
         for name, table in routed.parts[part].gradients.items():
@@ -367,7 +373,7 @@ class EmbeddingEngine:
 
     def _count_vectors(self, counts: Sequence[int], vectors: torch.Tensor) -> None:
         self._count(self.statistics.vectors, counts, vectors)
-        self.statistics.vector_bytes += vectors.numel() * vectors.element_size()
+        self.statistics.vector_bytes += sum(counts) * vectors.shape[1] * vectors.element_size()
 
     def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:
         others = sum(counts) - counts[self.topology.shard]

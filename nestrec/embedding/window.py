@@ -9,7 +9,7 @@ Without the window cache each micro-batch stands alone. With it (rule 6), vector
 use them too, and gradients are summed here, in order of micro-batch, until the last use of their key.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -32,7 +32,7 @@ class Window:
         self._cache = _Cache(engine, routed) if routed.cache_rows else None
         self._rows: dict[int, Rows] = {}
         self._gradients: dict[int, Mapping[str, torch.Tensor]] = {}
-        self._late: list[tuple[int, Rows]] = []
+        self._late: list[tuple[int, dict[str, list[torch.Tensor]]]] = []
 
     def receive(self, part: int) -> None:
         """Collective."""
@@ -67,8 +67,8 @@ class Window:
         else:
             self._engine.add_gradients(self.routed, self.working, received, part)
 
-    def _send_in_wrong_order(self, part: int, received: Rows) -> None:
-        self._late.append((part, received))
+    def _send_in_wrong_order(self, part: int, received: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._late.append((part, {name: [piece.clone() for piece in pieces] for name, pieces in received.items()}))
         if part == len(self.routed.parts) - 1:
             for number, late in reversed(self._late):
                 self._engine.add_gradients(self.routed, self.working, late, number)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.distributed.parcel import Parcel
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.optimizers import can_update_on_host, update_rows, update_rows_on_host
 from nestrec.embedding.routing import RoutedTable
@@ -35,35 +36,30 @@ class WorkingTable:
     gradient_scale: int = 1
     """What gradients are multiplied with before the update."""
 
-    def vectors(self, routed: RoutedTable) -> torch.Tensor:
+    def parcel(self, routed: RoutedTable) -> Parcel:
         """Vectors of the keys asked from this shard, in order of source. May share memory with the working set."""
         weight = self.layout.view(self.fetched.rows, "weight")
-        if routed.slots is None:
-            return weight.contiguous()
-        return take_rows(weight, routed.slots)
+        rows = weight.contiguous() if routed.slots is None else weight
+        return Parcel(rows, routed.receive_counts, routed.send_counts, routed.slots)
 
     def vectors_at(self, places: torch.Tensor) -> torch.Tensor:
         """Vectors of the rows at these places."""
         return take_rows(self.layout.view(self.fetched.rows, "weight"), places)
 
-    def add(self, routed: RoutedTable, grad: torch.Tensor) -> None:
-        """Add gradients of the keys asked from this shard, in order of source (rule 10)."""
-        grad = grad.to(self.table.state_dtype)
+    def add(self, routed: RoutedTable, received: Sequence[torch.Tensor]) -> None:
+        """Add gradients of the keys asked from this shard, source by source (rule 10)."""
         if routed.slots is None and self.gradient is None:
-            self.gradient = grad
+            (self.gradient,) = received
             return
+        device = self.fetched.rows.device
         if self.gradient is None:
-            self.gradient = grad.new_zeros(len(self.fetched.keys), self.table.dim)
-        if grad.device.type == "cpu":
-            add_by_index(self.gradient, _places(routed, grad.device), grad)
-        else:
-            # A source asks for a row once, so each of these adds at most one number to a place: no order to lose.
-            for places, part in zip(
-                _places(routed, grad.device).split(routed.receive_counts),
-                grad.split(routed.receive_counts),
-                strict=True,
-            ):
-                self.gradient.index_add_(0, places, part)
+            self.gradient = received[0].new_zeros(len(self.fetched.keys), self.table.dim)
+        for places, grad in zip(_places(routed, device).split(routed.receive_counts), received, strict=True):
+            if device.type == "cpu":
+                add_by_index(self.gradient, places, grad)
+            else:
+                # A source asks for a row once: at most one number is added to a place, there is no order to lose.
+                self.gradient.index_add_(0, places, grad)
 
     def add_of_holders(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Add complete sums of the holders, in order of holder."""

@@ -35,7 +35,7 @@ def peers_tables(frame: Mapping[str, Any]) -> str:
         if row.get("parts_ms"):
             parts = [[name, f"{wall:.2f}", f"{cpu:.2f}"] for name, (wall, cpu) in row["parts_ms"].items()]
             paragraphs += [
-                f"{_PARTS} Dense part: `{row['dense']}`.",
+                f"{_PARTS} Mode `{row['mode']}`, dense part `{row['dense']}`.",
                 _table(["part", "ms", "of processor time"], parts),
             ]
     return "\n\n".join(paragraphs)

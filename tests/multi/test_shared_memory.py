@@ -1,0 +1,119 @@
+"""Ranks of one host exchange through shared memory, and get what Gloo would have brought."""
+
+import ctypes
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from engine_jobs import train
+
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_to_all_rows, borrow, deliver
+from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.parcel import Parcel
+from nestrec.distributed.shared_memory import SharedMemory, address, connect
+
+KINDS = [(torch.float32, (5,)), (torch.int64, ()), (torch.float16, (3,)), (torch.uint8, ())]
+
+
+def test_any_rows_arrive_as_over_gloo(pools):
+    assert pools[4].run(exchange_by_both, 15) == [True] * 4
+
+
+def exchange_by_both(topology: Topology, rounds: int) -> bool:
+    """Parcels of several kinds, of none to many rows, chosen by place or not; sizes go up and down."""
+    gloo = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange="collectives")).vectors
+    assert isinstance(topology.vectors.transport, SharedMemory)
+    assert not isinstance(gloo.transport, SharedMemory)
+    everything_equal = True
+    for number in range(rounds):
+        draw = torch.Generator().manual_seed(number)
+        parcels = [_parcel(topology, draw, 10 ** (number % 5), dtype, shape) for dtype, shape in KINDS]
+        expected = [all_to_all_rows(gloo, p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
+        for found, wanted in zip(deliver(topology.vectors, parcels), expected, strict=True):
+            everything_equal &= torch.equal(found, wanted)
+        whole = [Parcel(p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
+        for pieces, wanted in zip(borrow(topology.vectors, whole), expected, strict=True):
+            everything_equal &= torch.equal(torch.cat(list(pieces)), wanted)
+    return everything_equal
+
+
+def _parcel(topology: Topology, draw: torch.Generator, most: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Parcel:
+    counts = torch.randint(0, most, (topology.world, topology.world), generator=draw)
+    counts[int(torch.randint(0, topology.world, (), generator=draw))] = 0  # a rank that sends nothing
+    send, receive = counts[topology.rank].tolist(), counts[:, topology.rank].tolist()
+    own = torch.Generator().manual_seed(topology.rank + most)
+    rows = torch.randint(0, 100, (max(1, sum(send)), *shape), generator=own).to(dtype)
+    places = torch.randint(0, len(rows), (sum(send),), generator=own)
+    return Parcel(rows, send, receive, places) if int(places.sum()) % 2 else Parcel(rows[: sum(send)], send, receive)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_training_gives_the_same_bits_through_shared_memory_and_through_gloo(pools, num_parts):
+    for shared, gloo in pools[2].run(train_by_both, num_parts):
+        assert shared["losses"] == gloo["losses"]
+        assert shared["digests"] == gloo["digests"]
+        assert shared["sent"] == gloo["sent"]
+
+
+def train_by_both(topology: Topology, num_parts: int) -> list[dict]:
+    gloo = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange="collectives"))
+    return [train(where, "rowwise_adagrad", 20, num_parts, "float32") for where in (topology, gloo)]
+
+
+def test_topologies_that_are_dropped_give_their_memory_back(pools):
+    for before, after in pools[2].run(open_files):
+        assert after <= before
+
+
+def open_files(topology: Topology) -> tuple[int, int]:
+    """Outboxes and lines to peers, before and after another topology."""
+    before = _anonymous_files()
+    other = Topology.of_process_group(torch.device("cpu"))
+    made = _anonymous_files()
+    assert made > before
+    del other
+    return before, _anonymous_files()
+
+
+def _anonymous_files() -> int:
+    return sum(
+        "nestrec-outbox" in os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()
+    )
+
+
+def test_shared_memory_can_be_asked_for_and_declined(pools):
+    assert pools[2].run(kinds_of_transport, "shared_memory") == [["SharedMemory"] * 3] * 2
+    assert pools[2].run(kinds_of_transport, "collectives") == [["Collectives"] * 3] * 2
+
+
+def kinds_of_transport(topology: Topology, exchange: str) -> list[str]:
+    made = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange=exchange))
+    return [type(c.transport).__name__ for c in (made.keys, made.vectors, made.samples)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_ranks_of_another_network_do_not_hear_each_other():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address(7))
+        listener.listen(2)
+        with ThreadPoolExecutor(1) as elsewhere:
+            assert elsewhere.submit(is_heard).result()
+            assert elsewhere.submit(leave_network).result() == 0
+            assert not elsewhere.submit(is_heard).result()
+
+
+def is_heard() -> bool:
+    line = connect(7, timedelta(seconds=5))
+    if line is not None:
+        line.close()
+    return line is not None
+
+
+def leave_network() -> int:
+    """The calling thread gets a network namespace of its own."""
+    return ctypes.CDLL(None).unshare(0x40000000)
