@@ -9,14 +9,16 @@ from nestrec.embedding.stores.host import HostStore
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
 
-_MAX_LANES = 8
+_MAX_LANES = 12
 
 
 class DramStore(HostStore):
     """A slab of rows; memory is taken from the system when a row is first written."""
 
     def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
-        super().__init__(device, num_lanes=min(_MAX_LANES, num_threads or torch.get_num_threads()))
+        threads = num_threads or torch.get_num_threads()
+        # A quarter of the cores is left to the driver and to whoever waits for the interpreter.
+        super().__init__(device, num_lanes=min(_MAX_LANES, max(1, threads * 3 // 4)))
         self._slab = Slab(num_words)
         self._num_threads = num_threads
 
