@@ -24,14 +24,16 @@ from nestrec.distributed.exchange import all_gather_json, all_to_all_rows, barri
 from nestrec.distributed.options import RanksConfig
 
 _SMALL_BYTES = 4096
+_NAMES = {"HostStaged": "host", "CopyEngine": "copy_engine", "SharedMemory": "shared_memory"}
+_ONLY_ON = {"copy_engine": "cuda", "shared_memory": "cpu"}
 
 
 @config
 class ExchangeBench:
     ranks: tuple[int, ...] = (2, 4)
     """ranks that exchange with each other; divisors of the largest"""
-    transports: tuple[str, ...] = ("host", "copy_engine")
-    """which transports; copy_engine needs a GPU"""
+    transports: tuple[str, ...] = ("host", "copy_engine", "shared_memory")
+    """which transports; copy_engine needs a GPU, shared_memory is for CPUs"""
     bytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 26)
     """bytes that a rank sends in one exchange"""
     rounds: int = 15
@@ -81,7 +83,7 @@ def _rank(hosts: Topology, bench: ExchangeBench) -> dict[str, list[dict[str, Any
     rows: list[dict[str, Any]] = []
     beside: list[dict[str, Any]] = []
     for transport in bench.transports:
-        if transport == "copy_engine" and device.type == "cpu":
+        if _ONLY_ON.get(transport, device.type) != device.type:
             continue
         for ranks in bench.ranks:
             groups = RanksConfig(replicas=hosts.world // ranks, exchange=transport)  # type: ignore[arg-type]
@@ -102,7 +104,7 @@ def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[d
     )
     transport = type(under_test.vectors.transport).__name__
     common: dict[str, Any] = {
-        "transport": {"HostStaged": "host", "CopyEngine": "copy_engine"}.get(transport, "collectives"),
+        "transport": _NAMES.get(transport, "collectives"),
         "ranks": under_test.num_shards, "device": under_test.device.type,
         "equal_to_gloo": all(_equals_gloo(reference, under_test, seed) for seed in range(4)),
         "latency_us": round(1e6 * _seconds(hosts, under_test, _SMALL_BYTES, bench.rounds), 1),
