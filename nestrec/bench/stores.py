@@ -29,6 +29,7 @@ from nestrec.embedding.stores.dram import DramStore
 _FILL_ROWS = 1 << 16
 _KEY_STRIDE = 2654435761
 _PAUSE_S = 0.25
+_CHECKED_ROWS = 10_000
 
 
 @config
@@ -77,6 +78,7 @@ def measure_stores(bench: StoresBench, *, output: Path | None = None, command: s
         operations = _baselines(dense, slots)
         for name, (store, num_rows) in stores.items():
             _fill(store, dense[:num_rows], device)
+            _check(store, dense[:num_rows], slots % num_rows, device)
             operations += _store_operations(name, store, slots % num_rows, bench.dim, device)
         seconds = _interleaved(operations, bench.rounds, device)
         for store, _ in stores.values():
@@ -101,6 +103,15 @@ def _fill(store: Store, dense: torch.Tensor, device: torch.device) -> None:
     for start in range(0, len(dense), _FILL_ROWS):
         part = dense[start : start + _FILL_ROWS]
         store.scatter(np.arange(start, start + len(part)), part.to(device))
+
+
+def _check(store: Store, dense: torch.Tensor, slots: NDArray[np.int64], device: torch.device) -> None:
+    """A figure for rows that are not the right ones would be worth nothing."""
+    out = torch.empty(len(slots), dense.shape[1], dtype=torch.int32, device=device)
+    store.gather(slots, out)
+    some = torch.arange(0, len(slots), max(1, len(slots) // _CHECKED_ROWS))
+    if not torch.equal(out[some.to(device)].cpu(), dense[torch.from_numpy(slots)[some]]):
+        raise RuntimeError(f"{type(store).__name__} gathered other rows than were put into it")
 
 
 def _baselines(dense: torch.Tensor, slots: NDArray[np.int64]) -> list[_Operation]:

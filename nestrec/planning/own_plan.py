@@ -16,10 +16,11 @@ def candidate_of(cfg: RunConfig) -> Candidate:
     task: Any = cfg.task
     store = task.item_store if hasattr(task, "item_store") else task.table_store
     parts = cfg.batch.micro_batches if isinstance(cfg.batch.micro_batches, int) else 1
+    exchange = cfg.ranks.exchange
     return Candidate(
         schedule=cfg.pipeline.schedule, micro_batches=parts, store=store.kind, policy=cfg.balance.policy,
         window_cache=cfg.pipeline.window_cache, replicas=cfg.ranks.replicas,
-        transport="collectives" if cfg.ranks.exchange == "auto" else cfg.ranks.exchange,
+        transport=exchange if exchange in ("host", "copy_engine") else "collectives",
     )  # fmt: skip
 
 
