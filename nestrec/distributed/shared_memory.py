@@ -8,6 +8,7 @@ Outboxes are anonymous files and peers talk through sockets without a file: noth
 killed, and its peers notice at once.
 """
 
+import contextlib
 import math
 import mmap
 import os
@@ -15,7 +16,7 @@ import secrets
 import socket
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
 
@@ -70,22 +71,37 @@ class SharedMemory(Collectives):
 
     def deliver(self, parcels: Sequence[Parcel], into: Sequence[torch.Tensor]) -> None:
         """All parcels in one exchange; what comes is put where it is wanted."""
-        self._send(parcels)
+        with self._all_or_nobody():
+            self._send(parcels)
         for parcel, all_of_it in zip(parcels, into, strict=True):
             start, stop = _part_of(parcel.send_counts, self._rank)
             if stop > start:
                 parcel.write(start, stop, _rows_of(all_of_it, parcel, self._rank))
-        for rank, pieces in self._receive(parcels).items():
+        with self._all_or_nobody():
+            received = self._receive(parcels)
+        for rank, pieces in received.items():
             for parcel, piece, all_of_it in zip(parcels, pieces, into, strict=True):
                 if len(piece):
                     _rows_of(all_of_it, parcel, rank).copy_(piece)
 
     def borrow(self, parcels: Sequence[Parcel]) -> list[list[torch.Tensor]]:
         """All parcels in one exchange: [parcel][source] rows, where they lie. Valid until the next exchange."""
-        self._send(parcels)
+        with self._all_or_nobody():
+            self._send(parcels)
+            received = self._receive(parcels)
         mine = [p.rows[slice(*_part_of(p.send_counts, self._rank))] for p in parcels if p.places is None]
-        pieces = sorted((self._receive(parcels) | {self._rank: mine}).items())
+        pieces = sorted((received | {self._rank: mine}).items())
         return [[of_rank[number] for _, of_rank in pieces] for number in range(len(parcels))]
+
+    @contextlib.contextmanager
+    def _all_or_nobody(self) -> Iterator[None]:
+        """A rank that has lost a peer hangs up on the others: they shall not wait for it until their time is over."""
+        try:
+            yield
+        except RuntimeError:
+            for peer in self._peers.values():
+                peer.hang_up()
+            raise
 
     def _send(self, parcels: Sequence[Parcel]) -> None:
         sizes = [_size(p, p.send_counts[rank]) for rank in self._peers for p in parcels]
@@ -168,6 +184,10 @@ class Peer:
         if not message:
             raise RuntimeError("the process of a peer has ended")
         return int(_NUMBER.unpack(message)[0])
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it may be gone
+            self._line.shutdown(socket.SHUT_RDWR)
 
 
 def _lost(error: OSError) -> RuntimeError:
