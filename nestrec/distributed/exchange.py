@@ -51,7 +51,7 @@ def all_to_all_rows(
 
 def deliver(communicator: Communicator, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
     """`all_to_all_rows` of several parcels; through shared memory in one exchange, and each row is copied but once."""
-    if not isinstance(communicator.transport, SharedMemory):
+    if not parcels or not isinstance(communicator.transport, SharedMemory):
         return [all_to_all_rows(communicator, p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
     into = [parcel.received() for parcel in parcels]
     with peers_watched(communicator, "all_to_all"):
@@ -62,7 +62,7 @@ def deliver(communicator: Communicator, parcels: Sequence[Parcel]) -> list[torch
 
 def borrow(communicator: Communicator, parcels: Sequence[Parcel]) -> Sequence[Sequence[torch.Tensor]]:
     """[parcel][source] rows that came, in memory that is valid until the next exchange. Parcels without `places`."""
-    if not isinstance(communicator.transport, SharedMemory):
+    if not parcels or not isinstance(communicator.transport, SharedMemory):
         return [
             rows.split(list(p.receive_counts)) for rows, p in zip(deliver(communicator, parcels), parcels, strict=True)
         ]
@@ -74,7 +74,7 @@ def borrow(communicator: Communicator, parcels: Sequence[Parcel]) -> Sequence[Se
 
 def _hold(communicator: Communicator, parcels: Sequence[Parcel]) -> None:
     """As long as an emulated link takes for all of it."""
-    if communicator.link is None or not parcels:
+    if communicator.link is None:
         return
     sent, received = 0, 0
     for parcel in parcels:
