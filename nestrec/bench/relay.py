@@ -21,7 +21,7 @@ from nestrec.bench.open_loop import Trial, largest
 from nestrec.bench.relay_bed import LONGEST, Bed, RelayBench
 from nestrec.bench.relay_bound import Costs, measure_costs
 from nestrec.bench.relay_load import Load, Outcome
-from nestrec.bench.relay_modes import MODES, mode_named
+from nestrec.bench.relay_modes import mode_named
 
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
@@ -29,7 +29,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     for name in (*bench.modes, *bench.more_modes):
         mode_named(name)
     before_s = sys.getswitchinterval()
-    sys.setswitchinterval(5e-4)  # generator and engine share an interpreter: neither may keep it for milliseconds
+    sys.setswitchinterval(1e-4)  # generator and engine share an interpreter: neither may keep it for long
     try:
         bed = Bed(bench)
         gc.collect()
@@ -54,11 +54,10 @@ class Size:
     def __init__(self, bed: Bed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
+        self._is_dram_warm = False
         load = self._load(0.0)
         self._costs = measure_costs(bed.runner, load)
-        quiet = replace(load, duration_s=bed.bench.duration_s / 2, fewest=min(30, bed.bench.fewest))
-        unloaded = bed.trial(MODES["full"], quiet, 100.0 / self._costs.full_ms, 1e3)
-        self._unloaded_ms = unloaded.trial.percentile_ms(50)
+        self._unloaded_ms = bed.unloaded_ms(load)
         self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -66,8 +65,7 @@ class Size:
         bench = self._bed.bench
         for returning in bench.returning:
             for name in bench.modes:
-                sweep = self._sweep(name, returning)
-                yield self._row(sweep, name, self._slo_ms)
+                yield self._row(self._sweep(name, returning), name, self._slo_ms)
 
     def more(self) -> Iterator[dict[str, Any]]:
         """Other modes, latency over load, and other SLOs."""
@@ -118,6 +116,9 @@ class Size:
         return {**row, "speedup": speedup, "full_p50_ms": round(self._unloaded_ms, 3)}
 
     def _sweep(self, name: str, returning: float) -> "Sweep":
+        if mode_named(name).uses_dram and not self._is_dram_warm:
+            self._bed.warm_dram(self._history)
+            self._is_dram_warm = True
         return Sweep(self._bed, name, self._load(returning), self._costs, self._slo_ms)
 
     def _load(self, returning: float) -> Load:

@@ -1,12 +1,14 @@
 """What `nestrec bench relay` measures, and the model with its memory and graphs that all modes run on in turn."""
 
+import gc
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
 
 from nestrec.base.config import config
-from nestrec.bench.relay_load import NUM_ITEMS, Load, Outcome, run_trial
+from nestrec.bench.relay_load import NUM_ITEMS, Load, Outcome, run_in_turn, run_trial
 from nestrec.bench.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine, EngineConfig
@@ -52,8 +54,8 @@ class RelayBench:
     """SLOs beside that one, at the first size and share of returning users"""
     signal_ms: float = 150.0
     """from signal to ranking request"""
-    warm_s: float = 0.5
-    """of a trial before requests are counted"""
+    warm_s: float = 2.0
+    """of a trial before requests are counted: in its first half second nobody can return yet"""
     duration_s: float = 8.0
     """of a trial after that"""
     fewest: int = 150
@@ -91,7 +93,7 @@ class Bed:
         self.bench = bench
         events = max(bench.history) * (LONGEST if bench.longest else 1) + _MOST_VISITS * bench.new_events
         encoder = replace(bench.encoder, max_length=2 * (events + 1))
-        dtype = getattr(torch, bench.dtype)
+        self._dtype = dtype = getattr(torch, bench.dtype)
         servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
         self.form: Form = make_form(servable)
         page_tokens = TiersConfig().page_tokens
@@ -101,6 +103,16 @@ class Bed:
         )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=2 * bench.max_batch_tokens))
 
+    def warm_dram(self, history: int) -> None:
+        """Pinned memory is slow to get for the first time and then kept by its allocator, by size: get it now."""
+        if self.bench.device != "cuda":
+            return
+        for events in (history, history + self.bench.new_events):
+            num_bytes = self.form.tokens_an_event * events * bytes_a_token(self.form.encoder.cfg, self._dtype)
+            number = self.bench.dram_bytes // num_bytes // 2
+            blocks = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(number)]
+            blocks.clear()
+
     def load(self, history: int, candidates: int, returning: float) -> Load:
         bench = self.bench
         return Load(
@@ -109,13 +121,25 @@ class Bed:
             warm_s=bench.warm_s, fewest=bench.fewest, seed=bench.seed,
         )  # fmt: skip
 
+    def unloaded_ms(self, load: Load) -> float:
+        """Median of full inference with one request at a time."""
+        full = MODES["full"]
+        engine = Engine(self.form, engine_config(full, self.bench, load.history, 1e3), runner=self.runner)
+        try:
+            return float(np.median(run_in_turn(engine, load, self.bench.fewest)))
+        finally:
+            engine.close()
+
     def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> Outcome:
         """By an engine of its own with empty caches."""
         engine = Engine(self.form, engine_config(mode, self.bench, load.history, slo_ms), runner=self.runner)
+        gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
         try:
             return run_trial(engine, mode, load, rate)
         finally:
             engine.close()
+            gc.enable()
+            gc.collect()
 
 
 def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) -> EngineConfig:

@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import queue
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.bench.open_loop import Trial, poisson_arrivals
+from nestrec.bench.open_loop import Trial
 from nestrec.bench.relay_modes import Mode
 from nestrec.serving.engine import Engine
 from nestrec.serving.inputs import Candidates, History
@@ -37,6 +38,8 @@ class Load:
     """between two visits"""
     recent_users: int = 64
     """a returning user is one of so many latest ones"""
+    pause_s: float = 0.5
+    """between two visits of a user at least: nobody comes back before the answer"""
     signal_s: float = 0.15
     """from signal to ranking request"""
     warm_s: float = 0.5
@@ -46,20 +49,21 @@ class Load:
     """requests of a trial, however short"""
     seed: int = 0
 
-    def visits(self, count: int) -> list[tuple[int, int]]:
+    def visits(self, at_s: Floats) -> list[tuple[int, int]]:
         """(user, visit) of each request."""
         rng = np.random.default_rng(self.seed)
-        recent: OrderedDict[int, int] = OrderedDict()  # latest users, oldest first, and how often they were here
+        away: deque[tuple[float, int, int]] = deque()  # (moment, user, visits so far) of those who cannot be back yet
+        recent: list[tuple[int, int]] = []
         visits: list[tuple[int, int]] = []
-        for number in range(count):
-            user = number
+        for number, moment_s in enumerate(at_s):
+            while away and away[0][0] <= moment_s - self.pause_s:
+                recent.append(away.popleft()[1:])
+            del recent[: -self.recent_users]
+            visit = (number, 0)
             if recent and rng.random() < self.returning:
-                user = list(recent)[int(rng.integers(len(recent)))]
-            visits.append((user, recent.get(user, 0)))
-            recent[user] = visits[-1][1] + 1
-            recent.move_to_end(user)
-            if len(recent) > self.recent_users:
-                recent.popitem(last=False)
+                visit = recent.pop(int(rng.integers(len(recent))))
+            visits.append(visit)
+            away.append((float(moment_s), visit[0], visit[1] + 1))
         return visits
 
 
@@ -100,13 +104,26 @@ class Outcome:
     """where the time of answered requests went, and how busy the device was"""
 
 
+def run_in_turn(engine: Engine, load: Load, count: int) -> list[float]:
+    """Milliseconds of requests of which each leaves when the one before has been answered."""
+    bank, latency_ms = bank_of(load.seed), list[float]()
+    ended: queue.SimpleQueue[float] = queue.SimpleQueue()
+    for user in range(count):
+        history, candidates = bank.request(load, user, 0)
+        start_s = time.perf_counter()
+        work = engine.rank(f"{user}", history, candidates, timeout_s=_TIMEOUT_S)
+        work.future.add_done_callback(lambda _: ended.put(time.perf_counter()))
+        latency_ms.append((ended.get() - start_s) * 1e3)
+    return latency_ms
+
+
 def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
     """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
 
     The sender is a plain thread, since the event loop's clock ticks in milliseconds.
     """
-    at_s = poisson_arrivals(rate, load.warm_s + max(load.duration_s, load.fewest / rate), load.seed)
-    visits, bank = load.visits(len(at_s)), bank_of(load.seed)
+    at_s = _arrivals(rate, load.warm_s + max(load.duration_s, load.fewest / rate), load.seed)
+    visits, bank = load.visits(at_s), bank_of(load.seed)
     requests = [bank.request(load, *visit) for visit in visits]
     is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
     latency_ms, lateness_ms = np.full(len(at_s), np.inf), np.zeros(len(at_s))
@@ -140,6 +157,11 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
     asked_s = start_s + load.signal_s + at_s[chosen]
     parts = _parts([works[number] for number in chosen], asked_s, latency_ms[chosen])
     return Outcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
+
+
+def _arrivals(rate: float, duration_s: float, seed: int) -> Floats:
+    """Poisson arrivals of which exactly the expected number came: so the rate of a short trial is the rate it says."""
+    return np.sort(np.random.default_rng(seed).uniform(0, duration_s, round(rate * duration_s)))
 
 
 def _parts(works: Sequence[Work], asked_s: Floats, latency_ms: Floats) -> dict[str, float]:

@@ -9,9 +9,11 @@ Legend: T rows of the batch (histories of all sequences first, then all candidat
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import layer_norm, silu
 
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
+from nestrec.ops.dropout import Dropout
+from nestrec.ops.gated_output import gated_output
+from nestrec.ops.norm_projection import norm_projection
 from nestrec.ops.paged_attention import paged_attention, store_in_pages
 
 
@@ -43,22 +45,28 @@ def paged_forward(
 ) -> torch.Tensor:
     """(T, D) states, of the candidates only. pool: (L, 2, H, slots, D), read and written."""
     x_TD = x_TD * model.cfg.dim**0.5 + model.position[batch.position_T]
+    delta_TD: torch.Tensor | None = None
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, HSTULayer)
         blocks = batch.last_blocks if number == len(model.layers) - 1 else batch.blocks
-        x_TD = _layer(layer, x_TD, batch, blocks, pool[number], page_tokens)
-    return x_TD
+        x_TD, delta_TD = _layer(layer, (x_TD, delta_TD), batch, blocks, pool[number], page_tokens)
+    return x_TD if delta_TD is None else x_TD + delta_TD
 
 
 def _layer(  # noqa: PLR0917
-    layer: HSTULayer, x_TD: torch.Tensor, batch: PagedBatch, blocks: torch.Tensor, pool: torch.Tensor, page_tokens: int
-) -> torch.Tensor:
-    normed = layer_norm(x_TD, x_TD.shape[1:], eps=NORM_EPS)
-    u, v, q, k = silu(normed @ layer.uvqk, inplace=True).chunk(4, dim=1)
+    layer: HSTULayer, state: tuple[torch.Tensor, torch.Tensor | None], batch: PagedBatch, blocks: torch.Tensor,
+    pool: torch.Tensor, page_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `HSTULayer.forward`: state and what it returns are (x, what is still to be added to it)."""
+    width = layer.cfg.num_heads * layer.cfg.head_dim
+    projected = norm_projection(*state, layer.uvqk, (width,) * 4, norm="layer", eps=NORM_EPS)
+    v, q, k = projected.parts
     store_in_pages(k, v, pool, batch.slot_T)
     attended = paged_attention(
         q, k, v, pool, blocks, batch.pages, page_tokens=page_tokens, normaliser=layer.cfg.normaliser
     )
-    gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)
-    out_TD: torch.Tensor = x_TD + layer.output(gated)
-    return out_TD
+    added = gated_output(
+        (attended,), projected.gate, layer.output.weight, layer.output.bias, Dropout(batch.position_T, 0, 0.0),
+        norm="layer", eps=NORM_EPS,
+    )  # fmt: skip
+    return projected.total, added

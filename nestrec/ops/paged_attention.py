@@ -10,6 +10,7 @@ mask. The definition is `cached_attention_reference`.
 Legend: T rows of the batch, H heads, D head dimension.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,21 +41,27 @@ def plan_blocks(segments: Sequence[PagedSegment], block_rows: int = BLOCK_ROWS) 
     """(blocks, FIELDS) rows, keys and pages of each block of queries, the longest first."""
     blocks = [np.empty((0, FIELDS), np.int32)]
     for s in segments:
-        for start_row, total, is_candidate in (
-            (s.history_row, s.num_history, 0),
-            (s.candidate_row, s.num_candidates, 1),
-        ):
-            first = np.arange(0, total, block_rows)
-            own = np.empty((len(first), FIELDS), np.int32)
-            own[:, 0], own[:, 1] = start_row + first, np.minimum(block_rows, total - first)
-            own[:, 2:5] = s.prefix_length, s.first_page, s.history_row
-            own[:, 5] = s.num_history if is_candidate else first
-            own[:, 6] = s.num_history if is_candidate else first + own[:, 1]
-            own[:, 7] = is_candidate
-            blocks.append(own)
+        place = (0, s.prefix_length, s.first_page, s.history_row, 0, 0, 0)
+        if s.num_history:
+            blocks.append(_blocks_of(s.num_history, -1, block_rows) + np.array((s.history_row, *place), np.int32))
+        if s.num_candidates:
+            own = _blocks_of(s.num_candidates, s.num_history, block_rows)
+            blocks.append(own + np.array((s.candidate_row, *place), np.int32))
     joined = np.concatenate(blocks)
     chosen: NDArray[np.int32] = joined[np.argsort(-(joined[:, 2] + joined[:, 6]), kind="stable")]
     return chosen
+
+
+@functools.lru_cache(maxsize=4096)
+def _blocks_of(total: int, seen: int, block_rows: int) -> NDArray[np.int32]:
+    """Blocks of so many rows, wherever they lie. seen: new history before each of them; -1 where they are history."""
+    first = np.arange(0, total, block_rows)
+    blocks = np.zeros((len(first), FIELDS), np.int32)
+    blocks[:, 0], blocks[:, 1] = first, np.minimum(block_rows, total - first)
+    blocks[:, 5] = first if seen < 0 else seen
+    blocks[:, 6] = first + blocks[:, 1] if seen < 0 else seen
+    blocks[:, 7] = seen >= 0
+    return blocks
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """A batch of ranking work as arrays, in the order of its rows: histories of all users first, then all candidates."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from nestrec.serving.page_pool import PagePool
 from nestrec.serving.runner import Part
 
 Ints = NDArray[np.int64]
+Indices = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +22,15 @@ class Layout:
 
     records_RF: Ints
     """events and candidates"""
-    record_T: Ints
+    record_T: Indices
     """whose token a row is"""
-    is_action_T: Ints
+    is_action_T: Indices
     """1 for the action token of an event, 0 for a content token"""
-    position_T: Ints
+    position_T: Indices
     """in its sequence; a candidate's is the length of the history"""
-    slot_T: Ints
+    slot_T: Indices
     """where keys and values are kept; -1 where they are not"""
-    blocks: NDArray[np.int32]
+    blocks: Indices
     pages: list[int]
     num_history: int
     """rows before the first candidate"""
@@ -38,9 +40,9 @@ class Layout:
         return len(self.record_T)
 
     @property
-    def last_blocks(self) -> NDArray[np.int32]:
+    def last_blocks(self) -> Indices:
         """Blocks of candidates."""
-        chosen: NDArray[np.int32] = self.blocks[self.blocks[:, 7] == 1]
+        chosen: Indices = self.blocks[self.blocks[:, 7] == 1]
         return chosen
 
 
@@ -48,8 +50,12 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part]) -> Layout:
     """Rows, slots, blocks and pages of a batch."""
     num_history = sum(part.end - part.first for part in parts)
     num_rows = num_history + sum(part.num_candidates for part in parts)
-    token = np.arange(num_history)
-    position_T, slot_T = np.empty(num_rows, np.int64), np.full(num_rows, -1, np.int64)
+    count = _count_to(max(num_rows, *(part.end for part in parts)))
+    position_T, slot_T = np.empty(num_rows, np.int32), np.full(num_rows, -1, np.int32)
+    record_T, is_action_T = np.empty(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    np.right_shift(count[:num_history], 1, out=record_T[:num_history])
+    record_T[num_history:] = count[num_history // 2 : num_rows - num_history // 2]
+    np.bitwise_and(count[:num_history], 1, out=is_action_T[:num_history])
     segments, pages = [], list[int]()
     row, candidate_row = 0, num_history
     for part in parts:
@@ -61,7 +67,7 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part]) -> Layout:
             )
         )  # fmt: skip
         pages += part.pages[: -(-part.first // pool.page_tokens)]
-        position_T[row:end] = np.arange(part.first, part.end)
+        position_T[row:end] = count[part.first : part.end]
         if stored > part.first:
             slot_T[row : row + stored - part.first] = pool.slots(part.pages, part.first, stored)
         position_T[candidate_row : candidate_row + part.num_candidates] = part.end
@@ -69,8 +75,16 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part]) -> Layout:
     events = [part.tokens.records[part.first // 2 : part.end // 2] for part in parts]
     asked = [form.candidate_records(part.candidates) for part in parts if part.candidates is not None]
     return Layout(
-        records_RF=np.concatenate([*events, *asked]),
-        record_T=np.concatenate([token // 2, np.arange(num_history // 2, num_rows - num_history // 2)]),
-        is_action_T=np.concatenate([token % 2, np.zeros(num_rows - num_history, np.int64)]),
+        records_RF=np.concatenate([*events, *asked]), record_T=record_T, is_action_T=is_action_T,
         position_T=position_T, slot_T=slot_T, blocks=plan_blocks(segments), pages=pages, num_history=num_history,
     )  # fmt: skip
+
+
+def _count_to(number: int) -> Indices:
+    """0, 1, 2 and so on, at least to `number`."""
+    return _counted((number - 1).bit_length())
+
+
+@functools.lru_cache(maxsize=32)
+def _counted(bits: int) -> Indices:
+    return np.arange(1 << bits, dtype=np.int32)

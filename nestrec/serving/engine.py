@@ -6,7 +6,6 @@ while answers, holds and copies to DRAM wait for its end.
 """
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
 __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_EVERY_S = 5e-5
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 1e-3
 _SMOOTH = 0.05
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
@@ -42,6 +41,22 @@ _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 class _Batch:
     steps: list[Step]
     launched: Launched
+
+
+class Lead:
+    """How long before the end of a batch the next one is to be planned: host seconds from plan to launch, of late."""
+
+    def __init__(self) -> None:
+        self._mean_s, self._spread_s = 1e-3, 2e-4
+
+    def observe(self, seconds: float) -> None:
+        self._spread_s += _SMOOTH * (abs(seconds - self._mean_s) - self._spread_s)
+        self._mean_s += _SMOOTH * (seconds - self._mean_s)
+
+    @property
+    def expected_s(self) -> float:
+        """Rarely exceeded."""
+        return self._mean_s + 3 * self._spread_s
 
 
 class Engine:
@@ -72,6 +87,7 @@ class Engine:
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
         self._busy_until_s = 0.0
+        self._lead = Lead()
         self._queued_s = 0.0
         self._usual_s = 0.0  # of a ranking request, of late
         self._num_pending = 0
@@ -163,16 +179,13 @@ class Engine:
 
     def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float) -> Work:
         key = self._key(user)
-        prefix = tokens.num_cacheable if tokens.num_cacheable and self.tiers.device.has(key) else 0
+        prefix = min(self.tiers.device.length_of(key), tokens.num_cacheable) if tokens.num_cacheable else 0
         end = tokens.num_cacheable if candidates is None else tokens.length
         work = work_of(min(prefix, end), end - min(prefix, end), len(candidates) if candidates is not None else 0)
 
-        def digest(num_tokens: int) -> bytes:
-            return self.keyed.digest("prefix", tokens.records[: num_tokens // self.form.tokens_an_event].tobytes())
-
         return Work(
             key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
-            estimate_s=self.costs.share_s(*work), digest=digest,
+            estimate_s=self.costs.share_s(*work),
         )  # fmt: skip
 
     def _key(self, user: str) -> CacheKey:
@@ -212,10 +225,10 @@ class Engine:
 
     def _take_new(self) -> bool:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
+        self._let_time_pass()
         with self._condition:
-            patience_s = self._patience_s
-            if patience_s > 0 and not (self._inbox or self._messages or self._is_closed):
-                self._condition.wait(None if math.isinf(patience_s) else patience_s)
+            while not (self._in_flight or self._planner.has_work or self._inbox or self._messages or self._is_closed):
+                self._condition.wait()
             if self._is_closed:
                 return False
             arrived, self._inbox = list(self._inbox), deque()
@@ -237,16 +250,18 @@ class Engine:
         """Plan as late as keeps the device busy: who comes meanwhile is in the next batch and not in the one after."""
         if not self._in_flight:
             return 0.0
-        return self._busy_until_s - self._runner.lead_s - time.perf_counter()
+        return self._busy_until_s - self._lead.expected_s - time.perf_counter()
 
-    @property
-    def _patience_s(self) -> float:
-        """How long nothing can be done unless something arrives. A batch that ends early is seen by looking."""
-        if self._is_answer_due:
-            return 0.0
-        if self._planner.has_work:
-            return min(self._turn_in_s, _LOOK_EVERY_S)
-        return _LOOK_EVERY_S if self._in_flight else math.inf
+    def _let_time_pass(self) -> None:
+        """While a batch runs, what arrives can wait for the next turn; one that ends early is seen by looking."""
+        if not self._in_flight or self._is_answer_due:
+            return
+        wait_s = min(max(_SHORTEST_WAIT_S, (self._busy_until_s - time.perf_counter()) / 2), _LONGEST_WAIT_S)
+        turn_in_s = self._turn_in_s
+        if self._planner.has_work or self._inbox or turn_in_s > 0:
+            wait_s = min(wait_s, turn_in_s)
+        if wait_s > 0:
+            time.sleep(wait_s)
 
     def _launch_next(self) -> None:
         planned_s = time.perf_counter()
@@ -262,6 +277,7 @@ class Engine:
                 self._fail(step)
             return
         launched_s = time.perf_counter()
+        self._lead.observe(launched_s - planned_s)
         for step in steps:
             step.work.planned_s, step.work.launched_s = planned_s, launched_s
             self._keep(step)
@@ -271,9 +287,9 @@ class Engine:
     def _keep(self, step: Step) -> None:
         """The new tokens are in the pages for every batch after this one."""
         if step.entry is not None and not step.entry.is_dropped and step.part.store_until > step.part.first:
-            digest = step.work.digest_of(step.part.store_until)
-            assert digest is not None
-            self.tiers.device.commit(step.entry, step.part.store_until, digest)
+            content = step.work.content_of(step.part.store_until)
+            assert content is not None
+            self.tiers.device.commit(step.entry, step.part.store_until, content)
 
     def _complete(self, batch: _Batch) -> None:
         try:
@@ -283,15 +299,16 @@ class Engine:
             for step in batch.steps:
                 self._fail(step)
             return
-        self.device_s += seconds
-        self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
-        self._busy_until_s = time.perf_counter() + sum(self._predict_s(later.steps) for later in self._in_flight)
+        ended_s = time.perf_counter()
         self._count("batches")
         for step, scored in zip(batch.steps, results, strict=True):
             if scored is not None:
                 self._answer(step, scored)
             else:
                 self._signal_advanced(step)
+        self.device_s += seconds
+        self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
+        self._busy_until_s = ended_s + sum(self._predict_s(later.steps) for later in self._in_flight)
 
     def _answer(self, step: Step, scored: Scored) -> None:
         work = step.work

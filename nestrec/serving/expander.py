@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from nestrec.base.clock import Clock
-from nestrec.serving.prefix_cache import CacheKey, DigestOf
+from nestrec.serving.prefix_cache import CacheKey, ContentOf
 
 Payload = TypeVar("Payload")
 
@@ -21,7 +21,7 @@ class Kept(Generic[Payload]):
 
     key: CacheKey
     length: int
-    digest: bytes
+    content: bytes
     num_bytes: int
     payload: Payload | None
     """none while the copy is under way"""
@@ -39,16 +39,16 @@ class Expander(Generic[Payload]):
         self._in_flight: set[CacheKey] = set()
         self.num_bytes = 0
 
-    def begin_spill(self, key: CacheKey, *, length: int, digest: bytes, num_bytes: int) -> Kept[Payload] | None:
+    def begin_spill(self, key: CacheKey, *, length: int, content: bytes, num_bytes: int) -> Kept[Payload] | None:
         """Room for a copy from the device; none where the user has one under way, has it already, or nothing fits."""
         known = self._kept.get(key)
-        if key in self._in_flight or (known is not None and known.digest == digest and known.length == length):
+        if key in self._in_flight or (known is not None and known.content == content and known.length == length):
             return None
         if known is not None:
             self._remove(key)
         if not self._make_room(num_bytes):
             return None
-        kept: Kept[Payload] = Kept(key, length, digest, num_bytes, None, self._clock.now_s() + self._ttl_s)
+        kept: Kept[Payload] = Kept(key, length, content, num_bytes, None, self._clock.now_s() + self._ttl_s)
         self._kept[key] = kept
         self.num_bytes += num_bytes
         self._in_flight.add(key)
@@ -60,12 +60,12 @@ class Expander(Generic[Payload]):
         kept.payload = payload
         self._unpin(kept)
 
-    def find(self, key: CacheKey, digest_of: DigestOf) -> Kept[Payload] | None:
+    def find(self, key: CacheKey, content_of: ContentOf) -> Kept[Payload] | None:
         """What is kept of the request's first tokens and not being copied; what no longer matches is forgotten."""
         kept = self._kept.get(key)
         if kept is None or key in self._in_flight:
             return None
-        if self._clock.now_s() >= kept.expires_s or digest_of(kept.length) != kept.digest:
+        if self._clock.now_s() >= kept.expires_s or content_of(kept.length) != kept.content:
             self._remove(key)
             return None
         self._kept.move_to_end(key)

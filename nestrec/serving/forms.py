@@ -43,6 +43,11 @@ class Tokens:
     """float64 seconds"""
     num_cacheable: int
     """tokens that do not depend on the request"""
+    tokens_an_event: int
+
+    def content(self, num_tokens: int) -> bytes:
+        """Everything about the first tokens that enters the model."""
+        return self.records[: num_tokens // self.tokens_an_event].tobytes()
 
     @property
     def length(self) -> int:
@@ -107,7 +112,7 @@ class RetrievalForm:
         records = np.stack([history.items, times, asked], axis=1)[:num_cacheable]
         return Tokens(
             history=history, records=records, time_T=_seconds(times), query_time_T=_seconds(asked),
-            num_cacheable=num_cacheable,
+            num_cacheable=num_cacheable, tokens_an_event=self.tokens_an_event,
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
@@ -164,6 +169,7 @@ class RankingForm:
         return Tokens(
             history=history, records=np.stack([history.items, history.actions, times, *given], axis=1),
             time_T=seconds, query_time_T=seconds, num_cacheable=2 * len(history),
+            tokens_an_event=self.tokens_an_event,
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:

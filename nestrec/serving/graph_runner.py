@@ -7,6 +7,7 @@ may share buffers.
 Legend: T rows of the batch, D model width, F fields of a record.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,10 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scores: torch.Tensor | None = None
 
+    @property
+    def num_indices(self) -> int:
+        return len(self._indices)
+
     def capture(self, memory: Any) -> None:
         self._parts[3].fill_(-1)
         self._forward()  # compiles what is not compiled yet
@@ -73,11 +78,15 @@ class Captured:
             content_RD = self._form.content(self._form.records(layout.records_RF))
             self._content_RD[: len(content_RD)] = content_RD
 
-    def packed(self, layout: Layout) -> torch.Tensor:
-        """All indices of a batch, in host memory."""
-        packed = torch.zeros(len(self._indices), dtype=torch.int32, pin_memory=self._indices.is_cuda)
+    def packed(self, layout: Layout, room: torch.Tensor | None = None) -> torch.Tensor:
+        """All indices of a batch, in host memory: in `room` where they fit."""
+        if room is None or len(room) < len(self._indices):
+            room = torch.empty(len(self._indices), dtype=torch.int32, pin_memory=self._indices.is_cuda)
+        packed = room[: len(self._indices)]
         array, starts = packed.numpy(), self._starts
+        array[: starts[3]] = 0
         array[starts[3] : starts[4]] = -1
+        array[starts[4] :] = 0
         arrays: tuple[NDArray[Any], ...] = (
             layout.record_T, layout.is_action_T, layout.position_T, layout.slot_T, layout.blocks, layout.last_blocks,
             np.array(layout.pages, np.int32), layout.records_RF,
@@ -108,7 +117,6 @@ class GraphRunner:
     """Runs ranking models without relative biases."""
 
     depth: int = 2
-    lead_s: float = 1.5e-3
     warm_events: int = 4096
 
     def __init__(self, form: RankingForm, pool: PagePool, *, max_tokens: int):
@@ -123,13 +131,17 @@ class GraphRunner:
                 captured = Captured(form, pool, size, most_pages, content_RD)
                 captured.capture(memory)
                 self._captured.insert(0, captured)
+        most = max(captured.num_indices for captured in self._captured)
+        rooms = (torch.empty(most, dtype=torch.int32, pin_memory=True) for _ in range(self.depth + 1))
+        self._rooms = deque(rooms)
 
     @torch.inference_mode()
     def launch(self, parts: Sequence[Part]) -> Launched:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         layout = lay_out(self.form, self.pool, parts)
         captured = self._captured_for(layout)
-        packed = captured.packed(layout)
+        self._rooms.rotate()  # the one of a batch that has ended
+        packed = captured.packed(layout, self._rooms[0])
         captured.bring(layout)
         begin.record()  # after the host's part: a device that waits for it is not at work
         scores = captured.run(packed)[layout.num_history : layout.num_rows]

@@ -65,9 +65,10 @@ class PagePool:
 
     def slots(self, pages: list[int], first: int, end: int) -> NDArray[np.int64]:
         """Where tokens [first, end) of these pages lie."""
-        token = np.arange(first, end)
-        slots: NDArray[np.int64] = np.asarray(pages, np.int64)[token // self.page_tokens] * self.page_tokens
-        return slots + token % self.page_tokens
+        skipped = first // self.page_tokens
+        used = np.asarray(pages[skipped : -(-end // self.page_tokens)], np.int64)
+        slots: NDArray[np.int64] = (used[:, None] * self.page_tokens + np.arange(self.page_tokens)).ravel()
+        return slots[first - skipped * self.page_tokens : end - skipped * self.page_tokens]
 
     def _slots(self, pages: list[int], first: int, end: int) -> torch.Tensor:
         return torch.from_numpy(self.slots(pages, first, end)).to(self._pool.device)

@@ -31,8 +31,8 @@ class Entry:
     key: CacheKey
     length: int = 0
     """tokens whose keys and values are in the pages"""
-    digest: bytes = b""
-    """of everything about those tokens that enters the model"""
+    content: bytes = b""
+    """everything about those tokens that enters the model"""
     pages: list[int] = field(default_factory=list)
     pins: int = 0
     held_until_s: float = float("-inf")
@@ -41,8 +41,9 @@ class Entry:
     """no longer to be found; its pages are free once nobody pins it"""
 
 
-DigestOf = Callable[[int], bytes | None]
-"""Digest of a request's first tokens, or none where it has fewer."""
+ContentOf = Callable[[int], bytes | None]
+"""Content of a request's first tokens, or none where it has fewer. It is compared and not hashed: comparing takes a
+twentieth of the time, and nothing collides."""
 
 
 class PrefixCache:
@@ -59,21 +60,22 @@ class PrefixCache:
         self._lingering: set[Entry] = set()
         self.num_evicted = 0
 
-    def find(self, key: CacheKey, digest_of: DigestOf) -> Entry | None:
+    def find(self, key: CacheKey, content_of: ContentOf) -> Entry | None:
         """The entry whose tokens are the first ones of the request; one that no longer matches is dropped."""
         entry = self._entries.get(self._slot_of(key))
         if entry is None or entry.key != key:
             return None
-        if self._clock.now_s() >= entry.expires_s or digest_of(entry.length) != entry.digest:
+        if self._clock.now_s() >= entry.expires_s or content_of(entry.length) != entry.content:
             if entry.pins == 0:
                 self._remove(self._slot_of(key))
             return None
         self._entries.move_to_end(self._slot_of(key))
         return entry
 
-    def has(self, key: CacheKey) -> bool:
+    def length_of(self, key: CacheKey) -> int:
+        """Tokens that are kept of a user, matching or not. Any thread may ask."""
         entry = self._entries.get(self._slot_of(key))
-        return entry is not None and entry.key == key and entry.length > 0
+        return entry.length if entry is not None and entry.key == key else 0
 
     def create(self, key: CacheKey) -> Entry | None:
         """A new, empty, pinned entry in place of any older one of this key; none where a pinned one is in the way."""
@@ -95,10 +97,10 @@ class PrefixCache:
         entry.pages += [self._free.pop() for _ in range(missing)]
         return True
 
-    def commit(self, entry: Entry, length: int, digest: bytes) -> None:
+    def commit(self, entry: Entry, length: int, content: bytes) -> None:
         """The first `length` tokens are in the pages now."""
         assert length <= len(entry.pages) * self.page_tokens
-        entry.length, entry.digest = length, digest
+        entry.length, entry.content = length, content
         entry.expires_s = self._clock.now_s() + self._ttl_s
 
     def hold(self, entry: Entry, until_s: float) -> None:
@@ -168,7 +170,7 @@ class PrefixCache:
         self._lingering.discard(entry)
         self._free += entry.pages
         entry.pages = []
-        entry.length = 0
+        entry.length, entry.content = 0, b""
 
     def check(self) -> None:
         """Every page is free or belongs to exactly one entry."""

@@ -77,8 +77,6 @@ class BatchRunner(Protocol):
 
     depth: int
     """batches that may be on their way at once"""
-    lead_s: float
-    """host seconds from planning a batch to its start on the device"""
     warm_events: int
     """longest history to warm up with"""
 
@@ -89,7 +87,6 @@ class Runner:
     """Runs any model anywhere, sequence by sequence inside a batch: the twin of the faster runners."""
 
     depth: int = 1
-    lead_s: float = 0.0
     warm_events: int = 256
 
     def __init__(self, form: Form, pool: PagePool):

@@ -76,7 +76,7 @@ class PrefixTiers:
         """The prefix of a work on the device, without a pin."""
         if not self.cfg.keeps_prefix or work.tokens.num_cacheable == 0:
             return None
-        entry = self.device.find(work.key, work.digest_of)
+        entry = self.device.find(work.key, work.content_of)
         if entry is not None and work.source == "none":
             work.source = "device"
         return entry
@@ -106,7 +106,7 @@ class PrefixTiers:
             return
         num_bytes, kept = entry.length * self.bytes_a_token, None
         if self._copier.wait_s <= _MOST_SPILL_WAIT_S:
-            kept = self.dram.begin_spill(entry.key, length=entry.length, digest=entry.digest, num_bytes=num_bytes)
+            kept = self.dram.begin_spill(entry.key, length=entry.length, content=entry.content, num_bytes=num_bytes)
         if kept is not None:
             self.device.pin(entry)
             pages, length = list(entry.pages), entry.length
@@ -122,7 +122,7 @@ class PrefixTiers:
         if work.key in self._reloading:
             self._reloading[work.key].append(work)
             return True
-        kept = self.dram.find(work.key, work.digest_of)
+        kept = self.dram.find(work.key, work.content_of)
         if kept is None or kept.payload is None or not self._is_reload_worth(kept.length, pressure):
             return False
         entry = self.device.create(work.key)
@@ -161,7 +161,7 @@ class PrefixTiers:
 
     def _reloaded(self, kept: Kept[torch.Tensor], entry: Entry, resume: Callable[[Work], None]) -> None:
         if self.dram.finish_reload(kept) and not entry.is_dropped:
-            self.device.commit(entry, kept.length, kept.digest)
+            self.device.commit(entry, kept.length, kept.content)
         elif not entry.is_dropped:
             self.device.drop(entry.key)
         self.device.unpin(entry)

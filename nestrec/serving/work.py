@@ -1,6 +1,5 @@
 """What waits for an engine: requests to rank and signals to compute a prefix ahead."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -57,8 +56,6 @@ class Work:
     deadline_s: float
     estimate_s: float
     """device seconds that it was admitted with"""
-    digest: Callable[[int], bytes]
-    """of so many first tokens"""
     future: "Future[Answer]" = field(default_factory=Future)
     source: Source = "none"
     is_finished: bool = False
@@ -67,16 +64,11 @@ class Work:
     """`perf_counter` when its last batch began to be put together"""
     launched_s: float = 0.0
     """`perf_counter` when that batch had been given to the device"""
-    _digests: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def is_rank(self) -> bool:
         return self.candidates is not None
 
-    def digest_of(self, num_tokens: int) -> bytes | None:
+    def content_of(self, num_tokens: int) -> bytes | None:
         """None beyond what can be cached: an entry of more tokens belongs to another history."""
-        if num_tokens > self.tokens.num_cacheable:
-            return None
-        if num_tokens not in self._digests:
-            self._digests[num_tokens] = self.digest(num_tokens)
-        return self._digests[num_tokens]
+        return self.tokens.content(num_tokens) if num_tokens <= self.tokens.num_cacheable else None

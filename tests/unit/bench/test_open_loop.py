@@ -70,6 +70,18 @@ def test_the_search_finds_the_largest_rate(capacity):
     assert len(asked) <= 16
 
 
+def test_the_search_tries_nothing_beyond_the_most():
+    asked = []
+
+    def measure(rate):
+        asked.append(rate)
+        return trial_of([1.0])
+
+    found, _ = largest(measure, 50.0, start=10.0, most=35.0)
+    assert found == asked[-1] == max(asked) == 35.0
+    assert len(asked) == 3
+
+
 def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
     seen = []
 

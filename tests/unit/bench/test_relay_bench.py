@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
@@ -53,12 +54,14 @@ def test_every_mode_gives_a_row():
 
 
 def test_users_return_with_more_events_and_only_recent_ones():
-    load = Load(history=10, candidates=3, returning=0.5, new_events=2, recent_users=8)
-    visits = load.visits(400)
-    assert visits == load.visits(400)
+    load = Load(history=10, candidates=3, returning=0.5, new_events=2, recent_users=8, pause_s=0.1)
+    at_s = np.arange(400) * 0.01
+    visits = load.visits(at_s)
+    assert visits == load.visits(at_s)
     latest = {}
     for number, (user, visit) in enumerate(visits):
         assert visit == 0 if user == number else visit > 0
+        assert user == number or 10 <= number - latest[user] <= 18 + 10, "neither before the answer nor much later"
         latest[user] = number
     assert 0.4 < sum(visit > 0 for _, visit in visits) / 400 < 0.6
     for user in (7, 140, 100_000):

@@ -17,7 +17,7 @@ def make(max_bytes=100, ttl_s=10.0):
 
 
 def spill(expander, user, version=0, num_bytes=40):
-    kept = expander.begin_spill(key_of(user), length=version, digest=b"%d" % version, num_bytes=num_bytes)
+    kept = expander.begin_spill(key_of(user), length=version, content=b"%d" % version, num_bytes=num_bytes)
     if kept is not None:
         expander.finish_spill(kept, (user, version))
     return kept
@@ -29,8 +29,8 @@ def find(expander, user, version=0):
 
 def test_one_copy_of_a_user_at_a_time():
     expander, _ = make()
-    kept = expander.begin_spill(key_of(1), length=3, digest=b"3", num_bytes=40)
-    assert expander.begin_spill(key_of(1), length=4, digest=b"4", num_bytes=40) is None
+    kept = expander.begin_spill(key_of(1), length=3, content=b"3", num_bytes=40)
+    assert expander.begin_spill(key_of(1), length=4, content=b"4", num_bytes=40) is None
     assert find(expander, 1, 3) is None, "half a copy is not given out"
     expander.finish_spill(kept, "payload")
     assert find(expander, 1, 3).payload == "payload"
@@ -90,7 +90,7 @@ def test_random_schedules_keep_bytes_order_and_single_flight():  # noqa: PLR0912
             if action == 0 and user not in reloading:
                 version[user] += rng.random() < 0.5
                 kept = expander.begin_spill(
-                    key_of(user), length=version[user], digest=b"%d" % version[user], num_bytes=rng.randint(10, 60)
+                    key_of(user), length=version[user], content=b"%d" % version[user], num_bytes=rng.randint(10, 60)
                 )
                 assert not (kept is not None and user in spilling), "two copies of a user at once"
                 if kept is not None:

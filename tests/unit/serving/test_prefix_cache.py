@@ -143,7 +143,7 @@ class Schedule:
             return
         self.num_reads += 1
         assert entry.key.user == str(user)
-        assert entry.digest == digest(user, entry.length)
+        assert entry.content == digest(user, entry.length)
         assert self.holds(entry), "read another user's page"
         self.cache.pin(entry)
         self.keep_or_unpin(entry)
