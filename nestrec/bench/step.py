@@ -223,7 +223,7 @@ def _measured(
         "formula": FORMULA,
     }
     if bench.profiled and bench.device == "cuda":
-        row["parts"] = parts_of(runner, bench.profiled, flops, wall_ms=seconds * 1e3)
+        row["parts"] = parts_of(runner, bench.profiled, flops)
     row["loss"] = round(float(runner.step()), 4)
     return row
 

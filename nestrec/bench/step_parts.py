@@ -1,10 +1,14 @@
 """Where the time of a step goes: device kernels by part, from torch's profiler.
 
-idle      wall time without a kernel of the compute stream or any other: the host was late
+idle      time between the first and the last kernel of the profiled steps in which no stream ran any: the host was late
 overlap   kernels of several streams at once are each counted, so parts may add up to more than the wall time
+
+A step under the profiler takes as long as its kernels do then; a device that is bound by its power runs them now
+quicker, now slower, so the sum of parts need not be the time of the steps that were timed.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -31,18 +35,30 @@ class Steps(Protocol):
     def wait(self) -> None: ...
 
 
-def parts_of(runner: Steps, steps: int, flops: StepFlops, *, wall_ms: float) -> dict[str, Any]:
+def parts_of(runner: Steps, steps: int, flops: StepFlops) -> dict[str, Any]:
     """Milliseconds of a step by part, the largest kernels of each, and the rate where FLOPs are known."""
     runner.wait()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
             runner.step()
         runner.wait()
     kernels = {e.key: (e.self_device_time_total / 1e3 / steps, e.count / steps) for e in profiler.key_averages()}
-    return summed(kernels, flops, wall_ms)
+    ranges = [e.time_range for e in profiler.events() if e.device_type.name == "CUDA"]
+    idle_us = idle_time((r.start, r.end) for r in ranges)
+    return summed(kernels, flops, idle_us / 1e3 / steps)
 
 
-def summed(kernels: dict[str, tuple[float, float]], flops: StepFlops, wall_ms: float) -> dict[str, Any]:
+def idle_time(intervals: Iterable[tuple[float, float]]) -> float:
+    """Time between the first beginning and the last end that no interval covers."""
+    idle, covered_to = 0.0, None
+    for start, end in sorted(intervals):
+        if covered_to is not None and start > covered_to:
+            idle += start - covered_to
+        covered_to = end if covered_to is None else max(covered_to, end)
+    return idle
+
+
+def summed(kernels: dict[str, tuple[float, float]], flops: StepFlops, idle_ms: float) -> dict[str, Any]:
     """kernels: name to (milliseconds, launches) of a step."""
     found: dict[str, Any] = {}
     for name, (ms, launches) in sorted(kernels.items(), key=lambda item: -item[1][0]):
@@ -58,8 +74,7 @@ def summed(kernels: dict[str, tuple[float, float]], flops: StepFlops, wall_ms: f
     for name, count in (("attention", flops.attention), ("matmul", flops.projections)):
         if name in found:
             found[name]["tflops"] = round(count / found[name]["ms"] / 1e9, 1)
-    busy = sum(part["ms"] for part in found.values())
-    found["idle"] = {"ms": round(max(0.0, wall_ms - busy), 2)}
+    found["idle"] = {"ms": round(idle_ms, 2)}
     return found
 
 

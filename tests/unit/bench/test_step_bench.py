@@ -7,7 +7,7 @@ from nestrec.base.errors import UserError
 from nestrec.bench.flops import StepFlops, step_flops
 from nestrec.bench.layer import LayerBench, measure_layers
 from nestrec.bench.step import StepBench, encoder_of, measure_steps
-from nestrec.bench.step_parts import part_name, summed
+from nestrec.bench.step_parts import idle_time, part_name, summed
 from nestrec.models import FuXiConfig, HSTUConfig
 
 
@@ -33,9 +33,14 @@ def test_kernels_are_counted_with_their_part():
         "void multi_tensor_apply_kernel<adam>": "optimizer", "_forward": "loss", "Memcpy HtoD": "copies", "x": "other",
     }  # fmt: skip
     assert {name: part_name(name) for name in names} == names
-    found = summed({"nvjet": (2.0, 3.0), "x": (1.0, 1.0)}, StepFlops(4e9, 1e9), wall_ms=5.0)
+    found = summed({"nvjet": (2.0, 3.0), "x": (1.0, 1.0)}, StepFlops(4e9, 1e9), idle_ms=0.5)
     assert found["matmul"]["tflops"] == 2.0
-    assert found["idle"]["ms"] == 2.0
+    assert found["idle"]["ms"] == 0.5
+
+
+def test_idle_is_what_no_stream_covers():
+    assert idle_time([]) == 0.0
+    assert idle_time([(10.0, 12.0), (0.0, 4.0), (1.0, 2.0), (3.0, 7.0), (12.5, 13.0)]) == 3.5
 
 
 def test_a_case_that_is_none_is_refused():
