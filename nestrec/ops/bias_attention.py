@@ -19,7 +19,7 @@ import torch
 
 from nestrec.ops.kernel_op import kernel_op, power_of_two, runs_kernels
 from nestrec.ops.padding import padded_slots
-from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.relative_bias import RelativeBias, bucket_edges
 from nestrec.ops.row_tiles import check_rows, check_strided, like
 
 BLOCK = 128
@@ -141,7 +141,7 @@ def bias_rows(
     tile = _tile(width)
     bias_forward_kernel[_grid(offsets, num_blocks, width)](
         v, out, table, offsets, table if query_time is None else query_time, table if time is None else time,
-        len(offsets) - 1, num_blocks, v.stride(0), (len(table) - 1) // 2, len(table) - 1, **tile,
+        _edges(table, time), len(offsets) - 1, num_blocks, v.stride(0), (len(table) - 1) // 2, len(table) - 1, **tile,
         BY_TIME=time is not None, PRECISION=_precision(v),
     )  # fmt: skip
     return out
@@ -162,7 +162,8 @@ def bias_value_gradient(
     given = [position if x is None else x for x in (time_table, query_time, time)]
     bias_value_gradient_kernel[_grid(offsets, num_blocks, width)](
         grad_position, grad_position if grad_time is None else grad_time, out, position, given[0], offsets,
-        given[1], given[2], len(offsets) - 1, num_blocks, (len(position) - 1) // 2, len(given[0]) - 1,
+        given[1], given[2], _edges(given[0], time), len(offsets) - 1, num_blocks, (len(position) - 1) // 2,
+        len(given[0]) - 1,
         **_tile(width), HAS_TIME=grad_time is not None, PRECISION=_precision(out),
     )  # fmt: skip
     return out
@@ -181,11 +182,17 @@ def bias_table_gradient(
     out = _table_sums(grad, time, max_length, num_slots)
     given = [offsets if x is None else x for x in (query_time, time)]
     bias_table_gradient_kernel[out.shape[0], SPLITS](
-        grad, v, out, offsets, *given, len(offsets) - 1, out.shape[0], SPLITS, v.stride(0), num_slots - 1,
+        grad, v, out, offsets, *given, offsets if time is None else bucket_edges(num_slots - 1, time.device),
+        len(offsets) - 1, out.shape[0], SPLITS, v.stride(0), num_slots - 1,
         WIDTH=grad.shape[1], BM=BLOCK, BW=min(64, power_of_two(max(16, grad.shape[1]))), SLOTS=out.shape[2],
         BY_TIME=time is not None, PRECISION=_precision(v), num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
+
+
+def _edges(table: torch.Tensor, time: torch.Tensor | None) -> torch.Tensor:
+    """Of the buckets of a time table; anything where there is none."""
+    return table if time is None else bucket_edges(len(table) - 1, table.device)
 
 
 def _table_sums(grad: torch.Tensor, time: torch.Tensor | None, max_length: int, num_slots: int) -> torch.Tensor:

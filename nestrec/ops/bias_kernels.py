@@ -25,7 +25,7 @@ def _times(time, at, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bias_forward_kernel(  # type: ignore[no-untyped-def]
-    v, out, table, offsets, query_time, time, num_sequences, num_blocks, v_stride, centre, num_buckets,
+    v, out, table, offsets, query_time, time, edges, num_sequences, num_blocks, v_stride, centre, num_buckets,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     BY_TIME: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,9 @@ def bias_forward_kernel(  # type: ignore[no-untyped-def]
                              mask=(j < length)[:, None] & (w < WIDTH)[None, :], other=0.0)  # fmt: skip
             seen = (j[None, :] <= i[:, None]) & (i < length)[:, None]
             if BY_TIME:
-                slot = time_bucket(query_time_M[:, None] - _times(time, start + j, j < length)[None, :], num_buckets)
+                slot = time_bucket(
+                    query_time_M[:, None] - _times(time, start + j, j < length)[None, :], edges, num_buckets
+                )
             else:
                 slot = j[None, :] - i[:, None] + centre
             weights = _values(table, slot, seen).to(values.dtype)
@@ -56,8 +58,8 @@ def bias_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bias_value_gradient_kernel(  # type: ignore[no-untyped-def]
-    grad_position, grad_time, out, position, time_table, offsets, query_time, time, num_sequences, num_blocks, centre,
-    num_buckets,
+    grad_position, grad_time, out, position, time_table, offsets, query_time, time, edges, num_sequences, num_blocks,
+    centre, num_buckets,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +83,9 @@ def bias_value_gradient_kernel(  # type: ignore[no-untyped-def]
             total = tl.dot(weights, grad, total, input_precision=PRECISION)
             if HAS_TIME:
                 grad = tl.load(grad_time + at, mask=mask, other=0.0)
-                slot = time_bucket(_times(query_time, start + i, i < length)[None, :] - time_M[:, None], num_buckets)
+                slot = time_bucket(
+                    _times(query_time, start + i, i < length)[None, :] - time_M[:, None], edges, num_buckets
+                )
                 weights = _values(time_table, slot, seen).to(grad.dtype)
                 total = tl.dot(weights, grad, total, input_precision=PRECISION)
         place = out + (start + j)[:, None] * WIDTH + w[None, :]
@@ -90,7 +94,7 @@ def bias_value_gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bias_table_gradient_kernel(  # type: ignore[no-untyped-def]
-    grad, v, out, offsets, query_time, time, num_sequences, num_blocks, num_splits, v_stride, num_buckets,
+    grad, v, out, offsets, query_time, time, edges, num_sequences, num_blocks, num_splits, v_stride, num_buckets,
     WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, SLOTS: tl.constexpr,
     BY_TIME: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +125,7 @@ def bias_table_gradient_kernel(  # type: ignore[no-untyped-def]
             products = tl.where(seen, products, 0.0)
             if BY_TIME:
                 asked = _times(query_time, start + i, i < length)[:, None]
-                bucket = time_bucket(asked - _times(time, start + j, j < length)[None, :], num_buckets)
+                bucket = time_bucket(asked - _times(time, start + j, j < length)[None, :], edges, num_buckets)
                 least = tl.min(tl.where(seen, bucket, num_buckets))
                 most = tl.max(tl.where(seen, bucket, 0))
                 for b in range(least, most + 1):

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.attention_schedule import Schedule
-from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.relative_bias import RelativeBias, bucket_edges
 
 
 class Inputs(NamedTuple):
@@ -70,16 +70,16 @@ def _seen(i, j, history, num_context, window):
 
 
 @triton.jit
-def time_bucket(delta_s, num_buckets):
-    """min(floor(ln(max(|delta|, 1)) / 0.301), num_buckets), as float64 has it."""
-    size = tl.maximum(tl.abs(delta_s), 1.0)
-    steps = tl.log2(size.to(tl.float32)) * 2.3028145533553003  # ln 2 / 0.301
-    bucket = steps.to(tl.int32)
-    # float32 is off by less than 1e-5 steps; the few differences that close to an edge are settled in float64.
-    is_close = tl.abs(steps - tl.floor(steps + 0.5)) < 2e-5
-    if tl.max(is_close.to(tl.int32)) > 0:
-        bucket = tl.where(is_close, (tl.log(size) / 0.301).to(tl.int32), bucket)
-    return tl.minimum(bucket, num_buckets)
+def time_bucket(delta_s, edges, num_buckets):
+    """min(floor(ln(max(|delta|, 1)) / 0.301), num_buckets), as float64 has it; edges: nestrec.ops.relative_bias.
+
+    Exponent and mantissa, read as one fixed-point number, are log2 less up to 0.09: the bucket or the one below it.
+    """
+    high = ((delta_s.to(tl.int64, bitcast=True) >> 32) & 0x7FFFFFFF).to(tl.int32)
+    log2 = tl.maximum(high, 0x3FF00000) - 0x3FF00000  # in units of 2^-20
+    below = ((log2.to(tl.int64) * 9432) >> 32).to(tl.int32)  # ln 2 / 0.301 = 9432.3 * 2^-12
+    below = tl.minimum(below, num_buckets)
+    return below + (tl.abs(delta_s) >= tl.load(edges + below + 1)).to(tl.int32)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _add_buckets(g, bucket, seen, table, num_buckets, quantum):
 def _stream_kernel(
     x0_ptr, x1_ptr, y0_ptr, y1_ptr, out_ptr, x0_step, x1_step, y0_step, y1_step, x0_head, x1_head, y0_head, y1_head,
     schedule, state, heads, scale, targets, num_context, window,
-    position_table, centre, time_table, num_buckets, query_time, key_time, position_grad, time_grad, quantum_ptr,
+    position_table, centre, time_table, edges, num_buckets, query_time, key_time, position_grad, time_grad, quantum_ptr,
     GRADIENT: tl.constexpr, REVERSED: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr,
     HAS_TIME: tl.constexpr, ONLY_TABLES: tl.constexpr, PRECISION: tl.constexpr,
     XB: tl.constexpr, YB: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -179,7 +179,7 @@ def _stream_kernel(
         bucket = tl.zeros([XB, YB], tl.int32)
         if HAS_TIME:
             y_time = tl.load((query_time if REVERSED else key_time) + y_rows, mask=y < length, other=0.0)
-            bucket = time_bucket(x_time[:, None] - y_time[None, :], num_buckets)
+            bucket = time_bucket(x_time[:, None] - y_time[None, :], edges, num_buckets)
             s += tl.load(time_table + bucket).to(tl.float32)
         seen = _seen(i, j, history, num_context, window) & (i < length) & (j < length)
         sigmoid = _sigmoid(s)
@@ -269,7 +269,8 @@ def _launch(
         schedule.table, schedule.state, heads, 1.0 / inputs.normaliser, rules.num_targets_B, rules.num_context,
         rules.max_attention_length or tokens + 1,
         position, 0 if position is None else (position.numel() - 1) // 2,
-        time, 0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T, *(sums or (None, None, None)),
+        time, None if time is None else bucket_edges(time.numel() - 1, time.device),
+        0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T, *(sums or (None, None, None)),
         GRADIENT=is_gradient, REVERSED=is_reversed, HAS_TARGETS=rules.num_targets_B is not None,
         HAS_POSITION=position is not None, HAS_TIME=time is not None, ONLY_TABLES=sums is not None,
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32", XB=blocks.x, YB=blocks.y, D=dim,

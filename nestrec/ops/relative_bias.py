@@ -9,6 +9,7 @@ Legend: T tokens of all sequences, B sequences, N padded length.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -20,6 +21,23 @@ from nestrec.ops.padding import padded_slots
 def time_bucket(delta_s: torch.Tensor, num_buckets: int) -> torch.Tensor:
     """Bucket of a time difference in seconds; the published recipe takes natural logarithms over 0.301."""
     return (delta_s.abs().clamp(min=1.0).log() / 0.301).floor().to(torch.int64).clamp(max=num_buckets)
+
+
+@lru_cache(maxsize=32)
+def bucket_edges(num_buckets: int, device: torch.device) -> torch.Tensor:
+    """(num_buckets + 2,) float64: the least difference that `time_bucket` puts into each bucket; infinity behind them.
+
+    Kernels compare with these: a logarithm in float64 for every pair of tokens would cost many times the attention.
+    """
+    number = torch.arange(num_buckets + 1, dtype=torch.float64)
+    edge = (0.301 * number).exp()
+    for _ in range(64):  # rounding puts it some units beside the first that has reached the bucket
+        edge = torch.where(time_bucket(edge, num_buckets) < number, edge.nextafter(2.0 * edge), edge)
+    for _ in range(64):
+        below = edge.nextafter(0.5 * edge)
+        edge = torch.where(time_bucket(below, num_buckets) >= number, below, edge)
+    edge[0] = 0.0
+    return torch.cat([edge, edge.new_full((1,), torch.inf)]).to(device)
 
 
 class _TableValues(torch.autograd.Function):
