@@ -9,7 +9,7 @@ from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention_mask import AttentionRules, seen_mask
 from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_reference
-from nestrec.ops.relative_bias import RelativeBias, position_bias, time_bias, time_bucket
+from nestrec.ops.relative_bias import RelativeBias, bucket_edges, position_bias, time_bias, time_bucket
 from nestrec.ops.softmax_attention import softmax_attention, softmax_attention_reference
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -142,6 +142,14 @@ def test_a_later_token_changes_nothing_before_it():
 def test_time_buckets_follow_the_published_rule():
     delta = torch.tensor([0.0, 1.0, -1.0, 1.36, 86400.0, 1e30], dtype=torch.float64)
     assert time_bucket(delta, 128).tolist() == [0, 0, 0, 1, 37, 128]
+
+
+def test_the_edge_of_a_bucket_is_the_least_difference_in_it():
+    edges, number = bucket_edges(128, torch.device("cpu")), torch.arange(1, 129)
+    assert torch.equal(time_bucket(edges[1:-1], 128), number)
+    assert torch.equal(time_bucket(edges[1:-1].nextafter(torch.zeros(1, dtype=torch.float64)), 128), number - 1)
+    assert edges[0] == 0.0
+    assert edges[-1] == torch.inf
 
 
 @pytest.mark.parametrize("kind", ["position", "time"])

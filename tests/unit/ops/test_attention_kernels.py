@@ -8,18 +8,18 @@ from nestrec.jagged import offsets_of
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_reference
 from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
-from nestrec.ops.relative_bias import RelativeBias, time_bucket
+from nestrec.ops.relative_bias import RelativeBias, bucket_edges, time_bucket
 
 if HAS_TRITON and IS_INTERPRETED:
     import triton
     import triton.language as tl
 
-    from nestrec.ops.hstu_attention_triton import _time_bucket
+    from nestrec.ops.hstu_attention_triton import time_bucket as kernel_bucket
 
     @triton.jit
-    def _bucket_kernel(x, y, count, SIZE: tl.constexpr):
+    def _bucket_kernel(x, y, edges, count, SIZE: tl.constexpr):
         i = tl.arange(0, SIZE)
-        tl.store(y + i, _time_bucket(tl.load(x + i), count))
+        tl.store(y + i, kernel_bucket(tl.load(x + i), edges, count))
 
 
 pytestmark = [
@@ -83,9 +83,11 @@ def test_the_kernel_equals_the_definition(seed):
 def test_time_buckets_are_those_of_float64():
     """Also within rounding of every edge."""
     edges = torch.exp(0.301 * torch.arange(1, 65, dtype=torch.float64))
-    delta = torch.cat([edges * (1 + e) for e in (0.0, 1e-15, -1e-15, 3e-9, -3e-9, 1e-7, -1e-7, 1e-3)])
+    delta = torch.cat([edges * (1 + e) for e in (0.0, 1e-15, -1e-15, 3e-9, -3e-9, 1e-7, -1e-7, 0.99)])
+    delta[100:200] *= -1.0
+    delta[:3] = torch.tensor([0.0, 1.0, -1e30])
     found = torch.empty(len(delta), dtype=torch.int32)
-    _bucket_kernel[(1,)](delta, found, 50, SIZE=len(delta))
+    _bucket_kernel[(1,)](delta, found, bucket_edges(50, delta.device), 50, SIZE=len(delta))
     assert torch.equal(found.long(), time_bucket(delta, 50))
 
 
