@@ -184,7 +184,7 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools, schedule)
     job = Job(num_steps=12, fences=(5,), window_cache=True, shares=(9, 0, 1, 2))
     first, again = (pools[4].run(train, schedule, job) for _ in range(2))
     issued = [result["issued"] for result in first + again]
-    assert len(issued[0]) > 12 * 3 * 4
+    assert len(issued[0]) > 12 * 3 * 2, "vectors and gradients of every micro-batch, and keys and sums besides"
     assert all(other == issued[0] for other in issued)
 
 
