@@ -5,7 +5,6 @@ Data crosses as bytes, so that every type takes the same path on every backend. 
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -38,14 +37,13 @@ def all_to_all_rows(
     """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
     if communicator.transport is None:
         return rows if communicator.link is None else communicator.link.all_to_all(rows)
-    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    row_bytes = rows.element_size() * math.prod(rows.shape[1:])
+    parcel = Parcel(rows, send_counts, receive_counts)
+    received, row_bytes = parcel.received(), parcel.row_bytes
     sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
     sizes = [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts]
     with peers_watched(communicator, "all_to_all"):
         communicator.transport.all_to_all(into, sent, *sizes)
-        if communicator.link is not None:
-            communicator.link.hold(max(sum(n) - n[communicator.rank] for n in sizes), rows.device)
+        _hold(communicator, [parcel])
     return received
 
 
@@ -78,9 +76,8 @@ def _hold(communicator: Communicator, parcels: Sequence[Parcel]) -> None:
         return
     sent, received = 0, 0
     for parcel in parcels:
-        row_bytes = parcel.rows.element_size() * math.prod(parcel.rows.shape[1:])
-        sent += row_bytes * (sum(parcel.send_counts) - parcel.send_counts[communicator.rank])
-        received += row_bytes * (sum(parcel.receive_counts) - parcel.receive_counts[communicator.rank])
+        sent += parcel.row_bytes * (sum(parcel.send_counts) - parcel.send_counts[communicator.rank])
+        received += parcel.row_bytes * (sum(parcel.receive_counts) - parcel.receive_counts[communicator.rank])
     communicator.link.hold(max(sent, received), parcels[0].rows.device)
 
 

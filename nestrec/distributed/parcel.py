@@ -1,5 +1,6 @@
 """Rows on their way to all ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ class Parcel:
     places: torch.Tensor | None = None
     """Which rows are sent, in order of target; none: all, as they stand."""
 
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.rows)
+
     def chosen(self) -> torch.Tensor:
         """All that is sent."""
         return self.rows if self.places is None else take_rows(self.rows, self.places)
@@ -35,3 +40,8 @@ class Parcel:
     def received(self) -> torch.Tensor:
         """Memory for what comes back."""
         return self.rows.new_empty((sum(self.receive_counts), *self.rows.shape[1:]))
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of one row of (n, ...)."""
+    return rows.element_size() * math.prod(rows.shape[1:])

@@ -9,7 +9,6 @@ killed, and its peers notice at once.
 """
 
 import contextlib
-import math
 import mmap
 import os
 import secrets
@@ -23,7 +22,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from nestrec.distributed.parcel import Parcel
+from nestrec.distributed.parcel import Parcel, row_bytes
 from nestrec.distributed.transports import Collectives, Sizes
 
 _SPARE = 1.25
@@ -152,7 +151,7 @@ class Outbox:
 
     def rows(self, place: int, count: int, like: torch.Tensor) -> torch.Tensor:
         """Some rows of a given kind that begin at a place."""
-        end = place + count * _row_bytes(like)
+        end = place + count * row_bytes(like)
         if end > len(self._bytes):
             self._map()
         return self._bytes[place:end].view(like.dtype).view(count, *like.shape[1:])
@@ -194,13 +193,9 @@ def _lost(error: OSError) -> RuntimeError:
     return RuntimeError("no answer in time" if isinstance(error, TimeoutError) else f"connection lost: {error}")
 
 
-def _row_bytes(rows: torch.Tensor) -> int:
-    return rows.element_size() * math.prod(rows.shape[1:])
-
-
 def _size(parcel: Parcel, count: int) -> int:
     """Bytes that some rows of a parcel take in an outbox."""
-    return -(-count * _row_bytes(parcel.rows) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-count * parcel.row_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _part_of(counts: Sequence[int], rank: int) -> tuple[int, int]:

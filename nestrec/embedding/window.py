@@ -19,7 +19,7 @@ from nestrec.embedding.routing import Routed
 from nestrec.embedding.transfer import used_here
 from nestrec.embedding.working_set import WorkingSet
 from nestrec.ops.gather_rows import take_rows
-from nestrec.ops.sum_rows import add_by_index
+from nestrec.ops.sum_rows import add_distinct
 
 Rows = dict[str, torch.Tensor]
 
@@ -105,10 +105,7 @@ class _Cache:
         """Add the gradients of a part; the sums that are complete with it."""
         for name, places in self._parts[part].places.items():
             sums, grad = self._sums[name], gradients[name].detach()
-            if sums.device.type == "cpu":
-                add_by_index(sums, places, grad.to(sums.dtype))
-            else:
-                sums.index_add_(0, places, grad.to(sums.dtype))  # distinct places: no order to lose
+            add_distinct(sums, places, grad.to(sums.dtype))
         used_here(self._sums.values())
         complete = {name: take_rows(self._sums[name], places) for name, places in self._parts[part].leaving.items()}
         if part == len(self._parts) - 1:  # the batch itself is kept for some steps more, its largest part need not be

@@ -15,7 +15,7 @@ from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device, used_here
 from nestrec.ops.gather_rows import take_rows
-from nestrec.ops.sum_rows import add_by_index
+from nestrec.ops.sum_rows import add_distinct
 
 
 @dataclass(slots=True)
@@ -51,25 +51,18 @@ class WorkingTable:
         if routed.slots is None and self.gradient is None:
             (self.gradient,) = received
             return
-        device = self.fetched.rows.device
         if self.gradient is None:
             self.gradient = received[0].new_zeros(len(self.fetched.keys), self.table.dim)
-        for places, grad in zip(_places(routed, device).split(routed.receive_counts), received, strict=True):
-            if device.type == "cpu":
-                add_by_index(self.gradient, places, grad)
-            else:
-                # A source asks for a row once: at most one number is added to a place, there is no order to lose.
-                self.gradient.index_add_(0, places, grad)
+        places = _places(routed, self.fetched.rows.device).split(routed.receive_counts)
+        for where, grad in zip(places, received, strict=True):
+            add_distinct(self.gradient, where, grad)  # a source asks for a row once
 
     def add_of_holders(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Add complete sums of the holders, in order of holder."""
         if self.total is None:
             self.total = gradients[0].new_zeros(len(self.fetched.keys), self.table.dim)
         for where, grad in zip(places, gradients, strict=True):
-            if grad.device.type == "cpu":
-                add_by_index(self.total, where, grad)
-            else:
-                self.total.index_add_(0, where, grad)  # a holder's places are distinct: no order to lose
+            add_distinct(self.total, where, grad)  # a holder has a row once
 
     def update_some(self, places: torch.Tensor, step: int, learning_rate: float) -> None:
         """One step of the row optimiser on the rows at these places; the gradients of the others wait."""
