@@ -35,9 +35,7 @@ class Trial:
     def percentile_ms(self, q: float) -> float:
         if not len(self.latency_ms):
             return math.inf
-        return float(
-            np.sort(self.latency_ms)[min(len(self.latency_ms) - 1, math.ceil(q / 100 * len(self.latency_ms)) - 1)]
-        )
+        return nearest_rank(np.sort(self.latency_ms), q)
 
     @property
     def num_refused(self) -> int:
@@ -81,6 +79,11 @@ async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send,
     span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
     late_ms = float(np.quantile(lateness_ms, 0.99)) if len(at_s) else 0.0
     return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
+
+
+def nearest_rank(ordered: NDArray[np.float64], q: float) -> float:
+    """The q-th percentile as one of the values, of which there is at least one."""
+    return float(ordered[min(len(ordered), math.ceil(q / 100 * len(ordered))) - 1])
 
 
 class _Polling(selectors.DefaultSelector):

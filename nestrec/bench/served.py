@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,8 +16,9 @@ import psutil
 from numpy.typing import NDArray
 
 from nestrec.bench.http_client import HttpClient
-from nestrec.bench.open_loop import Trial, poisson_arrivals, run_open_loop, run_punctually
+from nestrec.bench.open_loop import Trial, nearest_rank, poisson_arrivals, run_open_loop, run_punctually
 from nestrec.bench.replay import ReplayConfig, made_up_request
+from nestrec.serving.many.instances import free_port, listens
 
 Floats = NDArray[np.float64]
 
@@ -53,13 +52,11 @@ class Served:
 @contextlib.contextmanager
 def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
     """`nestrec serve` in a process of its own, ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port), *options]
     child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     try:
-        while child.poll() is None and not _listens(port):
+        while child.poll() is None and not listens(port):
             time.sleep(0.05)
         yield port, psutil.Process(child.pid)
     finally:
@@ -117,13 +114,8 @@ def made_up_load(
 
 
 def quantile(ordered: Floats, q: float) -> float | None:
-    return round(float(ordered[math.ceil(q / 100 * len(ordered)) - 1]), 3) if len(ordered) else None
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
-        return True
-    return False
+    """None of nothing."""
+    return round(nearest_rank(ordered, q), 3) if len(ordered) else None
 
 
 def _cpu_s(process: psutil.Process) -> float:

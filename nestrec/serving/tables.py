@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.embedding.key_table import KeyTable
-from nestrec.embedding.transfer import to_device
+from nestrec.embedding.transfer import sent_to_device, to_device
 from nestrec.serving.row_sources import DiskRows, DramRows, RowSource
 
 _PART_ROWS = 1 << 16
@@ -109,14 +109,11 @@ class CachedTable:
         if is_here.all():
             return here
         missing = keys[~is_here]
-        fresh = self._sent(self._source.read(missing))
+        fresh = sent_to_device(self._source.read(missing), self._device)
         self._keep(missing, fresh)
         rows = torch.empty(len(keys), *fresh.shape[1:], dtype=fresh.dtype, device=self._device)
         rows[to_device(is_here, self._device)], rows[to_device(~is_here, self._device)] = here, fresh
         return rows
-
-    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._device.type == "cpu" else rows.pin_memory().to(self._device, non_blocking=True)
 
     def _keep(self, keys: NDArray[np.int64], fresh: torch.Tensor) -> None:
         """Put rows into the cache, instead of others where it is full."""

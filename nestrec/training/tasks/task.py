@@ -15,6 +15,7 @@ from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding.transfer import sent_to_device
 from nestrec.models import SequenceInfo
 from nestrec.pipeline import Coupling
 from nestrec.training.metrics import Interval
@@ -82,7 +83,7 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch with its tensors on `device`; copies from pinned memory do not wait."""
     if device.type == "cpu":
         return batch
-    moved = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
+    moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
     return MicroBatch(batch.sample_ids, batch.keys, moved, batch.max_length, batch.num_tokens)
 
 
