@@ -8,13 +8,10 @@ import httpx
 import numpy as np
 import pytest
 from serving_oracle import oracle_scores
-from uvicorn.server import ServerState
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
-from nestrec.serving.api.limited_protocol import path_of_whole
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig, uvicorn_config
 from nestrec.serving.engine import EngineConfig
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.random_model import random_ranking, random_retrieval
@@ -227,69 +224,6 @@ def test_refusals_say_when_to_come_back(front, service, monkeypatch):
     monkeypatch.setattr(service.fleet("ranking").engines[0], "rank", refuse)
     response = call(front, "POST", "/v1/rank", rank_body())
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-
-
-WHOLE = b"POST /v1/rank HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}"
-
-
-@pytest.mark.parametrize(
-    ("data", "path"),
-    [
-        (WHOLE, "/v1/rank"),
-        (WHOLE.replace(b"{}", b"{"), None), (WHOLE + b"G", None), (WHOLE.replace(b": 2", b": 02x"), None),
-        (WHOLE.replace(b"1.1", b"1.0"), None), (WHOLE.replace(b"POST", b"PUT"), None),
-        (WHOLE.replace(b"keep-alive", b"Close"), None), (WHOLE.replace(b"Host", b"Expect"), None),
-        (WHOLE.replace(b"Host: t", b"Transfer-Encoding: chunked"), None),
-        (WHOLE.replace(b"Host: t", b"content-length: 2"), None), (WHOLE.replace(b"Length: 2", b"Length: -2"), None),
-        (WHOLE[:40], None), (b"\r\n\r\n", None), (b"", None),
-    ],
-)  # fmt: skip
-def test_only_whole_plain_requests_are_seen_without_parsing(data, path):
-    assert path_of_whole(data, 1000) == path
-    assert path_of_whole(data, 40) is None
-
-
-def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(service, front):
-    engine, body = service.fleet("ranking").engines[0], json.dumps(rank_body()).encode()
-    head = b"POST /v1/rank HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
-    whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
-    chunked = head + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
-    parsed = []
-    receive = front._http
-    front._http = lambda scope, *rest: parsed.append(scope["path"]) or receive(scope, *rest)
-
-    async def answer(reader):
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
-        return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
-
-    async def run():
-        config = uvicorn_config(front, ServeConfig(limits=LIMITS), front)
-        config.load()
-        state = ServerState()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-        )
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
-        answers = []
-        for waiting, data in ((1, whole), (1, whole), (1, chunked), (0, whole), (1, whole), (0, chunked)):
-            engine._num_pending, engine._queued_s = waiting, 1e10 * waiting
-            writer.write(data)
-            answers.append((await answer(reader), len(parsed)))
-        writer.close()
-        await writer.wait_closed()
-        server.close()
-        return answers
-
-    answers = asyncio.run(run())
-    assert [(status, count) for (status, _, _), count in answers] == [
-        (429, 0), (429, 0), (429, 1), (200, 2), (429, 2), (200, 3)
-    ]  # fmt: skip
-    for (status, headers, content), _ in answers:
-        assert ("retry-after" in headers) == (status == 429)
-        assert ("error" in json.loads(content)) == (status == 429)
-    assert engine.counts["refused_overload"] == 4
-    assert 'nestrec_requests_total{route="/v1/rank",status="429"} 4.0' in call(front, "GET", "/metrics").text
 
 
 def test_a_dead_instance_is_left_and_its_users_are_served(models):

@@ -1,14 +1,16 @@
 """Routes of the front. Everything that is not listed here is refused."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from nestrec.serving.api.http import (
     Answered,
+    Body,
     DisconnectedError,
     Receive,
     Scope,
@@ -16,7 +18,6 @@ from nestrec.serving.api.http import (
     as_json,
     check_head,
     problem,
-    read_body,
     retry_after,
     unless_disconnected,
 )
@@ -56,6 +57,7 @@ class App:
             "/v1/recommend": self._recommend,
             "/v1/events": self._events,
         }
+        self.plain_routes: Mapping[bytes, str] = {route.encode(): route for route in self._posts}
         self._gets: dict[str, Callable[[], Answered]] = {
             "/": lambda: Answered(200, PAGE, b"text/html; charset=utf-8", *_SECURITY),
             "/v1/status": lambda: as_json(self.metrics.status()),
@@ -73,31 +75,37 @@ class App:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = time.perf_counter()
-        route, answered = scope["path"], None
+        route, body = scope["path"], Body(scope, receive, self._limits)
         try:
-            route, answered = await self._answer(scope, receive)
+            route, answered = await self._answer(scope, receive, body)
         except DisconnectedError:
             self.metrics.observe(self._known(route), 499, time.perf_counter() - start_s)
             return
-        except BadRequestError as error:
-            answered = problem(error.status, error.message, error.field)
-        except OverloadedError as error:
-            answered = _overloaded(error)
-        except RefusedError as error:
-            answered = problem(503, error.reason, "", retry_after(error.retry_after_s))
-        except Exception:
-            _LOG.exception("a request failed")
-            answered = problem(500, "the request failed here")
-        await answered.send(send)
+        except Exception as error:
+            answered = _explained(error)
+        await answered.send(send, is_last=body.is_unread)
         self.metrics.observe(self._known(route), answered.status, time.perf_counter() - start_s)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> tuple[str, Answered]:
+    async def serve(self, route: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+        """Answer a request without ASGI in between."""
+        start_s = time.perf_counter()
+        try:
+            answered = await self._through_swaps(self._posts[route], self._with_history(route, parse_json(body)))
+        except asyncio.CancelledError:
+            self.metrics.observe(route, 499, time.perf_counter() - start_s)
+            raise
+        except Exception as error:
+            answered = _explained(error)
+        reply(answered)
+        self.metrics.observe(route, answered.status, time.perf_counter() - start_s)
+
+    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, Answered]:
         method, path = scope["method"], scope["path"]
         check_head(scope, self._limits)
         if path in self._posts:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
-            body = await read_body(scope, receive, self._limits)
+            body = await unread.read()
             if (refusal := self._refusal(path)) is not None:
                 raise refusal
             data = self._with_history(path, parse_json(body))
@@ -112,21 +120,16 @@ class App:
                 return f"/v1/users/{{id}}/{what}", self._forget(method, user, what)
         return "other", problem(404, "there is nothing here")
 
-    @property
-    def is_full(self) -> bool:
-        return self._service.is_full
-
-    def refused_unread(self, path: str) -> Answered | None:
+    def refused_unread(self, route: str) -> Answered | None:
         """The answer to a request that is refused before it is parsed; none where it may be served.
 
         Under overload most requests end here: reading them would take the interpreter from the work of the others.
         """
-        start_s = time.perf_counter()
-        refusal = self._refusal(path)
+        refusal = self._refusal(route)
         if refusal is None:
             return None
-        self.metrics.observe(path, 429, time.perf_counter() - start_s)
-        return _overloaded(refusal)
+        self.metrics.observe(route, 429, 0.0)
+        return _explained(refusal)
 
     def _refusal(self, path: str) -> OverloadedError | None:
         if path == "/v1/rank":
@@ -229,8 +232,18 @@ class App:
                 return
 
 
-def _overloaded(error: OverloadedError) -> Answered:
-    return problem(429, error.reason, "", retry_after(error.retry_after_s))
+def _explained(error: Exception) -> Answered:
+    """The answer to a request that was not served."""
+    match error:
+        case BadRequestError():
+            return problem(error.status, error.message, error.field)
+        case OverloadedError():
+            return problem(429, error.reason, "", retry_after(error.retry_after_s))
+        case RefusedError():
+            return problem(503, error.reason, "", retry_after(error.retry_after_s))
+        case _:
+            _LOG.error("a request failed", exc_info=error)
+            return problem(500, "the request failed here")
 
 
 def _columns(fleet: Fleet, answer: Answer) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import asyncio
 import http
 import math
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import orjson
@@ -15,7 +15,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Result = TypeVar("Result")
+Header = tuple[bytes, bytes]
 JSON = b"application/json"
+_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
 
 class DisconnectedError(Exception):
@@ -25,57 +27,82 @@ class DisconnectedError(Exception):
 class Answered:
     """Status, body and headers of an answer."""
 
-    def __init__(self, status: int, body: bytes, content_type: bytes = JSON, *headers: tuple[bytes, bytes]):
+    __slots__ = ("body", "headers", "status")
+
+    def __init__(self, status: int, body: bytes, content_type: bytes = JSON, *headers: Header):
         self.status, self.body = status, body
-        self.headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+        self.headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
 
-    def as_http(self) -> bytes:
-        """The whole answer as HTTP/1.1, on a connection that stays open."""
-        status = http.HTTPStatus(self.status)
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
-        lines += [name + b": " + value for name, value in self.headers]
-        return b"\r\n".join([*lines, b"", self.body])
+    def as_http(self, more_headers: Iterable[Header] = (), *, is_last: bool = False) -> bytes:
+        """The whole answer as HTTP/1.1. is_last: the connection is closed after it."""
+        parts = [_STATUS_LINES[self.status]]
+        for name, value in (*more_headers, *self.headers):
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"connection: close\r\n\r\n" if is_last else b"\r\n", self.body)
+        return b"".join(parts)
 
-    async def send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+    async def send(self, send: Send, *, is_last: bool = False) -> None:
+        headers = [*self.headers, (b"connection", b"close")] if is_last else self.headers
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": self.body})
 
 
-def as_json(value: Any, status: int = 200, *headers: tuple[bytes, bytes]) -> Answered:
+def as_json(value: Any, status: int = 200, *headers: Header) -> Answered:
     return Answered(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), JSON, *headers)
 
 
-def problem(status: int, message: str, field: str = "", *headers: tuple[bytes, bytes]) -> Answered:
+def problem(status: int, message: str, field: str = "", *headers: Header) -> Answered:
     error = {"message": message, **({"field": field} if field else {})}
     return as_json({"error": error}, status, *headers)
 
 
-def retry_after(seconds: float) -> tuple[bytes, bytes]:
+def retry_after(seconds: float) -> Header:
     return b"retry-after", str(max(1, math.ceil(seconds))).encode()
 
 
+def head_bytes(target: bytes, headers: Iterable[Header]) -> int:
+    """What counts of a head."""
+    return len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+def too_long_head(limits: LimitsConfig) -> BadRequestError:
+    return BadRequestError(f"path and headers must have at most {limits.max_header_bytes} bytes", status=431)
+
+
 def check_head(scope: Scope, limits: LimitsConfig) -> None:
-    """The parser bounds what it buffers; a longer head that arrives in one piece is found here."""
-    size = len(scope["raw_path"]) + len(scope["query_string"])
-    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-    if size > limits.max_header_bytes:
-        raise BadRequestError(f"path and headers must have at most {limits.max_header_bytes} bytes", status=431)
+    """The protocol bounds what is buffered; a longer head that arrives in one piece is found here."""
+    if head_bytes(scope["raw_path"] + scope["query_string"], scope["headers"]) > limits.max_header_bytes:
+        raise too_long_head(limits)
 
 
-async def read_body(scope: Scope, receive: Receive, limits: LimitsConfig) -> bytes:
-    """The whole body, declared or chunked, within its limits of size and time."""
-    headers = dict(scope["headers"])
-    content_type = headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
-    if content_type != JSON:
-        raise BadRequestError("the content type must be application/json", status=415)
-    declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared[:20]) > limits.max_body_bytes:
-        raise BadRequestError(f"the body must have at most {limits.max_body_bytes} bytes", status=413)
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            return await _read(receive, limits.max_body_bytes)
-    except TimeoutError:
-        raise BadRequestError("the body did not arrive in time", status=408) from None
+class Body:
+    """The body of a request, declared or chunked, within its limits of size and time."""
+
+    def __init__(self, scope: Scope, receive: Receive, limits: LimitsConfig):
+        self._headers, self._receive, self._limits = dict(scope["headers"]), receive, limits
+        self._is_read = False
+
+    @property
+    def is_unread(self) -> bool:
+        """Some of it may still come: the connection is of no use for another request."""
+        is_sent = b"transfer-encoding" in self._headers or self._headers.get(b"content-length", b"0") != b"0"
+        return is_sent and not self._is_read
+
+    async def read(self) -> bytes:
+        """All of it."""
+        content_type = self._headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
+        if content_type != JSON:
+            raise BadRequestError("the content type must be application/json", status=415)
+        declared, most = self._headers.get(b"content-length", b"0"), self._limits.max_body_bytes
+        if declared.isdigit() and int(declared[:20]) > most:
+            raise BadRequestError(f"the body must have at most {most} bytes", status=413)
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                body = await _read(self._receive, most)
+        except TimeoutError:
+            raise BadRequestError("the body did not arrive in time", status=408) from None
+        self._is_read = True
+        return body
 
 
 async def _read(receive: Receive, most: int) -> bytes:

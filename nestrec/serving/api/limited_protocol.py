@@ -1,43 +1,35 @@
-"""uvicorn's HTTP protocol with limits on open connections and on how long the head of a request may take to arrive.
+"""uvicorn's HTTP protocol with limits on open connections and on the size and time of what is not a body.
 
 uvicorn ends idle connections after a request, but waits without end for a head that trickles in, so that a few slow
-clients could hold every connection. It can bound connections, but does not say when to come back.
+clients could hold every connection; nor does its parser bound the bytes of a head or of what follows a chunked body. It
+can bound connections, but does not say when to come back.
 
-Under overload, requests that have arrived whole are refused before they are parsed: parsing one and answering in the
-usual way takes four tenths of a millisecond of an interpreter that the engine needs for those that were accepted.
+Ranking requests that arrive whole take the short way of `plain_cycle`.
 """
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nestrec.serving.api.http import Answered, Receive, Scope, Send, problem, retry_after
+from nestrec.serving.api.http import JSON, Receive, Scope, Send, head_bytes, problem, retry_after, too_long_head
+from nestrec.serving.api.plain_cycle import Door, PlainCycle
 from nestrec.serving.api.schema import LimitsConfig
 
-_SPECIAL = (b"transfer-encoding", b"expect", b"upgrade", b"close")
+_SPARE_HEAD_BYTES = 256
+"""of method, version and ends of lines, which are not counted as head"""
+_UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
 
-class Door(Protocol):
-    """What may turn requests away before they are parsed."""
-
-    @property
-    def is_full(self) -> bool:
-        """Some would be refused; asked for every request, so it must be cheap."""
-        ...
-
-    def refused_unread(self, path: str) -> Answered | None:
-        """The answer to a request for this path, or none where it is to be parsed."""
-        ...
-
-
-class LimitedProtocol(H11Protocol):
+class LimitedProtocol(HttpToolsProtocol):
     """Closes a connection whose request line and headers are not complete in time; refuses what is beyond the most."""
 
     limits: LimitsConfig
     door: Door | None
     _head_timer: asyncio.TimerHandle | None = None
+    _awaits_head = True
+    _unplaced_bytes = 0
+    """that have come since the last whole head, piece of a body or whole request"""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -47,48 +39,96 @@ class LimitedProtocol(H11Protocol):
         if len(self.connections) <= self.limits.max_connections:
             await self._served(scope, receive, send)
             return
-        ends = (b"connection", b"close")
-        await problem(503, "too many connections are open", "", retry_after(1.0), ends).send(send)
+        await problem(503, "too many connections are open", "", retry_after(1.0)).send(send, is_last=True)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        if not self._refuses_unread(data):
-            super().data_received(data)
-            self._watch_head()
-
-    def _refuses_unread(self, data: bytes) -> bool:
-        if self.door is None or not self.door.is_full:
-            return False
-        if not self.conn.our_state is self.conn.their_state is h11.IDLE or self.conn.trailing_data[0]:
-            return False  # it belongs to something that came before
-        path = path_of_whole(data, self.limits.max_header_bytes)
-        answered = self.door.refused_unread(path) if path is not None else None
-        if answered is None:
-            return False
-        self._stop_timer()
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-        self.transport.write(answered.as_http())
-        return True
+        self._unplaced_bytes += len(data)
+        super().data_received(data)
+        if self._unplaced_bytes > self.limits.max_header_bytes + _SPARE_HEAD_BYTES:
+            self._refuse_head()
+            return
+        cycle: object = self.cycle
+        if isinstance(cycle, PlainCycle) and cycle.more_body:
+            self._take_usual_way(cycle)
+        self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._awaits_head:  # else it came after a chunked body, where nobody looks for it
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._awaits_head, self._unplaced_bytes = False, 0
+        route = self._plain_route()
+        if route is None or self.door is None:
+            super().on_headers_complete()
+        else:
+            self.cycle = PlainCycle(self, self.door, route)  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        self._unplaced_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._awaits_head, self._unplaced_bytes = True, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline and self.cycle.more_body:  # nobody reads the rest of it
+            self.transport.close()
+        super().on_response_complete()
+
+    def _plain_route(self) -> str | None:
+        """Where the request goes if nothing is special about it and nothing is before it; else none."""
+        route = None if self.door is None else self.door.plain_routes.get(self.url)
+        if route is None or self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
+            return None
+        if (self.cycle is not None and not self.cycle.response_complete) or self.flow.write_paused:
+            return None
+        headers = dict(self.headers)
+        if not _UNUSUAL.isdisjoint(headers) or headers.get(b"content-type", JSON) != JSON:
+            return None
+        length = headers.get(b"content-length", b"")
+        if not length.isdigit() or int(length) > self.limits.max_body_bytes:
+            return None
+        if head_bytes(self.url, self.headers) > self.limits.max_header_bytes:
+            return None
+        return route if len(self.connections) <= self.limits.max_connections else None
+
+    def _take_usual_way(self, cycle: PlainCycle) -> None:
+        """The rest of the body is still to come, within limits that the application keeps."""
+        self.cycle = None  # type: ignore[assignment]
+        super().on_headers_complete()
+        super().on_body(bytes(cycle.body))
+
+    def _refuse_head(self) -> None:
+        if not self.transport.is_closing():
+            refused = too_long_head(self.limits)
+            self.transport.write(problem(refused.status, refused.message).as_http(is_last=True))
+            self.transport.close()
+
     def _watch_head(self) -> None:
         """The timer runs from the first byte that is waited for to the last one of the head."""
-        if self.conn.their_state is not h11.IDLE:
+        if not self._awaits_head or (self.cycle is not None and not self._unplaced_bytes):
             self._stop_timer()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._expire)
 
     def _expire(self) -> None:
         self._head_timer = None
-        if self.conn.their_state is h11.IDLE:
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
+        else:  # the answer to the request before it comes first
+            self._watch_head()
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
@@ -99,18 +139,3 @@ class LimitedProtocol(H11Protocol):
 def protocol_with(limits: LimitsConfig, door: Door | None = None) -> type[LimitedProtocol]:
     """The protocol with its limits, as uvicorn wants it: a class."""
     return type("Limited", (LimitedProtocol,), {"limits": limits, "door": door})
-
-
-def path_of_whole(data: bytes, most_head_bytes: int) -> str | None:
-    """Path of an HTTP/1.1 POST that `data` holds from beginning to end, with nothing special about it; else none."""
-    end = data.find(b"\r\n\r\n", 0, most_head_bytes)
-    line, _, rest = data[: max(end, 0)].partition(b"\r\n")
-    words, headers = line.split(b" "), b"\r\n" + rest.lower()
-    if len(words) != 3 or words[0] != b"POST" or words[2] != b"HTTP/1.1":
-        return None
-    if headers.count(b"\r\ncontent-length:") != 1 or any(word in headers for word in _SPECIAL):
-        return None
-    length = headers.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0].strip()
-    if not length.isdigit() or len(length) > 9 or len(data) != end + 4 + int(length):
-        return None
-    return words[1].decode("latin-1")

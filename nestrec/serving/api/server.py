@@ -17,7 +17,8 @@ import uvicorn
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
-from nestrec.serving.api.limited_protocol import Door, protocol_with
+from nestrec.serving.api.limited_protocol import protocol_with
+from nestrec.serving.api.plain_cycle import Door
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.servable import Servable
@@ -92,10 +93,9 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
 
 
 def uvicorn_config(app: Any, cfg: ServeConfig, door: Door | None = None) -> uvicorn.Config:
-    """h11 and not httptools: it is the one that bounds the headers of a request."""
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits, door), ws="none", lifespan="on",
         access_log=False, log_level="warning", server_header=False, proxy_headers=False,
-        h11_max_incomplete_event_size=cfg.limits.max_header_bytes, timeout_keep_alive=30,
-        backlog=cfg.limits.max_connections, timeout_graceful_shutdown=int(cfg.service.drain_s),
+        timeout_keep_alive=30, backlog=cfg.limits.max_connections,
+        timeout_graceful_shutdown=int(cfg.service.drain_s),
     )  # fmt: skip

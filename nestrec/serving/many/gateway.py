@@ -13,6 +13,7 @@ import orjson
 from nestrec.base.clock import RealClock
 from nestrec.serving.api.http import (
     Answered,
+    Body,
     DisconnectedError,
     Receive,
     Scope,
@@ -20,7 +21,6 @@ from nestrec.serving.api.http import (
     as_json,
     check_head,
     problem,
-    read_body,
     retry_after,
 )
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
@@ -47,15 +47,16 @@ class Gateway:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
+            body = Body(scope, receive, self._limits)
             try:
-                answered = await self._answer(scope, receive)
+                answered = await self._answer(scope, body)
             except DisconnectedError:
                 return
             except BadRequestError as error:
                 answered = problem(error.status, error.message, error.field)
-            await answered.send(send)
+            await answered.send(send, is_last=body.is_unread)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answered:
+    async def _answer(self, scope: Scope, unread: Body) -> Answered:
         check_head(scope, self._limits)
         method, path = scope["method"], scope["path"]
         if path == "/health/live":
@@ -64,7 +65,7 @@ class Gateway:
             return as_json({"slots": self.router.is_alive}, 200 if any(self.router.is_alive) else 503)
         if path == "/v1/gateway":
             return as_json(self.status())
-        body = await read_body(scope, receive, self._limits) if method == "POST" else b""
+        body = await unread.read() if method == "POST" else b""
         if method == "DELETE" and path.startswith("/v1/users/"):
             return await self._everywhere(method, scope["raw_path"])
         return await self._routed(method, path, scope["raw_path"], body)

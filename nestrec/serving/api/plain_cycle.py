@@ -1,0 +1,77 @@
+"""The short way of a request that arrives whole, in one piece, with nothing unusual about it.
+
+What comes between the parser and an ASGI application (a scope, messages, a task that watches for the client, two writes
+for an answer) costs more than parsing the request and writing the scores. Ranking requests that need none of it go to
+the application directly and are answered in one write. Everything else takes the usual way, which is the definition:
+the answers are the same.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nestrec.serving.api.http import Answered
+
+
+class Door(Protocol):
+    """An application that can be asked without ASGI in between."""
+
+    plain_routes: Mapping[bytes, str]
+    """route of each target of a request that may come this way"""
+
+    def refused_unread(self, route: str) -> Answered | None:
+        """The answer to a request that is refused before it is parsed; none where it may be served."""
+        ...
+
+    def serve(self, route: str, body: bytes, reply: Callable[[Answered], None]) -> Coroutine[Any, Any, None]:
+        """Answer a request through `reply`, whatever it holds. Cancelled where the client goes away."""
+        ...
+
+
+class PlainCycle:
+    """One request and its answer; to uvicorn's protocol it looks like a cycle of its own.
+
+    The protocol adds to `body`, takes `more_body` away at the end of the request, sets `disconnected` when the client
+    has gone, takes `keep_alive` away when the server is to end, and calls `message_event.set()` at what happens.
+    """
+
+    __slots__ = (
+        "_door", "_protocol", "_route", "_task", "body", "disconnected", "keep_alive", "more_body",
+        "response_complete",
+    )  # fmt: skip
+
+    def __init__(self, protocol: HttpToolsProtocol, door: Door, route: str):
+        self._protocol, self._door, self._route = protocol, door, route
+        self._task: asyncio.Task[None] | None = None
+        self.body, self.more_body = b"", True
+        self.disconnected = self.response_complete = False
+        self.keep_alive = protocol.parser.should_keep_alive()
+
+    @property
+    def message_event(self) -> "PlainCycle":
+        return self
+
+    def set(self) -> None:
+        """Something has happened."""
+        if self.disconnected:
+            if self._task is not None:
+                self._task.cancel()
+        elif not self.more_body and self._task is None and not self.response_complete:
+            self._begin()
+
+    def _begin(self) -> None:
+        refused = self._door.refused_unread(self._route)
+        if refused is not None:
+            self._reply(refused)
+        else:
+            self._task = self._protocol.loop.create_task(self._door.serve(self._route, self.body, self._reply))
+
+    def _reply(self, answered: Answered) -> None:
+        self.response_complete = True
+        protocol = self._protocol
+        protocol.transport.write(answered.as_http(protocol.server_state.default_headers, is_last=not self.keep_alive))
+        if not self.keep_alive:
+            protocol.transport.close()
+        protocol.on_response_complete()

@@ -1,0 +1,276 @@
+"""The protocol under the front, over sockets: the short way and the usual one, and limits at their value and above."""
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+from uvicorn.server import ServerState
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.limited_protocol import LimitedProtocol
+from nestrec.serving.api.plain_cycle import PlainCycle
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.server import ServeConfig, uvicorn_config
+from nestrec.serving.engine import EngineConfig
+from nestrec.serving.random_model import random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.tiers import TiersConfig
+
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
+LIMITS = LimitsConfig(max_body_bytes=2000, max_header_bytes=500, max_connections=3, body_timeout_s=0.3)
+BODY = {"user": "u", "history": {"items": [1, 2], "times_ms": [1, 2]}, "candidates": [3, 4], "now_ms": 9}
+CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9, tiers=TiersConfig(keeps_prefix=False)))
+
+
+@pytest.fixture(scope="module")
+def service():
+    service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, CONFIG)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def front(service):
+    return App(service, LIMITS)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Targets of requests that took the short way."""
+    taken, begin = [], PlainCycle._begin
+    monkeypatch.setattr(PlainCycle, "_begin", lambda self: taken.append(self._route) or begin(self))
+    return taken
+
+
+@asynccontextmanager
+async def listening(front):
+    config = uvicorn_config(front, ServeConfig(limits=LIMITS), front)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    yield server.sockets[0].getsockname()[1], state
+    server.close()
+
+
+def talk(front, *pieces):
+    """Send pieces one after the other on one connection; all that came back until the server ended it."""
+
+    async def run():
+        async with listening(front) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.005)  # a piece for itself: there is no clock to inject into the kernel
+            received = await reader.read()
+            writer.close()
+            return received
+
+    return asyncio.run(run())
+
+
+def request(body=BODY, *, head=b"", ends=True, is_chunked=False, path=b"/v1/rank"):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(content)
+    lines = b"POST " + path + b" HTTP/1.1\r\nhost: t\r\n" + head + (b"connection: close\r\n" if ends else b"")
+    framed = b"%x\r\n" % len(content) + content + b"\r\n0\r\n\r\n" if is_chunked else content
+    return lines + length + b"\r\n\r\n" + framed
+
+
+def answers(received):
+    """(status, body) of each answer."""
+    found = []
+    while received:
+        head, _, rest = received.partition(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head)[1])
+        found.append((int(head.split(b" ", 2)[1]), rest[:length]))
+        received = rest[length:]
+    return found
+
+
+BODIES = [
+    BODY, {**BODY, "candidates": []}, {**BODY, "more": 1}, {**BODY, "user": "x" * 257}, {"user": "a"}, [], b"{", b"",
+    b"\xff", {**BODY, "candidates": ["none", 1, "2"]}, {**BODY, "timeout_ms": 0}, {**BODY, "candidates": [True]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [b"/v1/rank", b"/v1/recommend", b"/v1/preinfer", b"/v1/events"])
+def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
+    for body in BODIES:
+        before = len(short)
+        (plain,) = answers(talk(front, request(body, path=path)))
+        assert len(short) == before + 1
+        (usual,) = answers(talk(front, request(body, path=path, is_chunked=True)))
+        assert len(short) == before + 1
+        assert plain == usual
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        request(head=b"expect: 100-continue\r\n"), request(head=b"content-type: application/json; charset=utf-8\r\n"),
+        request(path=b"/v1/rank?a=1"), request(path=b"http://t/v1/rank"), request(path=b"/v1%2frank"),
+        request().replace(b"HTTP/1.1", b"HTTP/1.0"), request(is_chunked=True), request(head=b"upgrade: x\r\n"),
+    ],
+)  # fmt: skip
+def test_unusual_requests_take_the_usual_way(front, short, unusual):
+    assert re.match(rb"HTTP/1.1 (200|100|400) ", talk(front, unusual))
+    assert not short
+
+
+def test_a_body_in_pieces_takes_the_usual_way(front, short):
+    whole = request()
+    for place, num_short in ((1, 1), (20, 2), (whole.index(b"{"), 2), (len(whole) - 30, 2), (len(whole) - 1, 2)):
+        ((status, body),) = answers(talk(front, whole[:place], whole[place:]))
+        assert (status, len(json.loads(body)["scores"]["score"])) == (200, 2)
+        assert len(short) == num_short
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_body_at_its_limit_and_one_byte_above(front, is_chunked):
+    content = json.dumps(BODY).encode()
+    for size, status in ((2000, 200), (2001, 413)):
+        received = talk(front, request(content.ljust(size), is_chunked=is_chunked, ends=status != 413))
+        assert answers(received)[0][0] == status
+        assert b"connection: close" in received, "nobody reads the rest"
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2])
+def test_the_head_at_its_limit_and_one_byte_above(front, num_pieces):
+    known = len("/v1/rankhosttconnectionclosecontent-length114x") + 4 * 4
+    for size, status in ((500 - known, 200), (501 - known, 431)):
+        whole = request(json.dumps(BODY).encode().ljust(114), head=b"x: " + b"a" * size + b"\r\n")
+        pieces = (whole,) if num_pieces == 1 else (whole[:300], whole[300:])
+        received = talk(front, *pieces)
+        assert answers(received)[0][0] == status
+
+
+def test_a_head_that_never_ends_is_cut_off(front):
+    received = talk(front, b"POST /v1/rank HTTP/1.1\r\nx: ", *[b"a" * 200] * 4)
+    assert answers(received)[0][0] == 431
+
+
+def test_what_follows_a_chunked_body_is_bounded_and_ignored(front):
+    whole = request(is_chunked=True)
+    short_trailer = whole[:-2] + b"content-type: text/plain\r\n\r\n"
+    assert answers(talk(front, short_trailer))[0][0] == 200
+    received = talk(front, whole[:-2] + b"x: ", *[b"a" * 200] * 5)
+    assert answers(received)[0][0] == 431
+
+
+def test_a_body_that_stays_away_is_given_up(front):
+    received = talk(front, request(ends=False)[:-1])
+    assert answers(received)[0][0] == 408
+    assert b"connection: close" in received
+
+
+def test_pipelined_requests_are_answered_in_order(front, short):
+    many = [request({**BODY, "candidates": [1] * (1 + i)}, ends=i == 5, is_chunked=i % 3 == 1) for i in range(6)]
+    found = answers(talk(front, b"".join(many)))
+    assert [status for status, _ in found] == [200] * 6
+    assert [len(json.loads(body)["scores"]["score"]) for _, body in found] == [1, 2, 3, 4, 5, 6]
+    assert short == ["/v1/rank"], "only the first had nothing before it"
+
+
+def test_connections_beyond_the_most_are_told_to_come_back(front):
+    async def run():
+        async with listening(front) as (port, _):
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.max_connections)]
+            found = []
+            for _ in range(2):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request())
+                found.append(await reader.read())
+                writer.close()
+                others.pop()[1].close()
+                await asyncio.sleep(0.01)
+            for _, writer in others:
+                writer.close()
+            return found
+
+    refused, served = asyncio.run(run())
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in refused
+    assert served.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_goes_away_takes_its_request_along(front):
+    async def run():
+        async with listening(front) as (port, state):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            held = asyncio.Event()
+            front._posts["/v1/rank"] = lambda _: held.wait()
+            writer.write(request(ends=False))
+            while not any(isinstance(c.cycle, PlainCycle) for c in state.connections):
+                await asyncio.sleep(0.001)
+            writer.transport.abort()
+            while state.connections:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert 'nestrec_requests_total{route="/v1/rank",status="499"} 1.0' in front.metrics.exposition().decode()
+
+
+def test_a_server_that_ends_answers_and_closes(front):
+    async def run():
+        async with listening(front) as (port, state):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            going_on = asyncio.Event()
+            rank = front._posts["/v1/rank"]
+
+            async def later(data):
+                await going_on.wait()
+                return await rank(data)
+
+            front._posts["/v1/rank"] = later
+            writer.write(request(ends=False))
+            while not any(isinstance(c.cycle, PlainCycle) for c in state.connections):
+                await asyncio.sleep(0.001)
+            for connection in state.connections:
+                connection.shutdown()
+            going_on.set()
+            received = await reader.read()
+            writer.close()
+            return received
+
+    received = asyncio.run(run())
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nconnection: close\r\n" in received
+
+
+def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front, service):
+    engine = service.fleet("retrieval").engines[0]
+    whole, chunked = request(ends=False), request(ends=False, is_chunked=True)
+    refused_before = engine.counts.get("refused_overload", 0)
+    read = []
+    front._with_history = lambda _, data: read.append(data) or data
+
+    async def run():
+        async with listening(front) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            found = []
+            for waiting, data in ((1, whole), (1, whole), (1, chunked), (0, whole), (1, whole), (0, chunked)):
+                engine._num_pending, engine._queued_s = waiting, 1e10 * waiting
+                writer.write(data)
+                head = await reader.readuntil(b"\r\n\r\n")
+                content = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
+                found.append(
+                    (int(head.split()[1]), b"retry-after: " in head, "error" in json.loads(content), len(read))
+                )
+            writer.close()
+            return found
+
+    no, yes = (429, True, True), (200, False, False)
+    assert asyncio.run(run()) == [(*no, 0), (*no, 0), (*no, 0), (*yes, 1), (*no, 1), (*yes, 2)]
+    assert engine.counts["refused_overload"] == refused_before + 4
+    assert 'nestrec_requests_total{route="/v1/rank",status="429"} 4.0' in front.metrics.exposition().decode()
+
+
+def test_the_protocol_is_what_the_server_runs():
+    assert issubclass(uvicorn_config(None, ServeConfig()).http, LimitedProtocol)
