@@ -34,9 +34,9 @@ class CostModel:
     def __init__(self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9):
         self._expected: Costs = (step_s / _SCALE[0], token_s / _SCALE[1], pair_s / _SCALE[2])
         self._costs = self._expected
-        # The normal equations, G costs = m.
-        self._gram = [[_PRIOR if i == j else 0.0 for j in range(3)] for i in range(3)]
-        self._moment = [_PRIOR * cost for cost in self._expected]
+        # The normal equations, G costs = m: the diagonal of G, then G01, G02, G12.
+        self._gram = (_PRIOR, _PRIOR, _PRIOR, 0.0, 0.0, 0.0)
+        self._moment = (_PRIOR * self._expected[0], _PRIOR * self._expected[1], _PRIOR * self._expected[2])
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._tail = 1.5
         self._batch_size = 1.0
@@ -78,20 +78,25 @@ class CostModel:
                 self._tail = float(np.clip(np.quantile(self._ratios, 0.99), 1.0, 10.0))
 
     def _learn(self, work: Costs, seconds: float) -> None:
-        """One more equation, then a few sweeps of coordinate descent from the costs of before: plain floats, since
-        three unknowns are faster so than as arrays."""
-        gram, moment = self._gram, self._moment
-        for i in range(3):
-            kept = (1.0 - _FORGET) * _PRIOR  # what is forgotten of the expectation comes back
-            moment[i] = _FORGET * moment[i] + kept * self._expected[i] + work[i] * seconds
-            for j in range(3):
-                gram[i][j] = _FORGET * gram[i][j] + work[i] * work[j] + (kept if i == j else 0.0)
-        costs = list(self._costs)
+        """One more equation, then a few sweeps of coordinate descent from the costs of before.
+
+        Written out, since it runs with every batch: loops over three unknowns, or arrays of three, take twice as long.
+        """
+        (w0, w1, w2), (e0, e1, e2), keep = work, self._expected, _FORGET
+        g00, g11, g22, g01, g02, g12 = self._gram
+        m0, m1, m2 = self._moment
+        back = (1.0 - _FORGET) * _PRIOR  # what is forgotten of the expectation comes back
+        g00, g11, g22 = keep * g00 + w0 * w0 + back, keep * g11 + w1 * w1 + back, keep * g22 + w2 * w2 + back
+        g01, g02, g12 = keep * g01 + w0 * w1, keep * g02 + w0 * w2, keep * g12 + w1 * w2
+        m0, m1 = keep * m0 + back * e0 + w0 * seconds, keep * m1 + back * e1 + w1 * seconds
+        m2 = keep * m2 + back * e2 + w2 * seconds
+        self._gram, self._moment = (g00, g11, g22, g01, g02, g12), (m0, m1, m2)
+        c0, c1, c2 = self._costs
         for _ in range(_SWEEPS):
-            for i in range(3):
-                others = sum(gram[i][j] * costs[j] for j in range(3) if j != i)
-                costs[i] = max(0.0, (moment[i] - others) / gram[i][i])
-        self._costs = (costs[0], costs[1], costs[2])
+            c0 = max(0.0, (m0 - g01 * c1 - g02 * c2) / g00)
+            c1 = max(0.0, (m1 - g01 * c0 - g12 * c2) / g11)
+            c2 = max(0.0, (m2 - g02 * c0 - g12 * c1) / g22)
+        self._costs = (c0, c1, c2)
 
 
 def work_of(prefix: int, history: int, candidates: int) -> tuple[int, int]:

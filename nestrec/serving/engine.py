@@ -68,6 +68,7 @@ class Engine:
     ):  # fmt: skip
         """runner: one of an engine that has been closed, with its memory and graphs."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
+        self._version, self._slide = form.servable.version, f"slide={form.slide_events}"
         self.counts: dict[str, int] = {}
         self.device_s = 0.0
         """seconds for which the device has been at work"""
@@ -189,7 +190,7 @@ class Engine:
         )  # fmt: skip
 
     def _key(self, user: str) -> CacheKey:
-        return CacheKey(user, self.form.servable.version, f"slide={self.form.slide_events}")
+        return CacheKey(user, self._version, self._slide)
 
     def _enqueue(self, work: Work) -> None:
         self._queued_s += work.estimate_s
@@ -301,13 +302,14 @@ class Engine:
             return
         ended_s = time.perf_counter()
         self._count("batches")
+        self.device_s += seconds
+        # Before the answers: whoever waits for them needs the interpreter as soon as they are there.
+        self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
         for step, scored in zip(batch.steps, results, strict=True):
             if scored is not None:
                 self._answer(step, scored)
             else:
                 self._signal_advanced(step)
-        self.device_s += seconds
-        self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
         self._busy_until_s = ended_s + sum(self._predict_s(later.steps) for later in self._in_flight)
 
     def _answer(self, step: Step, scored: Scored) -> None:

@@ -64,6 +64,8 @@ class Form(Protocol):
     """longest history"""
     slide_events: int
     """events by which a full history slides"""
+    appends_candidates: bool
+    """each is one more token; else they are scored from the last state"""
     outputs: tuple[str, ...]
     """names of a candidate's scores"""
 
@@ -90,6 +92,7 @@ class Form(Protocol):
 
 class RetrievalForm:
     tokens_an_event: int = 1
+    appends_candidates: bool = False
     outputs: tuple[str, ...] = ("score",)
 
     def __init__(self, servable: Servable, slide_events: int):
@@ -109,7 +112,7 @@ class RetrievalForm:
             asked = np.empty_like(times)
             asked[:-1], asked[-1:] = times[1:], now_ms
         num_cacheable = max(len(history) - 1, 0)
-        records = np.stack([history.items, times, asked], axis=1)[:num_cacheable]
+        records = _columns(num_cacheable, history.items, times, asked)
         return Tokens(
             history=history, records=records, time_T=_seconds(times), query_time_T=_seconds(asked),
             num_cacheable=num_cacheable, tokens_an_event=self.tokens_an_event,
@@ -149,6 +152,7 @@ class RetrievalForm:
 
 class RankingForm:
     tokens_an_event: int = 2
+    appends_candidates: bool = True
 
     def __init__(self, servable: Servable, slide_events: int):
         assert isinstance(servable.model, RankingModel)
@@ -167,7 +171,7 @@ class RankingForm:
         given = [history.features[name] for name in self._given]
         seconds = _seconds(np.repeat(times, 2))
         return Tokens(
-            history=history, records=np.stack([history.items, history.actions, times, *given], axis=1),
+            history=history, records=_columns(len(history), history.items, history.actions, times, *given),
             time_T=seconds, query_time_T=seconds, num_cacheable=2 * len(history),
             tokens_an_event=self.tokens_an_event,
         )  # fmt: skip
@@ -197,7 +201,8 @@ class RankingForm:
     def candidate_records(self, candidates: Candidates) -> NDArray[np.int64]:
         """Records of candidates, like those of events."""
         none = np.zeros(len(candidates), np.int64)
-        return np.stack([candidates.items, none, none, *(candidates.features[n] for n in self._given)], axis=1)
+        given = (candidates.features[name] for name in self._given)
+        return _columns(len(candidates), candidates.items, none, none, *given)
 
     def content(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) sum of the vectors of item and categories, in the order of training."""
@@ -258,6 +263,14 @@ def _first_choice(index: Table, query_D: torch.Tensor, candidates: Candidates) -
         scores, rows = torch.cat([scores, best.values]), torch.cat([rows, best.indices + start])
     best = scores.topk(min(len(scores), count))
     return rows[best.indices[best.values > -torch.inf]].sort().values.cpu()
+
+
+def _columns(count: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first values of each, side by side: np.stack without its search for shapes and types."""
+    records = np.empty((count, len(columns)), np.int64)
+    for number, column in enumerate(columns):
+        records[:, number] = column[:count]
+    return records
 
 
 def _seconds(times_ms: NDArray[np.int64]) -> torch.Tensor:

@@ -31,13 +31,21 @@ class Metrics:
         self._registry.register(_EngineCollector(service))
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._lock = threading.Lock()
+        self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def observe(self, route: str, status: int, seconds: float) -> None:
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
-        if route.startswith("/v1") and status == 200:
+        count, times = self._children.get((route, status)) or self._child(route, status)
+        count.inc()
+        times.observe(seconds)
+        if status == 200 and route.startswith("/v1"):
             with self._lock:
                 self._recent.append(seconds)
+
+    def _child(self, route: str, status: int) -> tuple[Counter, Histogram]:
+        """Looked up once: prometheus_client takes longer to find a child than to count."""
+        found = self._requests.labels(route, str(status)), self._seconds.labels(route)
+        self._children[route, status] = found
+        return found
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

@@ -83,6 +83,8 @@ class Router:
 
     def begin(self, user: str) -> Route | None:
         """The way of a request of this user, counted as under way until `end`; none where nothing is alive."""
+        if len(self.loads) == 1:
+            return self._begin_at_the_only_one()
         now_s = self._clock.now_s()
         self._forget(now_s)
         hashed = self._keyed.digest("user", user)
@@ -98,6 +100,13 @@ class Router:
             self._chosen[hashed] = (route, now_s + self._sticky_s)
         self.loads[route.slot] += 1
         return route
+
+    def _begin_at_the_only_one(self) -> Route | None:
+        """There is nothing to choose, and nothing to remember."""
+        if not self.is_alive[0]:
+            return None
+        self.loads[0] += 1
+        return Route(0, False)
 
     def end(self, slot: int) -> None:
         self.loads[slot] -= 1

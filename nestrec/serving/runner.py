@@ -103,13 +103,14 @@ class Runner:
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[Scored | None]:
         """Scores of each part with candidates; none for the others."""
-        inputs = [self._vectors(part) for part in parts]
-        bounds = list(itertools.accumulate((len(x) for x in inputs), initial=0))
-        state_TD, made = torch.cat(inputs), list[KeysAndValues]()
-        if len(state_TD):
-            segments = [self._segment(part, len(x)) for part, x in zip(parts, inputs, strict=True)]
+        appended = int(self.form.appends_candidates)
+        counts = [part.end - part.first + appended * part.num_candidates for part in parts]
+        bounds, made = list(itertools.accumulate(counts, initial=0)), list[KeysAndValues]()
+        state_TD = self.form.encoder.position[:0]
+        if bounds[-1]:
+            segments = [self._segment(part, count) for part, count in zip(parts, counts, strict=True)]
             state_TD, made = cached_forward(
-                self.form.encoder, state_TD, segments,
+                self.form.encoder, torch.cat([self._vectors(part) for part in parts]), segments,
                 lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
             )  # fmt: skip
         results = []

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint.durable import sha256_of
 from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.item_ids import ItemIds
 from nestrec.serving.spec import (
     COLUMNS_FILE,
     FORMAT,
@@ -50,10 +50,8 @@ class Servable:
     """category of each item id (ranking), where ids are looked up"""
 
     @cached_property
-    def item_ids(self) -> dict[str | int, int]:
-        """Id of each source id, and of each that is a whole number as such: requests may write it either way."""
-        ids: dict[str | int, int] = {key: i + 1 for i, key in enumerate(self.item_keys)}
-        return ids | {int(key): i + 1 for i, key in enumerate(self.item_keys) if _is_number(key)}
+    def item_ids(self) -> ItemIds:
+        return ItemIds(self.item_keys)
 
     @cached_property
     def column_ids(self) -> dict[str, dict[str, int]]:
@@ -71,7 +69,7 @@ class Servable:
 
     def ids_of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
-        return np.fromiter(map(self.item_ids.get, keys, repeat(0)), np.int64, len(keys))
+        return self.item_ids.of(keys)
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
@@ -123,12 +121,6 @@ def _model(spec: ServableSpec) -> RetrievalModel | RankingModel:
         num_bits = max(spec.action_bits.values()).bit_length()
         return RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
     return RetrievalModel(task.encoder, task.similarity)
-
-
-def _is_number(key: str) -> bool:
-    """Written as str writes a whole number."""
-    digits = key.removeprefix("-")
-    return len(key) < 20 and digits.isascii() and digits.isdecimal() and str(int(key)) == key
 
 
 def _damaged(name: str, problem: str) -> DamagedError:

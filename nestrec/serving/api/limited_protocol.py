@@ -53,7 +53,10 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         cycle: object = self.cycle
         if isinstance(cycle, PlainCycle) and cycle.more_body:
-            self._take_usual_way(cycle)
+            # The rest of the body is still to come, within limits that the application keeps.
+            self.cycle = None  # type: ignore[assignment]
+            self._take_usual_way()
+            super().on_body(bytes(cycle.body))
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -61,6 +64,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._awaits_head:  # else it came after a chunked body, where nobody looks for it
@@ -70,7 +76,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._awaits_head, self._unplaced_bytes = False, 0
         route = self._plain_route()
         if route is None or self.door is None:
-            super().on_headers_complete()
+            self._take_usual_way()
         else:
             self.cycle = PlainCycle(self, self.door, route)  # type: ignore[assignment]
 
@@ -104,11 +110,12 @@ class LimitedProtocol(HttpToolsProtocol):
             return None
         return route if len(self.connections) <= self.limits.max_connections else None
 
-    def _take_usual_way(self, cycle: PlainCycle) -> None:
-        """The rest of the body is still to come, within limits that the application keeps."""
-        self.cycle = None  # type: ignore[assignment]
+    def _take_usual_way(self) -> None:
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.headers += headers
         super().on_headers_complete()
-        super().on_body(bytes(cycle.body))
 
     def _refuse_head(self) -> None:
         if not self.transport.is_closing():

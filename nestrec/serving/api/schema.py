@@ -63,6 +63,7 @@ class Asked:
     """all fields, checked to be known ones"""
 
 
+_HISTORY_FIELDS = {"items", "times_ms", "actions", "features"}
 _COMMON = {"user", "history", "user_features", "now_ms", "timeout_ms"}
 FIELDS = {
     "rank": _COMMON | {"candidates", "candidate_features"},
@@ -84,8 +85,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def parse_request(kind: str, data: dict[str, Any], servable: Servable, limits: LimitsConfig) -> Asked:
     """The fields that all requests share."""
-    unknown = sorted(set(data) - FIELDS[kind])
-    if unknown:
+    if not data.keys() <= FIELDS[kind]:
+        unknown = sorted(data.keys() - FIELDS[kind])
         raise BadRequestError(f"unknown field; known: {', '.join(sorted(FIELDS[kind]))}", unknown[0][:64])
     now_ms = integer(data, "now_ms", default=int(time.time() * 1000), low=0, high=_LATEST_MS)
     timeout_ms = integer(data, "timeout_ms", default=limits.default_timeout_ms, low=1, high=limits.max_timeout_ms)
@@ -118,9 +119,10 @@ def integer(data: Mapping[str, Any], name: str, *, default: int, low: int, high:
 
 
 def item_ids(keys: list[Any], field: str, servable: Servable) -> NDArray[np.int64]:
-    if not set(map(type, keys)) <= {str, int}:
-        raise BadRequestError("must be a list of item ids (text or whole numbers)", field)
-    return servable.ids_of(keys)
+    try:
+        return servable.ids_of(keys)
+    except TypeError:
+        raise BadRequestError("must be a list of item ids (text or whole numbers)", field) from None
 
 
 def parse_user(value: Any, limits: LimitsConfig) -> str:
@@ -133,8 +135,8 @@ def parse_user(value: Any, limits: LimitsConfig) -> str:
 
 def _history(data: Mapping[str, Any], servable: Servable, limits: LimitsConfig) -> History:
     given = _mapping(data.get("history"), "history")
-    unknown = sorted(set(given) - {"items", "times_ms", "actions", "features"})
-    if unknown:
+    if not given.keys() <= _HISTORY_FIELDS:
+        unknown = sorted(given.keys() - _HISTORY_FIELDS)
         raise BadRequestError("unknown field", f"history.{unknown[0][:64]}")
     items = item_ids(_list(given.get("items"), "history.items", limits.max_history), "history.items", servable)
     times = _ints(given.get("times_ms"), "history.times_ms", len(items), 0, _LATEST_MS)

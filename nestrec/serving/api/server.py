@@ -26,6 +26,8 @@ from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.tables import TablesConfig
 
 _LOG = logging.getLogger(__name__)
+_COLLECT_EVERY = 20_000
+"""objects made and not yet freed between two looks for garbage: requests leave next to none that must be looked for"""
 
 
 @config
@@ -62,6 +64,7 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device, cfg.tables))
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
+    gc.set_threshold(_COLLECT_EVERY, 20, 100)
     # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
     sys.setswitchinterval(5e-5)
     try:

@@ -1,0 +1,49 @@
+"""Ids of items by what their source calls them, for many at once.
+
+Sources mostly count their items. Then a table answers for all items of a request with a few operations on arrays; a
+dictionary, which takes text and anything sparse, is asked item by item.
+"""
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SPARSE = 8
+"""entries of the table an item, at most"""
+_LONGEST = 19
+"""characters of a whole number; a longer one is text"""
+
+
+class ItemIds:
+    """Item i + 1 is called keys[i]; a request may write a whole number as such or as text. Unknown ones get id 0."""
+
+    def __init__(self, keys: Sequence[str]):
+        numbers = {int(key): i + 1 for i, key in enumerate(keys) if _is_number(key)}
+        self._ids: dict[str | int, int] = {key: i + 1 for i, key in enumerate(keys)}
+        self._ids.update(numbers.items())
+        self._table = np.zeros(0, np.int64)
+        if numbers and min(numbers) >= 0 and max(numbers) < _SPARSE * len(numbers):
+            self._table = np.zeros(max(numbers) + 2, np.int64)  # the last entry is nobody's
+            self._table[list(numbers)] = list(numbers.values())
+
+    def of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
+        """`TypeError` where a key is neither text nor a whole number."""
+        types = set(map(type, keys))
+        if not types <= {str, int}:
+            raise TypeError
+        if types == {int} and len(self._table):
+            try:
+                places = np.array(keys, np.int64)
+            except OverflowError:  # more than 64 bits, so nobody's
+                pass
+            else:  # what is negative is large without its sign, and nobody's
+                return self._table.take(np.minimum(places.view(np.uint64), len(self._table) - 1).view(np.int64))
+        return np.fromiter(map(self._ids.get, keys, repeat(0)), np.int64, len(keys))
+
+
+def _is_number(key: str) -> bool:
+    """Written as str writes a whole number."""
+    digits = key.removeprefix("-")
+    return len(key) <= _LONGEST and digits.isascii() and digits.isdecimal() and str(int(key)) == key

@@ -1,0 +1,35 @@
+"""Ids of items by their names in the source."""
+
+import random
+
+import pytest
+
+from nestrec.serving.item_ids import ItemIds
+
+CATALOGUES = {
+    "counted": [str(i) for i in range(1, 200)], "from zero": [str(i) for i in range(200)],
+    "shuffled": [str((i * 77) % 311) for i in range(300)], "sparse": [str(i * 1000) for i in range(50)],
+    "negative": [str(i) for i in range(-5, 90)], "text": ["a", "b c", "1 ", "01", "-0", "1_0", "9" * 30, "9" * 19],
+    "mixed": ["x", "5", "07", "3", "y", "2"], "none": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CATALOGUES)
+def test_all_at_once_is_one_by_one(name):
+    keys = CATALOGUES[name]
+    ids, rng = ItemIds(keys), random.Random(name)
+    known = {key: i + 1 for i, key in enumerate(keys)}
+    odd = [0, 1, -1, 5, 310, 311, 2**31, 2**63 - 1, 2**63, 2**64 + 3, -(2**63), -(2**63) - 1, "1", " 1", "1 ", "", "x"]
+    numbers = [int(key) for key in keys if key.isdecimal() and len(key) < 20]
+    for pool in (odd, [*keys, *odd], [k for k in odd if isinstance(k, int)] + numbers, numbers):
+        for _ in range(20):
+            asked = [rng.choice(pool) for _ in range(rng.randrange(9))] if pool else []
+            # A number is found where the source writes it as str does.
+            assert ids.of(asked).tolist() == [known.get(str(key), 0) for key in asked]
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, None, [1], {}])
+def test_other_types_are_refused(wrong):
+    for keys in ([wrong], [1, 2, wrong], ["a", wrong]):
+        with pytest.raises(TypeError):
+            ItemIds(CATALOGUES["counted"]).of(keys)
