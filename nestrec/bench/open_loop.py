@@ -86,20 +86,10 @@ def nearest_rank(ordered: NDArray[np.float64], q: float) -> float:
     return float(ordered[min(len(ordered), math.ceil(q / 100 * len(ordered))) - 1])
 
 
-class _Polling(selectors.DefaultSelector):
-    """Never sleeps."""
-
-    def select(self, timeout: float | None = None) -> Any:
-        return super().select(0)
-
-
-def run_punctually(work: Coroutine[Any, Any, Result], *, polls: bool = False) -> Result:
-    """Like asyncio.run, with timers that are exact to microseconds: those of epoll are up to a millisecond late.
-
-    polls: keeps a core busy instead of sleeping: the time that a sleeping core takes to wake is not in the latencies.
-    """
-    kind = _Polling if polls else selectors.SelectSelector
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(kind())) as runner:
+def run_punctually(work: Coroutine[Any, Any, Result]) -> Result:
+    """Like asyncio.run, with timers that are exact to microseconds: those of epoll are up to a millisecond late."""
+    loop = lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())  # noqa: E731
+    with asyncio.Runner(loop_factory=loop) as runner:
         return runner.run(work)
 
 

@@ -15,9 +15,9 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
-from nestrec.bench.http_client import HttpClient
-from nestrec.bench.open_loop import Trial, nearest_rank, poisson_arrivals, run_open_loop, run_punctually
+from nestrec.bench.open_loop import Trial, nearest_rank, poisson_arrivals
 from nestrec.bench.replay import ReplayConfig, made_up_request
+from nestrec.bench.socket_load import Outcome, SocketLoad, post
 from nestrec.serving.many.instances import free_port, listens
 
 Floats = NDArray[np.float64]
@@ -68,35 +68,28 @@ def serve_load(
     port: int, process: psutil.Process, at_s: Floats, bodies: Sequence[bytes], *, polls: bool = False
 ) -> Served:
     """Send ranking requests at their moments and wait for all answers. polls: with a client that never sleeps."""
-    refusal_ms, has_retry = np.full(len(at_s), np.nan), np.ones(len(at_s), np.bool_)
-
-    async def run() -> Trial:
-        client = HttpClient("127.0.0.1", port)
-
-        async def send(number: int) -> bool:
-            start_s = time.perf_counter()
-            reply = await client.post("/v1/rank", bodies[number])
-            if reply.status in (429, 503):
-                refusal_ms[number] = (time.perf_counter() - start_s) * 1e3
-                has_retry[number] = reply.header(b"retry-after").isdigit()
-            return reply.status == 200
-
-        trial = await run_open_loop(at_s, send)
-        await client.close()
-        return trial
-
+    requests = [post("/v1/rank", body) for body in bodies]
     before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
     gc.collect()
     gc.disable()  # a collection over all those bodies would be felt as latency
     try:
-        trial = run_punctually(run(), polls=polls)
+        outcome = SocketLoad(port, polls=polls).run(at_s, requests)
     finally:
         gc.enable()
     cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)
+    is_refused = np.isin(outcome.status, (429, 503))
     return Served(
-        at_s=at_s, trial=trial, refusal_ms=refusal_ms, num_without_retry=int((~has_retry).sum()), rss_before=before,
-        rss_after=process.memory_info().rss, server_cores=cores,
+        at_s=at_s, trial=_trial(at_s, outcome), rss_before=before, rss_after=process.memory_info().rss,
+        refusal_ms=np.where(is_refused, (outcome.ended_s - outcome.sent_s) * 1e3, np.nan),
+        num_without_retry=int((is_refused & ~outcome.says_when).sum()), server_cores=cores,
     )  # fmt: skip
+
+
+def _trial(at_s: Floats, outcome: Outcome) -> Trial:
+    latency_ms = np.where(outcome.status == 200, (outcome.ended_s - at_s) * 1e3, np.inf)
+    span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
+    late_ms = float(np.quantile(outcome.sent_s - at_s, 0.99)) * 1e3 if len(at_s) else 0.0
+    return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
 
 
 def made_up_load(

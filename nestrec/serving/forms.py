@@ -113,9 +113,11 @@ class RetrievalForm:
             asked[:-1], asked[-1:] = times[1:], now_ms
         num_cacheable = max(len(history) - 1, 0)
         records = _columns(num_cacheable, history.items, times, asked)
+        time_T = _seconds(times)
         return Tokens(
-            history=history, records=records, time_T=_seconds(times), query_time_T=_seconds(asked),
-            num_cacheable=num_cacheable, tokens_an_event=self.tokens_an_event,
+            history=history, records=records, time_T=time_T,
+            query_time_T=time_T if asked is times else _seconds(asked), num_cacheable=num_cacheable,
+            tokens_an_event=self.tokens_an_event,
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:

@@ -1,0 +1,98 @@
+"""The lean load generator against small servers that do what they are told."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from nestrec.bench.socket_load import SocketLoad, post
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """A server whose connections each run answer(socket, number of the request on it) for every request."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    def serve(connection):
+        with connection, contextlib.suppress(OSError):
+            number = 0
+            while connection.recv(65536):
+                if answer(connection, number) is False:
+                    return
+                number += 1
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def reply(connection, status=b"200 OK", body=b"{}", head=b""):
+    connection.sendall(b"HTTP/1.1 " + status + b"\r\n" + head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+
+@pytest.mark.parametrize("polls", [False, True])
+def test_requests_leave_at_their_moments_and_whole_answers_are_read(polls):
+    def answer(connection, _):
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-le")
+        time.sleep(0.005)  # pieces of their own: there is no clock to inject into the kernel
+        connection.sendall(b"ngth: 4\r\n\r\nab")
+        time.sleep(0.005)
+        connection.sendall(b"cd")
+
+    at_s = np.linspace(0.0, 0.1, 21)
+    with serving(answer) as port:
+        outcome = SocketLoad(port, polls=polls).run(at_s, [post("/", b"{}")] * 21)
+    assert (outcome.status == 200).all()
+    assert (outcome.sent_s >= at_s).all()
+    assert (outcome.ended_s - outcome.sent_s >= 0.009).all()
+
+
+def test_a_stall_of_one_connection_holds_nobody_else_back():
+    gate = threading.Event()
+
+    def answer(connection, _):
+        if not gate.is_set():
+            gate.set()
+            time.sleep(0.3)
+        reply(connection)
+
+    with serving(answer) as port:
+        outcome = SocketLoad(port).run([0.0, 0.05, 0.06, 0.07], [post("/", b"{}")] * 4)
+    assert (outcome.status == 200).all()
+    assert outcome.ended_s[0] >= 0.3
+    assert outcome.ended_s[1:].max() < outcome.ended_s[0]
+
+
+def test_refusals_and_failures_are_told_apart():
+    def answer(connection, number):
+        return [
+            lambda: reply(connection, b"429 Too Many Requests", head=b"Retry-After: 1\r\n"),
+            lambda: reply(connection, b"503 Service Unavailable"),
+            lambda: False,
+        ][number]()
+
+    with serving(answer) as port:
+        outcome = SocketLoad(port).run([0.0, 0.1, 0.2, 0.3], [post("/", b"{}")] * 4)
+    assert outcome.status.tolist() == [429, 503, 0, 429], "the last one is on a connection of its own"
+    assert outcome.says_when.tolist() == [True, False, False, True]
+    assert np.isinf(outcome.ended_s).tolist() == [False, False, True, False]
+
+
+def test_nobody_listens_and_nobody_answers():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert SocketLoad(port).run([0.0], [b"x"]).status.tolist() == [0]
+    with serving(lambda *_: None) as port:
+        assert SocketLoad(port, timeout_s=0.05).run([0.0], [b"x"]).status.tolist() == [0]
