@@ -21,8 +21,11 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Tests of one process run two at a time; the others start several ranks or servers and measure what these do.
+ALONE := tests/meta tests/unit
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE) --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE:%=--ignore=%)
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" --timeout 7200 --junit-xml docs/results/test-slow.xml
