@@ -138,8 +138,8 @@ def bias_rows(
     check_strided(v)
     width, num_blocks = v.shape[1], -(-max_length // BLOCK)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    tile = _tile(width)
-    bias_forward_kernel[_grid(offsets, num_blocks, width)](
+    tile = bias_tile(width, v.dtype, products=1)
+    bias_forward_kernel[_grid(offsets, num_blocks, tile)](
         v, out, table, offsets, table if query_time is None else query_time, table if time is None else time,
         _edges(table, time), len(offsets) - 1, num_blocks, v.stride(0), (len(table) - 1) // 2, len(table) - 1, **tile,
         BY_TIME=time is not None, PRECISION=_precision(v),
@@ -157,14 +157,15 @@ def bias_value_gradient(
     from nestrec.ops.bias_kernels import bias_value_gradient_kernel
 
     check_rows(grad_position, grad_time)
-    width, num_blocks = grad_position.shape[1], -(-max_length // BLOCK)
+    num_blocks = -(-max_length // BLOCK)
     out = torch.empty_like(grad_position)
+    tile = bias_tile(out.shape[1], out.dtype, products=1 if grad_time is None else 2)
     given = [position if x is None else x for x in (time_table, query_time, time)]
-    bias_value_gradient_kernel[_grid(offsets, num_blocks, width)](
+    bias_value_gradient_kernel[_grid(offsets, num_blocks, tile)](
         grad_position, grad_position if grad_time is None else grad_time, out, position, given[0], offsets,
         given[1], given[2], _edges(given[0], time), len(offsets) - 1, num_blocks, (len(position) - 1) // 2,
         len(given[0]) - 1,
-        **_tile(width), HAS_TIME=grad_time is not None, PRECISION=_precision(out),
+        **tile, HAS_TIME=grad_time is not None, PRECISION=_precision(out),
     )  # fmt: skip
     return out
 
@@ -200,13 +201,14 @@ def _table_sums(grad: torch.Tensor, time: torch.Tensor | None, max_length: int, 
     return torch.empty(max(1, -(-max_length // BLOCK)), SPLITS, slots, dtype=torch.float32, device=grad.device)
 
 
-def _tile(width: int) -> dict[str, Any]:
-    block = min(256, power_of_two(max(16, width)))
-    return {"WIDTH": width, "BM": BLOCK, "BN": 64, "BW": block, "num_warps": 8, "num_stages": 3}
+def bias_tile(width: int, dtype: torch.dtype, *, products: int) -> dict[str, Any]:
+    """Shape of the work of one program that has so many operands of a product on their way to shared memory."""
+    block = min(64 if dtype == torch.float32 else 256, power_of_two(max(16, width)))
+    return {"WIDTH": width, "BM": BLOCK, "BN": 64, "BW": block, "num_warps": 8, "num_stages": 4 - products}
 
 
-def _grid(offsets: torch.Tensor, num_blocks: int, width: int) -> tuple[int, int]:
-    return max(1, (len(offsets) - 1) * num_blocks), -(-width // min(256, power_of_two(max(16, width))))
+def _grid(offsets: torch.Tensor, num_blocks: int, tile: dict[str, Any]) -> tuple[int, int]:
+    return max(1, (len(offsets) - 1) * num_blocks), -(-tile["WIDTH"] // tile["BW"])
 
 
 def _precision(x: torch.Tensor) -> str:

@@ -3,7 +3,6 @@
 # ruff: noqa: PLR0917 - operators of torch take their arguments by position
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -30,31 +29,28 @@ def gate_rows(
     return out, mean, rstd
 
 
-def _fake_backward(grad: torch.Tensor, parts: Sequence[torch.Tensor], gate: torch.Tensor, *rest: Any) -> Any:
-    return [*(like(part) for part in parts), *([like(grad, gate.dtype)] if rest[-1] else [])]
-
-
-@kernel_op("gate_rows_backward", fake=_fake_backward, mutates=("grad_gate",))
+@kernel_op("gate_rows_backward", fake=lambda *_: None, mutates=("grad_gate", "grad_parts", "out"))
 def gate_rows_backward(
     grad: torch.Tensor, parts: Sequence[torch.Tensor], gate: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
-    grad_gate: torch.Tensor, centred: bool, key: torch.Tensor | None, site: int, threshold: int, scale: float,
-    again: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Gradients of the parts; `grad_gate` is filled. With `again` also the first output of `gate_rows`."""
+    grad_gate: torch.Tensor, grad_parts: Sequence[torch.Tensor], out: torch.Tensor | None, centred: bool,
+    key: torch.Tensor | None, site: int, threshold: int, scale: float,
+) -> None:  # fmt: skip
+    """Fills the gradients of gate and parts and, where it is given, `out` with the first output of `gate_rows`.
+
+    torch.compile takes operators that write into arguments, but not those that return a list besides.
+    """
     from nestrec.ops.row_kernels import gate_backward_kernel
 
-    check_rows(grad)
+    check_rows(grad, *grad_parts, out)
     check_parts(parts, gate)
     check_strided(grad_gate)
-    grads, out = [like(part) for part in parts], like(grad, gate.dtype) if again else None
-    (a0, a1, a2), (d0, d1, d2) = _three(parts), _three(grads)
+    (a0, a1, a2), (d0, d1, d2) = _three(parts), _three(grad_parts)
     gate_backward_kernel[row_grid(a0, len(parts))](
         grad, a0, a1, a2, gate, mean, rstd, d0, d1, d2, grad_gate, grad if out is None else out,
         gate if key is None else key, len(gate), a0.stride(0), a1.stride(0), a2.stride(0), gate.stride(0),
         grad_gate.stride(0), site, threshold, scale, **row_tile(a0.shape[1], len(parts)),
-        PARTS=len(parts), CENTRED=centred, HAS_DROPOUT=key is not None, AGAIN=again,
+        PARTS=len(parts), CENTRED=centred, HAS_DROPOUT=key is not None, AGAIN=out is not None,
     )  # fmt: skip
-    return grads if out is None else [*grads, out]
 
 
 def _three(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from nestrec.ops.dropout import Dropout
 from nestrec.ops.gate_rows import gate_rows, gate_rows_backward
 from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.norm_projection import NormKind, PackedGradient, normed, weight_gradient
+from nestrec.ops.row_tiles import like
 
 
 def gated_output_reference(
@@ -73,11 +74,13 @@ class _GatedOutput(torch.autograd.Function):
         grad = grads[0].to(options.dtype).contiguous()
         packed = options.packed
         grad_gate = gate.new_empty(gate.shape) if packed is None else packed.gate_columns(gate)
-        found = gate_rows_backward(
-            grad @ cast, parts, gate, mean, rstd, grad_gate, options.centred, *options.drop.arguments(), gated is None
-        )
-        if gated is None:
-            gated = found.pop()
+        grad_parts = [like(part) for part in parts]
+        again = None if gated is not None else like(gate)
+        gate_rows_backward(
+            grad @ cast, parts, gate, mean, rstd, grad_gate, grad_parts, again, options.centred,
+            *options.drop.arguments(),
+        )  # fmt: skip
+        gated = again if again is not None else gated
         grad_weight = weight_gradient(grad, gated.to(options.dtype), ctx.types[0])
         grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.types[1])
-        return grad_gate, grad_weight, grad_bias, None, *found
+        return grad_gate, grad_weight, grad_bias, None, *grad_parts

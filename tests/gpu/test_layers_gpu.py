@@ -144,23 +144,26 @@ def test_rows_of_one_length_also_where_they_are_almost_nothing():
 BATCHES = [[3, 0, 1, 40], [130, 5]] if IS_INTERPRETED else [[3, 0, 1, 40], [130, 5, 300, 128], [1000, 17], [64] * 9]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+CHANNELS = [(40, torch.float32), (40, HALF)] if IS_INTERPRETED else [(40, torch.float32), (40, HALF), (1024, HALF)]
+
+
+@pytest.mark.parametrize(("width", "dtype"), CHANNELS)
 @pytest.mark.parametrize("has_times", [True, False])
 @pytest.mark.parametrize("lengths", BATCHES)
-def test_attention_by_bias_alone(lengths, has_times, dtype):
+def test_attention_by_bias_alone(lengths, has_times, width, dtype):
     torch.manual_seed(sum(lengths))
     torch.set_float32_matmul_precision("highest")
     tokens, longest = sum(lengths), max(lengths)
     offsets = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
     time = torch.cat([torch.rand(n, dtype=torch.float64).cumsum(0) * 1e4 for n in lengths]).to(DEVICE)
-    leaves = drawn((tokens, 72), (2 * longest + 21,), *([(41,)] if has_times else []))
+    leaves = drawn((tokens, width + 32), (2 * longest + 21,), *([(41,)] if has_times else []))
 
     def run(attend, wide, position, table=None):
         bias = RelativeBias(
             position_table=position, time_table=table, time_T=time if has_times else None,
             query_time_T=time + 10.0 if has_times else None,
         )  # fmt: skip
-        return attend(wide[:, :40], offsets, bias, max_length=longest)
+        return attend(wide[:, :width], offsets, bias, max_length=longest)
 
     compare(lambda *own: run(bias_attention, *own), lambda *own: run(bias_attention_padded, *own), leaves, dtype,
             floor=2e-6)  # fmt: skip
@@ -225,7 +228,6 @@ def test_recomputation_changes_no_bit_and_saves_memory(kind):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
-@pytest.mark.skipif(IS_INTERPRETED, reason="needs torch.compile for a GPU")
 def test_the_pieces_can_be_compiled():
     torch.manual_seed(0)
     leaves = drawn((64, 32), (64, 32), (32, 64), (32, 16), (32,), dtype=torch.float32)
