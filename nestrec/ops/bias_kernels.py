@@ -8,7 +8,7 @@ fixed order, so that runs agree to the bit.
 import triton
 import triton.language as tl
 
-from nestrec.ops.hstu_attention_triton import time_bucket
+from nestrec.ops.time_buckets import time_bucket
 
 # ruff: noqa: PLR0917
 

@@ -27,6 +27,7 @@ from nestrec.ops.hopper_pieces import (
     barriers,
     get_item,
     is_whole,
+    load_buckets,
     next_stage,
     places,
     producer,
@@ -39,12 +40,11 @@ from nestrec.ops.hopper_pieces import (
 
 
 @gluon.jit
-def _elements(s, dp, x0, y0, history, rules, bias, HAS_RULES: gl.constexpr, HAS_BIAS: gl.constexpr, FAST: gl.constexpr,
+def _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES: gl.constexpr, FAST: gl.constexpr,
               LAYOUT: gl.constexpr, YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
     """Weights and their gradients."""
     i, j = places(x0, y0, LAYOUT, True, YB)
-    if HAS_BIAS:
-        s = add_bias(s, i, j, history, bias)
+    s = add_bias(s, words, x0, y0, history, rules, bias, True, HAS_RULES, LAYOUT, YB)
     w, g = silu_and_gradient(s, FAST)
     g *= dp
     if not is_whole(x0, y0, history, rules, True, HAS_RULES, YB):
@@ -56,7 +56,7 @@ def _elements(s, dp, x0, y0, history, rules, bias, HAS_RULES: gl.constexpr, HAS_
 
 @gluon.jit
 def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr, HAS_RULES: gl.constexpr,
-              HAS_BIAS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               FAST: gl.constexpr):  # fmt: skip
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
@@ -73,7 +73,7 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
     k_tile = k_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
     v_tile = v_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
     mbarrier.wait(item_full.index(its), itp)
-    start, length, history, head, x0, low, high, prefix = get_item(item_smem, its)
+    start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
     mbarrier.arrive(item_empty.index(its), count=1)
     its, itp = next_stage(its, itp, 2)
     while length >= 0:
@@ -98,8 +98,9 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
             dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             for n in range(skipped, count - 1):
                 y0 = row_of_block(n, low, high, prefix, True, HAS_RULES, YB)
+                words = load_buckets(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB)
                 s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-                w, g = _elements(s, dp, x0, y0, history, rules, bias, HAS_RULES, HAS_BIAS, FAST, S_LAYOUT, YB, DTYPE)
+                w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
                 q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
@@ -117,8 +118,9 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
                 do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             y0 = row_of_block(count - 1, low, high, prefix, True, HAS_RULES, YB)
+            words = load_buckets(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB)
             s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-            w, g = _elements(s, dp, x0, y0, history, rules, bias, HAS_RULES, HAS_BIAS, FAST, S_LAYOUT, YB, DTYPE)
+            w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
             q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
@@ -137,16 +139,16 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
         mbarrier.arrive(x_empty.index(0), count=1)
         xp ^= 1
         mbarrier.wait(item_full.index(its), itp)
-        start, length, history, head, x0, low, high, prefix = get_item(item_smem, its)
+        start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
         mbarrier.arrive(item_empty.index(its), count=1)
         its, itp = next_stage(its, itp, 2)
 
 
 @gluon.jit(do_not_specialize=["heads", "num_context", "window", "centre"])
 def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, table, state, heads, scale, targets, num_context,
-                window, position_table, centre, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr,
-                HAS_BIAS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-                FAST: gl.constexpr):  # fmt: skip
+                window, position_table, centre, time_table, tiles, first_tile, COUNTER: gl.constexpr,
+                HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr,
+                STAGES: gl.constexpr, FAST: gl.constexpr):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
     k_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], v_desc.layout)
@@ -161,15 +163,15 @@ def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, table, state,
     fence_async_shared()
     gl.thread_barrier()
     rules = (targets, num_context, window)
-    bias = (position_table, centre)
+    bias = (position_table, centre, time_table, tiles, first_tile)
     descs = (k_desc, v_desc, q_desc, do_desc)
     # fmt: off
     gl.warp_specialize([
         (_consumer, (dk_desc, dv_desc, smem, bars, scale, rules, bias,
-                     0, HAS_RULES, HAS_BIAS, YB, D, STAGES, FAST)),
+                     0, HAS_RULES, IS_SQUARE, YB, D, STAGES, FAST)),
         (_consumer, (dk_desc, dv_desc, smem, bars, scale, rules, bias,
-                     1, HAS_RULES, HAS_BIAS, YB, D, STAGES, FAST)),
-        (producer, (descs, smem, bars, table, state, heads, rules,
+                     1, HAS_RULES, IS_SQUARE, YB, D, STAGES, FAST)),
+        (producer, (descs, smem, bars, table, state, heads, rules, bias,
                     COUNTER, HAS_RULES, True, True, 2, YB, D, STAGES, 1)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ROWS = gl.constexpr(64)
 """of a consumer: one warp group, one matrix instruction high"""
-FIELDS = gl.constexpr(8)
-"""of an item, as the producer hands it to the consumers"""
+FIELDS = gl.constexpr(16)
+"""of an item, as the producer hands it to the consumers, and some unused: a power of two"""
 
 
 @gluon.jit
@@ -54,6 +54,16 @@ def _item(index, entry, heads, rules, REVERSED: gl.constexpr, HAS_RULES: gl.cons
 
 
 @gluon.jit
+def _first_tile(bias, entry):
+    """Of the sequence, among its batch's tiles of time buckets."""
+    position_table, centre, time_table, tiles, first_tile = bias
+    if time_table is None:
+        return 0
+    else:
+        return gl.load(first_tile + entry[3])
+
+
+@gluon.jit
 def _put(slots, slot, FIELD: gl.constexpr, value):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout))
@@ -66,7 +76,7 @@ def _get(slots, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def put_item(slots, slot, start, length, history, head, x0, low, high, prefix):
+def put_item(slots, slot, start, length, history, head, x0, low, high, prefix, first_tile):
     _put(slots, slot, 0, start)
     _put(slots, slot, 1, length)
     _put(slots, slot, 2, history)
@@ -75,6 +85,7 @@ def put_item(slots, slot, start, length, history, head, x0, low, high, prefix):
     _put(slots, slot, 5, low)
     _put(slots, slot, 6, high)
     _put(slots, slot, 7, prefix)
+    _put(slots, slot, 8, first_tile)
 
 
 @gluon.jit
@@ -82,6 +93,7 @@ def get_item(slots, slot):
     return (
         _get(slots, slot, 0), _get(slots, slot, 1), _get(slots, slot, 2), _get(slots, slot, 3),
         _get(slots, slot, 4), _get(slots, slot, 5), _get(slots, slot, 6), _get(slots, slot, 7),
+        _get(slots, slot, 8),
     )  # fmt: skip
 
 
@@ -150,7 +162,7 @@ def store_rows(desc, start, length, row, column, smem):
 
 
 @gluon.jit
-def producer(descs, smem, bars, table, state, heads, rules, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr,
+def producer(descs, smem, bars, table, state, heads, rules, bias, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr,
               GRADIENT: gl.constexpr, REVERSED: gl.constexpr, CONSUMERS: gl.constexpr, YB: gl.constexpr,
               D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr):  # fmt: skip
     x0_desc, x1_desc, y0_desc, y1_desc = descs
@@ -169,12 +181,13 @@ def producer(descs, smem, bars, table, state, heads, rules, COUNTER: gl.constexp
     while index < total:
         start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB)
         low, high, prefix = range_of_y(x0, length, history, rules, REVERSED, HAS_RULES, XB, YB)
+        first_tile = _first_tile(bias, entry)
         # The next item is fetched while this one's blocks are on their way.
         index = gl.num_programs(0) + gl.max(gl.where(lane == 0, taken, 0), 0)
         taken = gl.atomic_add(counter, lane * 0 + 1, mask=lane == 0, sem="relaxed")
         entry = _entry(index, total, table, heads)
         mbarrier.wait(item_empty.index(its), itp)
-        put_item(item_smem, its, start, length, history, head, x0, low, high, prefix)
+        put_item(item_smem, its, start, length, history, head, x0, low, high, prefix, first_tile)
         mbarrier.arrive(item_full.index(its), count=1)
         its, itp = next_stage(its, itp, 2)
         column = head * D
@@ -258,13 +271,80 @@ def silu_and_gradient(s, FAST: gl.constexpr):
 
 
 @gluon.jit
-def add_bias(s, i, j, history, bias):
-    """Scores with the bias of the distance between the places of i and j."""
-    table, centre = bias
-    distance = gl.minimum(j, history) - gl.minimum(i, history)
-    # Rows behind the end of the sequence, whose results are dropped, may stand further apart than the table reaches.
-    distance = gl.maximum(gl.minimum(distance, centre), -centre)
-    return s + gl.load(table + (distance + centre)).to(gl.float32)
+def load_buckets(first_tile, x0, y0, length, bias, REVERSED: gl.constexpr, IS_SQUARE: gl.constexpr, YB: gl.constexpr):
+    """Time buckets of a tile of pairs as they lie in memory, four to a word; nothing where there is no time table."""
+    position_table, centre, time_table, tiles, first = bias
+    if time_table is None:
+        return 0
+    else:
+        WORDS: gl.constexpr = min(YB, 64) // 8
+        layout: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [4, 1], [1, 0])
+        if REVERSED:
+            asks, sees = y0 // 64, x0 // 64
+        else:
+            asks, sees = x0 // 64, y0 // 64
+        if IS_SQUARE:
+            tile = first_tile + asks * ((length + 63) // 64) + sees
+        else:
+            tile = first_tile + asks * (asks + 1) // 2 + sees
+        thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
+        word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
+        place = tiles + tile.to(gl.int64) * 1024 + (thread * 8)[:, None] + word[None, :]
+        if YB == 32:
+            place += y0 // 32 % 2 * 4
+        if YB == 128:
+            gl.static_assert(not REVERSED)
+            return gl.load(place), gl.load(place + 1024)
+        else:
+            return gl.load(place)
+
+
+@gluon.jit
+def _bytes(words):
+    """(threads, words, 2, 2): rows 8 apart, and neighbouring columns."""
+    return gl.join(
+        gl.join(words & 255, (words >> 16) & 255), gl.join((words >> 8) & 255, (words >> 24) & 255)
+    )  # fmt: skip
+
+
+@gluon.jit
+def _buckets(words, LAYOUT: gl.constexpr, YB: gl.constexpr):
+    """As a tile; every thread keeps what it has loaded."""
+    if YB == 128:
+        first, second = words
+        both = gl.join(_bytes(first), _bytes(second)).reshape([4, 8, 4, 8, 2, 2, 2])
+        return gl.convert_layout(both.permute((0, 4, 1, 6, 3, 2, 5)).reshape([64, 128]), LAYOUT)
+    else:
+        each = _bytes(words).reshape([4, 8, 4, YB // 8, 2, 2])
+        return gl.convert_layout(each.permute((0, 4, 1, 3, 2, 5)).reshape([64, YB]), LAYOUT)
+
+
+@gluon.jit
+def add_bias(s, words, x0, y0, history, rules, bias, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr,
+             LAYOUT: gl.constexpr, YB: gl.constexpr):  # fmt: skip
+    """Scores with the bias of the distance and of the time between tokens.
+
+    Tables are padded: rows behind the end of a sequence, whose results are dropped, may stand further apart than
+    tables reach, and their buckets may be any byte.
+    """
+    position_table, centre, time_table, tiles, first_tile = bias
+    if time_table is not None:
+        s += gl.load(time_table + _buckets(words, LAYOUT, YB)).to(gl.float32)
+    if position_table is not None:
+        targets, num_context, window = rules
+        if targets is None:
+            row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+            column = gl.arange(0, YB, gl.SliceLayout(0, LAYOUT))[None, :]
+            if REVERSED:
+                place = position_table + (centre + x0 - y0) + row - column
+            else:
+                place = position_table + (centre + y0 - x0) - row + column
+            s += gl.load(place).to(gl.float32)
+        else:
+            i, j = places(x0, y0, LAYOUT, REVERSED, YB)
+            distance = gl.minimum(j, history) - gl.minimum(i, history)
+            s += gl.load(position_table + (distance + centre)).to(gl.float32)
+    return s
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ from nestrec.ops.hopper_pieces import (
     barriers,
     get_item,
     is_whole,
+    load_buckets,
     next_stage,
     places,
     producer,
@@ -43,13 +44,12 @@ from nestrec.ops.hopper_pieces import (
 
 
 @gluon.jit
-def _elements(s, dp, x0, y0, history, rules, bias, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
-              HAS_RULES: gl.constexpr, HAS_BIAS: gl.constexpr, FAST: gl.constexpr, LAYOUT: gl.constexpr,
+def _elements(s, dp, words, x0, y0, history, rules, bias, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
+              HAS_RULES: gl.constexpr, FAST: gl.constexpr, LAYOUT: gl.constexpr,
               YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
     """The weights or their gradients, as the left operand of the next product."""
     i, j = places(x0, y0, LAYOUT, REVERSED, YB)
-    if HAS_BIAS:
-        s = add_bias(s, i, j, history, bias)
+    s = add_bias(s, words, x0, y0, history, rules, bias, REVERSED, HAS_RULES, LAYOUT, YB)
     w, g = silu_and_gradient(s, FAST)
     if GRADIENT:
         p = g * dp
@@ -62,7 +62,7 @@ def _elements(s, dp, x0, y0, history, rules, bias, GRADIENT: gl.constexpr, REVER
 
 @gluon.jit
 def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexpr,
-              HAS_RULES: gl.constexpr, HAS_BIAS: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
+              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
               CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr,
               FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
@@ -78,7 +78,7 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
     vs, vp = 0, 0
     its, itp = 0, 0
     mbarrier.wait(item_full.index(its), itp)
-    start, length, history, head, x0, low, high, prefix = get_item(item_smem, its)
+    start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
     mbarrier.arrive(item_empty.index(its), count=1)
     its, itp = next_stage(its, itp, 2)
     zeros = gl.zeros([ROWS, YB], gl.float32, S_LAYOUT)
@@ -102,6 +102,8 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
             y0_tile = y0_smem.index(ks)._reinterpret(DTYPE, [YB, D], YTILE)
             s = warpgroup_mma(x0_tile, y0_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dp = zeros
+            y0 = row_of_block(skipped, low, high, prefix, REVERSED, HAS_RULES, YB)
+            words = load_buckets(first_tile, x0, y0, length, bias, REVERSED, IS_SQUARE, YB)
             if GRADIENT:
                 mbarrier.wait(y1_full.index(vs), vp)
                 y1_tile = y1_smem.index(vs)._reinterpret(DTYPE, [YB, D], YTILE)
@@ -114,15 +116,16 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
                 mbarrier.arrive(y0_empty.index(ks), count=1)
             ps = ks
             ks, kp = next_stage(ks, kp, STAGES)
-            y0 = row_of_block(skipped, low, high, prefix, REVERSED, HAS_RULES, YB)
             p = _elements(
-                s, dp, x0, y0, history, rules, bias, GRADIENT, REVERSED, HAS_RULES, HAS_BIAS, FAST, S_LAYOUT, YB, DTYPE
+                s, dp, words, x0, y0, history, rules, bias, GRADIENT, REVERSED, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE
             )
             p = gl.convert_layout(p, P_LAYOUT)
             for i in range(skipped + 1, count):
                 mbarrier.wait(y0_full.index(ks), kp)
                 y0_tile = y0_smem.index(ks)._reinterpret(DTYPE, [YB, D], YTILE)
                 s = warpgroup_mma(x0_tile, y0_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                y0 = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
+                words = load_buckets(first_tile, x0, y0, length, bias, REVERSED, IS_SQUARE, YB)
                 if GRADIENT:
                     mbarrier.wait(y1_full.index(vs), vp)
                     y1_tile = y1_smem.index(vs)._reinterpret(DTYPE, [YB, D], YTILE)
@@ -138,23 +141,8 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
                     acc = warpgroup_mma(p, y1_tile, acc, is_async=True)
                     s = warpgroup_mma_wait(1, deps=(s,))
                     mbarrier.arrive(y0_empty.index(ks), count=1)
-                y0 = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
                 new_p = _elements(
-                    s,
-                    dp,
-                    x0,
-                    y0,
-                    history,
-                    rules,
-                    bias,
-                    GRADIENT,
-                    REVERSED,
-                    HAS_RULES,
-                    HAS_BIAS,
-                    FAST,
-                    S_LAYOUT,
-                    YB,
-                    DTYPE,
+                    s, dp, words, x0, y0, history, rules, bias, GRADIENT, REVERSED, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE
                 )
                 acc, p = warpgroup_mma_wait(0, deps=(acc, p))
                 if GRADIENT:
@@ -197,7 +185,7 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
             mbarrier.arrive(x_empty.index(xs), count=1)
         xs, xp = next_stage(xs, xp, XSTAGES)
         mbarrier.wait(item_full.index(its), itp)
-        start, length, history, head, x0, low, high, prefix = get_item(item_smem, its)
+        start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
         mbarrier.arrive(item_empty.index(its), count=1)
         its, itp = next_stage(its, itp, 2)
     tma.store_wait(0)
@@ -205,10 +193,10 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
 
 @gluon.jit(do_not_specialize=["heads", "num_context", "window", "centre"])
 def stream_kernel(x0_desc, x1_desc, y0_desc, y1_desc, out_desc, table, state, heads, scale, targets, num_context,
-                  window, position_table, centre, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr,
-                  HAS_BIAS: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr, CONSUMERS: gl.constexpr,
-                  YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr, FAST: gl.constexpr,
-                  OWN_OUT: gl.constexpr):  # fmt: skip
+                  window, position_table, centre, time_table, tiles, first_tile, COUNTER: gl.constexpr,
+                  HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
+                  CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+                  XSTAGES: gl.constexpr, FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
     DTYPE: gl.constexpr = x0_desc.dtype
     x0_smem = gl.allocate_shared_memory(DTYPE, [XSTAGES * CONSUMERS, 1, 1, ROWS, D], x0_desc.layout)
     if GRADIENT:
@@ -230,32 +218,32 @@ def stream_kernel(x0_desc, x1_desc, y0_desc, y1_desc, out_desc, table, state, he
     fence_async_shared()
     gl.thread_barrier()
     rules = (targets, num_context, window)
-    bias = (position_table, centre)
+    bias = (position_table, centre, time_table, tiles, first_tile)
     descs = (x0_desc, x1_desc, y0_desc, y1_desc)
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         0, HAS_RULES, HAS_BIAS, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         0, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         1, HAS_RULES, HAS_BIAS, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         1, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
-            (producer, (descs, smem, bars, table, state, heads, rules,
+            (producer, (descs, smem, bars, table, state, heads, rules, bias,
                          COUNTER, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         0, HAS_RULES, HAS_BIAS, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         0, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         1, HAS_RULES, HAS_BIAS, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         1, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         2, HAS_RULES, HAS_BIAS, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         2, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
-            (producer, (descs, smem, bars, table, state, heads, rules,
+            (producer, (descs, smem, bars, table, state, heads, rules, bias,
                          COUNTER, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
         ], [4, 4, 1], [160, 160, 24])
     # fmt: on

@@ -47,7 +47,9 @@ def hstu_attention(
     _check(q_THD, k_THD, v_THD, offsets)
     _check_table(bias, max_length)
     if runs_triton(q_THD) and q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD:
-        return hstu_attention_kernel(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
+        return hstu_attention_kernel(
+            q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+        )
     if not q_THD.is_cuda and _better_one_by_one(offsets, max_length):
         return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
     return hstu_attention_padded(

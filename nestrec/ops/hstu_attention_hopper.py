@@ -3,17 +3,22 @@
 Legend: T tokens, H heads, D head dimension.
 """
 
+# ruff: noqa: PLR0917
+
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.attention_schedule import Schedule, make_schedule
+from nestrec.ops.bucket_tiles import LARGEST_BUCKET, BucketTiles, empty_tiles, fill_tiles
 from nestrec.ops.hopper_pair import pair_kernel
 from nestrec.ops.hopper_pieces import ROWS
 from nestrec.ops.hopper_stream import stream_kernel
+from nestrec.ops.relative_bias import RelativeBias
 
 HEAD_DIMS = (64, 128, 256)
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -38,9 +43,15 @@ class Inputs(NamedTuple):
     """What every launch of a batch shares."""
 
     offsets: torch.Tensor
+    max_length: int
     normaliser: float
-    position_table: torch.Tensor | None
+    bias: RelativeBias
     rules: AttentionRules
+
+    @property
+    def is_square(self) -> bool:
+        """Whether tokens look at later ones too."""
+        return self.rules.num_context > 0
 
 
 WEIGHTS = {64: Tiles(3, 128, 3, 2, True), 128: Tiles(2, 128, 2, 2, True), 256: Tiles(2, 64, 2, 1, False)}
@@ -49,6 +60,8 @@ GRADIENTS = {64: Tiles(2, 64, 3, 2, True), 128: Tiles(2, 64, 3, 1, True), 256: T
 BACKWARD_WEIGHTS = Tiles(2, 64, 2, 1, False)
 """For heads of 256, whose d k and d v do not fit the registers together."""
 PAIR_BLOCK, PAIR_STAGES = 64, 3
+MARGIN = 512
+"""Values on either side of a position table, more than an item reaches behind the end of its sequence."""
 
 
 def forward_pass(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -56,7 +69,10 @@ def forward_pass(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, 
     q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
     tiles = WEIGHTS[q.shape[2]]
     schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
-    return launch_stream((q, q), (k, v), schedule, tiles, inputs, is_gradient=False, is_reversed=False, counter=0)
+    biases = _biases(inputs, is_reversed=False)
+    return launch_stream(
+        (q, q), (k, v), schedule, tiles, inputs, biases, is_gradient=False, is_reversed=False, counter=0
+    )
 
 
 def backward_pass(
@@ -66,14 +82,49 @@ def backward_pass(
     grad, q, k, v = (readable(x) for x in (grad_THD, q_THD, k_THD, v_THD))
     tiles = GRADIENTS[q.shape[2]]
     schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
-    dq = launch_stream((q, grad), (k, v), schedule, tiles, inputs, is_gradient=True, is_reversed=False, counter=0)
+    biases = _biases(inputs, is_reversed=False)
+    dq = launch_stream(
+        (q, grad), (k, v), schedule, tiles, inputs, biases, is_gradient=True, is_reversed=False, counter=0
+    )
+    biases = _biases(inputs, is_reversed=True, before=biases)
     if q.shape[2] <= 128:
-        return dq, *launch_pair((k, v), (q, grad), schedule, inputs, counter=1)
-    dk = launch_stream((k, v), (q, grad), schedule, tiles, inputs, is_gradient=True, is_reversed=True, counter=1)
+        return dq, *launch_pair((k, v), (q, grad), schedule, inputs, biases, counter=1)
+    dk = launch_stream(
+        (k, v), (q, grad), schedule, tiles, inputs, biases, is_gradient=True, is_reversed=True, counter=1
+    )
     dv = launch_stream(
-        (k, k), (q, grad), schedule, BACKWARD_WEIGHTS, inputs, is_gradient=False, is_reversed=True, counter=2
+        (k, k), (q, grad), schedule, BACKWARD_WEIGHTS, inputs, biases, is_gradient=False, is_reversed=True, counter=2
     )
     return dq, dk, dv
+
+
+class _Biases(NamedTuple):
+    """As the kernels take them."""
+
+    position_table: torch.Tensor | None
+    centre: int
+    time_table: torch.Tensor | None
+    tiles: torch.Tensor | None
+    first_tile_B: torch.Tensor | None
+
+
+def _biases(inputs: Inputs, *, is_reversed: bool, before: _Biases | None = None) -> _Biases:
+    """Tables with margins, and time buckets as passes of one direction read them; over those of `before`, now done."""
+    position, time = inputs.bias.position_table, inputs.bias.time_table
+    if before is None:
+        before = _Biases(
+            None if position is None else pad(position, (MARGIN, MARGIN)),
+            0 if position is None else (position.numel() - 1) // 2 + MARGIN,
+            None if time is None else pad(time, (0, LARGEST_BUCKET + 1 - time.numel())), None, None,
+        )  # fmt: skip
+    if time is None:
+        return before
+    if before.tiles is not None and before.first_tile_B is not None:
+        where = BucketTiles(before.tiles, before.first_tile_B)
+    else:
+        where = empty_tiles(inputs.bias, inputs.offsets, inputs.max_length, is_square=inputs.is_square)
+    fill_tiles(where, inputs.bias, inputs.offsets, is_square=inputs.is_square, is_reversed=is_reversed)
+    return before._replace(tiles=where.tiles, first_tile_B=where.first_B)
 
 
 def launch_stream(
@@ -82,6 +133,7 @@ def launch_stream(
     schedule: Schedule,
     tiles: Tiles,
     inputs: Inputs,
+    biases: _Biases,
     *,
     is_gradient: bool,
     is_reversed: bool,
@@ -91,7 +143,7 @@ def launch_stream(
     out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     stream_kernel[(_programs(out),)](
         rows_of(x[0], ROWS.value), rows_of(x[1], ROWS.value), rows_of(y[0], tiles.block), rows_of(y[1], tiles.block),
-        rows_of(out, ROWS.value), *schedule, *_scalars(out, inputs), COUNTER=counter, **_switches(out, inputs),
+        rows_of(out, ROWS.value), *schedule, *_scalars(out, inputs), *biases, COUNTER=counter, **_switches(out, inputs),
         GRADIENT=is_gradient, REVERSED=is_reversed, CONSUMERS=tiles.consumers, YB=tiles.block, STAGES=tiles.stages,
         XSTAGES=tiles.x_stages, OWN_OUT=tiles.own_out, num_warps=4,
     )  # fmt: skip
@@ -103,6 +155,7 @@ def launch_pair(
     y: tuple[torch.Tensor, torch.Tensor],
     schedule: Schedule,
     inputs: Inputs,
+    biases: _Biases,
     *,
     counter: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +165,7 @@ def launch_pair(
     queries = (rows_of(each, PAIR_BLOCK) for each in y)
     pair_kernel[(_programs(dk),)](
         *keys, *queries, rows_of(dk, ROWS.value), rows_of(dv, ROWS.value), *schedule, *_scalars(dk, inputs),
-        COUNTER=counter, **_switches(dk, inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
+        *biases, COUNTER=counter, **_switches(dk, inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
     )  # fmt: skip
     return dk, dv
 
@@ -123,18 +176,18 @@ def _programs(x: torch.Tensor) -> int:
 
 
 def _scalars(out_THD: torch.Tensor, inputs: Inputs) -> tuple[Any, ...]:
-    """Heads, scale, rules and bias, as both kernels take them."""
-    rules, table = inputs.rules, inputs.position_table
+    """Heads, scale and rules, as both kernels take them."""
+    rules = inputs.rules
     tokens, heads, _ = out_THD.shape
     return (
         heads, 1.0 / inputs.normaliser, rules.num_targets_B, rules.num_context,
-        rules.max_attention_length or tokens + 1, table, 0 if table is None else (table.numel() - 1) // 2,
+        rules.max_attention_length or tokens + 1,
     )  # fmt: skip
 
 
 def _switches(out_THD: torch.Tensor, inputs: Inputs) -> dict[str, Any]:
     return {
-        "HAS_RULES": not inputs.rules.is_plain, "HAS_BIAS": inputs.position_table is not None,
+        "HAS_RULES": not inputs.rules.is_plain, "IS_SQUARE": inputs.is_square,
         "D": out_THD.shape[2], "FAST": out_THD.dtype == torch.bfloat16,
     }  # fmt: skip
 

@@ -21,6 +21,7 @@ def hstu_attention_kernel(
     v_THD: torch.Tensor,
     offsets: torch.Tensor,
     *,
+    max_length: int,
     normaliser: float,
     bias: RelativeBias,
     rules: AttentionRules,
@@ -28,7 +29,7 @@ def hstu_attention_kernel(
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
     attended: torch.Tensor = _forward_op(
         q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_T, bias.query_time_T,
-        rules.num_targets_B, rules.num_context, rules.max_attention_length, normaliser,
+        rules.num_targets_B, rules.num_context, rules.max_attention_length, max_length, normaliser,
     )  # fmt: skip
     return attended
 
@@ -45,6 +46,7 @@ def _forward(  # noqa: PLR0917
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
+    max_length: int,
     normaliser: float,
 ) -> torch.Tensor:
     from nestrec.ops.hstu_attention_passes import forward_pass
@@ -53,7 +55,7 @@ def _forward(  # noqa: PLR0917
         position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
     )
     with torch.cuda.device_of(q_THD):
-        return forward_pass(q_THD, k_THD, v_THD, offsets, normaliser, bias, rules)
+        return forward_pass(q_THD, k_THD, v_THD, offsets, max_length, normaliser, bias, rules)
 
 
 def _backward(  # noqa: PLR0917
@@ -69,6 +71,7 @@ def _backward(  # noqa: PLR0917
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
+    max_length: int,
     normaliser: float,
 ) -> tuple[torch.Tensor, ...]:
     from nestrec.ops.hstu_attention_passes import backward_pass
@@ -77,7 +80,7 @@ def _backward(  # noqa: PLR0917
         position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
     )
     with torch.cuda.device_of(q_THD):
-        found = backward_pass(grad_THD, q_THD, k_THD, v_THD, offsets, normaliser, bias, rules)
+        found = backward_pass(grad_THD, q_THD, k_THD, v_THD, offsets, max_length, normaliser, bias, rules)
     # An operator returns tensors only: an absent table has an empty gradient.
     return tuple(grad_THD.new_empty(0) if x is None else x for x in found)
 
@@ -109,7 +112,8 @@ def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? position_table, Tensor? time_table, Tensor? times, "
-    "Tensor? query_times, Tensor? num_targets, int num_context, int? max_attention_length, float normaliser"
+    "Tensor? query_times, Tensor? num_targets, int num_context, int? max_attention_length, SymInt max_length, "
+    "float normaliser"
 )
 _forward_op = define_op(f"hstu_attention({_INPUTS}) -> Tensor", _forward, _forward_shape)
 _backward_op = define_op(
@@ -128,7 +132,7 @@ def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, .
     dq, dk, dv, *tables = _backward_op(grad_THD, *ctx.saved_tensors, *ctx.constants)
     given = ctx.saved_tensors[4:6]
     by_table = (None if table is None else grad for table, grad in zip(given, tables, strict=True))
-    return dq, dk, dv, None, *by_table, *(None,) * 6
+    return dq, dk, dv, None, *by_table, *(None,) * 7
 
 
 torch.library.register_autograd("nestrec::hstu_attention", _gradients, setup_context=_save)

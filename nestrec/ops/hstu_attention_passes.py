@@ -13,6 +13,8 @@ import torch
 from nestrec.ops import hstu_attention_triton as plain
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.attention_schedule import make_schedule
+from nestrec.ops.bias_tables import table_gradients
+from nestrec.ops.bucket_tiles import fits
 from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.ops.relative_bias import RelativeBias
 
@@ -32,6 +34,7 @@ def forward_pass(
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     offsets: torch.Tensor,
+    max_length: int,
     normaliser: float,
     bias: RelativeBias,
     rules: AttentionRules,
@@ -39,10 +42,10 @@ def forward_pass(
     """(T, H, D) attention."""
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    if _suits_hopper(q_THD, bias):
+    if _suits_hopper(q_THD, offsets, max_length, bias, rules):
         from nestrec.ops import hstu_attention_hopper as hopper
 
-        inputs = hopper.Inputs(offsets, normaliser, bias.position_table, rules)
+        inputs = hopper.Inputs(offsets, max_length, normaliser, bias, rules)
         return hopper.forward_pass(q_THD, k_THD, v_THD, inputs)
     return plain.weights((q_THD, k_THD, v_THD), _plain(q_THD, offsets, normaliser, bias, rules), is_reversed=False)
 
@@ -53,6 +56,7 @@ def backward_pass(
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     offsets: torch.Tensor,
+    max_length: int,
     normaliser: float,
     bias: RelativeBias,
     rules: AttentionRules,
@@ -62,12 +66,11 @@ def backward_pass(
         return _no_gradients(q_THD, bias)
     tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if not bias.is_empty:
-        inputs = _plain(q_THD, offsets, normaliser, bias, rules)
-        tables = plain.table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)
-    if _suits_hopper(q_THD, bias):
+        tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, offsets, max_length, normaliser, bias, rules)
+    if _suits_hopper(q_THD, offsets, max_length, bias, rules):
         from nestrec.ops import hstu_attention_hopper as hopper
 
-        shared = hopper.Inputs(offsets, normaliser, bias.position_table, rules)
+        shared = hopper.Inputs(offsets, max_length, normaliser, bias, rules)
         return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, shared), *tables)
     inputs = _plain(q_THD, offsets, normaliser, bias, rules)
     dq = plain.gradient((q_THD, grad_THD), (k_THD, v_THD), inputs, is_reversed=False)
@@ -89,11 +92,13 @@ def _plain(
     return plain.Inputs(make_schedule(offsets, q_THD.shape[0], block), normaliser, bias, rules)
 
 
-def _suits_hopper(q_THD: torch.Tensor, bias: RelativeBias) -> bool:
+def _suits_hopper(
+    q_THD: torch.Tensor, offsets: torch.Tensor, max_length: int, bias: RelativeBias, rules: AttentionRules
+) -> bool:
     return (
         not IS_INTERPRETED
         and torch.cuda.get_device_capability(q_THD.device)[0] == 9
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.shape[2] in (64, 128, 256)
-        and bias.time_table is None
+        and (bias.time_table is None or fits(bias, offsets, max_length, is_square=rules.num_context > 0))
     )

@@ -8,16 +8,14 @@
     d q        gradient of X0, X1 = q, d out, Y0, Y1 = k, v
     d k        gradient of X0, X1 = k, v, Y0, Y1 = q, d out   reversed
 
-    tables     sums of g over equal distances, and over equal time buckets
-
-Every output is summed by one program in a fixed order. Gradients of the tables are sums over a tile's diagonals and
-time buckets, added as integers, whose sum does not depend on the order. So all is repeatable to the bit.
+Every output is summed by one program in a fixed order, so all is repeatable to the bit. Gradients of the tables:
+bias_tables.py.
 
 Legend: T tokens, H heads, D head dimension, B sequences.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0912, PLR0915, PLR0917
+# ruff: noqa: PLR0915, PLR0917
 
 from typing import NamedTuple
 
@@ -28,6 +26,7 @@ import triton.language as tl
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.attention_schedule import Schedule
 from nestrec.ops.relative_bias import RelativeBias, bucket_edges
+from nestrec.ops.time_buckets import time_bucket
 
 
 class Inputs(NamedTuple):
@@ -41,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 @triton.jit
-def _sigmoid(s):
+def sigmoid(s):
     return 1.0 / (1.0 + tl.exp2(s * -1.4426950408889634))
 
 
@@ -63,71 +62,19 @@ def _blocks_of_y(x0, length, history, num_context, window, REVERSED: tl.constexp
 
 
 @triton.jit
-def _seen(i, j, history, num_context, window):
+def seen_pairs(i, j, history, num_context, window):
     place = tl.minimum(i, history)
     is_near = (place - j < window) | (j < num_context)
     return (i == j) | ((j < history) & (((j < place) & is_near) | (i < num_context)))
-
-
-@triton.jit
-def time_bucket(delta_s, edges, num_buckets):
-    """min(floor(ln(max(|delta|, 1)) / 0.301), num_buckets), as float64 has it; edges: nestrec.ops.relative_bias.
-
-    Exponent and mantissa, read as one fixed-point number, are log2 less up to 0.09: the bucket or the one below it.
-    """
-    high = ((delta_s.to(tl.int64, bitcast=True) >> 32) & 0x7FFFFFFF).to(tl.int32)
-    log2 = tl.maximum(high, 0x3FF00000) - 0x3FF00000  # in units of 2^-20
-    below = ((log2.to(tl.int64) * 9432) >> 32).to(tl.int32)  # ln 2 / 0.301 = 9432.3 * 2^-12
-    below = tl.minimum(below, num_buckets)
-    return below + (tl.abs(delta_s) >= tl.load(edges + below + 1)).to(tl.int32)
-
-
-@triton.jit
-def _add_integers(pointers, values, quantum, mask):
-    units = values / quantum
-    # Half away from zero; a NaN shows through the quantum.
-    rounded = (units + tl.where(units >= 0, 0.5, -0.5)).to(tl.int64)
-    tl.atomic_add(pointers, rounded, mask=mask, sem="relaxed")
-
-
-@triton.jit
-def _add_diagonals(g, x0, y0, history, table, centre, quantum, XB: tl.constexpr, YB: tl.constexpr):
-    """Sums of g[x, y] over equal distances."""
-    row = tl.arange(0, XB)[:, None]
-    column = tl.arange(0, YB)
-    if x0 + XB <= history:
-        # After rotating row r by r, column c holds distance c (not wrapped) or c - YB (wrapped) plus a constant.
-        turned = tl.gather(g, (row + column[None, :]) % YB, 1)
-        is_wrapped = (row % YB) + column[None, :] >= YB
-        for part in tl.static_range(XB // YB):
-            is_part = row // YB == part
-            straight = tl.sum(tl.where(is_part & (is_wrapped == 0), turned, 0.0), 0)
-            wrapped = tl.sum(tl.where(is_part & is_wrapped, turned, 0.0), 0)
-            distance = y0 + column - x0 - part * YB + centre
-            _add_integers(table + distance, straight, quantum, straight != 0.0)
-            _add_integers(table + distance - YB, wrapped, quantum, wrapped != 0.0)
-    else:
-        place_x, place_y = tl.minimum(x0 + row, history), tl.minimum(y0 + column, history)
-        _add_integers(table + (place_y[None, :] - place_x + centre), g, quantum, g != 0.0)
-
-
-@triton.jit
-def _add_buckets(g, bucket, seen, table, num_buckets, quantum):
-    """Sums of g over equal time buckets; a tile holds few, since times are far apart or alike."""
-    low = tl.min(tl.where(seen, bucket, num_buckets))
-    high = tl.max(tl.where(seen, bucket, 0))
-    for b in range(low, high + 1):
-        total = tl.sum(tl.where((bucket == b) & seen, g, 0.0))
-        _add_integers(table + b, total, quantum, total != 0.0)
 
 
 @triton.jit(do_not_specialize=["heads", "num_context", "window", "centre", "num_buckets"])
 def _stream_kernel(
     x0_ptr, x1_ptr, y0_ptr, y1_ptr, out_ptr, x0_step, x1_step, y0_step, y1_step, x0_head, x1_head, y0_head, y1_head,
     schedule, state, heads, scale, targets, num_context, window,
-    position_table, centre, time_table, edges, num_buckets, query_time, key_time, position_grad, time_grad, quantum_ptr,
+    position_table, centre, time_table, edges, num_buckets, query_time, key_time,
     GRADIENT: tl.constexpr, REVERSED: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr,
-    HAS_TIME: tl.constexpr, ONLY_TABLES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
     XB: tl.constexpr, YB: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
@@ -143,9 +90,6 @@ def _stream_kernel(
     history = length
     if HAS_TARGETS:
         history = tl.maximum(length - tl.load(targets + b).to(tl.int32), 0)
-    quantum = 1.0
-    if ONLY_TABLES:
-        quantum = tl.load(quantum_ptr)
 
     column = tl.arange(0, WIDTH)
     x = x0 + tl.arange(0, XB)
@@ -176,29 +120,21 @@ def _stream_kernel(
             distance = tl.minimum(j, history) - tl.minimum(i, history)
             is_inside = (distance >= -centre) & (distance <= centre)
             s += tl.load(position_table + (distance + centre), mask=is_inside, other=0.0).to(tl.float32)
-        bucket = tl.zeros([XB, YB], tl.int32)
         if HAS_TIME:
             y_time = tl.load((query_time if REVERSED else key_time) + y_rows, mask=y < length, other=0.0)
             bucket = time_bucket(x_time[:, None] - y_time[None, :], edges, num_buckets)
             s += tl.load(time_table + bucket).to(tl.float32)
-        seen = _seen(i, j, history, num_context, window) & (i < length) & (j < length)
-        sigmoid = _sigmoid(s)
+        seen = seen_pairs(i, j, history, num_context, window) & (i < length) & (j < length)
+        sigma = sigmoid(s)
         if GRADIENT:
             dp = tl.dot(x1_tile, tl.trans(y1_tile), input_precision=PRECISION)
-            g = tl.where(seen, sigmoid * (1.0 + s * (1.0 - sigmoid)) * dp, 0.0)
-            if ONLY_TABLES:
-                if HAS_POSITION:
-                    _add_diagonals(g * scale, x0, y0, history, position_grad, centre, quantum, XB, YB)
-                if HAS_TIME:
-                    _add_buckets(g * scale, bucket, seen, time_grad, num_buckets, quantum)
-            else:
-                acc += tl.dot(g.to(y0_tile.dtype), y0_tile, input_precision=PRECISION)
+            g = tl.where(seen, sigma * (1.0 + s * (1.0 - sigma)) * dp, 0.0)
+            acc += tl.dot(g.to(y0_tile.dtype), y0_tile, input_precision=PRECISION)
         else:
-            p = tl.where(seen, s * sigmoid, 0.0)
+            p = tl.where(seen, s * sigma, 0.0)
             acc += tl.dot(p.to(y1_tile.dtype), y1_tile, input_precision=PRECISION)
-    if not ONLY_TABLES:
-        out = out_ptr + x_rows[:, None] * (heads * D) + head * D + column[None, :]
-        tl.store(out, (acc * scale).to(out_ptr.dtype.element_ty), mask=x_mask)
+    out = out_ptr + x_rows[:, None] * (heads * D) + head * D + column[None, :]
+    tl.store(out, (acc * scale).to(out_ptr.dtype.element_ty), mask=x_mask)
 
 
 class Blocks(NamedTuple):
@@ -232,23 +168,6 @@ def gradient(
     return _launch(x, y, inputs, is_gradient=True, is_reversed=is_reversed)
 
 
-def table_gradients(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: Inputs
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the position and of the time table, where they are."""
-    tables = (inputs.bias.position_table, inputs.bias.time_table)
-    # A unit of the sums is 2^-34 of the largest gradient: far below rounding, and far from overflow.
-    quantum = grad.abs().amax().float() * 2.0**-34
-    quantum = torch.where(quantum == 0.0, 1.0, quantum)
-    sums = [None if t is None else torch.zeros(t.shape, dtype=torch.int64, device=t.device) for t in tables]
-    _launch((q, grad), (k, v), inputs, is_gradient=True, is_reversed=False, sums=(*sums, quantum))
-    position, time = (
-        None if total is None or table is None else (total.double() * quantum).to(table.dtype)
-        for total, table in zip(sums, tables, strict=True)
-    )
-    return position, time
-
-
 def _launch(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
@@ -256,10 +175,9 @@ def _launch(
     *,
     is_gradient: bool,
     is_reversed: bool,
-    sums: tuple[torch.Tensor | None, ...] | None = None,
 ) -> torch.Tensor:
     tokens, heads, dim = x[0].shape
-    out = torch.empty(x[0].shape if sums is None else 0, dtype=x[0].dtype, device=x[0].device)
+    out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     tensors = [t if t.stride(2) == 1 else t.contiguous() for t in (*x, *y)]
     bias, rules, schedule = inputs.bias, inputs.rules, inputs.schedule
     position, time = bias.position_table, bias.time_table
@@ -270,9 +188,9 @@ def _launch(
         rules.max_attention_length or tokens + 1,
         position, 0 if position is None else (position.numel() - 1) // 2,
         time, None if time is None else bucket_edges(time.numel() - 1, time.device),
-        0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T, *(sums or (None, None, None)),
+        0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T,
         GRADIENT=is_gradient, REVERSED=is_reversed, HAS_TARGETS=rules.num_targets_B is not None,
-        HAS_POSITION=position is not None, HAS_TIME=time is not None, ONLY_TABLES=sums is not None,
+        HAS_POSITION=position is not None, HAS_TIME=time is not None,
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32", XB=blocks.x, YB=blocks.y, D=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip

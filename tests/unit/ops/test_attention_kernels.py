@@ -14,7 +14,7 @@ if HAS_TRITON and IS_INTERPRETED:
     import triton
     import triton.language as tl
 
-    from nestrec.ops.hstu_attention_triton import time_bucket as kernel_bucket
+    from nestrec.ops.time_buckets import time_bucket as kernel_bucket
 
     @triton.jit
     def _bucket_kernel(x, y, edges, count, SIZE: tl.constexpr):
@@ -91,6 +91,34 @@ def test_time_buckets_are_those_of_float64():
     assert torch.equal(found.long(), time_bucket(delta, 50))
 
 
+@pytest.mark.parametrize("is_square", [False, True])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_bytes_of_tiles_are_the_buckets_of_their_pairs(is_reversed, is_square):
+    """In the order in which a warp group owns the elements of a product."""
+    from nestrec.ops.bucket_tiles import SIDE, empty_tiles, fill_tiles
+
+    lengths, draw = [70, 0, 129, 64], np.random.default_rng(5)
+    tokens, offsets = sum(lengths), offsets_of(torch.tensor(lengths))
+    asked, seen = (torch.from_numpy(draw.integers(0, 10**7, tokens) / 7) for _ in range(2))
+    bias = RelativeBias(time_table=torch.zeros(60), time_T=seen, query_time_T=asked)
+    found = empty_tiles(bias, offsets, 129, is_square=is_square)
+    fill_tiles(found, bias, offsets, is_square=is_square, is_reversed=is_reversed)
+    tiles = found.tiles.view(torch.uint8).view(-1, SIDE * SIDE)
+    n = torch.arange(SIDE * SIDE)
+    thread, byte = n // 32, n % 32
+    row = thread // 32 * 16 + byte // 2 % 2 * 8 + thread // 4 % 8
+    column = byte // 4 * 8 + thread % 4 * 2 + byte % 2
+    for first, start, length in zip(found.first_B.tolist(), offsets.tolist(), lengths, strict=False):
+        blocks = -(-length // SIDE)
+        for a in range(blocks):
+            for b in range(blocks if is_square else a + 1):
+                tile = tiles[first + (a * blocks if is_square else a * (a + 1) // 2) + b]
+                i, j = (a * SIDE + column, b * SIDE + row) if is_reversed else (a * SIDE + row, b * SIDE + column)
+                is_inside = (i < length) & (j < length)
+                i, j = start + i[is_inside], start + j[is_inside]
+                assert torch.equal(tile[is_inside].long(), time_bucket(asked[i] - seen[j], 59))
+
+
 def test_strided_inputs_give_the_results_of_their_copies():
     lengths, vectors, _, rules = random_case(2)
     offsets = offsets_of(torch.tensor(lengths))
@@ -108,7 +136,7 @@ def test_the_operator_declares_its_shapes_and_gradients():
 
     lengths, vectors, _, _ = random_case(3)
     q, k, v = (x.float().requires_grad_() for x in vectors[:3])
-    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 5, 0, None, NORMALISER)
+    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 5, 0, None, max(lengths), NORMALISER)
     torch.library.opcheck(
         torch.ops.nestrec.hstu_attention, arguments,
         test_utils=["test_schema", "test_autograd_registration", "test_faketensor"],
