@@ -29,7 +29,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     for name in (*bench.modes, *bench.more_modes):
         mode_named(name)
     before_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # generator and engine share an interpreter: neither may keep it for long
+    sys.setswitchinterval(5e-5)  # as in a server: generator and engine share an interpreter
     try:
         bed = Bed(bench)
         gc.collect()
@@ -54,6 +54,7 @@ class Size:
     def __init__(self, bed: Bed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
+        self._sweeps: dict[tuple[str, float], Sweep] = {}
         self._is_dram_warm = False
         load = self._load(0.0)
         self._costs = measure_costs(bed.runner, load)
@@ -68,16 +69,16 @@ class Size:
                 yield self._row(self._sweep(name, returning), name, self._slo_ms)
 
     def more(self) -> Iterator[dict[str, Any]]:
-        """Other modes, latency over load, and other SLOs."""
+        """Latency over load, other SLOs, and other modes."""
         bench = self._bed.bench
-        for name in bench.more_modes:
-            yield self._row(self._sweep(name, bench.returning[-1]), name, self._slo_ms)
         for name in bench.modes if bench.curve else ():
             sweep = self._sweep(name, bench.returning[0])
             yield from sweep.curve(self._slo_ms, self._best[name, bench.returning[0], self._slo_ms])
         for slo_ms in bench.slo_ms:
             for name in bench.modes:
                 yield self._row(self._sweep(name, bench.returning[0]), name, slo_ms)
+        for name in bench.more_modes:
+            yield self._row(self._sweep(name, bench.returning[-1]), name, self._slo_ms)
 
     def longest(self) -> Iterator[dict[str, Any]]:
         """The longest history of each mode at one rate and one SLO."""
@@ -119,7 +120,10 @@ class Size:
         if mode_named(name).uses_dram and not self._is_dram_warm:
             self._bed.warm_dram(self._history)
             self._is_dram_warm = True
-        return Sweep(self._bed, name, self._load(returning), self._costs, self._slo_ms)
+        if (name, returning) not in self._sweeps:
+            sweep = Sweep(self._bed, name, self._load(returning), self._costs, self._slo_ms)
+            self._sweeps[name, returning] = sweep
+        return self._sweeps[name, returning]
 
     def _load(self, returning: float) -> Load:
         return self._bed.load(self._history, self._candidates, returning)
@@ -143,7 +147,7 @@ class Sweep:
         bound, bench = self._costs.bound_qps(self._mode, self.load.returning), self._bed.bench
         best: Trial | None = None
         if known is None:
-            start = bound * (0.85 if self._mode.sends_signals else 0.4)
+            start = bound * (0.85 if self._mode.sends_signals else 0.35)
             rate, best = largest(self.measure, slo_ms, start=start, rounds=bench.rounds, factor=bench.factor)
         else:
             rate = known

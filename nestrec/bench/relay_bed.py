@@ -20,6 +20,8 @@ from nestrec.serving.tiers import TiersConfig
 from nestrec.serving.trigger import TriggerConfig
 
 _MOST_VISITS = 64
+_WARM_S = 0.7
+"""of a trial where nobody returns"""
 LONGEST = 2
 """times the longest history: how far `longest` looks"""
 
@@ -55,7 +57,7 @@ class RelayBench:
     signal_ms: float = 150.0
     """from signal to ranking request"""
     warm_s: float = 2.0
-    """of a trial before requests are counted: in its first half second nobody can return yet"""
+    """of a trial before requests are counted, where users return: in its first half second nobody can"""
     duration_s: float = 8.0
     """of a trial after that"""
     fewest: int = 150
@@ -74,8 +76,9 @@ class RelayBench:
     """tokens of signals in a batch that ranks nothing; 0: those of one history"""
     mixed_chunk_tokens: int = 0
     """tokens of signals in a batch that ranks; -1: as many"""
-    chunk_ms: float = 0.0
-    """device milliseconds of signals in a batch, by the learned costs; 0: the tokens alone bound them"""
+    chunk_ms: float | None = None
+    """device milliseconds of signals in a batch, by the learned costs; none: a quarter of the SLO, 0: the tokens alone
+    bound them"""
     is_paired: bool = False
     """each history with the candidates at its place only, instead of with all"""
     device: str = "cpu"
@@ -118,7 +121,7 @@ class Bed:
         return Load(
             history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
             recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
-            warm_s=bench.warm_s, fewest=bench.fewest, seed=bench.seed,
+            warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
         )  # fmt: skip
 
     def unloaded_ms(self, load: Load) -> float:

@@ -5,7 +5,6 @@ import functools
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -16,12 +15,14 @@ from nestrec.bench.open_loop import Trial
 from nestrec.bench.relay_modes import Mode
 from nestrec.serving.engine import Engine
 from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.spin import Spin
 from nestrec.serving.work import Answer, RefusedError, Work
 
 NUM_ITEMS = 10_000
 _BANK = 1 << 20
 _NOW_MS = 2 * 10**10
 _TIMEOUT_S = 10.0
+_SPUN_S = 3e-4
 Floats = NDArray[np.float64]
 
 
@@ -120,24 +121,29 @@ def run_in_turn(engine: Engine, load: Load, count: int) -> list[float]:
 def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
     """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
 
-    The sender is a plain thread, since the event loop's clock ticks in milliseconds.
+    The sender is a plain thread of the engine's process, as a front would be, since the event loop's clock ticks in
+    milliseconds.
     """
-    at_s = _arrivals(rate, load.warm_s + max(load.duration_s, load.fewest / rate), load.seed)
+    at_s = _arrivals(rate, load)
     visits, bank = load.visits(at_s), bank_of(load.seed)
     requests = [bank.request(load, *visit) for visit in visits]
     is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
-    latency_ms, lateness_ms = np.full(len(at_s), np.inf), np.zeros(len(at_s))
-    works: dict[int, Work] = {}
+    ended_s, planned_s, launched_s, lateness_ms = (np.full(len(at_s), np.inf) for _ in range(4))
+    works: dict[int, Work] = {}  # of requests on their way: kept longer, their memory would have to be new each time
     moments = [(at, False, number) for number, at in enumerate(at_s)] if mode.sends_signals else []
     moments = sorted(moments + [(at + load.signal_s, True, number) for number, at in enumerate(at_s)])
+    wait_until = _Clock(Spin() if engine.spins else None).wait_until
     start_s = time.perf_counter() + 0.01
 
     def answered(number: int, future: "Future[Answer]") -> None:
+        work = works.pop(number)
         if future.exception() is None:
-            latency_ms[number] = (time.perf_counter() - start_s - at_s[number] - load.signal_s) * 1e3
+            ended_s[number], planned_s[number], launched_s[number] = (
+                time.perf_counter(), work.planned_s, work.launched_s,
+            )  # fmt: skip
 
     for moment_s, is_rank, number in moments:
-        time.sleep(max(0.0, start_s + moment_s - time.perf_counter()))
+        wait_until(start_s + moment_s)
         user, (history, candidates) = f"{visits[number][0]}", requests[number]
         if not is_rank:
             with contextlib.suppress(RefusedError):
@@ -150,26 +156,48 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
             work.future.add_done_callback(functools.partial(answered, number))
     engine.wait_until_idle(_TIMEOUT_S)
     device_share = engine.device_s / (time.perf_counter() - start_s)
-    counted = at_s >= load.warm_s
+    asked_s, counted = start_s + load.signal_s + at_s, at_s >= load.warm_s
+    latency_ms = (ended_s - asked_s) * 1e3
     span_s = float(at_s[-1]) - load.warm_s
     trial = Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)
-    chosen = [number for number in works if counted[number] and np.isfinite(latency_ms[number])]
-    asked_s = start_s + load.signal_s + at_s[chosen]
-    parts = _parts([works[number] for number in chosen], asked_s, latency_ms[chosen])
+    chosen = counted & np.isfinite(latency_ms)
+    parts = _parts(*(times_s[chosen] for times_s in (asked_s, planned_s, launched_s, ended_s)))
     return Outcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
 
 
-def _arrivals(rate: float, duration_s: float, seed: int) -> Floats:
-    """Poisson arrivals of which exactly the expected number came: so the rate of a short trial is the rate it says."""
-    return np.sort(np.random.default_rng(seed).uniform(0, duration_s, round(rate * duration_s)))
+class _Clock:
+    """Waits for moments: sleeping, and spinning for the last of it where the engine does, since a core that sleeps is
+    late by what it takes to wake."""
+
+    def __init__(self, spin: Spin | None):
+        self._spin = spin
+
+    def wait_until(self, moment_s: float) -> None:
+        left_s = moment_s - time.perf_counter()
+        if self._spin is None:
+            time.sleep(max(0.0, left_s))
+            return
+        if left_s > 2 * _SPUN_S:
+            time.sleep(left_s - _SPUN_S)
+        while (left_s := moment_s - time.perf_counter()) > 0:
+            self._spin.wait(left_s)
 
 
-def _parts(works: Sequence[Work], asked_s: Floats, latency_ms: Floats) -> dict[str, float]:
+def _arrivals(rate: float, load: Load) -> Floats:
+    """Poisson arrivals of which exactly the expected number came: so the rate of a short trial is the rate it says.
+
+    As long as nobody can be back yet, those who would be do not come: more users than usual would all be new.
+    """
+    rng = np.random.default_rng(load.seed)
+    duration_s = load.warm_s + max(load.duration_s, load.fewest / rate)
+    at_s = np.sort(rng.uniform(0, duration_s, round(rate * duration_s)))
+    comes: Floats = at_s[(at_s >= min(load.pause_s, load.warm_s)) | (rng.random(len(at_s)) >= load.returning)]
+    return comes
+
+
+def _parts(asked_s: Floats, planned_s: Floats, launched_s: Floats, ended_s: Floats) -> dict[str, float]:
     """Median milliseconds of a request before, in and after the making of its batch."""
-    if not works:
+    if not len(asked_s):
         return {}
-    wait_ms = (np.array([work.planned_s for work in works]) - asked_s) * 1e3
-    launch_ms = np.array([work.launched_s - work.planned_s for work in works]) * 1e3
-    run_ms = latency_ms - wait_ms - launch_ms
-    named = {"wait": wait_ms, "launch": launch_ms, "run": run_ms}
-    return {f"{name}_p50_ms": round(float(np.median(values)), 3) for name, values in named.items()}
+    named = {"wait": planned_s - asked_s, "launch": launched_s - planned_s, "run": ended_s - launched_s}
+    return {f"{name}_p50_ms": round(float(np.median(values)) * 1e3, 3) for name, values in named.items()}

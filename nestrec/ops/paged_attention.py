@@ -3,65 +3,37 @@
     history   out[i] = sum_{j <= i} SiLU(q[i] . k[j]) v[j] / normaliser              j over prefix and new history
     candidate out[c] = the same over all history, plus SiLU(q[c] . k[c]) v[c] / normaliser
 
-What each program computes stands in a row of a table that the host writes (`plan_blocks`), so one captured launch
+What each program computes stands in a row of a table that the host writes (`paged_blocks`), so one captured launch
 serves any batch: rows of no tokens end at once. Keys outside a sequence are loaded as zeros, and SiLU(0) = 0 is their
 mask. The definition is `cached_attention_reference`.
 
 Legend: T rows of the batch, H heads, D head dimension.
 """
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
-BLOCK_ROWS = 64
-BLOCK_KEYS = 64
-FIELDS = 8
+from nestrec.ops.paged_blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, MOST_PARTS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedSegment:
-    """New tokens of one sequence: where its rows lie in the batch and its pages in the table of pages."""
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where the parts of divided prefixes meet; kernels of one stream share one."""
 
-    prefix_length: int
-    num_history: int
-    num_candidates: int
-    history_row: int
-    candidate_row: int
-    first_page: int
+    sums: torch.Tensor
+    """(MOST_PARTS, BLOCK_ROWS, H * D) float32"""
+    arrived: torch.Tensor
+    """(MOST_PARTS, H) int32: parts of a block that are there; zeros between two kernels"""
 
-
-def plan_blocks(segments: Sequence[PagedSegment], block_rows: int = BLOCK_ROWS) -> NDArray[np.int32]:
-    """(blocks, FIELDS) rows, keys and pages of each block of queries, the longest first."""
-    blocks = [np.empty((0, FIELDS), np.int32)]
-    for s in segments:
-        place = (0, s.prefix_length, s.first_page, s.history_row, 0, 0, 0)
-        if s.num_history:
-            blocks.append(_blocks_of(s.num_history, -1, block_rows) + np.array((s.history_row, *place), np.int32))
-        if s.num_candidates:
-            own = _blocks_of(s.num_candidates, s.num_history, block_rows)
-            blocks.append(own + np.array((s.candidate_row, *place), np.int32))
-    joined = np.concatenate(blocks)
-    chosen: NDArray[np.int32] = joined[np.argsort(-(joined[:, 2] + joined[:, 6]), kind="stable")]
-    return chosen
-
-
-@functools.lru_cache(maxsize=4096)
-def _blocks_of(total: int, seen: int, block_rows: int) -> NDArray[np.int32]:
-    """Blocks of so many rows, wherever they lie. seen: new history before each of them; -1 where they are history."""
-    first = np.arange(0, total, block_rows)
-    blocks = np.zeros((len(first), FIELDS), np.int32)
-    blocks[:, 0], blocks[:, 1] = first, np.minimum(block_rows, total - first)
-    blocks[:, 5] = first if seen < 0 else seen
-    blocks[:, 6] = first + blocks[:, 1] if seen < 0 else seen
-    blocks[:, 7] = seen >= 0
-    return blocks
+    @staticmethod
+    def make(num_heads: int, dim: int, device: torch.device) -> "Workspace":
+        return Workspace(
+            torch.empty(MOST_PARTS, BLOCK_ROWS, num_heads * dim, device=device),
+            torch.zeros(MOST_PARTS, num_heads, dtype=torch.int32, device=device),
+        )
 
 
 @triton.jit
@@ -89,9 +61,10 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0917
 
 @triton.jit
 def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    q, k, v, out, pool, blocks, pages, q_stride, k_stride, v_stride, out_stride, pool_value, pool_head, scale,
+    q, k, v, out, pool, blocks, pages, sums, arrived, q_stride, k_stride, v_stride, out_stride, pool_value, pool_head,
+    scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    IS_FAST: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr,
+    IS_FAST: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, ARE_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     block = blocks + (tl.program_id(0) // HEADS) * FIELDS
@@ -99,15 +72,19 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     if num_rows == 0:
         return
     prefix, first_page, history_row = tl.load(block + 2), tl.load(block + 3), tl.load(block + 4)
-    first, num_seen, is_candidate = tl.load(block + 5), tl.load(block + 6), tl.load(block + 7)
+    first, num_seen, candidate = tl.load(block + 5), tl.load(block + 6), tl.load(block + 7)
+    prefix_begin, num_parts = tl.load(block + 8), tl.load(block + 9)
+    part, place = tl.load(block + 10), tl.load(block + 11)
+    is_last = part == num_parts - 1
     dim, key, row = tl.arange(0, DIM), tl.arange(0, KEYS), tl.arange(0, ROWS)
     is_row = row < num_rows
     rows = tl.load(block).to(tl.int64) + row
+    asking = (candidate - 1).to(tl.int64) + row if ARE_CANDIDATES else rows
     column = head * DIM + dim
-    q_RD = tl.load(q + rows[:, None] * q_stride + column[None, :], mask=is_row[:, None], other=0.0)
+    q_RD = tl.load(q + asking[:, None] * q_stride + column[None, :], mask=is_row[:, None], other=0.0)
     acc = tl.zeros((ROWS, DIM), tl.float32)
     pool_keys = pool + head.to(tl.int64) * pool_head
-    for start in range(0, prefix, KEYS):
+    for start in range(prefix_begin, prefix, KEYS):
         page = tl.load(pages + first_page + start // PAGE).to(tl.int64)
         slot = (page * PAGE + start % PAGE + key)[:, None] * DIM + dim[None, :]
         acc = _attend(
@@ -129,14 +106,29 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
             v + (start + new)[:, None] * v_stride + column[None, :], start + key < num_seen, is_seen,
             True, IS_FAST, PRECISION,
         )  # fmt: skip
-    if is_candidate == 1:
+    if (candidate > 0) & is_last:
         k_RD = tl.load(k + rows[:, None] * k_stride + column[None, :], mask=is_row[:, None], other=0.0)
         v_RD = tl.load(v + rows[:, None] * v_stride + column[None, :], mask=is_row[:, None], other=0.0)
         own = _silu(tl.sum(q_RD.to(tl.float32) * k_RD.to(tl.float32), 1), IS_FAST)
         acc += own[:, None] * v_RD.to(tl.float32)
-    tl.store(
-        out + rows[:, None] * out_stride + column[None, :], (acc * scale).to(out.dtype.element_ty), mask=is_row[:, None]
-    )
+    is_whole = num_parts == 1
+    if num_parts > 1:
+        here = row[:, None] * (HEADS * DIM) + column[None, :]
+        tl.store(sums + (place + part).to(tl.int64) * (ROWS * HEADS * DIM) + here, acc)
+        tl.debug_barrier()  # all of the part is written before it is said to be there
+        counter = arrived + place * HEADS + head
+        is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+        if is_whole:  # whoever comes last adds all parts, always in one order
+            tl.debug_barrier()
+            acc = tl.zeros((ROWS, DIM), tl.float32)
+            for other in range(num_parts):
+                acc += tl.load(sums + (place + other).to(tl.int64) * (ROWS * HEADS * DIM) + here, cache_modifier=".cg")
+            tl.store(counter, 0)
+    if is_whole:
+        tl.store(
+            out + asking[:, None] * out_stride + column[None, :], (acc * scale).to(out.dtype.element_ty),
+            mask=is_row[:, None],
+        )  # fmt: skip
 
 
 @triton.jit
@@ -163,16 +155,18 @@ def paged_attention(  # noqa: PLR0917
     blocks: torch.Tensor,
     pages: torch.Tensor,
     *,
+    workspace: Workspace,
     page_tokens: int,
     normaliser: float,
-    block_rows: int = BLOCK_ROWS,
+    are_candidates: bool = False,
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """(T, H * D); rows that no block names are left as they were in memory.
+    """As q: (T, H * D); rows that no block names are left as they were in memory.
 
     q, k, v: (T, H * D), rows may be strided. pool: (2, H, slots, D) of one layer. blocks: (blocks, FIELDS) int32 of
-    `plan_blocks`. pages: int32 page numbers of all sequences.
+    `write_blocks`. pages: int32 page numbers of all sequences. are_candidates: q has rows of candidates only, and so
+    have the blocks.
     """
     _, num_heads, _, dim = pool.shape
     out = torch.empty_like(q_TW, memory_format=torch.contiguous_format)
@@ -182,10 +176,12 @@ def paged_attention(  # noqa: PLR0917
     keys = min(BLOCK_KEYS, page_tokens)
     assert page_tokens % keys == 0
     _attention_kernel[(blocks.shape[0] * num_heads,)](
-        q_TW, k_TW, v_TW, out, pool, blocks, pages, q_TW.stride(0), k_TW.stride(0), v_TW.stride(0), out.stride(0),
+        q_TW, k_TW, v_TW, out, pool, blocks, pages, workspace.sums, workspace.arrived,
+        q_TW.stride(0), k_TW.stride(0), v_TW.stride(0), out.stride(0),
         pool.stride(0), pool.stride(1), 1.0 / normaliser,
-        HEADS=num_heads, DIM=dim, PAGE=page_tokens, ROWS=block_rows, KEYS=keys, IS_FAST=is_half and q_TW.is_cuda,
-        PRECISION="tf32" if is_half else "ieee", FIELDS=FIELDS, num_warps=num_warps, num_stages=num_stages,
+        HEADS=num_heads, DIM=dim, PAGE=page_tokens, ROWS=BLOCK_ROWS, KEYS=keys, IS_FAST=is_half and q_TW.is_cuda,
+        PRECISION="tf32" if is_half else "ieee", FIELDS=FIELDS, ARE_CANDIDATES=are_candidates,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
 

@@ -20,6 +20,7 @@ from nestrec.serving.engine_config import EngineConfig
 from nestrec.serving.forms import Form, Tokens
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.pace import Pace
 from nestrec.serving.planner import Planner, Step
 from nestrec.serving.prefix_cache import CacheKey, Entry
 from nestrec.serving.runner import BatchRunner, Launched, Scored
@@ -32,7 +33,6 @@ from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
 __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
-_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 1e-3
 _SMOOTH = 0.05
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
@@ -41,22 +41,6 @@ _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 class _Batch:
     steps: list[Step]
     launched: Launched
-
-
-class Lead:
-    """How long before the end of a batch the next one is to be planned: host seconds from plan to launch, of late."""
-
-    def __init__(self) -> None:
-        self._mean_s, self._spread_s = 1e-3, 2e-4
-
-    def observe(self, seconds: float) -> None:
-        self._spread_s += _SMOOTH * (abs(seconds - self._mean_s) - self._spread_s)
-        self._mean_s += _SMOOTH * (seconds - self._mean_s)
-
-    @property
-    def expected_s(self) -> float:
-        """Rarely exceeded."""
-        return self._mean_s + 3 * self._spread_s
 
 
 class Engine:
@@ -80,15 +64,15 @@ class Engine:
         self._runner = runner or make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
         self._planner = Planner(
-            cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event, end=self._finish,
+            cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event,
+            row_step=self._runner.row_step, end=self._finish,
             signal_done=self._signal_done, count=self._count, pressure=self._pressure,
         )  # fmt: skip
         self._condition = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
-        self._busy_until_s = 0.0
-        self._lead = Lead()
+        self._pace = Pace(spins=self._runner.spins)
         self._queued_s = 0.0
         self._usual_s = 0.0  # of a ranking request, of late
         self._num_pending = 0
@@ -170,6 +154,11 @@ class Engine:
         return self._thread.is_alive()
 
     @property
+    def spins(self) -> bool:
+        """Whether its thread keeps a core busy while there is work."""
+        return self._pace.spins
+
+    @property
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
         return self._queued_s
@@ -215,7 +204,7 @@ class Engine:
             while self._take_new():
                 if self._is_answer_due:
                     self._complete(self._in_flight.popleft())
-                elif self._planner.has_work and self._turn_in_s <= 0:
+                elif self._planner.has_work and (not self._in_flight or self._pace.turn_in_s <= 0):
                     self._launch_next()
         except BaseException:
             _LOG.exception("an engine failed; its requests go elsewhere")
@@ -226,9 +215,11 @@ class Engine:
 
     def _take_new(self) -> bool:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
-        self._let_time_pass()
+        if self._in_flight and not self._is_answer_due:
+            self._pace.wait(has_work=self._planner.has_work or bool(self._inbox))
+        self._pace.stay_awake(lambda: self._has_something_to_do)
         with self._condition:
-            while not (self._in_flight or self._planner.has_work or self._inbox or self._messages or self._is_closed):
+            while not self._has_something_to_do:
                 self._condition.wait()
             if self._is_closed:
                 return False
@@ -247,29 +238,14 @@ class Engine:
         return bool(flying) and (len(flying) >= self._runner.depth or flying[0].launched.is_done())
 
     @property
-    def _turn_in_s(self) -> float:
-        """Plan as late as keeps the device busy: who comes meanwhile is in the next batch and not in the one after."""
-        if not self._in_flight:
-            return 0.0
-        return self._busy_until_s - self._lead.expected_s - time.perf_counter()
-
-    def _let_time_pass(self) -> None:
-        """While a batch runs, what arrives can wait for the next turn; one that ends early is seen by looking."""
-        if not self._in_flight or self._is_answer_due:
-            return
-        wait_s = min(max(_SHORTEST_WAIT_S, (self._busy_until_s - time.perf_counter()) / 2), _LONGEST_WAIT_S)
-        turn_in_s = self._turn_in_s
-        if self._planner.has_work or self._inbox or turn_in_s > 0:
-            wait_s = min(wait_s, turn_in_s)
-        if wait_s > 0:
-            time.sleep(wait_s)
+    def _has_something_to_do(self) -> bool:
+        return bool(self._in_flight or self._planner.has_work or self._inbox or self._messages or self._is_closed)
 
     def _launch_next(self) -> None:
         planned_s = time.perf_counter()
         steps = self._planner.plan()
         if not steps:
             return
-        self._busy_until_s = max(self._busy_until_s, planned_s) + self._predict_s(steps)
         try:
             launched = self._runner.launch([step.part for step in steps])
         except Exception:
@@ -278,7 +254,7 @@ class Engine:
                 self._fail(step)
             return
         launched_s = time.perf_counter()
-        self._lead.observe(launched_s - planned_s)
+        self._pace.launched(planned_s, launched_s, self._predict_s(steps))
         for step in steps:
             step.work.planned_s, step.work.launched_s = planned_s, launched_s
             self._keep(step)
@@ -310,7 +286,7 @@ class Engine:
                 self._answer(step, scored)
             else:
                 self._signal_advanced(step)
-        self._busy_until_s = ended_s + sum(self._predict_s(later.steps) for later in self._in_flight)
+        self._pace.ended(ended_s, sum(self._predict_s(later.steps) for later in self._in_flight))
 
     def _answer(self, step: Step, scored: Scored) -> None:
         work = step.work

@@ -17,8 +17,10 @@ class EngineConfig:
     """new tokens of signals in a batch that ranks nothing; what a request may have to wait for"""
     mixed_chunk_tokens: int = 256
     """new tokens of signals in a batch that also ranks"""
-    chunk_ms: float = 0.0
-    """device milliseconds that signals may add to a batch, by the learned costs; 0: the tokens alone bound them"""
+    chunk_ms: float | None = None
+    """device milliseconds that signals may add to a batch, by the learned costs; none: a quarter of
+    `trigger.budget_ms`, since a request waits for the rest of one batch and then for its own; 0: the tokens alone bound
+    them"""
     max_queue_s: float = 0.25
     """device seconds of work that may wait; beyond it requests are refused"""
     trigger: TriggerConfig = TriggerConfig()

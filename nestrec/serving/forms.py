@@ -35,23 +35,34 @@ class Tokens:
 
     history: History
     """what is left of it after sliding"""
-    records: NDArray[np.int64]
-    """(events, fields) everything about the cacheable events that enters the model"""
-    time_T: torch.Tensor
-    """float64 seconds"""
-    query_time_T: torch.Tensor
-    """float64 seconds"""
+    columns: tuple[NDArray[np.int64], ...]
+    """everything about the events that enters the model, one value an event in each"""
+    times_ms: NDArray[np.int64]
+    """of the events; zeros where the model does not look at them"""
+    asked_ms: NDArray[np.int64]
+    """when the events ask"""
     num_cacheable: int
     """tokens that do not depend on the request"""
     tokens_an_event: int
 
     def content(self, num_tokens: int) -> bytes:
         """Everything about the first tokens that enters the model."""
-        return self.records[: num_tokens // self.tokens_an_event].tobytes()
+        num_events = num_tokens // self.tokens_an_event
+        return b"".join([column[:num_events].tobytes() for column in self.columns])
 
     @property
     def length(self) -> int:
-        return len(self.time_T)
+        return len(self.times_ms) * self.tokens_an_event
+
+    @property
+    def time_T(self) -> torch.Tensor:
+        """float64 seconds"""
+        return _seconds(np.repeat(self.times_ms, self.tokens_an_event))
+
+    @property
+    def query_time_T(self) -> torch.Tensor:
+        """float64 seconds"""
+        return _seconds(np.repeat(self.asked_ms, self.tokens_an_event))
 
 
 class Form(Protocol):
@@ -111,13 +122,9 @@ class RetrievalForm:
         if self._asks_next and self._uses_time:
             asked = np.empty_like(times)
             asked[:-1], asked[-1:] = times[1:], now_ms
-        num_cacheable = max(len(history) - 1, 0)
-        records = _columns(num_cacheable, history.items, times, asked)
-        time_T = _seconds(times)
         return Tokens(
-            history=history, records=records, time_T=time_T,
-            query_time_T=time_T if asked is times else _seconds(asked), num_cacheable=num_cacheable,
-            tokens_an_event=self.tokens_an_event,
+            history=history, columns=(history.items, times, asked), times_ms=times, asked_ms=asked,
+            num_cacheable=max(len(history) - 1, 0), tokens_an_event=self.tokens_an_event,
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
@@ -171,19 +178,19 @@ class RankingForm:
         history = history.since(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._given]
-        seconds = _seconds(np.repeat(times, 2))
         return Tokens(
-            history=history, records=_columns(len(history), history.items, history.actions, times, *given),
-            time_T=seconds, query_time_T=seconds, num_cacheable=2 * len(history),
-            tokens_an_event=self.tokens_an_event,
+            history=history, columns=(history.items, history.actions, times, *given), times_ms=times, asked_ms=times,
+            num_cacheable=2 * len(history), tokens_an_event=self.tokens_an_event,
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        records = self.records(tokens.records[first // 2 : end // 2])
+        records = self.records(
+            _side_by_side(end // 2 - first // 2, *(column[first // 2 :] for column in tokens.columns))
+        )
         return self.event_tokens(records, self.content(records))
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
-        return self.content(self.records(self.candidate_records(candidates)))
+        return self.content(self.records(_side_by_side(len(candidates), *self.candidate_columns(candidates))))
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
         return self.logits(state_CD, self.candidate_tokens(candidates))
@@ -200,11 +207,10 @@ class RankingForm:
         """of a record"""
         return 3 + len(self._given)
 
-    def candidate_records(self, candidates: Candidates) -> NDArray[np.int64]:
-        """Records of candidates, like those of events."""
+    def candidate_columns(self, candidates: Candidates) -> tuple[NDArray[np.int64], ...]:
+        """Of candidates, like those of events."""
         none = np.zeros(len(candidates), np.int64)
-        given = (candidates.features[name] for name in self._given)
-        return _columns(len(candidates), candidates.items, none, none, *given)
+        return candidates.items, none, none, *(candidates.features[name] for name in self._given)
 
     def content(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) sum of the vectors of item and categories, in the order of training."""
@@ -225,6 +231,11 @@ class RankingForm:
         weight = self._model.action
         bit = torch.arange(weight.shape[0], device=weight.device)
         return ((records[:, 1, None].to(weight.device) >> bit) & 1).to(weight.dtype) @ weight
+
+    @property
+    def action_vectors(self) -> torch.Tensor:
+        """(bits, D) of which `action` takes sums"""
+        return self._model.action
 
     def logits(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
         """(C, outputs) float32"""
@@ -267,7 +278,7 @@ def _first_choice(index: Table, query_D: torch.Tensor, candidates: Candidates) -
     return rows[best.indices[best.values > -torch.inf]].sort().values.cpu()
 
 
-def _columns(count: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
+def _side_by_side(count: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
     """The first values of each, side by side: np.stack without its search for shapes and types."""
     records = np.empty((count, len(columns)), np.int64)
     for number, column in enumerate(columns):

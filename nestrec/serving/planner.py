@@ -19,6 +19,7 @@ from nestrec.serving.runner import Part
 from nestrec.serving.tiers import PrefixTiers
 from nestrec.serving.work import Answer, UnavailableError, Work
 
+_CHUNK_SHARE = 0.25
 _FEWEST_TOKENS = 256
 """of a chunk that time alone would make smaller: less keeps no device busy"""
 
@@ -47,11 +48,14 @@ class Planner:
     """
 
     def __init__(
-        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int, end: End,
-        signal_done: Callable[[Work, Entry], None], count: Callable[[str], None], pressure: Callable[[], float],
+        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int,
+        row_step: int, end: End, signal_done: Callable[[Work, Entry], None], count: Callable[[str], None],
+        pressure: Callable[[], float],
     ):  # fmt: skip
         self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
-        self._costs = costs
+        self._costs, self._row_step = costs, row_step
+        chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
+        self._chunk_s = chunk_ms / 1e3 or math.inf
         self._end, self._signal_done, self._count, self._pressure = end, signal_done, count, pressure
         self._ranks: deque[Work] = deque()
         self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
@@ -125,21 +129,23 @@ class Planner:
     def _plan_signals(self, budget: int, ranked: list[Step]) -> list[Step]:
         busy = {step.work.key for step in ranked}
         steps: list[Step] = []
-        left_s = self._cfg.chunk_ms / 1e3 or math.inf
+        left_s, rows = self._chunk_s, sum(step.part.num_new for step in ranked)
         for work in [w for w in self._signals.values() if w.key not in busy]:
             if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
                 break
-            step = self._plan_signal(work, budget, left_s)
+            if steps and rows % self._row_step == 0 and self._costs.tokens_within(left_s, 0) < self._row_step:
+                break
+            step = self._plan_signal(work, budget, left_s, rows)
             if step is None:
                 del self._signals[work.key]
             else:
                 steps.append(step)
-                budget -= step.part.num_new
+                budget, rows = budget - step.part.num_new, rows + step.part.num_new
                 left_s -= self._costs.predict_s(*step.part.work, steps=0.0)
         return steps
 
-    def _plan_signal(self, work: Work, budget: int, left_s: float) -> Step | None:
-        """The next chunk of a signal; none where there is nothing to compute, now or at all."""
+    def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> Step | None:
+        """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
         if not self._is_wanted(work):
             return None
         entry = self._tiers.find(work)
@@ -153,7 +159,7 @@ class Planner:
             in_time = self._costs.tokens_within(left_s, first) // _FEWEST_TOKENS * _FEWEST_TOKENS
             budget = min(budget, max(_FEWEST_TOKENS, in_time))
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
-        end = min(work.tokens.num_cacheable, first + chunk)
+        end = self._cut(first, min(work.tokens.num_cacheable, first + chunk), rows)
         step = self._step(work, entry, end)
         if step.part.store_until < end:  # no room to keep it: nothing to compute ahead
             if step.entry is not None:
@@ -161,6 +167,11 @@ class Planner:
             self._end(work, None, UnavailableError("no room in the cache", 0.0))
             return None
         return step
+
+    def _cut(self, first: int, end: int, rows: int) -> int:
+        """Where a chunk best ends: the rows beyond the last whole step would cost as much as a step."""
+        beyond = (rows + end - first) % self._row_step // self._tokens_an_event * self._tokens_an_event
+        return end - beyond if end - first - beyond >= _FEWEST_TOKENS else end
 
     def _resume(self, work: Work) -> None:
         """The copy that a work waited for has ended."""

@@ -79,6 +79,10 @@ class BatchRunner(Protocol):
     """batches that may be on their way at once"""
     warm_events: int
     """longest history to warm up with"""
+    row_step: int
+    """rows of a batch that cost no more than fewer: whole multiples of it are best"""
+    spins: bool
+    """whether a thread that waits for batches keeps its core busy"""
 
     def launch(self, parts: Sequence[Part]) -> Launched: ...
 
@@ -88,6 +92,8 @@ class Runner:
 
     depth: int = 1
     warm_events: int = 256
+    row_step: int = 1
+    spins: bool = False
 
     def __init__(self, form: Form, pool: PagePool):
         self.form, self.pool = form, pool

@@ -64,6 +64,8 @@ class Work:
     """`perf_counter` when its last batch began to be put together"""
     launched_s: float = 0.0
     """`perf_counter` when that batch had been given to the device"""
+    _content: tuple[int, bytes] = (0, b"")
+    """of how many tokens, and what it is: asked for at every chunk of a signal"""
 
     @property
     def is_rank(self) -> bool:
@@ -71,4 +73,8 @@ class Work:
 
     def content_of(self, num_tokens: int) -> bytes | None:
         """None beyond what can be cached: an entry of more tokens belongs to another history."""
-        return self.tokens.content(num_tokens) if num_tokens <= self.tokens.num_cacheable else None
+        if num_tokens > self.tokens.num_cacheable:
+            return None
+        if num_tokens != self._content[0]:
+            self._content = (num_tokens, self.tokens.content(num_tokens))
+        return self._content[1]

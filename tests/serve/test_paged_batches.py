@@ -52,10 +52,12 @@ def make_parts(form, rng):
     return parts, page
 
 
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence(is_cached):
-    from nestrec.models.hstu_paged import is_pageable
-    from nestrec.serving.batch_layout import lay_out
+@pytest.mark.parametrize(("is_cached", "num_candidates"), [(False, 512), (True, 512), (False, 15)])
+def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence(
+    is_cached, num_candidates
+):
+    from nestrec.models.hstu_paged import PagedHSTU, is_pageable
+    from nestrec.serving.batch_layout import Extent, Room, Sections, lay_out
     from nestrec.serving.graph_runner import Captured, room_for_content
 
     servable = random_ranking(ENCODER, num_items=100)
@@ -73,12 +75,17 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
     for pool in pools:
         pool.tensor.copy_(filled)
     expected = Runner(form, pools[0]).run(parts)
-    captured = Captured(form, pools[1], num_rows=512, most_pages=16, content_RD=room_for_content(form, 512))
-    layout = lay_out(form, pools[1], parts)
-    assert captured.fits(layout)
+    extent = Extent.of(parts, pools[1].page_tokens)
+    room = Room(num_rows=512, num_candidates=num_candidates, num_pages=16, num_fields=form.num_fields)
+    encoder = PagedHSTU(form.encoder, pools[1].tensor, pools[1].page_tokens)
+    captured = Captured(form, encoder, room, room_for_content(form, room.num_records))
+    assert room.holds(extent)
+    packed = torch.full((room.num_indices,), 10**6, dtype=torch.int32)  # of a batch before: nothing of it may be read
+    sections = Sections(room, packed.numpy())
     with torch.inference_mode():
-        captured.bring(layout)
-        scores = captured.run(captured.packed(layout))[layout.num_history : layout.num_rows]
+        lay_out(form, pools[1], parts, sections)
+        captured.bring(sections, extent.num_records)
+        scores = captured.run(packed)[: extent.num_candidates]
     wanted = np.concatenate([scored.scores for scored in expected if scored is not None])
     assert np.abs(scores.numpy() - wanted).max() <= 1e-5
     torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)

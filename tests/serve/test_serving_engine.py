@@ -168,6 +168,49 @@ def test_signals_are_cut_by_time_where_that_is_asked_for():
     assert batches == {0.0: 1, 1e-6: 4}, "pieces of 256 tokens"
 
 
+class InSteps(Runner):
+    """Remembers how many rows its batches had."""
+
+    row_step = 400
+
+    def __init__(self, form, pool):
+        super().__init__(form, pool)
+        self.rows = []
+
+    def launch(self, parts):
+        self.rows.append(sum(part.num_new for part in parts))
+        return super().launch(parts)
+
+
+def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
+    form = make_form(random_retrieval(encoder, num_items=200))
+    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
+    runner = InSteps(form, pool)
+    engine = Engine(
+        form, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_tokens=999, chunk_ms=0.0), runner=runner
+    )
+    runner.rows.clear()  # of the warm-up
+    history = draw_history(np.random.default_rng(12), 1000)
+    engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+    engine.close()
+    assert runner.rows == [800, 199]
+
+
+def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
+    servable, history = random_retrieval(encoder, num_items=200), draw_history(np.random.default_rng(13), 1000)
+    batches = []
+    for budget_ms in (1e6, 1e-6):
+        trigger = replace(CONFIG.trigger, budget_ms=budget_ms)
+        cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_tokens=999, trigger=trigger)
+        engine = make_engine(servable, cfg)
+        engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+        batches.append(engine.counts["batches"])
+        engine.close()
+    assert batches == [1, 4], "pieces of 256 tokens"
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_back(servable):
     rng = np.random.default_rng(3)
     engine = make_engine(servable, replace(CONFIG, max_queue_s=0.02))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from nestrec.ops.cached_attention import cached_attention_reference
+from nestrec.ops.paged_blocks import FIELDS, PagedSegment, segment_array, write_blocks
 from nestrec.ops.registry import IS_INTERPRETED
 
 pytestmark = [
@@ -16,9 +17,9 @@ SHAPES = [(0, 1, 0), (0, 5, 3), (64, 0, 3), (100, 1, 0), (70, 130, 2), (0, 200, 
 """(prefix, new history, candidates)"""
 
 
-def run_paged(shapes, dtype, device):
+def run_paged(shapes, dtype, device, most):
     """Outputs of one batch, and for each sequence its inputs."""
-    from nestrec.ops.paged_attention import PagedSegment, paged_attention, plan_blocks, store_in_pages
+    from nestrec.ops.paged_attention import Workspace, paged_attention, store_in_pages
 
     generator = torch.Generator().manual_seed(1)
     history_total = sum(s for _, s, _ in shapes)
@@ -50,16 +51,19 @@ def run_paged(shapes, dtype, device):
             store_in_pages(old_k, old_v, pool, slots)
         prefixes.append((old_k, old_v))
         row, candidate_row = row + history, candidate_row + candidates
-    blocks = np.concatenate([plan_blocks(segments), np.zeros((2, 8), np.int32)])
+    blocks = np.full((most, FIELDS), 99, np.int32)
+    write_blocks(segment_array(segments), HEADS, False, blocks)
+    workspace = Workspace.make(HEADS, DIM, torch.device(device))
     out = paged_attention(
         q, k, v, pool, torch.from_numpy(blocks).to(device), torch.tensor([*pages, 0], dtype=torch.int32, device=device),
-        page_tokens=PAGE, normaliser=NORMALISER,
+        workspace=workspace, page_tokens=PAGE, normaliser=NORMALISER,
     )  # fmt: skip
+    assert not workspace.arrived.any()
     return out, (q, k, v), segments, prefixes
 
 
-def largest_error(shapes, dtype, device):
-    out, new, segments, prefixes = run_paged(shapes, dtype, device)
+def largest_error(shapes, dtype, device, most=40):
+    out, new, segments, prefixes = run_paged(shapes, dtype, device, most)
     worst = 0.0
     for segment, old in zip(segments, prefixes, strict=True):
         rows = [
@@ -81,7 +85,26 @@ def test_paged_attention_equals_its_definition(shapes):
     assert largest_error(shapes, torch.float32, "cpu" if IS_INTERPRETED else "cuda") <= 1e-5
 
 
-def test_an_empty_plan_has_no_blocks():
-    from nestrec.ops.paged_attention import FIELDS, plan_blocks
+LONG = [(1100, 0, 3), (1345, 70, 66), (600, 5, 0), (0, 40, 2), (512, 1, 1)]
 
-    assert plan_blocks([]).shape == (0, FIELDS)
+
+@pytest.mark.parametrize(("most", "num_blocks"), [(40, 21), (16, 15), (10, 10)])
+def test_divided_prefixes_give_the_same_sums(most, num_blocks):
+    assert largest_error(LONG, torch.float32, "cpu" if IS_INTERPRETED else "cuda", most) <= 1e-5
+    segments = [PagedSegment(*shape, 0, 0, 0) for shape in LONG]
+    assert write_blocks(segment_array(segments), HEADS, False, np.empty((most, FIELDS), np.int32)) == num_blocks
+
+
+def test_long_batches_that_keep_the_device_busy_are_not_divided_and_their_candidates_alone_are():
+    segments = segment_array([PagedSegment(2048, 2048, 64, 0, 2048, 0)])
+    blocks = np.empty((64, FIELDS), np.int32)
+    assert write_blocks(segments, 8, False, blocks) == 33
+    assert write_blocks(segments, 8, True, blocks) == 4
+    assert (blocks[:4, 7] == 1).all()
+    assert not blocks[4:].any()
+
+
+def test_an_empty_plan_has_no_blocks():
+    blocks = np.ones((3, FIELDS), np.int32)
+    assert write_blocks(segment_array([]), 2, False, blocks) == 0
+    assert not blocks.any()

@@ -1,0 +1,126 @@
+"""What each program of `paged_attention` computes: a table of blocks of queries, written by the host for every batch.
+
+Where blocks are so few that most of the device would wait for the longest of them, prefixes are divided into parts of
+whole key blocks, of which the last also has what is new. The host writes it while the device is busy with the batch
+before, so it is compiled and needs no interpreter.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+BLOCK_ROWS = 64
+BLOCK_KEYS = 64
+FIELDS = 12
+"""of a block: first row, rows, end of its part of the prefix, first page, first row of the new history, new history
+before its first row, new history that its last row sees, 1 + first row among the candidates or 0, begin of its part of
+the prefix, parts, number of this part, where the parts are gathered"""
+MOST_PARTS = 192
+"""blocks of a batch with divided prefixes, each part counted"""
+_PROGRAMS = 256
+"""that keep every multiprocessor busy: two on each of an H100's or H200's"""
+_FEWEST_KEYS = 512
+"""of a part: less is not worth the sum"""
+
+
+class PagedSegment(NamedTuple):
+    """New tokens of one sequence: where its rows lie in the batch and its pages in the table of pages."""
+
+    prefix_length: int
+    num_history: int
+    num_candidates: int
+    history_row: int
+    candidate_row: int
+    first_page: int
+
+
+def segment_array(segments: Sequence[PagedSegment]) -> NDArray[np.int64]:
+    """(segments, 6) as `write_blocks` takes them."""
+    return np.array(segments, np.int64).reshape(len(segments), 6)
+
+
+@njit(cache=True, nogil=True)
+def write_blocks(segments: NDArray[np.int64], num_heads: int, candidates_only: bool, out: NDArray[np.int32]) -> int:
+    """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
+    all of them undivided."""
+    keys = _keys_a_part(segments, num_heads, candidates_only, min(len(out), MOST_PARTS))
+    first_candidate = segments[:, 1].sum()
+    blocks = np.zeros(out.shape, np.int32)
+    count = 0
+    for i in range(len(segments)):
+        prefix, history, asked, history_row, candidate_row, page = segments[i]
+        for first in range(0, 0 if candidates_only else history, BLOCK_ROWS):
+            rows = min(BLOCK_ROWS, history - first)
+            place = (history_row + first, rows, page, history_row, first, first + rows, 0)
+            count = _write_parts(blocks, count, prefix, keys, place)
+        for first in range(0, asked, BLOCK_ROWS):
+            rows, row = min(BLOCK_ROWS, asked - first), candidate_row + first
+            place = (row, rows, page, history_row, history, history, row - first_candidate + 1)
+            count = _write_parts(blocks, count, prefix, keys, place)
+    _sort(blocks, count, out)
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _keys_a_part(segments: NDArray[np.int64], num_heads: int, candidates_only: bool, most: int) -> int:
+    """Of a prefix, at most."""
+    total, longest = 0, 0
+    for i in range(len(segments)):
+        prefix, history, asked = segments[i, 0], segments[i, 1], segments[i, 2]
+        num_blocks = _num_blocks(asked)
+        total += num_blocks * (prefix + history)
+        if not candidates_only:
+            num_blocks += _num_blocks(history)
+            total += _num_blocks(history) * (prefix + (history + BLOCK_ROWS) // 2)
+        longest = max(longest, prefix if num_blocks else 0)
+    keys = max(_FEWEST_KEYS, total * num_heads // _PROGRAMS)
+    while keys < longest:
+        num_parts = 0
+        for i in range(len(segments)):
+            num_blocks = _num_blocks(segments[i, 2]) + (0 if candidates_only else _num_blocks(segments[i, 1]))
+            num_parts += num_blocks * max(1, -(-segments[i, 0] // keys))
+        if num_parts <= most:
+            break
+        keys *= 2
+    return keys
+
+
+@njit(cache=True, nogil=True)
+def _num_blocks(rows: int) -> int:
+    return -(-rows // BLOCK_ROWS)
+
+
+@njit(cache=True, nogil=True)
+def _write_parts(
+    blocks: NDArray[np.int32], count: int, prefix: int, keys: int, place: tuple[int, int, int, int, int, int, int]
+) -> int:
+    row, rows, page, history_row, first, num_seen, candidate = place
+    num_parts = max(1, -(-prefix // keys))
+    size = -(-prefix // (num_parts * BLOCK_KEYS)) * BLOCK_KEYS
+    for part in range(num_parts):
+        block = blocks[count + part]
+        is_last = part == num_parts - 1
+        block[0], block[1], block[3], block[4], block[5] = row, rows, page, history_row, first
+        block[2] = prefix if is_last else min((part + 1) * size, prefix)
+        block[6], block[7] = num_seen if is_last else 0, candidate
+        block[8] = min(part * size, prefix)
+        block[9], block[10], block[11] = num_parts, part, count
+    return count + num_parts
+
+
+@njit(cache=True, nogil=True)
+def _sort(blocks: NDArray[np.int32], count: int, out: NDArray[np.int32]) -> None:
+    """By the number of keys; equal ones keep their order."""
+    order, num_keys = np.arange(count), blocks[:count, 2] - blocks[:count, 8] + blocks[:count, 6]
+    for i in range(1, count):
+        one, j = order[i], i - 1
+        while j >= 0 and num_keys[order[j]] < num_keys[one]:
+            order[j + 1] = order[j]
+            j -= 1
+        order[j + 1] = one
+    for i in range(count):
+        out[i] = blocks[order[i]]
+    out[count:] = 0
