@@ -59,11 +59,21 @@ def provoke(port, data, patience_s=0.02):
         select.select([connection], [], [], patience_s)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
-        return read_to_end(connection, num_chances=2)
+        return read_to_end(connection, num_chances=6)
+
+
+def provoke_patiently(port, data, num_chances=6):
+    """The same, again where the server asks for it: a deadline that passes on a paused machine is nobody's fault, and
+    bytes that the server cannot bear get the same answer each time."""
+    for _ in range(num_chances):
+        response = provoke(port, data)
+        if status_of(response) != 503 or b"\r\nretry-after: " not in response:
+            break
+    return response
 
 
 def read_to_end(connection, num_chances=1):
-    """num_chances: a machine that was paused has used up the first without a fault of the server."""
+    """num_chances: a machine that is paused uses them up without a fault of the server."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while True:

@@ -155,6 +155,13 @@ def test_a_head_that_never_ends_is_cut_off(front):
     assert answers(received)[0][0] == 431
 
 
+def test_what_is_no_request_is_counted_and_not_logged(front, capfd):
+    for data in (b"nonsense\r\n\r\n", request().replace(b"HTTP/1.1", b"HTTP/x")):
+        assert answers(talk(front, data))[0][0] == 400
+    assert 'nestrec_requests_total{route="malformed",status="400"} 2.0' in front.metrics.exposition().decode()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_follows_a_chunked_body_is_bounded_and_ignored(front):
     whole = request(is_chunked=True)
     short_trailer = whole[:-2] + b"content-type: text/plain\r\n\r\n"

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server_process import exchange, post, provoke, running_server, status_of
+from server_process import exchange, post, provoke_patiently, running_server, status_of
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.export import write_servable
@@ -85,7 +85,7 @@ def test_raw_malformed_requests_never_crash_hang_or_blame_the_server(server, cou
     rng = random.Random(count)
     requests = [raw_request(rng) for _ in range(count)]
     with ThreadPoolExecutor(8) as pool:  # each waits a little for answers that never come
-        statuses = list(pool.map(lambda data: status_of(provoke(port, data)), requests))
+        statuses = list(pool.map(lambda data: status_of(provoke_patiently(port, data)), requests))
     assert all(status is None or status < 500 for status in statuses)
     assert statuses.count(400) > count // 8
     assert process.poll() is None

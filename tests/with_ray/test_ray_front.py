@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -66,6 +67,10 @@ def test_a_ranking_request_lands_where_its_signal_ran_with_the_scores_of_an_engi
     leaked = {slot: max(seen[2] for seen in first if seen[1] == slot) for slot in range(3)}
     pairs = [[ask(url, path, user) for path in ("/v1/preinfer", "/v1/rank")] for user in range(NUM_USERS)]
     together = sum(signalled[1] == ranked[1] for signalled, ranked in pairs)
+    print(
+        f"{together} of {NUM_USERS} pairs together, leaked before and after by slot: {leaked},"
+        f" {[max(ranked[2] for _, ranked in pairs if ranked[1] == slot) for slot in range(3)]}"
+    )
     assert together >= 0.99 * NUM_USERS
     assert {ranked[1] for _, ranked in pairs} == {0, 1, 2}
     assert all(ranked[2] == leaked[ranked[1]] for _, ranked in pairs), "nobody was full, so nothing has leaked"
@@ -93,4 +98,5 @@ def test_after_a_replica_is_replaced_only_its_users_have_moved_and_they_return(s
         if moved and now == before:
             break
         assert time.monotonic() < end_s, "the replacement takes its users back"
+    print(f"{len(moved)} of {NUM_USERS} users have moved, and returned; by slot before: {Counter(before.values())}")
     assert len({before[user] for user in moved}) == 1, "nobody else has moved"

@@ -131,6 +131,9 @@ class App:
         self.metrics.observe(route, 429, 0.0)
         return _explained(refusal)
 
+    def count_malformed(self, status: int) -> None:
+        self.metrics.observe("malformed", status, 0.0)
+
     def _refusal(self, path: str) -> OverloadedError | None:
         if path == "/v1/rank":
             return self._service.refusal(self._service.ranker)

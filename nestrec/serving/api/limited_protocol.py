@@ -117,11 +117,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self.headers += headers
         super().on_headers_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        self._count_malformed(400)
+        super().send_400_response(msg)
+
     def _refuse_head(self) -> None:
         if not self.transport.is_closing():
             refused = too_long_head(self.limits)
+            self._count_malformed(refused.status)
             self.transport.write(problem(refused.status, refused.message).as_http(is_last=True))
             self.transport.close()
+
+    def _count_malformed(self, status: int) -> None:
+        if self.door is not None:
+            self.door.count_malformed(status)
 
     def _watch_head(self) -> None:
         """The timer runs from the first byte that is waited for to the last one of the head."""

@@ -25,6 +25,10 @@ class Door(Protocol):
         """The answer to a request that is refused before it is parsed; none where it may be served."""
         ...
 
+    def count_malformed(self, status: int) -> None:
+        """What came was no request, and was refused with this status."""
+        ...
+
     def serve(self, route: str, body: bytes, reply: Callable[[Answered], None]) -> Coroutine[Any, Any, None]:
         """Answer a request through `reply`, whatever it holds. Cancelled where the client goes away."""
         ...

@@ -96,9 +96,11 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
 
 
 def uvicorn_config(app: Any, cfg: ServeConfig, door: Door | None = None) -> uvicorn.Config:
+    """Errors are logged and warnings are not: uvicorn warns of every malformed request, so that a client could fill the
+    log, and stop the server where nobody reads it. They are counted in a metric instead."""
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits, door), ws="none", lifespan="on",
-        access_log=False, log_level="warning", server_header=False, proxy_headers=False,
+        access_log=False, log_level="error", server_header=False, proxy_headers=False,
         timeout_keep_alive=30, backlog=cfg.limits.max_connections,
         timeout_graceful_shutdown=int(cfg.service.drain_s),
     )  # fmt: skip
