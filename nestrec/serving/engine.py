@@ -41,6 +41,8 @@ _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 class _Batch:
     steps: list[Step]
     launched: Launched
+    work: tuple[int, int]
+    """(tokens, pairs)"""
 
 
 class Engine:
@@ -76,7 +78,7 @@ class Engine:
         self._queued_s = 0.0
         self._usual_s = 0.0  # of a ranking request, of late
         self._num_pending = 0
-        self._is_draining = self._is_closed = False
+        self._is_draining = self._is_closed = self._has_ended = False
         self._is_warm = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
         self._thread.start()
@@ -151,7 +153,8 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Asked with every request, so not of the thread, which answers slowly."""
+        return not self._has_ended
 
     @property
     def spins(self) -> bool:
@@ -164,7 +167,7 @@ class Engine:
         return self._queued_s
 
     def _check_open(self) -> None:
-        if self._is_draining or self._is_closed or not self._thread.is_alive():
+        if self._is_draining or self._is_closed:
             raise UnavailableError("the engine is stopping", 1.0)
 
     def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float) -> Work:
@@ -254,12 +257,13 @@ class Engine:
                 self._fail(step)
             return
         launched_s = time.perf_counter()
-        self._pace.launched(planned_s, launched_s, self._predict_s(steps))
+        work = _work_of(steps)
+        self._pace.launched(planned_s, launched_s, self.costs.predict_s(*work))
         for step in steps:
             step.work.planned_s, step.work.launched_s = planned_s, launched_s
             self._keep(step)
             self._planner.launched(step)
-        self._in_flight.append(_Batch(steps, launched))
+        self._in_flight.append(_Batch(steps, launched, work))
 
     def _keep(self, step: Step) -> None:
         """The new tokens are in the pages for every batch after this one."""
@@ -280,13 +284,13 @@ class Engine:
         self._count("batches")
         self.device_s += seconds
         # Before the answers: whoever waits for them needs the interpreter as soon as they are there.
-        self.costs.observe(*_work_of(batch.steps), seconds, len(batch.steps))
+        self.costs.observe(*batch.work, seconds, len(batch.steps))
         for step, scored in zip(batch.steps, results, strict=True):
             if scored is not None:
                 self._answer(step, scored)
             else:
                 self._signal_advanced(step)
-        self._pace.ended(ended_s, sum(self._predict_s(later.steps) for later in self._in_flight))
+        self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
 
     def _answer(self, step: Step, scored: Scored) -> None:
         work = step.work
@@ -338,15 +342,12 @@ class Engine:
         elif error is not None and work.future.set_running_or_notify_cancel():
             work.future.set_exception(error)
 
-    def _predict_s(self, steps: list[Step]) -> float:
-        return self.costs.predict_s(*_work_of(steps))
-
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def _fail_all(self) -> None:
         with self._condition:
-            self._is_closed = True
+            self._is_closed = self._has_ended = True
             waiting = [*self._inbox, *self._planner.waiting(), *self.tiers.waiting()]
             self._inbox.clear()
         waiting += [step.work for batch in self._in_flight for step in batch.steps]
@@ -355,5 +356,9 @@ class Engine:
 
 
 def _work_of(steps: list[Step]) -> tuple[int, int]:
-    works = [step.part.work for step in steps]
-    return sum(tokens for tokens, _ in works), sum(pairs for _, pairs in works)
+    """(tokens, pairs) for the cost model"""
+    tokens = pairs = 0
+    for step in steps:
+        more_tokens, more_pairs = step.part.work
+        tokens, pairs = tokens + more_tokens, pairs + more_pairs
+    return tokens, pairs

@@ -1,59 +1,44 @@
 """Counters and latencies for Prometheus and for the live page. No id of a user or an item enters them."""
 
-import threading
+import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nestrec.serving.service import Service
 
-_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _WINDOW = 4096
 
 
 class Metrics:
-    """Observed by the front."""
+    """Observed by the front, on the thread of its event loop."""
 
     def __init__(self, service: Service):
         self._service = service
+        self._answers = _Answers()
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "nestrec_requests", "Answers by route and status", ["route", "status"], registry=self._registry
-        )
-        self._seconds = Histogram(
-            "nestrec_request_seconds", "Time to answer", ["route"], buckets=_BUCKETS, registry=self._registry
-        )
+        self._registry.register(self._answers)
         self._registry.register(_EngineCollector(service))
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._lock = threading.Lock()
-        self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def observe(self, route: str, status: int, seconds: float) -> None:
-        count, times = self._children.get((route, status)) or self._child(route, status)
-        count.inc()
-        times.observe(seconds)
+        self._answers.observe(route, status, seconds)
         if status == 200 and route.startswith("/v1"):
-            with self._lock:
-                self._recent.append(seconds)
-
-    def _child(self, route: str, status: int) -> tuple[Counter, Histogram]:
-        """Looked up once: prometheus_client takes longer to find a child than to count."""
-        found = self._requests.labels(route, str(status)), self._seconds.labels(route)
-        self._children[route, status] = found
-        return found
+            self._recent.append(seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
     def status(self) -> dict[str, Any]:
         """What the live page shows."""
-        with self._lock:
-            recent = np.array(self._recent)
+        recent = np.array(self._recent)
         percentiles = (
             {f"p{q}_ms": float(np.quantile(recent, q / 100) * 1e3) for q in (50, 90, 99)} if recent.size else {}
         )
@@ -84,6 +69,36 @@ def engine_status(service: Service, role: str) -> dict[str, Any]:
         "break_even_tokens": tiers[0].break_even_tokens(),
         "tables": {name: table.statistics() for name, table in fleet.servable.tables.items()},
     }
+
+
+class _Answers(Collector):
+    """Counts and times of answers, put together when they are asked for: counting a request with the objects of
+    prometheus_client takes as long as parsing it."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int], int] = {}
+        self._times: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = {}
+
+    def observe(self, route: str, status: int, seconds: float) -> None:
+        self._counts[route, status] = self._counts.get((route, status), 0) + 1
+        times = self._times.get(route)
+        if times is None:
+            times = self._times[route] = [0] * (len(_BOUNDS_S) + 1)
+        times[bisect_left(_BOUNDS_S, seconds)] += 1
+        self._sums[route] = self._sums.get(route, 0.0) + seconds
+
+    def collect(self) -> Iterable[Metric]:
+        answers = CounterMetricFamily("nestrec_requests", "Answers by route and status", labels=["route", "status"])
+        for (route, status), count in self._counts.items():
+            answers.add_metric([route, str(status)], count)
+        yield answers
+        seconds = HistogramMetricFamily("nestrec_request_seconds", "Time to answer", labels=["route"])
+        for route, times in self._times.items():
+            names = (*map(str, _BOUNDS_S), "+Inf")
+            buckets = list(zip(names, itertools.accumulate(times), strict=True))
+            seconds.add_metric([route], buckets, self._sums[route])
+        yield seconds
 
 
 class _EngineCollector(Collector):

@@ -25,6 +25,7 @@ from nestrec.serving.spec import (
     MANIFEST_FILE,
     SPEC_FILE,
     WEIGHTS_FILE,
+    ColumnSpec,
     ServableManifest,
     ServableSpec,
     table_file,
@@ -52,6 +53,11 @@ class Servable:
     @cached_property
     def item_ids(self) -> ItemIds:
         return ItemIds(self.item_keys)
+
+    @cached_property
+    def columns(self) -> dict[str, ColumnSpec]:
+        """by name"""
+        return {c.name: c for c in self.spec.columns}
 
     @cached_property
     def column_ids(self) -> dict[str, dict[str, int]]:

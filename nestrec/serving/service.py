@@ -99,13 +99,17 @@ class Service:
     def refusal(self, role: str) -> OverloadedError | None:
         """For a request that nobody has looked into yet, where no instance has room for one of the usual size."""
         engines = self.fleets[role].engines
-        return engines[0].refuse() if all(engine.is_full for engine in engines) else None
+        for engine in engines:
+            if not engine.is_full:
+                return None
+        return engines[0].refuse()
 
     async def rank(
         self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
     ) -> Answer:
         """Scores of candidates by the user's instance; another one, with full inference, where that has died."""
-        with self._routed(user) as slot:
+        slot = self._begin(user)
+        try:
             try:
                 work = fleet.engines[slot].rank(user, history, candidates, timeout_s=timeout_s)
             except UnavailableError:
@@ -113,14 +117,19 @@ class Service:
                     raise SwappedError from None
                 raise
             return await _result(work, timeout_s)
+        finally:
+            self._end(slot)
 
     def preinfer(
         self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
     ) -> Decision:
         """Tell the user's instance that a ranking request is on its way."""
-        with self._routed(user) as slot:
+        slot = self._begin(user)
+        try:
             engine = fleet.engines[slot]
             return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s)[0]
+        finally:
+            self._end(slot)
 
     async def retrieve(
         self, fleet: Fleet, user: str, history: History, *, count: int, now_ms: int, excluded: Ids, timeout_s: float
@@ -161,52 +170,45 @@ class Service:
         )
         return Fleet(servable, engines)
 
-    def _routed(self, user: str) -> "_Routed":
-        return _Routed(self, user)
-
-
-class _Routed:
-    """A user's slot for the time of a request."""
-
-    def __init__(self, service: Service, user: str):
-        self._service, self._user, self._slot = service, user, 0
-
-    def __enter__(self) -> int:
-        service = self._service
-        with service._lock:
-            for number in range(service.cfg.instances):
-                is_alive = all(fleet.engines[number].is_alive for fleet in service.fleets.values())
-                service.router.set_alive(number, is_alive)
-            route = service.router.begin(self._user)
+    def _begin(self, user: str) -> int:
+        """A user's slot, until `_end`."""
+        with self._lock:
+            for number in range(self.cfg.instances):
+                self.router.set_alive(number, self._is_alive(number))
+            route = self.router.begin(user)
         if route is None:
             raise UnavailableError("no instance is alive", 1.0)
-        self._slot = route.slot
         return route.slot
 
-    def __exit__(self, *_: object) -> None:
-        with self._service._lock:
-            self._service.router.end(self._slot)
+    def _end(self, slot: int) -> None:
+        with self._lock:
+            self.router.end(slot)
+
+    def _is_alive(self, number: int) -> bool:
+        return all(fleet.engines[number].is_alive for fleet in self.fleets.values())
 
 
 async def _result(work: Work, timeout_s: float) -> Answer:
     """asyncio.wrap_future inside of asyncio.timeout, in half of their time."""
     loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-    work.future.add_done_callback(lambda _: loop.call_soon_threadsafe(_wake, waiter))
-    timer = loop.call_later(timeout_s, _wake, waiter)
+    waiter: asyncio.Future[bool] = loop.create_future()
+    work.future.add_done_callback(lambda _: loop.call_soon_threadsafe(_wake, waiter, True))
+    timer = loop.call_later(timeout_s, _wake, waiter, False)
     try:
-        await waiter
+        is_there = await waiter
+    except asyncio.CancelledError:
+        work.future.cancel()
+        raise
     finally:
         timer.cancel()
-        is_late = work.future.cancel()  # an answer that is there stays
-    if is_late:
+    if not is_there and work.future.cancel():
         raise UnavailableError("the deadline passed", 0.05)
     return work.future.result()
 
 
-def _wake(waiter: "asyncio.Future[None]") -> None:
+def _wake(waiter: "asyncio.Future[bool]", is_there: bool) -> None:
     if not waiter.done():
-        waiter.set_result(None)
+        waiter.set_result(is_there)
 
 
 def role_of(servable: Servable) -> str:

@@ -62,7 +62,10 @@ def retry_after(seconds: float) -> Header:
 
 def head_bytes(target: bytes, headers: Iterable[Header]) -> int:
     """What counts of a head."""
-    return len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+    size = len(target)
+    for name, value in headers:
+        size += len(name) + len(value) + 4
+    return size
 
 
 def too_long_head(limits: LimitsConfig) -> BadRequestError:

@@ -69,8 +69,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._awaits_head:  # else it came after a chunked body, where nobody looks for it
-            super().on_header(name, value)
+        if not self._awaits_head:  # it came after a chunked body, where nobody looks for it
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._awaits_head, self._unplaced_bytes = False, 0

@@ -155,8 +155,10 @@ def _features(
     events: Mapping[str, Any], user: Mapping[str, Any], count: int, where: str, servable: Servable
 ) -> dict[str, NDArray[np.int64]]:
     """The categories that the model asks for; those that are not given, and unknown keys, count as unknown (0)."""
-    found = {}
-    columns = {c.name: c for c in servable.spec.columns}
+    found: dict[str, NDArray[np.int64]] = {}
+    columns = servable.columns
+    if not (columns or events or user):
+        return found
     for prefix, given, field in ((_EVENT, events, where), (_USER, user, "user_features")):
         for name in given:
             if prefix + name not in columns:
