@@ -24,14 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nestrec.ops.hopper_bias import add_bias, load_buckets
 from nestrec.ops.hopper_pieces import (
     FIELDS,
     ROWS,
-    add_bias,
     barriers,
     get_item,
     is_whole,
-    load_buckets,
     next_stage,
     places,
     producer,

@@ -1,0 +1,61 @@
+"""Every launch of HSTU attention on a Hopper GPU, compiled for one where there is none: it compiles, and it fits."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+SHARED_BYTES = 232_448
+"""that one program may have on an H100 or H200"""
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Hopper:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+
+driver.set_active(Hopper())
+launch = JITFunction.run
+
+def compiled(self, *arguments, grid, warmup, **options):
+    print(self.__name__, launch(self, *arguments, grid=grid, warmup=True, **options).metadata.shared)
+
+JITFunction.run = compiled
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+torch.cuda.get_device_capability = lambda device: (9, 0)
+from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.hstu_attention_passes import backward_pass, forward_pass
+from nestrec.ops.relative_bias import RelativeBias
+
+dim, has_rules, has_position, has_time = (int(word) for word in sys.argv[1:])
+offsets, time = torch.tensor([0, 70, 70, 200]), torch.arange(200, dtype=torch.float64)
+q, k, v, grad = (torch.zeros(200, 2, dim, dtype=torch.bfloat16) for _ in range(4))
+bias = RelativeBias(position_table=torch.zeros(261) if has_position else None,
+                    time_table=torch.zeros(129) if has_time else None, time_T=time, query_time_T=time)
+rules = AttentionRules(num_targets_B=torch.tensor([3, 0, 9]), num_context=4, max_attention_length=50)
+rest = (offsets, 130, 130.0, bias, rules if has_rules else AttentionRules())
+forward_pass(q, k, v, *rest)
+backward_pass(grad, q, k, v, *rest)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("biases", ["0 0", "1 1"])
+@pytest.mark.parametrize("has_rules", [0, 1])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_launches_compile_and_fit(dim, has_rules, biases):
+    command = [sys.executable, "-c", PROGRAM, str(dim), str(has_rules), *biases.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {"stream_kernel"} <= {name for name, _ in found}
+    assert max(int(shared) for _, shared in found) <= SHARED_BYTES
