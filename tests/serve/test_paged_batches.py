@@ -26,9 +26,9 @@ SHAPES = [(0, 40, 3), (128, 150, 5), (20, 20, 0), (0, 130, 0), (64, 64, 7)]
 """(first, end, candidates) in tokens"""
 
 
-def make_parts(form, rng):
+def make_parts(form, rng, shapes):
     parts, page = [], 0
-    for first, end, asked in SHAPES:
+    for first, end, asked in shapes:
         count = end // 2
         history = History(
             items=rng.integers(1, 100, count), times_ms=np.zeros(count, np.int64), actions=rng.integers(0, 4, count),
@@ -52,9 +52,15 @@ def make_parts(form, rng):
     return parts, page
 
 
-@pytest.mark.parametrize(("is_cached", "num_candidates"), [(False, 512), (True, 512), (False, 15)])
+SIGNALS = [(0, 130, 0), (64, 100, 0)]
+
+
+@pytest.mark.parametrize(
+    ("is_cached", "shapes", "num_candidates"),
+    [(False, SHAPES, 512), (True, SHAPES, 512), (False, SHAPES, 15), (False, SIGNALS, 0)],
+)
 def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence(
-    is_cached, num_candidates
+    is_cached, shapes, num_candidates
 ):
     from nestrec.models.hstu_paged import PagedHSTU, is_pageable
     from nestrec.serving.batch_layout import Extent, Room, Sections, lay_out
@@ -66,7 +72,7 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
         servable = replace(servable, tables={**servable.tables, "items": CachedTable(rows, torch.device("cpu"), 9)})
     form = make_form(servable)
     assert is_pageable(form.encoder)
-    parts, num_pages = make_parts(form, np.random.default_rng(1))
+    parts, num_pages = make_parts(form, np.random.default_rng(1), shapes)
     pools = [
         PagePool(ENCODER, num_pages=num_pages, page_tokens=64, device=torch.device("cpu"), dtype=torch.float32)
         for _ in range(2)
@@ -86,6 +92,7 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
         lay_out(form, pools[1], parts, sections)
         captured.bring(sections, extent.num_records)
         scores = captured.run(packed)[: extent.num_candidates]
-    wanted = np.concatenate([scored.scores for scored in expected if scored is not None])
-    assert np.abs(scores.numpy() - wanted).max() <= 1e-5
+    wanted = np.concatenate([np.zeros((0, len(form.outputs))), *(s.scores for s in expected if s is not None)])
+    assert scores.shape == wanted.shape
+    assert np.abs(scores.numpy() - wanted).max(initial=0.0) <= 1e-5
     torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)
