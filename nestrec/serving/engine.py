@@ -89,7 +89,7 @@ class Engine:
     def rank(self, user: str, history: History, candidates: Candidates, *, timeout_s: float) -> Work:
         """Queue a ranking request; `work.future` gives its answer. Refused at once where it could not be in time."""
         tokens = self.form.tokens(history, candidates.now_ms)
-        work = self._work(user, tokens, candidates, timeout_s)
+        work = self._work(user, tokens, candidates.copied(), timeout_s)
         with self._condition:
             self._check_open()
             self._usual_s += _SMOOTH * (work.estimate_s - self._usual_s)

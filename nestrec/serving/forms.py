@@ -34,7 +34,7 @@ class Tokens:
     """A history as the model sees it."""
 
     history: History
-    """what is left of it after sliding"""
+    """a copy of what is left of it after sliding"""
     columns: tuple[NDArray[np.int64], ...]
     """everything about the events that enters the model, one value an event in each"""
     times_ms: NDArray[np.int64]
@@ -116,7 +116,7 @@ class RetrievalForm:
         self.max_events = servable.spec.task.history.max_length
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
-        history = history.since(window_start(len(history), self.max_events, self.slide_events))
+        history = history.copied(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         asked = times
         if self._asks_next and self._uses_time:
@@ -175,7 +175,7 @@ class RankingForm:
         self._uses_time = self.encoder.cfg.time_bias
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
-        history = history.since(window_start(len(history), self.max_events, self.slide_events))
+        history = history.copied(window_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._given]
         return Tokens(

@@ -24,14 +24,12 @@ class History:
     def __len__(self) -> int:
         return len(self.items)
 
-    def since(self, first: int) -> "History":
-        """Without the first events."""
-        if first == 0:
-            return self
-        features = {name: values[first:] for name, values in self.features.items()}
+    def copied(self, first: int = 0) -> "History":
+        """A copy without the first events: whatever its owner does with the arrays, a prefix is kept as it was read."""
+        features = {name: values[first:].copy() for name, values in self.features.items()}
         return replace(
-            self, items=self.items[first:], times_ms=self.times_ms[first:], actions=self.actions[first:],
-            features=features,
+            self, items=self.items[first:].copy(), times_ms=self.times_ms[first:].copy(),
+            actions=self.actions[first:].copy(), features=features,
         )  # fmt: skip
 
 
@@ -50,6 +48,11 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def copied(self) -> "Candidates":
+        """A copy, which its owner cannot change."""
+        features = {name: values.copy() for name, values in self.features.items()}
+        return replace(self, items=self.items.copy(), features=features, excluded=self.excluded.copy())
 
 
 def window_start(num_events: int, max_events: int, block: int) -> int:

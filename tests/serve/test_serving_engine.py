@@ -81,6 +81,27 @@ def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, nu
     assert min(sources.values()) > 0
 
 
+def test_a_history_that_changes_while_it_is_computed_leaves_no_wrong_prefix(servable, monkeypatch):
+    rng = np.random.default_rng(3)
+    history = draw_history(rng, 12)
+    engine = make_engine(servable)
+    launch = engine._runner.launch
+
+    def launch_and_change(parts):
+        launched = launch(parts)
+        history.items[0] = history.items[0] % 199 + 1
+        return launched
+
+    monkeypatch.setattr(engine._runner, "launch", launch_and_change)
+    engine.preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
+    monkeypatch.setattr(engine._runner, "launch", launch)
+    candidates = draw_candidates(rng, history)
+    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
+    assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+    engine.close()
+
+
 def test_a_prefix_is_used_and_only_the_rest_computed(servable):
     rng = np.random.default_rng(1)
     history = draw_history(rng, 12)
