@@ -15,76 +15,54 @@ Legend: T tokens, H heads, D head dimension, B sequences.
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: PLR0915, PLR0917
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.attention_inputs import AttentionInputs
 from nestrec.ops.attention_schedule import make_schedule
-from nestrec.ops.hstu_attention_triton import seen_pairs, sigmoid
-from nestrec.ops.relative_bias import RelativeBias, bucket_edges
+from nestrec.ops.hstu_attention_triton import Blocks, seen_pairs, sigmoid
 from nestrec.ops.time_buckets import time_bucket
 
 
-class Tile(NamedTuple):
-    """Shape of the work of one program at a time."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_for(dim: int, dtype: torch.dtype) -> Tile:
-    """Pinned: a timing never chooses it, so that results repeat."""
+def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
+    """Queries (x) and keys (y) of a tile. Pinned: a timing never chooses them, so that results repeat."""
     if dtype == torch.float32:
-        return Tile(32, 32, 4, 1)
+        return Blocks(32, 32, 4, 1)
     if dim <= 64:
-        return Tile(128, 64, 8, 3)
-    return Tile(128, 64, 8, 2) if dim <= 128 else Tile(64, 64, 8, 1)
+        return Blocks(128, 64, 8, 3)
+    return Blocks(128, 64, 8, 2) if dim <= 128 else Blocks(64, 64, 8, 1)
 
 
 def table_gradients(
-    grad_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    offsets: torch.Tensor,
-    max_length: int,
-    normaliser: float,
-    bias: RelativeBias,
-    rules: AttentionRules,
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the position and of the time table, where they are."""
-    position, time = bias.position_table, bias.time_table
+    bias, rules = inputs.bias, inputs.rules
+    tables = (bias.position_table, bias.time_table)
     # A unit of the sums is 2^-34 of the largest gradient: far below rounding, and far from overflow.
     quantum = torch.linalg.vector_norm(grad_THD, ord=torch.inf).float() * 2.0**-34
     quantum = torch.where(quantum == 0.0, 1.0, quantum)
-    sums = [None if t is None else torch.zeros(t.shape, dtype=torch.int64, device=t.device) for t in (position, time)]
-    tokens, heads, dim = q_THD.shape
-    tile = tile_for(dim, q_THD.dtype)
-    schedule = make_schedule(offsets, tokens, tile.queries)
+    sums = [None if t is None else torch.zeros(t.shape, dtype=torch.int64, device=t.device) for t in tables]
+    tokens, _, dim = q_THD.shape
+    tile = blocks_for(dim, q_THD.dtype)
+    schedule = make_schedule(inputs.offsets, tokens, tile.x)
     tensors = [t if t.stride(2) == 1 else t.contiguous() for t in (q_THD, k_THD, grad_THD, v_THD)]
-    blocks = -(-max_length // tile.keys)
-    ahead = blocks - 1 if rules.num_context else tile.queries // tile.keys - 1
+    blocks = -(-inputs.max_length // tile.y)
+    ahead = blocks - 1 if rules.num_context else tile.x // tile.y - 1
     distances = blocks + ahead
     splits = max(8, min(64, 2048 // distances))
     _tables_kernel[distances, splits](
-        *tensors, *(t.stride(0) for t in tensors), *(t.stride(1) for t in tensors), *schedule, heads,
-        1.0 / normaliser, rules.num_targets_B, rules.num_context, rules.max_attention_length or tokens + 1,
-        position, 0 if position is None else (position.numel() - 1) // 2,
-        time, None if time is None else bucket_edges(time.numel() - 1, time.device),
-        0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T, *sums, quantum, ahead, splits,
-        HAS_TARGETS=rules.num_targets_B is not None, HAS_POSITION=position is not None, HAS_TIME=time is not None,
+        *tensors, *(t.stride(0) for t in tensors), *(t.stride(1) for t in tensors), *schedule,
+        *inputs.scalars(q_THD), *inputs.biases, *sums, quantum, ahead, splits,
+        HAS_TARGETS=rules.num_targets_B is not None, HAS_POSITION=tables[0] is not None, HAS_TIME=tables[1] is not None,
         FAST=q_THD.dtype == torch.bfloat16, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
-        BM=tile.queries, BN=tile.keys, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
+        BM=tile.x, BN=tile.y, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     found = [
         None if total is None or table is None else (total.double() * quantum).to(table.dtype)
-        for total, table in zip(sums, (position, time), strict=True)
+        for total, table in zip(sums, tables, strict=True)
     ]
     return found[0], found[1]
 

@@ -12,13 +12,12 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.attention_inputs import AttentionInputs
 from nestrec.ops.attention_schedule import Schedule, make_schedule
 from nestrec.ops.bucket_tiles import LARGEST_BUCKET, BucketTiles, empty_tiles, fill_tiles
 from nestrec.ops.hopper_pair import pair_kernel
 from nestrec.ops.hopper_pieces import ROWS
 from nestrec.ops.hopper_stream import stream_kernel
-from nestrec.ops.relative_bias import RelativeBias
 
 HEAD_DIMS = (64, 128, 256)
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -39,21 +38,6 @@ class Tiles(NamedTuple):
     """whether results leave from shared memory of their own, or from where x was"""
 
 
-class Inputs(NamedTuple):
-    """What every launch of a batch shares."""
-
-    offsets: torch.Tensor
-    max_length: int
-    normaliser: float
-    bias: RelativeBias
-    rules: AttentionRules
-
-    @property
-    def is_square(self) -> bool:
-        """Whether tokens look at later ones too."""
-        return self.rules.num_context > 0
-
-
 WEIGHTS = {64: Tiles(3, 128, 3, 2, True), 128: Tiles(2, 128, 2, 2, True), 256: Tiles(2, 64, 2, 1, False)}
 """By head dimension. Pinned: a timing never chooses them, so that results repeat."""
 GRADIENTS = {64: Tiles(2, 64, 3, 2, True), 128: Tiles(2, 64, 3, 1, True), 256: Tiles(2, 32, 3, 1, False)}
@@ -64,7 +48,9 @@ MARGIN = 512
 """Values on either side of a position table, more than an item reaches behind the end of its sequence."""
 
 
-def forward_pass(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def forward_pass(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
+) -> torch.Tensor:
     """(T, H, D) attention."""
     q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
     tiles = WEIGHTS[q.shape[2]]
@@ -76,7 +62,7 @@ def forward_pass(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, 
 
 
 def backward_pass(
-    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: Inputs
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values."""
     grad, q, k, v = (readable(x) for x in (grad_THD, q_THD, k_THD, v_THD))
@@ -108,7 +94,7 @@ class _Biases(NamedTuple):
     first_tile_B: torch.Tensor | None
 
 
-def _biases(inputs: Inputs, *, is_reversed: bool, before: _Biases | None = None) -> _Biases:
+def _biases(inputs: AttentionInputs, *, is_reversed: bool, before: _Biases | None = None) -> _Biases:
     """Tables with margins, and time buckets as passes of one direction read them; over those of `before`, now done."""
     position, time = inputs.bias.position_table, inputs.bias.time_table
     if before is None:
@@ -132,7 +118,7 @@ def launch_stream(
     y: tuple[torch.Tensor, torch.Tensor],
     schedule: Schedule,
     tiles: Tiles,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     biases: _Biases,
     *,
     is_gradient: bool,
@@ -143,7 +129,7 @@ def launch_stream(
     out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     stream_kernel[(_programs(out),)](
         rows_of(x[0], ROWS.value), rows_of(x[1], ROWS.value), rows_of(y[0], tiles.block), rows_of(y[1], tiles.block),
-        rows_of(out, ROWS.value), *schedule, *_scalars(out, inputs), *biases, COUNTER=counter, **_switches(out, inputs),
+        rows_of(out, ROWS.value), *schedule, *inputs.scalars(out), *biases, COUNTER=counter, **_switches(out, inputs),
         GRADIENT=is_gradient, REVERSED=is_reversed, CONSUMERS=tiles.consumers, YB=tiles.block, STAGES=tiles.stages,
         XSTAGES=tiles.x_stages, OWN_OUT=tiles.own_out, num_warps=4,
     )  # fmt: skip
@@ -154,7 +140,7 @@ def launch_pair(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
     schedule: Schedule,
-    inputs: Inputs,
+    inputs: AttentionInputs,
     biases: _Biases,
     *,
     counter: int,
@@ -164,7 +150,7 @@ def launch_pair(
     keys = (rows_of(each, ROWS.value) for each in x)
     queries = (rows_of(each, PAIR_BLOCK) for each in y)
     pair_kernel[(_programs(dk),)](
-        *keys, *queries, rows_of(dk, ROWS.value), rows_of(dv, ROWS.value), *schedule, *_scalars(dk, inputs),
+        *keys, *queries, rows_of(dk, ROWS.value), rows_of(dv, ROWS.value), *schedule, *inputs.scalars(dk),
         *biases, COUNTER=counter, **_switches(dk, inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
     )  # fmt: skip
     return dk, dv
@@ -175,17 +161,7 @@ def _programs(x: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def _scalars(out_THD: torch.Tensor, inputs: Inputs) -> tuple[Any, ...]:
-    """Heads, scale and rules, as both kernels take them."""
-    rules = inputs.rules
-    tokens, heads, _ = out_THD.shape
-    return (
-        heads, 1.0 / inputs.normaliser, rules.num_targets_B, rules.num_context,
-        rules.max_attention_length or tokens + 1,
-    )  # fmt: skip
-
-
-def _switches(out_THD: torch.Tensor, inputs: Inputs) -> dict[str, Any]:
+def _switches(out_THD: torch.Tensor, inputs: AttentionInputs) -> dict[str, Any]:
     return {
         "HAS_RULES": not inputs.rules.is_plain, "IS_SQUARE": inputs.is_square,
         "D": out_THD.shape[2], "FAST": out_THD.dtype == torch.bfloat16,

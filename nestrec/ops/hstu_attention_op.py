@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nestrec.ops.attention_inputs import AttentionInputs
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.registry import define_op
 from nestrec.ops.relative_bias import RelativeBias
@@ -55,7 +56,7 @@ def _forward(  # noqa: PLR0917
         position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
     )
     with torch.cuda.device_of(q_THD):
-        return forward_pass(q_THD, k_THD, v_THD, offsets, max_length, normaliser, bias, rules)
+        return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
 
 
 def _backward(  # noqa: PLR0917
@@ -80,7 +81,8 @@ def _backward(  # noqa: PLR0917
         position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
     )
     with torch.cuda.device_of(q_THD):
-        found = backward_pass(grad_THD, q_THD, k_THD, v_THD, offsets, max_length, normaliser, bias, rules)
+        inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
+        found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
     # An operator returns tensors only: an absent table has an empty gradient.
     return tuple(grad_THD.new_empty(0) if x is None else x for x in found)
 

@@ -4,15 +4,13 @@ The Hopper kernel takes what it was written for, the plain Triton kernel everyth
 (see the head of either file). No pass waits for the device.
 """
 
-# ruff: noqa: PLR0917
-
 from typing import NamedTuple
 
 import torch
 
 from nestrec.ops import hstu_attention_triton as plain
-from nestrec.ops.attention_mask import AttentionRules
-from nestrec.ops.attention_schedule import make_schedule
+from nestrec.ops.attention_inputs import AttentionInputs
+from nestrec.ops.attention_schedule import Schedule, make_schedule
 from nestrec.ops.bias_tables import table_gradients
 from nestrec.ops.bucket_tiles import fits
 from nestrec.ops.registry import IS_INTERPRETED
@@ -30,52 +28,35 @@ class Gradients(NamedTuple):
 
 
 def forward_pass(
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    offsets: torch.Tensor,
-    max_length: int,
-    normaliser: float,
-    bias: RelativeBias,
-    rules: AttentionRules,
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> torch.Tensor:
     """(T, H, D) attention."""
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    if _suits_hopper(q_THD, offsets, max_length, bias, rules):
+    if _suits_hopper(q_THD, inputs):
         from nestrec.ops import hstu_attention_hopper as hopper
 
-        inputs = hopper.Inputs(offsets, max_length, normaliser, bias, rules)
         return hopper.forward_pass(q_THD, k_THD, v_THD, inputs)
-    return plain.weights((q_THD, k_THD, v_THD), _plain(q_THD, offsets, normaliser, bias, rules), is_reversed=False)
+    return plain.weights((q_THD, k_THD, v_THD), _plain_schedule(q_THD, inputs), inputs, is_reversed=False)
 
 
 def backward_pass(
-    grad_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    offsets: torch.Tensor,
-    max_length: int,
-    normaliser: float,
-    bias: RelativeBias,
-    rules: AttentionRules,
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> Gradients:
     """Gradients of queries, keys, values and tables."""
     if q_THD.shape[0] == 0:
-        return _no_gradients(q_THD, bias)
+        return _no_gradients(q_THD, inputs.bias)
     tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if not bias.is_empty:
-        tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, offsets, max_length, normaliser, bias, rules)
-    if _suits_hopper(q_THD, offsets, max_length, bias, rules):
+    if not inputs.bias.is_empty:
+        tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)
+    if _suits_hopper(q_THD, inputs):
         from nestrec.ops import hstu_attention_hopper as hopper
 
-        shared = hopper.Inputs(offsets, max_length, normaliser, bias, rules)
-        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, shared), *tables)
-    inputs = _plain(q_THD, offsets, normaliser, bias, rules)
-    dq = plain.gradient((q_THD, grad_THD), (k_THD, v_THD), inputs, is_reversed=False)
-    dk = plain.gradient((k_THD, v_THD), (q_THD, grad_THD), inputs, is_reversed=True)
-    dv = plain.weights((k_THD, q_THD, grad_THD), inputs, is_reversed=True)
+        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs), *tables)
+    schedule = _plain_schedule(q_THD, inputs)
+    dq = plain.gradient((q_THD, grad_THD), (k_THD, v_THD), schedule, inputs, is_reversed=False)
+    dk = plain.gradient((k_THD, v_THD), (q_THD, grad_THD), schedule, inputs, is_reversed=True)
+    dv = plain.weights((k_THD, q_THD, grad_THD), schedule, inputs, is_reversed=True)
     return Gradients(dq, dk, dv, *tables)
 
 
@@ -85,20 +66,18 @@ def _no_gradients(q_THD: torch.Tensor, bias: RelativeBias) -> Gradients:
     return Gradients(dq, dk, dv, position, time)
 
 
-def _plain(
-    q_THD: torch.Tensor, offsets: torch.Tensor, normaliser: float, bias: RelativeBias, rules: AttentionRules
-) -> plain.Inputs:
-    block = plain.blocks_for(q_THD.shape[2], q_THD.dtype).x
-    return plain.Inputs(make_schedule(offsets, q_THD.shape[0], block), normaliser, bias, rules)
+def _plain_schedule(q_THD: torch.Tensor, inputs: AttentionInputs) -> Schedule:
+    return make_schedule(inputs.offsets, q_THD.shape[0], plain.blocks_for(q_THD.shape[2], q_THD.dtype).x)
 
 
-def _suits_hopper(
-    q_THD: torch.Tensor, offsets: torch.Tensor, max_length: int, bias: RelativeBias, rules: AttentionRules
-) -> bool:
+def _suits_hopper(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
     return (
         not IS_INTERPRETED
         and torch.cuda.get_device_capability(q_THD.device)[0] == 9
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.shape[2] in (64, 128, 256)
-        and (bias.time_table is None or fits(bias, offsets, max_length, is_square=rules.num_context > 0))
+        and (
+            inputs.bias.time_table is None
+            or fits(inputs.bias, inputs.offsets, inputs.max_length, is_square=inputs.is_square)
+        )
     )

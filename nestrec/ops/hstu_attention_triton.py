@@ -23,20 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.attention_mask import AttentionRules
+from nestrec.ops.attention_inputs import AttentionInputs
 from nestrec.ops.attention_schedule import Schedule
-from nestrec.ops.relative_bias import RelativeBias, bucket_edges
 from nestrec.ops.time_buckets import time_bucket
-
-
-class Inputs(NamedTuple):
-    """What every launch of a batch shares."""
-
-    schedule: Schedule
-    """in blocks of `blocks_for(...).x` rows"""
-    normaliser: float
-    bias: RelativeBias
-    rules: AttentionRules
 
 
 @triton.jit
@@ -155,42 +144,49 @@ def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
     return Blocks(64, 64, 4, 2) if dim <= 128 else Blocks(64, 32, 8, 2)
 
 
-def weights(xyz: tuple[torch.Tensor, torch.Tensor, torch.Tensor], inputs: Inputs, *, is_reversed: bool) -> torch.Tensor:
-    """(T, H, D) weighted sums of z over y, for every row of x."""
+def weights(
+    xyz: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    schedule: Schedule,
+    inputs: AttentionInputs,
+    *,
+    is_reversed: bool,
+) -> torch.Tensor:
+    """(T, H, D) weighted sums of z over y, for every row of x. schedule: in blocks of `blocks_for(...).x` rows."""
     x, y, z = xyz
-    return _launch((x, x), (y, z), inputs, is_gradient=False, is_reversed=is_reversed)
+    return _launch((x, x), (y, z), schedule, inputs, is_gradient=False, is_reversed=is_reversed)
 
 
 def gradient(
-    x: tuple[torch.Tensor, torch.Tensor], y: tuple[torch.Tensor, torch.Tensor], inputs: Inputs, *, is_reversed: bool
+    x: tuple[torch.Tensor, torch.Tensor],
+    y: tuple[torch.Tensor, torch.Tensor],
+    schedule: Schedule,
+    inputs: AttentionInputs,
+    *,
+    is_reversed: bool,
 ) -> torch.Tensor:
     """(T, H, D) gradients for every row of x."""
-    return _launch(x, y, inputs, is_gradient=True, is_reversed=is_reversed)
+    return _launch(x, y, schedule, inputs, is_gradient=True, is_reversed=is_reversed)
 
 
 def _launch(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
-    inputs: Inputs,
+    schedule: Schedule,
+    inputs: AttentionInputs,
     *,
     is_gradient: bool,
     is_reversed: bool,
 ) -> torch.Tensor:
-    tokens, heads, dim = x[0].shape
+    _, heads, dim = x[0].shape
     out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     tensors = [t if t.stride(2) == 1 else t.contiguous() for t in (*x, *y)]
-    bias, rules, schedule = inputs.bias, inputs.rules, inputs.schedule
-    position, time = bias.position_table, bias.time_table
+    bias = inputs.bias
     blocks = blocks_for(dim, out.dtype)
     _stream_kernel[(schedule.table.shape[0] * heads,)](
         *tensors, out, *(t.stride(0) for t in tensors), *(t.stride(1) for t in tensors),
-        schedule.table, schedule.state, heads, 1.0 / inputs.normaliser, rules.num_targets_B, rules.num_context,
-        rules.max_attention_length or tokens + 1,
-        position, 0 if position is None else (position.numel() - 1) // 2,
-        time, None if time is None else bucket_edges(time.numel() - 1, time.device),
-        0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T,
-        GRADIENT=is_gradient, REVERSED=is_reversed, HAS_TARGETS=rules.num_targets_B is not None,
-        HAS_POSITION=position is not None, HAS_TIME=time is not None,
+        *schedule, *inputs.scalars(out), *inputs.biases,
+        GRADIENT=is_gradient, REVERSED=is_reversed, HAS_TARGETS=inputs.rules.num_targets_B is not None,
+        HAS_POSITION=bias.position_table is not None, HAS_TIME=bias.time_table is not None,
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32", XB=blocks.x, YB=blocks.y, D=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip

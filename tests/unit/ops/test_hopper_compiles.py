@@ -31,6 +31,7 @@ def compiled(self, *arguments, grid, warmup, **options):
 JITFunction.run = compiled
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 torch.cuda.get_device_capability = lambda device: (9, 0)
+from nestrec.ops.attention_inputs import AttentionInputs
 from nestrec.ops.attention_mask import AttentionRules
 from nestrec.ops.hstu_attention_passes import backward_pass, forward_pass
 from nestrec.ops.relative_bias import RelativeBias
@@ -41,9 +42,9 @@ q, k, v, grad = (torch.zeros(200, 2, dim, dtype=torch.bfloat16) for _ in range(4
 bias = RelativeBias(position_table=torch.zeros(261) if has_position else None,
                     time_table=torch.zeros(129) if has_time else None, time_T=time, query_time_T=time)
 rules = AttentionRules(num_targets_B=torch.tensor([3, 0, 9]), num_context=4, max_attention_length=50)
-rest = (offsets, 130, 130.0, bias, rules if has_rules else AttentionRules())
-forward_pass(q, k, v, *rest)
-backward_pass(grad, q, k, v, *rest)
+inputs = AttentionInputs(offsets, 130, 130.0, bias, rules if has_rules else AttentionRules())
+forward_pass(q, k, v, inputs)
+backward_pass(grad, q, k, v, inputs)
 """
 
 
