@@ -5,7 +5,7 @@ Heavy imports stand inside the commands, so that `nestrec --help` answers at onc
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -14,6 +14,9 @@ from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
 from nestrec.base.memory import ask_for_huge_pages
 from nestrec.base.overrides import PASSED_ON, parse_overrides
 from nestrec.bench.app import app as bench_app
+
+if TYPE_CHECKING:
+    from nestrec.training.config import RunConfig
 
 app = typer.Typer(
     help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and "
@@ -41,15 +44,17 @@ def train(
     dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold]. Under torchrun the
     same command trains on all ranks: [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
     """
-    from nestrec.base.config import with_overrides
     from nestrec.console import train_run
 
-    cfg = with_overrides(_recipe(recipe), parse_overrides(context.args, ("output",)))
+    cfg = _configured(recipe, parse_overrides(context.args, ("output", "cluster", "plan-only")))
     if plan_only:
         from nestrec.plan_console import check_plan
 
         check_plan(cfg, cluster)
         return
+    if cluster is not None:
+        remedy = "add --plan-only, or see `nestrec plan --help` and docs/many-machines.md"
+        raise UserError("only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
     train_run(cfg, output or Path("runs") / cfg.name)
 
 
@@ -72,13 +77,12 @@ def plan(
     memory that there is: [bold]nestrec plan demo --cluster h100-ib400 --hosts 4 --batch.batch_samples 4096[/bold]. Any
     field of the recipe can be changed as in `train`.
     """
-    from nestrec.base.config import with_overrides
     from nestrec.bench.frame import make_frame, save_frame
     from nestrec.plan_console import open_cluster, plan_run
 
     given = ("cluster", "hosts", "profile", "most", "json", "page")
     overrides = parse_overrides(context.args, given)
-    cfg = with_overrides(_recipe(recipe), overrides)
+    cfg = _configured(recipe, overrides)
     found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
     if json is not None:
         frame = make_frame(bench="plan", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
@@ -276,18 +280,36 @@ def _fail(error: UserError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _recipe(name: str):  # type: ignore[no-untyped-def]
-    """A named recipe, or the resolved config of an earlier run."""
-    if name.endswith(".json"):
-        import json
+def _configured(name: str, overrides: dict[str, str]) -> "RunConfig":
+    """A named recipe, or the resolved config of an earlier run, with overrides.
 
-        from nestrec.base.config import from_plain
-        from nestrec.training.config import RunConfig
-
-        return from_plain(RunConfig, json.loads(Path(name).read_text()))
+    A recipe may make the synthetic logs it names; in a folder that the user names, a mistyped name would get them too.
+    """
+    from nestrec.base.config import with_overrides
     from nestrec.training.recipes import recipe
 
-    return recipe(name)
+    if Path(name, "config.json").exists():
+        remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
+        raise UserError("is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
+    own_folder = {"data.synthetic": "none"} if "data.folder" in overrides else {}
+    base = _saved_config(Path(name)) if name.endswith(".json") else recipe(name)
+    return with_overrides(base, {**own_folder, **overrides})
+
+
+def _saved_config(file: Path) -> "RunConfig":
+    import json
+
+    from nestrec.base.config import from_plain
+    from nestrec.training.config import RunConfig
+
+    try:
+        plain = json.loads(file.read_text())
+        if not isinstance(plain, dict):
+            raise ValueError("it holds no named fields")
+        return from_plain(RunConfig, plain)
+    except (OSError, ValueError) as error:
+        remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
+        raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from nestrec.balance.power import power
 from nestrec.balance.refined import refined
 from nestrec.balance.token_threshold import token_threshold
 from nestrec.balance.zigzag import zigzag
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.order import contiguous_shares
@@ -53,7 +54,7 @@ class BalanceConfig:
     """what a sample costs, until it is fitted"""
     mode: Literal["read", "exchange"] = "read"
     """read: a rank reads whatever it computes; exchange: it reads its part of the batch, and samples are traded"""
-    fit_every_steps: int | None = None
+    fit_every_steps: Count | None = None
     """fit the cost to measured times so often, at the next report; none keeps `cost`"""
     replay: tuple[CostChange, ...] = ()
     """changes of the cost that a run has logged, made again at the same batches; then nothing is fitted"""

@@ -10,9 +10,10 @@ import enum
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
 
+from nestrec.base.bounds import Bound, BoundError, bounds_of, check_bounds
 from nestrec.base.errors import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -21,8 +22,22 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, dataclasses.Field))
 def config(cls: type[T]) -> type[T]:
-    """Frozen, keyword-only, slotted dataclass."""
+    """Frozen, keyword-only, slotted dataclass; numbers outside the bounds of their fields are refused."""
+    if bounds := bounds_of(cls):
+        _check_first(cls, bounds)
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+def _check_first(cls: Any, bounds: dict[str, Bound]) -> None:
+    """Bounds are checked before what the class itself asks of its values."""
+    of_class = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        check_bounds(self, bounds)
+        if of_class is not None:
+            of_class(self)
+
+    cls.__post_init__ = __post_init__
 
 
 def to_plain(value: Any) -> Any:
@@ -38,6 +53,17 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def leaves(value: Any, where: str = "") -> dict[str, Any]:
+    """Dotted names of all single values in a config or in plain data, with the values."""
+    plain = to_plain(value)
+    if not isinstance(plain, Mapping):
+        return {where: plain}
+    found: dict[str, Any] = {}
+    for name, inner in plain.items():
+        found |= leaves(inner, _join(where, name))
+    return found
+
+
 def from_plain(cls: type[ConfigT], data: Mapping[str, Any], where: str = "") -> ConfigT:
     """Build a config from JSON-like data; every name and type is checked."""
     hints = typing.get_type_hints(cls)
@@ -50,14 +76,13 @@ def from_plain(cls: type[ConfigT], data: Mapping[str, Any], where: str = "") -> 
     missing = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.name not in given and not _has_default(f)]
     if missing:
         raise UserError("is required", field=_join(where, missing[0]), value=None, remedy="give it a value")
-    return cls(**given)
+    return _built(lambda: cls(**given), where)
 
 
 def with_overrides(base: ConfigT, overrides: Mapping[str, str]) -> ConfigT:
-    """A copy of `base` with dotted overrides applied; values are text as typed on a command line."""
-    for path, text in overrides.items():
-        base = cast(ConfigT, _override(base, path.split("."), text, path))
-    return base
+    """A copy of `base` with dotted overrides applied, all at once; values are text as typed on a command line."""
+    given = {tuple(path.split(".")): text for path, text in overrides.items()}
+    return cast(ConfigT, _override(base, given, ""))
 
 
 def dumps(value: Any) -> str:
@@ -65,27 +90,62 @@ def dumps(value: Any) -> str:
     return json.dumps(to_plain(value), indent=2)
 
 
-def _override(node: Any, parts: list[str], text: str, path: str) -> Any:
+_Overrides = Mapping[tuple[str, ...], str]
+"""Parts of a dotted name to the text given for it."""
+
+
+def _override(node: Any, given: _Overrides, where: str) -> Any:
     names = [f.name for f in dataclasses.fields(node)]
-    if parts[0] not in names:
-        raise UserError("no such option", field=path, value=text, remedy=did_you_mean(parts[0], names))
-    hint = typing.get_type_hints(type(node))[parts[0]]
-    return dataclasses.replace(node, **{parts[0]: _overridden(getattr(node, parts[0]), hint, parts[1:], text, path)})
+    hints = typing.get_type_hints(type(node))
+    replaced = {}
+    for name, inner in _by_first(given).items():
+        if name not in names:
+            parts, text = next(iter(inner.items()))
+            field = _join(where, ".".join((name, *parts)))
+            raise UserError("no such option", field=field, value=text, remedy=did_you_mean(name, names))
+        replaced[name] = _overridden(getattr(node, name), hints[name], inner, _join(where, name))
+    return _built(lambda: dataclasses.replace(node, **replaced), where)
 
 
-def _overridden(current: Any, hint: Any, parts: list[str], text: str, path: str) -> Any:
-    """`current`, of the type `hint`, with the part of it that `parts` name set to `text`."""
-    if not parts:
-        return _convert(_parse(text), hint, path, raw=text)
-    if dataclasses.is_dataclass(current):
-        return _override(current, parts, text, path)
+def _by_first(given: _Overrides) -> dict[str, dict[tuple[str, ...], str]]:
+    """The overrides of each field, without its name."""
+    found: dict[str, dict[tuple[str, ...], str]] = {}
+    for (first, *rest), text in given.items():
+        found.setdefault(first, {})[tuple(rest)] = text
+    return found
+
+
+def _overridden(current: Any, hint: Any, given: _Overrides, path: str) -> Any:
+    """`current`, of the type `hint`: set as a whole where its own name was given, then the named parts of it."""
+    inner = dict(given)
+    if (text := inner.pop((), None)) is not None:
+        current = _convert(_parse(text), hint, path, raw=text)
+    if not inner or dataclasses.is_dataclass(current):
+        return _override(current, inner, path) if inner else current
+    parts, text = next(iter(inner.items()))
     if not isinstance(current, Mapping):
-        remedy = f"{path.removesuffix('.' + '.'.join(parts))} is a single value; drop the part after it"
-        raise UserError("has no fields", field=path, value=text, remedy=remedy)
-    if parts[1:] and parts[0] not in current:
-        raise UserError("no such entry", field=path, value=text, remedy=did_you_mean(parts[0], current))
-    inner = get_args(hint)[1] if get_args(hint) else Any
-    return {**current, parts[0]: _overridden(current.get(parts[0]), inner, parts[1:], text, path)}
+        remedy = f"{path} is a single value; drop the part after it"
+        raise UserError("has no fields", field=".".join((path, *parts)), value=text, remedy=remedy)
+    return {**current, **_overridden_entries(current, hint, inner, path)}
+
+
+def _overridden_entries(current: Mapping[str, Any], hint: Any, given: _Overrides, path: str) -> dict[str, Any]:
+    of_entry = get_args(hint)[1] if get_args(hint) else Any
+    entries = {}
+    for name, inner in _by_first(given).items():
+        if () not in inner and name not in current:
+            parts, text = next(iter(inner.items()))
+            field, remedy = ".".join((path, name, *parts)), did_you_mean(name, current)
+            raise UserError("no such entry", field=field, value=text, remedy=remedy)
+        entries[name] = _overridden(current.get(name), of_entry, inner, f"{path}.{name}")
+    return entries
+
+
+def _built(build: Callable[[], T], where: str) -> T:
+    try:
+        return build()
+    except BoundError as error:
+        raise error.under(where) from None
 
 
 def _parse(text: str) -> Any:

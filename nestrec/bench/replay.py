@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from nestrec.base.bounds import Count, Natural, NonNegative, Positive, Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.http_client import HttpClient
@@ -18,27 +19,27 @@ from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_l
 
 @config
 class ReplayConfig:
-    rate: float = 20.0
+    rate: Positive = 20.0
     """requests a second (made-up load), or where the search starts"""
-    duration_s: float = 10.0
+    duration_s: Positive = 10.0
     """of a trial"""
-    slo_ms: float = 100.0
+    slo_ms: Positive = 100.0
     """what the 99th percentile must meet"""
     finds: str = ""
     """`rate` or `history`: search for the largest that meets the SLO"""
     recorded: str = ""
     """JSON lines {"at_s", "path", "body"}: sent as they were recorded"""
-    history: int = 100
+    history: Natural = 100
     """events of a user"""
-    candidates: int = 64
+    candidates: Count = 64
     """items of a ranking request"""
-    items: int = 1000
+    items: Count = 1000
     """item keys are "1" to this"""
-    users: int = 1_000_000
+    users: Count = 1_000_000
     """users that do not return are drawn from so many"""
-    returning: float = 0.0
+    returning: Share = 0.0
     """share of requests of a user who was here before in the trial"""
-    signal_ms: float = 0.0
+    signal_ms: NonNegative = 0.0
     """a pre-infer signal goes out so long before each request; 0 sends none"""
     seed: int = 0
     """of arrivals, users and items"""

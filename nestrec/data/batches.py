@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 from nestrec.data.batch_threads import BatchThreads, Stage
 from nestrec.data.dataset import Rows
 from nestrec.data.dealing import Dealer
@@ -19,16 +21,24 @@ from nestrec.data.order import GlobalBatches, Position
 
 @config
 class BatchConfig:
-    batch_samples: int | None = 128
+    batch_samples: Count | None = 128
     """samples of a global batch; give this or batch_tokens"""
-    batch_tokens: int | None = None
+    batch_tokens: Count | None = None
     """tokens of a global batch"""
-    micro_batches: int | Literal["auto"] = 1
+    micro_batches: Count | Literal["auto"] = 1
     """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times"""
-    workers: int = 2
+    workers: Count = 2
     """threads that assemble batches ahead"""
-    prefetch: int = 4
+    prefetch: Natural = 4
     """batches assembled ahead of the step"""
+
+    def __post_init__(self) -> None:
+        if (self.batch_samples is None) == (self.batch_tokens is None):
+            given = {"batch_samples": self.batch_samples, "batch_tokens": self.batch_tokens}
+            raise UserError(
+                "one of the two sizes of a batch is needed, and only one", field="batch", value=given,
+                remedy="give one of them and set the other to none, such as --batch.batch_samples none",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from nestrec.base.errors import DataError, did_you_mean
 from nestrec.data.card import Feature
 from nestrec.data.keys import KeyTable
 from nestrec.data.options import LogColumns
-from nestrec.data.parse import BAD, BLANK, GOOD, parse_integers, parse_numbers, parse_times_ms
+from nestrec.data.parse import BAD, BLANK, GOOD, NOT_A_TIME, OUT_OF_RANGE, parse_integers, parse_numbers, parse_times_ms
 from nestrec.data.raw import BadRow, RawBatch
 from nestrec.data.signature import row_signatures
 
@@ -117,14 +117,16 @@ class EventParser:
             if name is not None and name not in batch.columns:
                 raise DataError(f"is no column of {batch.file}", field="column", value=name,
                                 remedy=did_you_mean(name, batch.columns))  # fmt: skip
+            if name is not None:
+                _check_type(batch, name, is_time=name in (log.time, log.position))
 
     def _parse_order(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
         log = self.columns.log
         if log.time:
             times_ms, states, out_of_range = parse_times_ms(batch.columns[log.time], log.time_unit)
             verdict.reject(states == BLANK, "missing time")
-            verdict.reject(states == BAD, "time is not a time")
-            verdict.reject(out_of_range, "time out of range")
+            verdict.reject(states == BAD, NOT_A_TIME)
+            verdict.reject(out_of_range, OUT_OF_RANGE)
             records["time"] = times_ms
         if log.position:
             positions, states = parse_integers(batch.columns[log.position])
@@ -175,6 +177,16 @@ class EventParser:
             records[f"event_{name}"] = encode_category(table, columns[name])
         records["signature"] = row_signatures(list(columns.values()), records.size)
         return records
+
+
+def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
+    """Refuse columns of a typed file whose values are no ids, numbers or times."""
+    kind = batch.columns[name].type
+    if pa.types.is_nested(kind) or (is_time and pa.types.is_boolean(kind)):
+        raise DataError(
+            f"is of type {kind} in {batch.file}", field="column", value=name,
+            remedy="name a column of text or numbers" + (", or of times" if is_time else ""),
+        )  # fmt: skip
 
 
 def encode_category(table: KeyTable, column: pa.Array) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
+from nestrec.base.bounds import Count, Natural, Share
 from nestrec.base.config import config
 
 TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
@@ -48,19 +49,19 @@ class PrepareOptions:
 
     duplicates: Literal["default", "keep", "drop"] = "default"
     """Exact duplicate rows are always counted. By default KuaiRand's are dropped, all others kept."""
-    max_bad_share: float = 0.01
+    max_bad_share: Share = 0.01
     """More bad rows than this share of the input is an error; 1 allows any number."""
     min_rating: float | None = None
     """Events with a lower rating are left out, as if they were not in the input."""
     positive_rating: float | None = None
     """Give events an action bit `positive` where the rating is at least this; MovieLens and Amazon use 4 by default."""
-    user_core: int = 0
+    user_core: Natural = 0
     """Remove users with fewer events."""
-    item_core: int = 0
+    item_core: Natural = 0
     """Remove items with fewer events."""
     core_passes: Literal["iterated", "single"] = "iterated"
     """`iterated`: until every user and item left has enough events. `single`: counts taken once, before removal."""
-    min_user_events: int = 0
+    min_user_events: Natural = 0
     """After that, remove users with fewer events left."""
     log: LogColumns = field(default_factory=LogColumns)
     """Columns, for format `log`."""
@@ -72,13 +73,13 @@ class PrepareOptions:
     """Also read KuaiRand's logs of random exposure."""
     video_statistics: bool = False
     """Also read KuaiRand's video statistics; they are averages over the whole month, so they look into the future."""
-    num_users: int | None = None
+    num_users: Count | None = None
     """Users to draw, for format `synthetic`; the preset's number by default."""
-    num_items: int | None = None
+    num_items: Count | None = None
     """Items to draw from, for format `synthetic`; scaled with the users by default."""
     seed: int = 0
     """Of format `synthetic`."""
-    memory_bytes: int = 256 << 20
+    memory_bytes: Count = 256 << 20
     """About how much memory a partition of events may take while it is sorted."""
     force: bool = False
     """Replace an existing dataset."""

@@ -14,6 +14,9 @@ _INTEGER = r"^-?\d{1,18}$"
 _BLANK_WORDS = pa.array(["", "nan", "NaN", "null", "NULL", "None", r"\N"])
 _MS_OF_UNIT = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 GOOD, BLANK, BAD = 0, 1, 2
+NOT_A_TIME, OUT_OF_RANGE = "time is not a time", "time out of range"
+ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE)
+"""Reasons for which a row is bad that another unit of time may mend."""
 
 
 def parse_integers(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

@@ -15,6 +15,7 @@ from nestrec.data.formats.log import open_log
 from nestrec.data.formats.movielens import open_movielens
 from nestrec.data.formats.sasrec_pairs import open_pairs
 from nestrec.data.formats.user_lines import open_user_lines
+from nestrec.data.option_checks import check_options
 from nestrec.data.options import PrepareOptions
 from nestrec.data.progress import Progress, silent
 from nestrec.data.source import LogSource
@@ -46,6 +47,7 @@ def prepare(
     options = options or PrepareOptions()
     if format not in FORMATS:
         raise UserError("is no input format", field="format", value=format, remedy=did_you_mean(format, FORMATS))
+    check_options(format, options, tuple(LOG_FORMATS))
     if format == "synthetic":
         shape = synthetic.preset(
             str(input), num_users=options.num_users, num_items=options.num_items, seed=options.seed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nestrec.base.errors import DataError
 from nestrec.data.card import FileEntry, describe_file
+from nestrec.data.parse import ABOUT_TIME
 from nestrec.data.raw import BadRow
 
 QUARANTINE_FILE = "quarantine.csv"
@@ -47,8 +48,14 @@ class Quarantine:
             f"{num_bad:,} of {num_rows_read:,} rows are bad ({reasons}); the first is {self._example}",
             field="max_bad_share",
             value=max_bad_share,
-            remedy="check the format and its columns, or allow more bad rows with --max-bad-share",
+            remedy=self._remedy(),
         )
+
+    def _remedy(self) -> str:
+        check = "check the format and its columns"
+        if self.reasons.most_common(1)[0][0] in ABOUT_TIME:
+            check = "say what the times of a log are (--log.time_unit s, ms, us, ns, or iso for dates)"
+        return f"{check}, or allow more bad rows with --max_bad_share 1"
 
     def files(self) -> list[FileEntry]:
         """The entry of the file, if there is one."""

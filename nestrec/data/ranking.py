@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
@@ -33,7 +34,7 @@ class RankingInputConfig:
     """categories of the user"""
     item_features: tuple[str, ...] = ()
     """categories of the item"""
-    max_events: int = 100
+    max_events: Count = 100
     """longest history; each event gives two tokens"""
 
 

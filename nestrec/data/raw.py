@@ -107,6 +107,7 @@ class _Lines:
 def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
     """Rows of a delimited text file, plain or gzip. Rows with a wrong number of fields are bad, blank lines skipped."""
     names = how.names or header_names(first_line(path, how.encoding), how)
+    _check_unique(path, names)
     if len(how.separator) > 1:  # Arrow's reader knows separators of one byte
         yield from _read_split(path, names, how)
         return
@@ -137,6 +138,7 @@ def read_parquet(path: Path) -> Iterator[RawBatch]:
     """Rows of a Parquet file; lines are row numbers from 1."""
     try:
         with pq.ParquetFile(path) as file:
+            _check_unique(path, file.schema_arrow.names)
             start = 0
             for batch in file.iter_batches(batch_size=ROWS_A_BATCH, use_threads=False):
                 lines = np.arange(start + 1, start + 1 + batch.num_rows, dtype=np.int64)
@@ -173,6 +175,16 @@ def header_names(line: str, how: Delimited) -> tuple[str, ...]:
     if how.separator == "::" or not how.has_quotes:
         return tuple(line.split(how.separator))
     return tuple(next(csv.reader([line], delimiter=how.separator), []))
+
+
+def _check_unique(path: Path, names: Sequence[str]) -> None:
+    """Which of two columns of the same name was meant, nobody can tell."""
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(
+                f"is the name of {names.count(name)} columns of {path.name}", field="column", value=name,
+                remedy="give each column a name of its own",
+            )  # fmt: skip
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

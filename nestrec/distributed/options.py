@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 
 Placement = Literal["shards_contiguous", "replicas_contiguous"]
@@ -10,7 +11,7 @@ ExchangeKind = Literal["auto", "collectives", "host", "copy_engine", "shared_mem
 
 @config
 class RanksConfig:
-    replicas: int = 1
+    replicas: Count = 1
     """groups of ranks that each hold all rows; a divisor of the number of ranks. Exchanges of vectors stay inside a
     group, and copies of a row are kept alike as replica_sync says"""
     placement: Placement = "shards_contiguous"

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import all_to_all_rows, gather_rows_from_all
@@ -29,18 +30,10 @@ Averaged = Literal["weights", "rows"]
 class ReplicaSyncConfig:
     mode: Literal["gradients", "weights"] = "gradients"
     """gradients are summed over replica groups before each update (exact), or weights are averaged after it"""
-    every: int = 1
+    every: Count = 1
     """`weights`: steps from one average to the next; what reads the tables (evaluation, save) also averages"""
-    state_every: int = 1
+    state_every: Count = 1
     """`weights`: moments are averaged with every so-many-th average of the weights"""
-
-    def __post_init__(self) -> None:
-        for name in ("every", "state_every"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    "must be at least 1", field=f"replica_sync.{name}", value=getattr(self, name),
-                    remedy="give the number of steps between two averages",
-                )  # fmt: skip
 
     def averaged_at(self, step: int) -> Averaged | None:
         """What is averaged after the update of a step."""

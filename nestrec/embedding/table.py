@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from nestrec.base.bounds import Count, Decay, Natural, NonNegative, Positive
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 
@@ -25,15 +26,15 @@ class RowOptimizerConfig:
 
     kind: OptimizerKind = "rowwise_adagrad"
     """The rule; the formulas stand in nestrec/embedding/optimizers."""
-    eps: float = 1e-8
+    eps: NonNegative = 1e-8
     """Added to the root, never under it."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment (Adam)."""
-    beta2: float = 0.999
+    beta2: Decay = 0.999
     """Decay of the second moment (Adam)."""
-    moment_scale: float = 1.0
+    moment_scale: Positive = 1.0
     """Row-wise AdaGrad divides its moment by this (the c of 2D sparse parallelism)."""
-    initial_accumulator: float = 0.0
+    initial_accumulator: NonNegative = 0.0
     """What AdaGrad's sums start from."""
 
 
@@ -43,7 +44,7 @@ class InitConfig:
 
     kind: Literal["normal", "uniform", "zeros"] = "normal"
     """`normal`: near-normal sum of four uniforms; `uniform`: in [-scale, scale)."""
-    scale: float = 0.02
+    scale: NonNegative = 0.02
     """Standard deviation, or half width of the uniform."""
 
 
@@ -53,19 +54,19 @@ class StoreConfig:
 
     kind: Literal["device", "dram", "disk"] = "device"
     """`device`: memory of the engine's device; `dram`: host memory; `disk`: a file under a row cache in host memory."""
-    cache_rows: int = 1 << 16
+    cache_rows: Natural = 1 << 16
     """Rows a shard keeps in host memory above its file (disk)."""
     folder: str = ""
     """Where the file of the disk store is made; it is scratch, checkpoints are what lasts."""
-    num_threads: int = 0
+    num_threads: Natural = 0
     """Threads that copy rows; 0: as many as torch uses."""
-    admission_count: int = 1
+    admission_count: Count = 1
     """Steps in which a key must have been used before it gets a row (dynamic tables)."""
     eviction: Literal["none", "lru", "lfu", "ttl"] = "none"
     """What makes room, or ends a row's life (dynamic tables)."""
-    max_rows: int | None = None
+    max_rows: Count | None = None
     """Most rows over all shards (dynamic tables); each shard holds an equal part of it."""
-    ttl_steps: int | None = None
+    ttl_steps: Natural | None = None
     """A row that has not been used for more than this many steps is gone."""
 
 

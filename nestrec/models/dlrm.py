@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
 
 
@@ -18,15 +19,15 @@ from nestrec.base.config import config
 class DLRMConfig:
     kind: Literal["dlrm"] = "dlrm"
     """the backbone"""
-    dim: int = 16
+    dim: Count = 16
     """width of the category vectors"""
-    num_dense: int = 13
+    num_dense: Natural = 13
     """dense columns"""
-    num_categories: int = 26
+    num_categories: Natural = 26
     """category columns"""
-    bottom: tuple[int, ...] = (64, 32)
+    bottom: tuple[Count, ...] = (64, 32)
     """hidden widths of the network on the dense columns"""
-    top: tuple[int, ...] = (64, 32)
+    top: tuple[Count, ...] = (64, 32)
     """hidden widths of the network on the interactions"""
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.residual import ResidualEncoder
 from nestrec.models.sequence import SequenceInfo
@@ -35,25 +36,25 @@ NORM_EPS = 1e-6
 class FuXiConfig:
     kind: Literal["fuxi"] = "fuxi"
     """the backbone"""
-    dim: int = 50
+    dim: Count = 50
     """width of the model and of the item vectors"""
-    num_layers: int = 2
+    num_layers: Natural = 2
     """blocks"""
-    num_heads: int = 1
+    num_heads: Count = 1
     """attention heads"""
-    head_dim: int = 50
+    head_dim: Count = 50
     """query, key and value width of a head"""
-    ffn_dim: int = 50
+    ffn_dim: Count = 50
     """hidden width of the second feed-forward stage"""
-    dropout: float = 0.2
+    dropout: Decay = 0.2
     """on the input and in both stages"""
-    max_length: int = 200
+    max_length: Count = 200
     """longest sequence the model sees"""
-    normaliser_margin: int = 11
+    normaliser_margin: Natural = 11
     """semantic attention weights are divided by max_length plus this"""
     time_channel: bool = True
     """the temporal channel; needs timestamps"""
-    num_time_buckets: int = 128
+    num_time_buckets: Count = 128
     """logarithmic buckets of the temporal channel"""
     recompute: bool = False
     """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
+from nestrec.base.bounds import Count, NonNegative, Positive
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
 from nestrec.ops.candidates import Candidates, make_candidates
 from nestrec.ops.sampled_losses import Variant
 
@@ -19,11 +19,11 @@ class NegativesConfig:
     sampler: Literal["uniform", "popularity", "in_batch", "groups"] = "uniform"
     """items alike, in proportion to their events, or targets of other tokens of the micro-batch (nothing looked up):
     drawn for each token, or (groups) those of a random group of num_negatives + 1 tokens, which costs least"""
-    popularity_power: float = 1.0
+    popularity_power: NonNegative = 1.0
     """popularity: events are raised to it; 0.75 flattens, 0 is uniform over the items that were seen"""
     log_q: bool = True
     """all but uniform: logits are corrected by the log of how often an item is drawn"""
-    sharing: int = 1
+    sharing: Count = 1
     """k: a token also meets the negatives of k - 1 other tokens of its micro-batch, drawn for each token. k times the
     logits, and no row more is looked up"""
     reach: Literal["micro_batch", "batch"] = "micro_batch"
@@ -32,25 +32,12 @@ class NegativesConfig:
     variant: Variant | Literal["auto"] = "plain"
     """plain keeps all vectors of negatives; segments gathers them twice; fused never stores them; offload keeps them in
     host memory; auto measures at the start and takes the fastest that fits. Of loss=full: all but plain by tiles"""
-    segment_tokens: int = 512
+    segment_tokens: Count = 512
     """segments and offload: tokens whose vectors are in memory at a time"""
-    memory_gib: float | None = None
+    memory_gib: Positive | None = None
     """auto: what the loss may take; none is a quarter of the device's memory"""
     lookup: Literal["full", "bfloat16", "float16"] = "full"
     """type in which rows that are only negatives are looked up and sent between ranks; gradients stay full"""
-
-    def __post_init__(self) -> None:
-        for name in ("sharing", "segment_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    "must be at least 1", field=f"task.negatives.{name}", value=getattr(self, name),
-                    remedy="give a positive number",
-                )  # fmt: skip
-        if self.popularity_power < 0:
-            raise UserError(
-                "must not be negative", field="task.negatives.popularity_power", value=self.popularity_power,
-                remedy="give 0 to 1",
-            )  # fmt: skip
 
 
 def candidates_of(index: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Candidates:

@@ -11,6 +11,7 @@ Legend: E events, T = 2E tokens, D channels, K tasks, A action bits.
 import torch
 from torch import nn
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.models.dlrm import mlp
 from nestrec.models.retrieval import EncoderConfig, make_encoder
@@ -19,7 +20,7 @@ from nestrec.models.sequence import SequenceInfo
 
 @config
 class HeadConfig:
-    hidden: tuple[int, ...] = (64,)
+    hidden: tuple[Count, ...] = (64,)
     """hidden widths of the network from the state to the logits"""
 
 

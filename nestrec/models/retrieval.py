@@ -6,6 +6,7 @@ Legend: T tokens, U rows, D channels, R negatives, N items of the catalogue.
 import torch
 from torch import nn
 
+from nestrec.base.bounds import Positive
 from nestrec.base.config import config
 from nestrec.models.fuxi import FuXi, FuXiConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
@@ -21,7 +22,7 @@ UNIT_EPS = 1e-6
 class SimilarityConfig:
     normalise: bool = True
     """states and item vectors are scaled to length one"""
-    temperature: float = 0.05
+    temperature: Positive = 0.05
     """dot products are divided by it"""
 
 

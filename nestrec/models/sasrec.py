@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.dropout import dropout
@@ -23,19 +24,19 @@ from nestrec.ops.softmax_attention import softmax_attention
 class SASRecConfig:
     kind: Literal["sasrec"] = "sasrec"
     """the backbone"""
-    dim: int = 50
+    dim: Count = 50
     """width of the model and of the item vectors"""
-    num_layers: int = 2
+    num_layers: Natural = 2
     """attention blocks"""
-    num_heads: int = 1
+    num_heads: Count = 1
     """attention heads; dim is divided among them"""
-    ffn_dim: int = 50
+    ffn_dim: Count = 50
     """hidden width of the feed-forward part"""
     activation: Literal["relu", "gelu"] = "relu"
     """of the feed-forward part"""
-    dropout: float = 0.2
+    dropout: Decay = 0.2
     """on the input and inside the feed-forward part"""
-    max_length: int = 200
+    max_length: Count = 200
     """longest sequence the model sees"""
     norm_affine: bool = True
     """LayerNorms have a scale and a shift; the HSTU release has none"""

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.pipeline.clustering import Clustering
@@ -24,12 +25,12 @@ class PipelineConfig:
     saves most traffic; `edges` is for the window cache"""
     replay: tuple[WindowChange, ...] = ()
     """changes of batch.micro_batches=auto that another run has logged, taken instead of measuring"""
-    stale_steps: int = 1
+    stale_steps: Count = 1
     """`stale` only: how many updates the rows of a batch may miss"""
 
     def __post_init__(self) -> None:
-        if self.stale_steps < 1:
+        if self.stale_steps != 1 and self.schedule != "stale":
             raise UserError(
-                "must be at least 1", field="pipeline.stale_steps", value=self.stale_steps,
-                remedy="take the schedule serial for rows that miss nothing",
+                f"means nothing to the schedule {self.schedule}", field="pipeline.stale_steps", value=self.stale_steps,
+                remedy="leave it at 1, or take --pipeline.schedule stale",
             )  # fmt: skip

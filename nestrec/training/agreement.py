@@ -1,9 +1,6 @@
 """Ranks that were started with different configurations say so at once, instead of training on something else each."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from nestrec.base.config import to_plain
+from nestrec.base.config import leaves
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
@@ -12,7 +9,7 @@ from nestrec.training.config import RunConfig
 
 def agree_on_config(cfg: RunConfig, topology: Topology) -> None:
     """The same UserError on every rank, naming the first field that differs, unless all ranks were given the same."""
-    first, *others = [dict(_fields("", plain)) for plain in all_gather_json(topology.control, to_plain(cfg))]
+    first, *others = all_gather_json(topology.control, leaves(cfg))
     for rank, other in enumerate(others, start=1):
         for name in dict.fromkeys([*first, *other]):
             mine, theirs = first.get(name, "not there"), other.get(name, "not there")
@@ -21,12 +18,3 @@ def agree_on_config(cfg: RunConfig, topology: Topology) -> None:
                     f"differs between ranks: rank {rank} has {theirs!r}", field=name, value=mine,
                     remedy="start every rank with the same command",
                 )  # fmt: skip
-
-
-def _fields(where: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of the leaves."""
-    if isinstance(node, Mapping):
-        for name, inner in node.items():
-            yield from _fields(f"{where}.{name}" if where else name, inner)
-    else:
-        yield where, node

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from nestrec.balance import BalanceConfig
+from nestrec.base.bounds import Count, Decay, Natural, NonNegative, Seed
 from nestrec.base.config import config
 from nestrec.data.batches import BatchConfig
 from nestrec.distributed.options import RanksConfig
@@ -27,29 +28,29 @@ class DataConfig:
 
 @config
 class OptimizerConfig:
-    learning_rate: float = 1e-3
+    learning_rate: NonNegative = 1e-3
     """of the dense weights"""
-    table_learning_rate: float | None = None
+    table_learning_rate: NonNegative | None = None
     """of the tables; none takes that of the dense weights"""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """AdamW, first moment"""
-    beta2: float = 0.98
+    beta2: Decay = 0.98
     """AdamW, second moment"""
-    eps: float = 1e-8
+    eps: NonNegative = 1e-8
     """AdamW"""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """AdamW, on dense weights only"""
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     """steps over which both learning rates grow linearly from 0"""
 
 
 @config
 class TrainingConfig:
-    epochs: int = 10
+    epochs: Count = 10
     """passes over the samples"""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """stop after so many steps, whatever the epochs"""
-    seed: int = 42
+    seed: Seed = 42
     """of initial weights, sample order, dropout and negatives"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one"""
@@ -57,17 +58,17 @@ class TrainingConfig:
     """of dense products on a GPU; a CPU computes in fp32"""
     dtype: Literal["float32", "float64"] = "float32"
     """of dense weights; float64 is for tests of equality"""
-    checkpoint_every_steps: int | None = None
+    checkpoint_every_steps: Count | None = None
     """save so often; a run also saves at its end, at each evaluation and when it is told to stop"""
     checkpoint_async: bool = False
     """write checkpoints in the background: training waits only for a copy of what is saved, which needs host memory"""
-    incremental_saves: int = 0
+    incremental_saves: Natural = 0
     """after a full checkpoint, so many in a row hold only the rows used since the one before; 0 makes all full"""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Count = 3
     """older ones are deleted"""
-    evaluate_every_epochs: int = 1
+    evaluate_every_epochs: Natural = 1
     """measure on the validation part so often; 0 never"""
-    patience: int | None = None
+    patience: Count | None = None
     """stop after so many evaluations without a better validation metric"""
 
 

@@ -43,9 +43,9 @@ class RunFolder:
         if not self._is_writer:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(dumps(cfg))
-        (self.path / "card.json").write_text(card_text)
-        (self.path / "versions.json").write_text(json.dumps(versions(device), indent=2))
+        _replace(self.path / "config.json", dumps(cfg))
+        _replace(self.path / "card.json", card_text)
+        _replace(self.path / "versions.json", json.dumps(versions(device), indent=2))
 
     def config(self) -> RunConfig:
         file = self.path / "config.json"
@@ -53,6 +53,11 @@ class RunFolder:
             raise UserError("is not the folder of a run", field="RUN", value=str(self.path),
                             remedy="name a folder that `nestrec train` wrote")  # fmt: skip
         return from_plain(RunConfig, json.loads(file.read_text()))
+
+    def resumed_config(self) -> RunConfig | None:
+        """With what the run was last started, where there is a checkpoint to go on from."""
+        is_saved = any(self.checkpoints.glob("step-*"))
+        return self.config() if is_saved and (self.path / "config.json").exists() else None
 
     def record(self, kind: str, **values: Any) -> None:
         """Append a line to metrics.jsonl."""
@@ -65,9 +70,7 @@ class RunFolder:
         if not (self._is_writer and self.metrics.exists()):
             return
         kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
-        rewritten = self.metrics.with_suffix(".partial")
-        rewritten.write_text("".join(line + "\n" for line in kept))
-        rewritten.replace(self.metrics)  # a crash in between must not cost the lines that are kept
+        _replace(self.metrics, "".join(line + "\n" for line in kept))
 
     def write_trace(self, spans: Sequence[Span]) -> None:
         """What the lanes of this rank did: for the report, and as a file for ui.perfetto.dev."""
@@ -99,6 +102,13 @@ def versions(device: torch.device) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["nestrec", *sys.argv[1:]]),
     }
+
+
+def _replace(file: Path, text: str) -> None:
+    """A crash in between must not cost what the file held: a later start reads it."""
+    rewritten = file.with_suffix(".partial")
+    rewritten.write_text(text)
+    rewritten.replace(file)
 
 
 def _step_of(line: str) -> int:

@@ -86,11 +86,13 @@ def make_task(cfg: TaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["f
 def open_data(cfg: DataConfig, topology: Topology) -> Dataset:
     """The prepared dataset; a synthetic one is generated first where it is missing."""
     # Only the first rank looks and makes: others might look while it is being made, and would not wait for it.
-    if topology.is_first:
-        _together(topology, lambda: _make_sure(cfg))
-    else:
-        raise_together(topology.control, None)
+    on_first(topology, lambda: _make_sure(cfg))
     return _together(topology, lambda: Dataset.open(cfg.folder))
+
+
+def on_first(topology: Topology, action: Callable[[], T]) -> T | None:
+    """The result of `action` on the first rank, which alone runs it; its error is raised on all. Collective."""
+    return _together(topology, lambda: action() if topology.is_first else None)
 
 
 def _together(topology: Topology, action: Callable[[], T]) -> T:

@@ -22,9 +22,10 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
 from nestrec.training.negatives_checks import check_supply
+from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import Saving
-from nestrec.training.session import Session
+from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.tasks.task import Evaluation
@@ -93,17 +94,23 @@ class Trainer:
 
     def measure(self, part: Part, *, best: bool) -> Evaluation:
         """Measure with the best weights or the last ones."""
+        on_first(self._topology, lambda: check_same_data(self.folder.path, self.session.dataset.card))
         self.state = self.saving.restore_best() if best else self.saving.restore_last()
         return self.session.task.evaluate(self.session.engine, part)
 
     def _begin(self) -> None:
-        found = self.saving.find_last()  # before the config is written: it may refuse to go on with another model
+        # Both before the config is written: they may refuse to go on with another one, or with another model.
+        changes = on_first(self._topology, self._changes_since_last_start) or []
+        found = self.saving.find_last()
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
         self.folder.begin(self.cfg, card_text, self._topology.device)
         if found is not None:
             self.state = found
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
+            for change in changes:
+                self.folder.record("event", step=self.state.step, text=f"changed: {change}")
+                self._listener.warned(f"changed since the run was last started: {change}")
         self.state = replace(
             self.state,
             cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step),
@@ -112,6 +119,14 @@ class Trainer:
         )
         self._listener.started(self._total_steps(), self.state.step)
         self._start_watching()
+
+    def _changes_since_last_start(self) -> list[str]:
+        """What the folder's config had otherwise; a UserError where the run would become another one."""
+        before = self.folder.resumed_config()
+        if before is None:
+            return []
+        check_same_data(self.folder.path, self.session.dataset.card)
+        return changes_since(before, self.cfg)
 
     def _settled_variant(self, saved: str | None) -> str | None:
         """How the loss is computed, where that was left open: as the run began, or measured now. Collective."""

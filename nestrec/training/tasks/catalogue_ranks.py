@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold, fold_array
 from nestrec.data.batches import MicroBatch
 from nestrec.data.retrieval import RetrievalQueries
@@ -23,16 +24,24 @@ Ranks = NDArray[np.int64]
 
 @config
 class RetrievalEvaluationConfig:
-    ks: tuple[int, ...] = (10, 50, 200)
+    ks: tuple[Count, ...] = (10, 50, 200)
     """cut-offs of HR, NDCG and MRR"""
     headline: str = "ndcg@10"
     """metric that chooses the best epoch"""
     filter_seen: Literal["none", "input", "history"] = "input"
     """items that cannot be recommended: none, those of the model's input, or all before the target"""
-    sampled_negatives: int = 0
+    sampled_negatives: Natural = 0
     """also rank the target among so many random unseen items (100 in the SASRec paper); 0 skips this"""
-    batch_users: int = 512
+    batch_users: Count = 512
     """users scored at a time"""
+
+    def __post_init__(self) -> None:
+        measured = [f"{metric}@{k}" for k in self.ks for metric in ("hr", "ndcg", "mrr")]
+        if self.headline not in measured:
+            raise UserError(
+                "is not among the metrics that are measured", field="task.evaluation.headline", value=self.headline,
+                remedy=f"{did_you_mean(self.headline, measured)} task.evaluation.ks gives the cut-offs",
+            )  # fmt: skip
 
 
 class CatalogueRanks:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
@@ -36,9 +37,9 @@ class RankingTaskConfig:
     """from states to logits"""
     inputs: RankingInputConfig = RankingInputConfig()
     """what the model sees and predicts"""
-    valid_from_ms: int = 0
+    valid_from_ms: Natural = 0
     """events from this time on validate (Unix milliseconds)"""
-    test_from_ms: int = 0
+    test_from_ms: Natural = 0
     """events from this time on test (Unix milliseconds)"""
     table_init: InitConfig = InitConfig(scale=0.02)
     """first values of all vectors"""
@@ -48,7 +49,7 @@ class RankingTaskConfig:
     """where the item table lives"""
     baseline_category: str = ""
     """event feature that the logistic baseline uses beside the rates of items and users"""
-    batch_windows: int = 256
+    batch_windows: Count = 256
     """windows scored at a time"""
 
 

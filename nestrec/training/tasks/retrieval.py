@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
@@ -43,7 +44,7 @@ class RetrievalTaskConfig:
     """what of a user's history the model sees"""
     loss: Literal["sampled_softmax", "full", "bce"] = "sampled_softmax"
     """over sampled negatives, the whole catalogue, or pairs"""
-    num_negatives: int = 128
+    num_negatives: Count = 128
     """negatives drawn for a token, with replacement"""
     negatives: NegativesConfig = NegativesConfig()
     """where they are drawn from, and what they cost (docs/negatives.md)"""

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from nestrec.base.bounds import Count, Decay
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
@@ -27,9 +28,9 @@ class RowsTaskConfig:
     """click prediction on labelled rows"""
     encoder: DLRMConfig = DLRMConfig()
     """the network"""
-    valid_share: float = 0.1
+    valid_share: Decay = 0.1
     """of the rows, in file order before the test rows"""
-    test_share: float = 0.1
+    test_share: Decay = 0.1
     """of the rows, the last ones in file order"""
     table_init: InitConfig = InitConfig(scale=0.02)
     """first values of category vectors"""
@@ -37,8 +38,15 @@ class RowsTaskConfig:
     """row optimiser of the category table"""
     table_store: StoreConfig = StoreConfig(kind="dram")
     """where the category table lives; its keys are hashes, so it is dynamic"""
-    batch_rows: int = 4096
+    batch_rows: Count = 4096
     """rows scored at a time"""
+
+    def __post_init__(self) -> None:
+        if self.valid_share + self.test_share >= 1:
+            raise UserError(
+                f"leaves nothing to train on beside task.test_share = {self.test_share}", field="task.valid_share",
+                value=self.valid_share, remedy="give two shares that sum to less than 1",
+            )  # fmt: skip
 
 
 class RowsTask(Task):

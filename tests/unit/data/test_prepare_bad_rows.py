@@ -77,7 +77,8 @@ def test_more_than_one_percent_of_bad_rows_is_an_error_that_names_counts_and_fla
     (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 98 + "u,i,x,4,1\n,i,5,4,1\n")
     with pytest.raises(DataError, match=r"2 of 100 rows are bad.*time is not a time 1.*line 100") as caught:
         prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=LOG))
-    assert "max-bad-share" in str(caught.value)
+    assert "--log.time_unit" in str(caught.value), "what most rows suffer from is told how to mend"
+    assert "--max_bad_share 1" in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv"]
 
 
@@ -195,3 +196,44 @@ def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text
     prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
     rows = Dataset.open(tmp_path / "out").rows(np.array([0]))
     assert rows.lists["timestamps_ms"][0].tolist() == [expected_ms]
+
+
+@pytest.mark.parametrize(
+    ("format", "given", "field"),
+    [
+        ("log", {"num_users": 5}, "num_users"),
+        ("log", {"random_logs": True}, "random_logs"),
+        ("log", {"min_rating": 3.0}, "min_rating"),
+        ("movielens", {"log": LogColumns(user="uid")}, "log.user"),
+        ("movielens", {"item_attributes": "a.json"}, "item_attributes"),
+        ("criteo", {"user_core": 5}, "user_core"),
+        ("synthetic", {"max_bad_share": 0.5}, "max_bad_share"),
+    ],
+)
+def test_an_option_that_a_format_would_not_read_is_refused(
+    tmp_path: Path, format: str, given: dict[str, object], field: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        prepare(format, "tiny", tmp_path / "out", options=PrepareOptions(**given))
+    assert refused.value.field == field
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("column", "values"), [("item", [[1], [2]]), ("time", [True, False])], ids=["a list as an id", "a flag as a time"]
+)
+def test_a_column_whose_type_cannot_be_meant_is_refused_by_name(tmp_path: Path, column: str, values: list) -> None:
+    columns = {"user": [1, 2], "item": [3, 4], "time": [5, 6], column: values}
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    with pytest.raises(DataError, match="is of type") as refused:
+        prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=PrepareOptions(log=LogColumns(time="time")))
+    assert refused.value.value == column
+
+
+def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,item\nu,a,b\n")
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 3, ["user", "item", "item"]), tmp_path / "log.parquet")
+    for name in ("log.csv", "log.parquet"):
+        with pytest.raises(DataError, match="is the name of 2 columns") as refused:
+            prepare("log", tmp_path / name, tmp_path / "out", options=PrepareOptions())
+        assert refused.value.value == "item"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.data.order import Position
+from nestrec.data.synthetic import generate, preset
 from nestrec.distributed import Topology
 from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of
@@ -32,6 +34,14 @@ EVICTIONS: dict[str, dict[str, object]] = {
 
 class Crash(Exception):
     pass
+
+
+class Heard(Listener):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warned(self, message: str) -> None:
+        self.warnings.append(message)
 
 
 def crash() -> None:
@@ -159,19 +169,12 @@ def test_told_to_stop_it_saves_and_goes_on_later(tiny_data: Path, tmp_path: Path
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(tiny_data: Path, tmp_path: Path) -> None:
-    class Hears(Listener):
-        def __init__(self) -> None:
-            self.warnings: list[str] = []
-
-        def warned(self, message: str) -> None:
-            self.warnings.append(message)
-
     more = {"training.max_steps": 6, "training.checkpoint_every_steps": 2}
     trainer_of("ranking", tiny_data, tmp_path, more).train()
     before = run_digest(tmp_path)
     newest = tmp_path / "checkpoints" / "step-00000006" / "tensors-00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    listener = Hears()
+    listener = Heard()
     trainer = trainer_of("ranking", tiny_data, tmp_path, more, listener)
     trainer.train()
     assert "checkpoint of step 6 is damaged and skipped" in listener.warnings[0]
@@ -183,10 +186,10 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(tiny_data:
 def test_a_run_is_not_continued_with_another_model(tiny_data: Path, tmp_path: Path, field: str) -> None:
     more = {"training.max_steps": 1}
     trainer_of("hstu", tiny_data, tmp_path, more).train()
-    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").unlink()  # as where checkpoints alone were copied
     with pytest.raises(UserError, match="the checkpoint is of another model"):
         trainer_of("hstu", tiny_data, tmp_path, {**more, field: 3}).train()
-    assert (tmp_path / "config.json").read_text() == config
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_patience_ends_a_run_and_steps_bound_it(tiny_data: Path, tmp_path: Path) -> None:
@@ -228,3 +231,40 @@ def test_mistakes_name_the_field_and_the_remedy(
     with pytest.raises(UserError, match=words) as caught:
         trainer_of(family, tiny_data, tmp_path, more)
     assert caught.value.remedy
+
+
+def test_a_run_that_goes_on_refuses_what_would_make_it_another_run(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 2}
+    trainer_of("hstu", tiny_data, tmp_path / "run", more).train()
+    config = (tmp_path / "run" / "config.json").read_text()
+    changed = {"training.seed": 7, "batch.batch_samples": 5, "task.num_negatives": 3, "task.encoder.num_layers": 1}
+    for name, value in changed.items():
+        with pytest.raises(UserError, match="may not change while it goes on") as refused:
+            trainer_of("hstu", tiny_data, tmp_path / "run", {**more, name: value}).train()
+        assert (refused.value.field, refused.value.value) == (name, value)
+    assert (tmp_path / "run" / "config.json").read_text() == config
+
+
+def test_a_run_that_goes_on_tells_what_was_changed(tiny_data: Path, tmp_path: Path) -> None:
+    trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 2}).train()
+    heard = Heard()
+    trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 2}, heard).train()
+    assert heard.warnings == []
+    trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 3, "task.encoder.recompute": "true"}, heard).train()
+    assert [line.partition(": ")[2] for line in heard.warnings] == [
+        "task.encoder.recompute was False, is True",
+        "training.max_steps was 2, is 3",
+    ]
+    assert "changed: training.max_steps was 2, is 3" in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_neither_training_nor_measuring_goes_on_with_other_data(tiny_data: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    trainer_of("hstu", data, tmp_path / "run", {"training.max_steps": 2}).train()
+    folder = Path(config_of("hstu", data, {}).data.folder)
+    shutil.rmtree(folder)
+    generate(preset("tiny", num_users=60, seed=5), folder)
+    for action in (lambda t: t.train(), lambda t: t.measure("test", best=False)):
+        with pytest.raises(UserError, match="is not the data that this run was trained on"):
+            action(trainer_of("hstu", data, tmp_path / "run", {"training.max_steps": 2}))

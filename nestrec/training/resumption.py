@@ -1,0 +1,66 @@
+"""What may differ when a run is started again on its folder, and what would make it another run.
+
+Which samples form a step is a pure function of the data, the seed and the size of a batch, and the weights are those of
+a task: a checkpoint under other ones means nothing. What is left decides how fast, how long or how steeply a run
+goes on; it may change, and the change is recorded.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.config import from_plain, leaves
+from nestrec.base.errors import UserError
+from nestrec.data.card import CARD_FILE, Card
+from nestrec.training.config import RunConfig
+
+_FIXED = ("task.", "batch.batch_samples", "batch.batch_tokens", "training.seed", "training.dtype")
+_FREE_IN_TASK = (
+    "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_windows", "batch_rows",
+    "store.kind", "store.cache_rows", "store.folder", "store.num_threads",
+)  # fmt: skip
+"""How a task computes the same thing."""
+
+
+def check_same_data(run: Path, card: Card) -> None:
+    """Raise a UserError where the run has been trained on other files than those of this dataset."""
+    file = run / CARD_FILE
+    if not file.exists():
+        return
+    trained_on = from_plain(Card, json.loads(file.read_text()))
+    if _digests(trained_on) != _digests(card):
+        raise UserError(
+            f"is not the data that this run was trained on: that had {_size(trained_on)}, this has {_size(card)}",
+            field="data.folder", value=card.name,
+            remedy="name the data it was trained on (--data.folder), or train into another folder (--output)",
+        )  # fmt: skip
+
+
+def changes_since(before: RunConfig, now: RunConfig) -> list[str]:
+    """What was changed, in words; a UserError for what may not be changed."""
+    changes = []
+    for name, old, new in _differences(leaves(before), leaves(now)):
+        if name.startswith(_FIXED) and not name.endswith(_FREE_IN_TASK):
+            raise UserError(
+                f"was {old!r} when this run began, and may not change while it goes on", field=name, value=new,
+                remedy=f"give --{name} {old}, or train into another folder (--output)",
+            )  # fmt: skip
+        if not name.startswith(("name", "data.")):
+            changes.append(f"{name} was {old!r}, is {new!r}")
+    return changes
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name, "not there"), now.get(name, "not there")
+        if old != new:
+            yield name, old, new
+
+
+def _digests(card: Card) -> dict[str, str]:
+    return {file.path: file.sha256 for file in card.files}
+
+
+def _size(card: Card) -> str:
+    return f"{card.counts.users:,} users and {card.counts.events:,} events"

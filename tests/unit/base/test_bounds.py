@@ -1,0 +1,87 @@
+import json
+from typing import Literal
+
+import pytest
+
+from nestrec.base.bounds import Bound, BoundError, Count, Decay, Natural, Positive, Share
+from nestrec.base.config import config, from_plain, with_overrides
+from nestrec.base.errors import UserError
+
+
+@config
+class Sizes:
+    """Numbers with bounds."""
+
+    count: Count = 1
+    """1 or more."""
+    optional: Natural | None = None
+    """0 or more, or none."""
+    choice: Count | Literal["auto"] = "auto"
+    """A number or a word."""
+    widths: tuple[Count, ...] = (3,)
+    """Each 1 or more."""
+    rate: Positive = 0.5
+    """More than 0."""
+    share: Share = 1.0
+    """0 to 1."""
+    decay: Decay = 0.0
+    """0 to less than 1."""
+
+    def __post_init__(self) -> None:
+        if self.count == 13:
+            raise UserError("is unlucky", field="count", value=13)
+
+
+@config
+class Whole:
+    """Holds them."""
+
+    sizes: Sizes = Sizes()
+    """The numbers."""
+
+
+OUT_OF_RANGE = [
+    ("count", "0", "1 or more"),
+    ("optional", "-1", "0 or more"),
+    ("choice", "0", "1 or more"),
+    ("widths", "4,0", "1 or more"),
+    ("rate", "0", "more than 0"),
+    ("rate", "NaN", "more than 0"),
+    ("rate", "Infinity", "more than 0"),
+    ("share", "1.5", "0 to 1"),
+    ("decay", "1", "0 to less than 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), OUT_OF_RANGE)
+def test_a_number_out_of_range_is_refused_by_its_whole_name(name: str, text: str, expected: str) -> None:
+    with pytest.raises(BoundError, match=expected) as by_override:
+        with_overrides(Whole(), {f"sizes.{name}": text})
+    value = [4, 0] if name == "widths" else json.loads(text)
+    with pytest.raises(BoundError, match=expected) as by_file:
+        from_plain(Whole, {"sizes": {name: value}})
+    with pytest.raises(BoundError, match=expected) as by_hand:
+        Sizes(**{name: value})
+    assert (by_override.value.field, by_file.value.field) == (f"sizes.{name}", f"sizes.{name}")
+    assert by_hand.value.field == name
+
+
+def test_what_a_class_asks_itself_is_asked_after_its_bounds() -> None:
+    assert Sizes(count=12).count == 12
+    with pytest.raises(UserError, match="is unlucky"):
+        Sizes(count=13)
+
+
+def test_options_that_only_make_sense_together_may_come_in_any_order() -> None:
+    for given in ({"sizes.count": "13", "sizes": '{"rate": 2}'}, {"sizes": '{"rate": 2}', "sizes.count": "13"}):
+        with pytest.raises(UserError, match="is unlucky"):
+            with_overrides(Whole(), given)
+        assert with_overrides(Whole(), {**given, "sizes.count": "2"}).sizes == Sizes(count=2, rate=2.0)
+
+
+def test_a_bound_says_what_it_allows() -> None:
+    assert [str(bound) for bound in (Bound(1), Bound(0, above=True), Bound(0, 1))] == [
+        "1 or more",
+        "more than 0",
+        "0 to 1",
+    ]

@@ -1,0 +1,70 @@
+"""Mistakes on the command line: each ends with a message that names the field, and nothing is trained."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nestrec.base.errors import UserError
+from nestrec.cli import app
+
+
+def refusal(*arguments: str) -> UserError:
+    result = CliRunner().invoke(app, list(arguments))
+    assert isinstance(result.exception, UserError), result.output
+    return result.exception
+
+
+def test_a_mistyped_data_folder_is_not_filled_with_synthetic_logs(tmp_path: Path) -> None:
+    error = refusal("train", "demo", "--data.folder", str(tmp_path / "mien"), "--output", str(tmp_path / "run"))
+    assert (error.field, error.value) == ("data.folder", str(tmp_path / "mien"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_config_that_cannot_be_read_is_refused_by_name(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    assert refusal("train", str(file), "--output", str(tmp_path / "run")).value == str(file)
+
+
+def test_a_run_given_as_a_recipe_says_how_to_go_on_with_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    remedy = refusal("train", str(tmp_path)).remedy
+    assert remedy is not None
+    assert f"nestrec train {tmp_path}/config.json --output {tmp_path}" in remedy
+
+
+def test_a_cluster_is_refused_where_nothing_is_planned(tmp_path: Path) -> None:
+    assert refusal("train", "demo", "--cluster", "cpu-hosts", "--output", str(tmp_path)).field == "--cluster"
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("batch.batch_samples", "0"),
+        ("batch.micro_batches", "0"),
+        ("optimizer.learning_rate", "-1"),
+        ("task.encoder.dropout", "1.5"),
+        ("task.num_negatives", "0"),
+        ("task.history.query_time", "nxt"),
+        ("task.evaluation.headline", "ndcg@7"),
+        ("training.checkpoint_every_steps", "0"),
+        ("training.patience", "0"),
+        ("training.seed", "99999999999999999999"),
+        ("pipeline.stale_steps", "3"),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_refused_before_anything_starts(tmp_path: Path, option: str, text: str) -> None:
+    assert refusal("train", "demo", f"--{option}", text, "--output", str(tmp_path / "run")).field == option
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_size_of_a_batch_is_given_once(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    error = refusal("train", "demo", "--batch.batch_tokens", "512", "--output", run)
+    assert error.remedy is not None
+    assert "--batch.batch_samples none" in error.remedy
+    both = ("--batch.batch_tokens", "512", "--batch.batch_samples", "none", "--data.folder", str(tmp_path / "no"))
+    assert refusal("train", "demo", *both, "--output", run).field == "data.folder", "in any order"
