@@ -41,8 +41,9 @@ def train(
     """Train a recipe, then measure its best epoch on the test part.
 
     Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
-    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold]. Under torchrun the
-    same command trains on all ranks: [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
+    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold];
+    [bold]nestrec options train demo[/bold] lists them. Under torchrun the same command trains on all ranks:
+    [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
     """
     from nestrec.console import train_run
 
@@ -119,6 +120,18 @@ def recipes() -> None:
     Console().print(table)
 
 
+@app.command("options")
+def list_options(
+    command: Annotated[
+        list[str], typer.Argument(help="train RECIPE, prepare, serve, replay, bench NAME; then a word.")
+    ],
+) -> None:
+    """List a command's dotted options with their values and meaning: nestrec options train demo learning_rate."""
+    from nestrec.options_console import show_options
+
+    show_options(command)
+
+
 @app.command("eval")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
@@ -147,9 +160,10 @@ def prepare(
 ) -> None:
     """Turn interaction logs into a dataset: Parquet with one row a user, an items table and a card.
 
-    Options are dotted fields, for example a CSV log with named columns: [bold]nestrec prepare log events.csv data/mine
-    --log.user uid --log.item iid --log.time ts --user_core 5[/bold]; a synthetic set: [bold]nestrec prepare synthetic
-    tiny data/tiny --num_users 500[/bold]. Bad rows are set aside in quarantine.csv with their line and reason.
+    Options are dotted fields ([bold]nestrec options prepare[/bold] lists them), for example a CSV log with named
+    columns: [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid --log.time ts --user_core
+    5[/bold]; a synthetic set: [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]. Bad rows are set
+    aside in quarantine.csv with their line and reason.
     """
     from nestrec.base.config import with_overrides
     from nestrec.console import show_card
@@ -185,9 +199,10 @@ def serve(
     """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
 
     One retrieval model answers /v1/recommend and /v1/rank; with a ranking model beside it, retrieval finds and ranking
-    orders. Options are dotted fields: [bold]nestrec serve --model models/demo --port 8080 --host 0.0.0.0
-    --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on this machine, each with a cache of its
-    own, behind one address: [bold]--instances 3 --front gateway[/bold] (or nginx, or ray).
+    orders. Options are dotted fields ([bold]nestrec options serve[/bold] lists them): [bold]nestrec serve --model
+    models/demo --port 8080 --host 0.0.0.0 --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on
+    this machine, each with a cache of its own, behind one address: [bold]--instances 3 --front gateway[/bold] (nginx,
+    ray).
     """
     from nestrec.base.config import with_overrides
 
@@ -219,8 +234,9 @@ def replay(
 ) -> None:
     """Put open-loop load on a server: latency counts from the intended moment, so stalls are not hidden.
 
-    Made-up users by default, or a recorded load: [bold]nestrec replay http://127.0.0.1:8000 --rate 100 --duration_s 20
-    --history 200 --candidates 256[/bold]; [bold]--finds rate --slo_ms 50[/bold] searches for the largest rate.
+    Made-up users by default, or a recorded load ([bold]nestrec options replay[/bold] lists all options): [bold]nestrec
+    replay http://127.0.0.1:8000 --rate 100 --duration_s 20 --history 200 --candidates 256[/bold]; [bold]--finds rate
+    --slo_ms 50[/bold] searches for the largest rate.
     """
     from rich.console import Console
 

@@ -69,6 +69,8 @@ def show_card(card: Card, folder: Path) -> None:
 
 def _show(evaluation: Evaluation, title: str) -> None:
     Console().print(evaluation_table(evaluation.to_plain(), title=title))
+    for note in evaluation.notes:
+        print(f"note: {note}")
 
 
 def _topology(cfg: RunConfig, ranks: RanksConfig) -> Topology:

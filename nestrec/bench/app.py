@@ -13,7 +13,11 @@ import typer
 
 from nestrec.base.overrides import PASSED_ON, parse_overrides
 
-app = typer.Typer(help="Measure, and write result files that anyone can repeat.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure, and write result files that anyone can repeat. `nestrec options bench NAME` lists the fields that a "
+    "benchmark takes as options.",
+    no_args_is_help=True,
+)
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")]
 
 
@@ -80,7 +84,9 @@ def balance(
 
 @app.command()
 def prepare(
-    events: Annotated[list[int] | None, typer.Option(help="Events of the log; repeatable. [default: 10000000]")] = None,
+    events: Annotated[
+        list[int] | None, typer.Option(help="Events of the log; repeatable; 10000000 where not given.")
+    ] = None,
     items: Annotated[int, typer.Option(help="Items of the log.")] = 50_000,
     json: JsonFile = None,
 ) -> None:
@@ -164,7 +170,7 @@ def step(context: typer.Context, json: JsonFile = None) -> None:
 @app.command()
 def peers(
     *,
-    dense: Annotated[list[str] | None, typer.Option(help="mlp or bucket; repeatable. [default: both]")] = None,
+    dense: Annotated[list[str] | None, typer.Option(help="mlp or bucket; repeatable; both where not given.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of each system.")] = 15,
     steps: Annotated[int, typer.Option(help="Steps of a round; 0: 4 for mlp, 1 for bucket.")] = 0,
     python: Annotated[Path | None, typer.Option(help="Python that has TorchRec, if not .venv-torchrec's.")] = None,
@@ -270,7 +276,7 @@ def relay(
 @app.command()
 def clustering(
     data: Annotated[
-        list[str] | None, typer.Argument(help="Presets or prepared datasets. [default: turbogr-kuai]")
+        list[str] | None, typer.Argument(help="Presets or prepared datasets; turbogr-kuai where not given.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Samples of a rank in a step.")] = 512,
     rounds: Annotated[int, typer.Option(help="Batches to average over.")] = 5,

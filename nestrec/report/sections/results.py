@@ -13,7 +13,8 @@ def results(run: RunRecords) -> Markup | None:
     evaluation = headline_evaluation(run)
     if evaluation is None:
         return element("p", "No evaluation yet.", class_="quiet")
-    return element("div", _tiles(run, evaluation), _table(evaluation), _explanation(evaluation))
+    notes = [element("p", f"Note: {note}", class_="quiet") for note in evaluation.get("notes", ())]
+    return element("div", _tiles(run, evaluation), _table(evaluation), _explanation(evaluation), *notes)
 
 
 def _tiles(run: RunRecords, evaluation: Record) -> Markup:

@@ -99,6 +99,17 @@ class CatalogueRanks:
                 ranks.append(best.index(target) + 1 if target in best else 0)
         return np.array(ranks, dtype=np.int64)
 
+    def num_barred_targets(self) -> int:
+        """Users whose target cannot be found, since it is among the items that the config excludes."""
+        num_barred = 0
+        for start in range(0, len(self._queries.users), self._cfg.batch_users):
+            batch = self._queries.assemble(self._queries.users[start : start + self._cfg.batch_users])
+            if (excluded := self._excluded(batch)) is None:
+                return 0
+            row = excluded.row_of_value()
+            num_barred += len(row[excluded.values == batch.tensors["target"][row]].unique())
+        return num_barred
+
     def _last_states(self, batch: MicroBatch) -> torch.Tensor:
         """(B, D) the state of each user's last token."""
         history = self._engine.lookup_readonly({"history": batch.keys["history"]})["history"]

@@ -121,8 +121,20 @@ class RetrievalTask(Task):
             system: bootstrap(ranking_metrics(r, self.cfg.evaluation.ks), num_draws=num_draws)
             for system, r in rank.items()
         }
+        notes = self._notes(measure, len(queries.users)) if part == "test" else ()
         details = {"users": queries.users, **{f"rank/{system}": r for system, r in rank.items()}}
-        return Evaluation(part, self.cfg.evaluation.headline, metrics, details)
+        return Evaluation(part, self.cfg.evaluation.headline, metrics, details, notes)
+
+    def _notes(self, measure: CatalogueRanks, num_users: int) -> tuple[str, ...]:
+        """Targets that nothing could find: in logs where users return to items they pull every metric down."""
+        num_barred = measure.num_barred_targets()
+        if num_barred == 0:
+            return ()
+        return (
+            f"{num_barred:,} of {num_users:,} targets ({num_barred / num_users:.1%}) are items that filter_seen bars "
+            "because the user had them before: they count as misses, for the model and its baselines. "
+            "--task.evaluation.filter_seen none lets them be found",
+        )
 
     def _sampler(self, num_negatives: int) -> Sampler | None:
         """What draws the negatives; none for the whole catalogue."""

@@ -32,6 +32,8 @@ class Evaluation:
     """name of the system ("model", "popularity", ...) to metric to value"""
     details: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """values of each user or event, for paired comparisons"""
+    notes: tuple[str, ...] = ()
+    """what a reader of the figures must know"""
 
     @property
     def score(self) -> float:
@@ -39,7 +41,8 @@ class Evaluation:
 
     def to_plain(self) -> dict[str, Any]:
         systems = {s: {m: [v.mean, v.low, v.high] for m, v in values.items()} for s, values in self.metrics.items()}
-        return {"part": self.part, "headline": self.headline, "metrics": systems}
+        notes = {"notes": list(self.notes)} if self.notes else {}
+        return {"part": self.part, "headline": self.headline, "metrics": systems, **notes}
 
 
 class Task(ABC):

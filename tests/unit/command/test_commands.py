@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nestrec.base.config import leaves
 from nestrec.base.errors import UserError
+from nestrec.base.field_docs import describe
+from nestrec.base.overrides import PASSED_ON
+from nestrec.bench.app import app as bench_app
 from nestrec.cli import app
+from nestrec.options_console import CONFIGS, config_of
 
 
 def refusal(*arguments: str) -> UserError:
@@ -68,3 +73,23 @@ def test_the_size_of_a_batch_is_given_once(tmp_path: Path) -> None:
     assert "--batch.batch_samples none" in error.remedy
     both = ("--batch.batch_tokens", "512", "--batch.batch_samples", "none", "--data.folder", str(tmp_path / "no"))
     assert refusal("train", "demo", *both, "--output", run).field == "data.folder", "in any order"
+
+
+def test_options_lists_every_field_of_every_command_that_takes_dotted_options() -> None:
+    commands = {command.callback.__name__: command for command in app.registered_commands if command.callback}
+    benches = {command.callback.__name__: command for command in bench_app.registered_commands if command.callback}
+    taking = [name for name, command in commands.items() if command.context_settings == PASSED_ON]
+    taking += [f"bench {name}" for name, command in benches.items() if command.context_settings == PASSED_ON]
+    assert sorted(taking) == sorted(["train", "plan", *CONFIGS])
+    for name in taking:
+        config, _ = config_of(name.split())
+        described = list(describe(config))
+        assert {field.name for field in described} >= set(leaves(config)) - {"balance.replay", "pipeline.replay"}
+        assert [field.name for field in described if not field.meaning] == []
+
+
+def test_options_can_be_searched_and_copied() -> None:
+    result = CliRunner().invoke(app, ["options", "train", "demo", "table_learning_rate"])
+    assert result.output.splitlines()[0] == "--optimizer.table_learning_rate none  (float, 0 or more | none)"
+    assert refusal("options", "train", "demo", "nosuchword").value == "nosuchword"
+    assert refusal("options", "bench", "relai").remedy == "did you mean 'bench relay'?"

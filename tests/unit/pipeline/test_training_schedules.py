@@ -98,7 +98,7 @@ def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tin
 def test_a_delay_of_nothing_is_refused():
     from nestrec.pipeline import PipelineConfig
 
-    with pytest.raises(UserError, match="must be at least 1"):
+    with pytest.raises(UserError, match="must be 1 or more"):
         PipelineConfig(schedule="stale", stale_steps=0)
 
 

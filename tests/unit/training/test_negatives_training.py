@@ -99,7 +99,7 @@ def test_auto_takes_only_what_fits():
             "task.num_negatives",
             "items with events",
         ),
-        ({"task.negatives.sharing": 0}, "task.negatives.sharing", "at least 1"),
+        ({"task.negatives.sharing": 0}, "task.negatives.sharing", "1 or more"),
     ],
 )
 def test_what_no_micro_batch_or_catalogue_can_supply_is_refused_at_the_start(tiny_data, tmp_path, given, field, found):

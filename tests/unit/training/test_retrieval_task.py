@@ -52,11 +52,15 @@ def test_ranks_equal_the_plain_definition(data, filter_seen):
         "task.evaluation.ks": "40", "task.evaluation.filter_seen": filter_seen, "task.evaluation.headline": "ndcg@40",
         "task.evaluation.batch_users": "7", "task.history.max_length": "10", "task.encoder.max_length": "10",
     })  # fmt: skip
-    details = session.task.evaluate(session.engine, "test").details
+    evaluation = session.task.evaluate(session.engine, "test")
+    details = evaluation.details
     history = session.cfg.task.history
     queries = RetrievalQueries(session.dataset, session.task._split, history, "test", use_times=True)
     expected = [plain_rank(session, queries, user, filter_seen) for user in details["users"]]
     assert details["rank/model"].tolist() == expected
+    assert (filter_seen != "none") == (0 in expected), "in these logs users return to items"
+    barred = f"{expected.count(0)} of {len(expected)} targets"
+    assert [note.partition(" (")[0] for note in evaluation.notes] == ([barred] if filter_seen != "none" else [])
 
 
 def test_evaluation_creates_no_row_and_leaves_weights_alone(data):
@@ -78,7 +82,9 @@ def test_the_sampled_protocol_ranks_among_unseen_items_and_refuses_too_many(data
 
 
 def test_popularity_counts_training_events_only(data):
-    session = session_of(data, **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40"})
+    session = session_of(
+        data, **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.headline": "hr@40"}
+    )
     details = session_of(data, **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40",
                                   "task.evaluation.headline": "ndcg@40"})  # fmt: skip
     rank = details.task.evaluate(details.engine, "test").details["rank/popularity"]

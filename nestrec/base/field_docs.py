@@ -1,0 +1,65 @@
+"""The fields of a config with their values and the line of documentation that stands under each."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nestrec.base.bounds import Bound
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDoc:
+    name: str
+    """dotted"""
+    value: Any
+    meaning: str
+    """what the field is for, in a line"""
+    allowed: str
+    """type, choices or bounds"""
+
+
+def describe(value: Any, where: str = "") -> Iterator[FieldDoc]:
+    """Every single value of a config, those of its parts included, in the order of the source."""
+    hints = typing.get_type_hints(type(value), include_extras=True)
+    for field in dataclasses.fields(value):
+        name = f"{where}.{field.name}" if where else field.name
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from describe(inner, name)
+        else:
+            meaning = docs_of(type(value)).get(field.name, "")
+            yield FieldDoc(name, inner, meaning, _allowed(hints[field.name]))
+
+
+@functools.cache
+def docs_of(cls: type) -> dict[str, str]:
+    """Field to the string under it in the source, in one line."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+def _allowed(hint: Any) -> str:
+    """A type as people read it."""
+    for bound in getattr(hint, "__metadata__", ()):
+        if isinstance(bound, Bound):
+            return f"{hint.__origin__.__name__}, {bound}"
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " | ".join(str(choice) for choice in arguments)
+    if origin is tuple:
+        return ",".join("..." if argument is Ellipsis else _allowed(argument) for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("none" if argument is type(None) else _allowed(argument) for argument in arguments)
+    return "named values" if origin is not None else str(hint.__name__)
