@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import inspect
 import textwrap
 import types
@@ -27,18 +26,16 @@ class FieldDoc:
 
 def describe(value: Any, where: str = "") -> Iterator[FieldDoc]:
     """Every single value of a config, those of its parts included, in the order of the source."""
-    hints = typing.get_type_hints(type(value), include_extras=True)
+    hints, docs = typing.get_type_hints(type(value), include_extras=True), docs_of(type(value))
     for field in dataclasses.fields(value):
         name = f"{where}.{field.name}" if where else field.name
         inner = getattr(value, field.name)
         if dataclasses.is_dataclass(inner):
             yield from describe(inner, name)
         else:
-            meaning = docs_of(type(value)).get(field.name, "")
-            yield FieldDoc(name, inner, meaning, _allowed(hints[field.name]))
+            yield FieldDoc(name, inner, docs.get(field.name, ""), _allowed(hints[field.name]))
 
 
-@functools.cache
 def docs_of(cls: type) -> dict[str, str]:
     """Field to the string under it in the source, in one line."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
