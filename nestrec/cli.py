@@ -185,9 +185,11 @@ def export(
     last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
 ) -> None:
     """Write a run as a servable folder: safetensors and JSON with digests, nothing executable."""
+    from nestrec.report import progress_for
     from nestrec.serving.export import export_run
 
-    manifest = export_run(run, output, best=not last)
+    with progress_for(f"export {output}"):
+        manifest = export_run(run, output, best=not last)
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
 
 
@@ -238,16 +240,16 @@ def replay(
     replay http://127.0.0.1:8000 --rate 100 --duration_s 20 --history 200 --candidates 256[/bold]; [bold]--finds rate
     --slo_ms 50[/bold] searches for the largest rate.
     """
-    from rich.console import Console
-
     from nestrec.base.config import with_overrides
     from nestrec.bench.frame import write_frame
     from nestrec.bench.replay import ReplayConfig
     from nestrec.bench.replay import replay as run_replay
-    from nestrec.report import bench_table
+    from nestrec.report import print_rows, progress_for
 
-    rows = run_replay(url, with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",))))
-    Console().print(bench_table(rows, title="replay"))
+    cfg = with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",)))
+    with progress_for(f"replay {url}"):
+        rows = run_replay(url, cfg)
+    print_rows(rows, title="replay")
     if json is not None:
         write_frame(json, bench="replay", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
 

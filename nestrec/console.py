@@ -12,7 +12,7 @@ from nestrec.data.card import Card
 from nestrec.data.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
-from nestrec.report import LiveProgress, evaluation_table
+from nestrec.report import LiveProgress, evaluation_table, progress_for
 from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener, Listeners
@@ -47,7 +47,8 @@ def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     cfg = RunFolder(folder).config()
     topology = _topology(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
     trainer = Trainer(cfg, folder, topology)
-    evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
+    with progress_for(f"measure {folder}"):
+        evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
         weights = "best validation epoch" if best else "last weights"
         _show(evaluation, f"{cfg.name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")

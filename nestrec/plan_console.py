@@ -17,7 +17,7 @@ from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, pl
 from nestrec.planning.profile import Profile
 from nestrec.planning.recipe_workload import store_option, workload_of
 from nestrec.planning.this_machine import this_machine
-from nestrec.report import bench_table
+from nestrec.report import print_rows
 from nestrec.report.markup import Markup
 from nestrec.report.plan_page import plan_sections
 from nestrec.training.config import RunConfig
@@ -40,14 +40,14 @@ def plan_run(
     if rows:
         title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
         best = enumerate(zip(plan.found.best, rows, strict=False), 1)
-        console.print(bench_table([_short(i, str(o.candidate), row) for i, (o, row) in best], title=title))
+        print_rows([_short(i, str(o.candidate), row) for i, (o, row) in best], title=title, console=console)
         tiers = [line for i, row in enumerate(rows, 1) for line in _tiers(i, row)]
-        console.print(bench_table(tiers, title="MB of a rank"))
-        console.print(bench_table([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step"))
+        print_rows(tiers, title="MB of a rank", console=console)
+        print_rows([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step", console=console)
         for i, row in enumerate(rows, 1):
             console.print(f"{i}: {row['launch']}", soft_wrap=True, highlight=False, markup=False)
     if explains:
-        console.print(bench_table(lost_rows(plan, most=MOST_LOST), title="why the others lost"))
+        print_rows(lost_rows(plan, most=MOST_LOST), title="why the others lost", console=console)
     for shortage in plan.shortages:
         console.print(f"nothing fits: {shortage}", soft_wrap=True, highlight=False, markup=False)
     return plan, rows

@@ -18,6 +18,17 @@ app = typer.Typer(
     "benchmark takes as options.",
     no_args_is_help=True,
 )
+
+
+@app.callback()
+def show_progress(context: typer.Context) -> None:
+    """A bar for as long as a benchmark runs, on a terminal; its help and its result do not need one."""
+    if "--help" not in sys.argv:
+        from nestrec.report import progress_for
+
+        context.with_resource(progress_for(f"bench {context.invoked_subcommand}"))
+
+
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")]
 
 
@@ -470,12 +481,10 @@ def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *,
 
 
 def _show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.console import Console
-
-    from nestrec.report import bench_table
+    from nestrec.report import print_rows
 
     if rows:
-        Console().print(bench_table(rows, title=title))
+        print_rows(rows, title=title)
 
 
 def _save(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import math
+import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -25,8 +26,8 @@ class ReplayConfig:
     """of a trial"""
     slo_ms: Positive = 100.0
     """what the 99th percentile must meet"""
-    finds: str = ""
-    """`rate` or `history`: search for the largest that meets the SLO"""
+    finds: Literal["", "rate", "history"] = ""
+    """search for the largest that meets the SLO"""
     recorded: str = ""
     """JSON lines {"at_s", "path", "body"}: sent as they were recorded"""
     history: Natural = 100
@@ -58,6 +59,7 @@ class Load:
 
 def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
     """Rows of what was measured: one trial, or those of a search with the best last."""
+    check_server(url)
     trials: list[dict[str, Any]] = []
 
     def measure(value: float) -> Trial:
@@ -69,13 +71,23 @@ def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
 
     if cfg.finds == "":
         measure(cfg.rate)
-    elif cfg.finds in ("rate", "history"):
+    else:
         start = cfg.rate if cfg.finds == "rate" else float(cfg.history)
         best, _ = largest(measure, cfg.slo_ms, start=start)
         trials.append({**trials[-1], "largest": cfg.finds, "value": best})
-    else:
-        raise UserError("cannot be searched", field="finds", value=cfg.finds, remedy="give rate or history")
     return trials
+
+
+def check_server(url: str) -> None:
+    """Raise a UserError unless somebody listens: a load that nobody hears would look like one that was refused."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise UserError("is no address of a server", field="URL", value=url, remedy="give http://HOST:PORT")
+    try:
+        socket.create_connection((parts.hostname, parts.port or 80), timeout=5.0).close()
+    except OSError as error:
+        remedy = "start one with `nestrec serve`, or check host and port"
+        raise UserError(f"nobody answers there: {error}", field="URL", value=url, remedy=remedy) from error
 
 
 def make_load(cfg: ReplayConfig, rate: float, length: int) -> Load:

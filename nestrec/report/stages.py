@@ -24,7 +24,8 @@ class StageProgress:
         self._stage, self._done = "", 0.0
         self._start_s = clock.now_s()
         self._next_line_s = self._start_s + show_after_s
-        self._live = Live(get_renderable=self._picture, console=console, transient=True)
+        # Seldom drawn: it shares the cores with what it shows, which may be a measurement.
+        self._live = Live(get_renderable=self._picture, console=console, transient=True, refresh_per_second=1)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:

@@ -2,10 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -36,10 +38,25 @@ def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None,
     return table
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]], *, title: str | None = None, console: Console | None = None) -> None:
+    """Print a `bench_table` of which nothing is cut off.
+
+    A terminal gets several where one is too wide for it, each with the first column; a file or a pipe gets one.
+    """
+    console = console or Console()
+    widths = {name: _column_width(name, rows) for name in _names(rows)}
+    if not console.is_terminal:
+        wide = Console(file=console.file, width=max(80, sum(widths.values()) + 1))
+        wide.print(bench_table(rows, title=title))
+        return
+    for i, names in enumerate(_groups(widths, console.width)):
+        console.print(bench_table([{n: row.get(n) for n in names} for row in rows], title=title if i == 0 else None))
+
+
 def bench_table(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Table:
     """Any rows of plain data: a column for each field in the order in which fields first appear."""
     table = Table(title=Text(title) if title else None, title_justify="left")
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = _names(rows)
     for name in names:
         values = [row[name] for row in rows if row.get(name) is not None]
         is_numeric = bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
@@ -47,6 +64,28 @@ def bench_table(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) 
     for row in rows:
         table.add_row(*(Text(_shown(row.get(name))) for name in names))
     return table
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _column_width(name: str, rows: Sequence[Mapping[str, Any]]) -> int:
+    """With its padding and border."""
+    return 3 + max(cell_len(name), *(cell_len(_shown(row.get(name))) for row in rows))
+
+
+def _groups(widths: Mapping[str, int], width: int) -> Iterator[list[str]]:
+    """Names of columns that fit beside each other, the first column in every group."""
+    first, *others = widths or {"": 0}
+    group, used = [first], widths.get(first, 0) + 1
+    for name in others:
+        if used + widths[name] > width and len(group) > 1:
+            yield group
+            group, used = [first], widths[first] + 1
+        group.append(name)
+        used += widths[name]
+    yield group
 
 
 def _interval_cell(value: Any) -> Text:

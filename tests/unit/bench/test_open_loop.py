@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.bench.http_client import HttpClient, Reply
 from nestrec.bench.open_loop import Trial, largest, poisson_arrivals, run_open_loop
@@ -131,8 +132,15 @@ def test_a_server_that_is_not_there_is_a_failed_request():
     assert asyncio.run(run()) == Reply(0)
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8000", "https://127.0.0.1:8000"])
+def test_a_load_that_nobody_would_hear_is_an_error_and_no_measurement(url):
+    with pytest.raises(UserError) as refused:
+        replay(url, ReplayConfig(duration_s=0.01))
+    assert (refused.value.field, refused.value.value) == ("URL", url)
+
+
 def test_wrong_options_are_named(tmp_path):
     with pytest.raises(UserError, match="finds"):
-        replay("http://127.0.0.1:1", ReplayConfig(finds="speed"))
+        with_overrides(ReplayConfig(), {"finds": "speed"})
     with pytest.raises(UserError, match="recorded"):
         make_load(ReplayConfig(recorded=str(tmp_path / "none")), 1.0, 1)

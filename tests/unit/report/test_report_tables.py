@@ -4,7 +4,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nestrec.report import bench_table, evaluation_table
+from nestrec.report import bench_table, evaluation_table, print_rows
 
 
 def shown(table: Table, width: int = 160) -> str:
@@ -72,3 +72,19 @@ def test_bench_rows_may_differ_in_fields() -> None:
     assert "1,000" in text
     assert '{"x": 1}' in line_with(text, "b    ")
     assert shown(bench_table([])).strip() == ""
+
+
+def test_wide_rows_are_shown_whole_on_a_terminal_and_in_a_file() -> None:
+    rows = [{"mode": f"mode {i}", **{f"a_long_name_{j}": f"value {i}.{j}" for j in range(9)}} for i in range(2)]
+    texts = {}
+    for is_terminal in (True, False):
+        file = StringIO()
+        print_rows(
+            rows, title="wide", console=Console(file=file, width=60, force_terminal=is_terminal, color_system=None)
+        )
+        texts[is_terminal] = file.getvalue()
+        for wanted in [name for row in rows for name in (*row, *row.values())]:
+            assert wanted in texts[is_terminal]
+    assert max(len(line) for line in texts[True].splitlines()) <= 60
+    assert len([line for line in texts[True].splitlines() if "mode 1" in line]) > 1
+    assert len([line for line in texts[False].splitlines() if "mode 1" in line]) == 1
