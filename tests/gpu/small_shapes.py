@@ -31,7 +31,7 @@ def attention(dim: int, *, has_options: bool) -> None:
         time = torch.arange(tokens, device="cuda", dtype=torch.float64) * 977.0
         bias = RelativeBias(
             position_table=torch.randn(2 * longest + 1, device="cuda", requires_grad=True),
-            time_table=torch.randn(33, device="cuda", requires_grad=True) if dim == 48 else None,
+            time_table=torch.randn(33, device="cuda", requires_grad=True) if dim in (48, 128) else None,
             time_T=time, query_time_T=time + 5.0,
         )  # fmt: skip
         targets = torch.tensor([1, 0, 20, 1, 0], device="cuda")
