@@ -3,8 +3,7 @@
     positional[i] = sum_{j <= i} position[j - i + centre] * v[j]
     temporal[i]   = sum_{j <= i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
 
-Weights are shared by the heads, so the values are taken as plain rows. No pair of tokens is ever in memory as more than
-a tile on a GPU.
+Weights are shared by the heads, so the values are taken as plain rows.
 
 Legend: T tokens, W channels of all heads, B sequences, N longest length.
 """
@@ -17,15 +16,10 @@ from typing import Any
 
 import torch
 
-from nestrec.ops.kernel_op import kernel_op, power_of_two, runs_kernels
+from nestrec.ops.bias_products import BLOCK, bias_position_gradient, bias_product, bias_time_gradient
+from nestrec.ops.kernel_op import runs_kernels
 from nestrec.ops.padding import padded_slots
-from nestrec.ops.relative_bias import RelativeBias, bucket_edges
-from nestrec.ops.row_tiles import check_rows, check_strided, like
-
-BLOCK = 128
-"""Tokens of a tile."""
-SPLITS = 16
-"""Programs that share the tiles at one distance."""
+from nestrec.ops.relative_bias import RelativeBias
 
 
 def bias_attention_reference(v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias) -> list[torch.Tensor]:
@@ -89,24 +83,23 @@ class _BiasAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(v, position, time_table, offsets, time, query_time)
         ctx.max_length = max_length
-        found = [bias_rows(v, position, offsets, None, None, max_length)]
-        if time_table is not None:
-            found.append(bias_rows(v, time_table, offsets, time, query_time, max_length))
-        return tuple(found)
+        shared = (position, time_table, offsets, time, query_time, max_length, False)
+        by_position = bias_product(v, None, *shared)
+        return (by_position,) if time_table is None else (by_position, bias_product(None, v, *shared))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         v, position, time_table, offsets, time, query_time = ctx.saved_tensors
         by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
         own_time = by_time[0] if by_time else None
-        grad_v = bias_value_gradient(
-            by_position, own_time, position, time_table, offsets, time, query_time, ctx.max_length
+        grad_v = bias_product(
+            by_position, own_time, position, time_table, offsets, time, query_time, ctx.max_length, True
         )
         grad_position = _position_gradient(by_position, v, position, offsets, ctx.max_length)
         grad_time = None
         if own_time is not None:
-            sums = bias_table_gradient(own_time, v, offsets, time, query_time, ctx.max_length, len(time_table))
-            grad_time = sums.sum((0, 1))[: len(time_table)].to(time_table.dtype)
+            found = bias_time_gradient(own_time, v, offsets, time, query_time, ctx.max_length, len(time_table))
+            grad_time = found.to(time_table.dtype)
         return grad_v, grad_position, grad_time, None, None, None, None
 
 
@@ -114,7 +107,7 @@ def _position_gradient(
     grad: torch.Tensor, v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, max_length: int
 ) -> torch.Tensor:
     """Diagonals of tiles to places of the table: that of distance d is centre - d."""
-    by_distance = bias_table_gradient(grad, v, offsets, None, None, max_length, 0).sum(1)
+    by_distance = bias_position_gradient(grad, v, offsets, max_length)
     num_blocks = len(by_distance)
     upper = torch.zeros(num_blocks + 1, BLOCK, dtype=torch.float32, device=grad.device)
     # Slot BLOCK + e of block k is the distance k * BLOCK + e, for e from -BLOCK to BLOCK - 1.
@@ -125,92 +118,3 @@ def _position_gradient(
     found = torch.zeros(len(table), dtype=torch.float32, device=grad.device)
     found[centre - count + 1 : centre + 1] = upper.flatten()[:count].flip(0)
     return found.to(table.dtype)
-
-
-@kernel_op("bias_rows", fake=lambda v, *_: like(v))
-def bias_rows(
-    v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor | None,
-    query_time: torch.Tensor | None, max_length: int,
-) -> torch.Tensor:  # fmt: skip
-    """One channel: by time where times are given, else by distance."""
-    from nestrec.ops.bias_kernels import bias_forward_kernel
-
-    check_strided(v)
-    width, num_blocks = v.shape[1], -(-max_length // BLOCK)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    tile = bias_tile(width, v.dtype, products=1)
-    bias_forward_kernel[_grid(offsets, num_blocks, tile)](
-        v, out, table, offsets, table if query_time is None else query_time, table if time is None else time,
-        _edges(table, time), len(offsets) - 1, num_blocks, v.stride(0), (len(table) - 1) // 2, len(table) - 1, **tile,
-        BY_TIME=time is not None, PRECISION=_precision(v),
-    )  # fmt: skip
-    return out
-
-
-@kernel_op("bias_value_gradient", fake=lambda grad, *_: like(grad))
-def bias_value_gradient(
-    grad_position: torch.Tensor, grad_time: torch.Tensor | None, position: torch.Tensor,
-    time_table: torch.Tensor | None, offsets: torch.Tensor, time: torch.Tensor | None,
-    query_time: torch.Tensor | None, max_length: int,
-) -> torch.Tensor:  # fmt: skip
-    """Gradient of the values from those of both channels."""
-    from nestrec.ops.bias_kernels import bias_value_gradient_kernel
-
-    check_rows(grad_position, grad_time)
-    num_blocks = -(-max_length // BLOCK)
-    out = torch.empty_like(grad_position)
-    tile = bias_tile(out.shape[1], out.dtype, products=1 if grad_time is None else 2)
-    given = [position if x is None else x for x in (time_table, query_time, time)]
-    bias_value_gradient_kernel[_grid(offsets, num_blocks, tile)](
-        grad_position, grad_position if grad_time is None else grad_time, out, position, given[0], offsets,
-        given[1], given[2], _edges(given[0], time), len(offsets) - 1, num_blocks, (len(position) - 1) // 2,
-        len(given[0]) - 1,
-        **tile, HAS_TIME=grad_time is not None, PRECISION=_precision(out),
-    )  # fmt: skip
-    return out
-
-
-@kernel_op("bias_table_gradient", fake=lambda grad, v, offsets, time, query, *sizes: _table_sums(grad, time, *sizes))
-def bias_table_gradient(
-    grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor | None,
-    query_time: torch.Tensor | None, max_length: int, num_slots: int,
-) -> torch.Tensor:  # fmt: skip
-    """(blocks, SPLITS, slots) sums: by bucket where times are given, else by the diagonals of tiles."""
-    from nestrec.ops.bias_kernels import bias_table_gradient_kernel
-
-    check_rows(grad)
-    check_strided(v)
-    out = _table_sums(grad, time, max_length, num_slots)
-    given = [offsets if x is None else x for x in (query_time, time)]
-    bias_table_gradient_kernel[out.shape[0], SPLITS](
-        grad, v, out, offsets, *given, offsets if time is None else bucket_edges(num_slots - 1, time.device),
-        len(offsets) - 1, out.shape[0], SPLITS, v.stride(0), num_slots - 1,
-        WIDTH=grad.shape[1], BM=BLOCK, BW=min(64, power_of_two(max(16, grad.shape[1]))), SLOTS=out.shape[2],
-        BY_TIME=time is not None, PRECISION=_precision(v), num_warps=8, num_stages=3,
-    )  # fmt: skip
-    return out
-
-
-def _edges(table: torch.Tensor, time: torch.Tensor | None) -> torch.Tensor:
-    """Of the buckets of a time table; anything where there is none."""
-    return table if time is None else bucket_edges(len(table) - 1, table.device)
-
-
-def _table_sums(grad: torch.Tensor, time: torch.Tensor | None, max_length: int, num_slots: int) -> torch.Tensor:
-    slots = 2 * BLOCK if time is None else power_of_two(num_slots)
-    return torch.empty(max(1, -(-max_length // BLOCK)), SPLITS, slots, dtype=torch.float32, device=grad.device)
-
-
-def bias_tile(width: int, dtype: torch.dtype, *, products: int) -> dict[str, Any]:
-    """Shape of the work of one program that has so many operands of a product on their way to shared memory."""
-    block = min(64 if dtype == torch.float32 else 256, power_of_two(max(16, width)))
-    return {"WIDTH": width, "BM": BLOCK, "BN": 64, "BW": block, "num_warps": 8, "num_stages": 4 - products}
-
-
-def _grid(offsets: torch.Tensor, num_blocks: int, tile: dict[str, Any]) -> tuple[int, int]:
-    return max(1, (len(offsets) - 1) * num_blocks), -(-tile["WIDTH"] // tile["BW"])
-
-
-def _precision(x: torch.Tensor) -> str:
-    """Of float32 products, as torch's own are set."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -11,6 +11,7 @@ import torch
 
 from nestrec.bench.layer import info_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
+from nestrec.ops import bias_products
 from nestrec.ops.bias_attention import bias_attention, bias_attention_padded
 from nestrec.ops.dropout import Dropout
 from nestrec.ops.feed_forward import feed_forward, feed_forward_reference
@@ -151,12 +152,22 @@ CHANNELS = [(40, torch.float32), (40, HALF)] if IS_INTERPRETED else [(40, torch.
 @pytest.mark.parametrize("has_times", [True, False])
 @pytest.mark.parametrize("lengths", BATCHES)
 def test_attention_by_bias_alone(lengths, has_times, width, dtype):
+    check_bias_attention(lengths, has_times, width, dtype)
+
+
+def test_attention_by_bias_alone_with_few_weights_at_a_time_and_many_buckets(monkeypatch):
+    """One block of rows after the other; buckets that are no bytes."""
+    monkeypatch.setattr(bias_products, "MAX_WEIGHTS", 1)
+    check_bias_attention([130, 0, 5], True, 40, HALF, num_buckets=300)
+
+
+def check_bias_attention(lengths, has_times, width, dtype, num_buckets=40):
     torch.manual_seed(sum(lengths))
     torch.set_float32_matmul_precision("highest")
     tokens, longest = sum(lengths), max(lengths)
     offsets = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
     time = torch.cat([torch.rand(n, dtype=torch.float64).cumsum(0) * 1e4 for n in lengths]).to(DEVICE)
-    leaves = drawn((tokens, width + 32), (2 * longest + 21,), *([(41,)] if has_times else []))
+    leaves = drawn((tokens, width + 32), (2 * longest + 21,), *([(num_buckets + 1,)] if has_times else []))
 
     def run(attend, wide, position, table=None):
         bias = RelativeBias(

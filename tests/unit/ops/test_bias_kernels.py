@@ -1,44 +1,61 @@
-"""Kernels of attention by bias alone fit the shared memory of a Hopper GPU. Compiled for it here, without one."""
+"""Attention by bias alone: its strip of weights, and kernels that fit a Hopper GPU, compiled for it without one."""
 
 import pytest
 import torch
 
-from nestrec.ops.bias_attention import bias_tile
-
-triton = pytest.importorskip("triton")
+from nestrec.ops.bias_products import OTHERS, pairs_tile, position_strip, product_tile
 
 SHARED_BYTES = 232_448
 """that one program may have on an H100 or H200"""
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+INTEGERS = {"schedule": "i32", "state": "i32", "offsets": "i64", "buckets": "u8"}
 
 
-def shared_bytes(kernel, pointers, values, tile, **constants):
-    """pointers: element type by argument; values: names of integers."""
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(("longest", "size"), [(5, 9), (130, 299), (300, 41)])
+def test_tiles_of_the_strip_hold_the_weights_of_their_pairs(longest, size, is_reversed):
+    """Also where the table is shorter or longer than the sequences."""
+    table = torch.randn(size)
+    strip, origin = position_strip(table, longest, is_reversed=is_reversed)
+    for x in range(longest):
+        for y in range(0, longest, OTHERS):
+            for c in range(min(OTHERS, longest - y)):
+                query, key = (y + c, x) if is_reversed else (x, y + c)
+                place = key - query + (size - 1) // 2
+                expected = table[place] if key <= query and place >= 0 else 0.0
+                assert strip[origin + x - y, c] == expected
+
+
+def shared_bytes(kernel, dtype, tile, **constants):
+    """Arguments that are no constants are pointers, or integers where their names say so."""
+    triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     options = {name: tile[name] for name in ("num_warps", "num_stages")}
-    fixed = constants | {name: value for name, value in tile.items() if name not in options}
-    signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in kernel.arg_names}
+    fixed = tile | constants | {"PRECISION": "tf32"}
+    fixed = {name: value for name, value in fixed.items() if name not in options}
+    numbers = {"first_item", "origin", "columns", "unseen", "num_sequences", "num_splits"}
+    numbers |= {"position_step", "time_step", "v_step"}
+    names = kernel.arg_names
+    signature = {name: "i32" if name in numbers else f"*{INTEGERS.get(name, NAMES[dtype])}" for name in names}
     signature |= dict.fromkeys(fixed, "constexpr")
-    place = {name: (number,) for number, name in enumerate(kernel.arg_names)}
     source = ASTSource(
-        fn=kernel, signature=signature, constexprs={place[name]: value for name, value in fixed.items()},
-        attrs={place[name]: [["tt.divisibility", 16]] for name in pointers},
+        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in fixed.items()},
+        attrs={(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name not in fixed},
     )  # fmt: skip
-    assert set(kernel.arg_names) == {*pointers, *values, *fixed}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_the_largest_tile_fits_shared_memory(dtype):
-    """Both channels at once have the most operands on their way."""
-    from nestrec.ops.bias_kernels import bias_value_gradient_kernel
+def test_the_largest_tiles_fit_shared_memory(dtype):
+    pytest.importorskip("triton")
+    from nestrec.ops.bias_kernels import bias_position_kernel, bias_product_kernel, bias_time_kernel
 
-    pointers = dict.fromkeys(("grad_position", "grad_time", "out"), NAMES[dtype])
-    pointers |= dict.fromkeys(("position", "time_table"), "fp32") | {"offsets": "i64"}
-    pointers |= dict.fromkeys(("query_time", "time", "edges"), "fp64")
-    values = ("num_sequences", "num_blocks", "centre", "num_buckets")
-    tile = bias_tile(1024, dtype, products=2)
-    found = shared_bytes(bias_value_gradient_kernel, pointers, values, tile, HAS_TIME=True, PRECISION="tf32")
-    assert 0 < found <= SHARED_BYTES
+    both = {"HAS_POSITION": True, "HAS_TIME": True, "REVERSED": True}
+    found = [
+        shared_bytes(bias_product_kernel, dtype, product_tile(1024, dtype), **both),
+        shared_bytes(bias_time_kernel, dtype, pairs_tile(1024), SLOTS=256, SPLITS=4),
+        shared_bytes(bias_position_kernel, dtype, pairs_tile(1024)),
+    ]
+    assert all(0 < each <= SHARED_BYTES for each in found), found
