@@ -29,7 +29,7 @@ def test_flops_of_fuxi_count_every_matrix_and_channel():
 
 def test_kernels_are_counted_with_their_part():
     names = {
-        "nvjet_hsh_256x128": "matmul", "norm_forward_kernel": "rows", "bias_table_gradient_kernel": "attention",
+        "nvjet_hsh_256x128": "matmul", "norm_forward_kernel": "rows", "bias_position_kernel": "attention",
         "void multi_tensor_apply_kernel<adam>": "optimizer", "_forward": "loss", "Memcpy HtoD": "copies", "x": "other",
     }  # fmt: skip
     assert {name: part_name(name) for name in names} == names
