@@ -36,6 +36,10 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
         except Interrupted:
             print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
             sys.exit(exit_codes.INTERRUPTED)
+    if trainer.session.task.num_held_out("test") == 0:
+        if topology.is_first:
+            print(f"nothing is held out to test on; run folder: {folder}")
+        return
     evaluation = trainer.evaluate("test")
     if topology.is_first:
         _show(evaluation, f"{cfg.name}: test part, best validation epoch, 95% intervals")

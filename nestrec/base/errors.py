@@ -41,6 +41,8 @@ class NonFiniteError(UserError):
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?` for the closest known name, or the list of known names when nothing is close."""
     names = sorted(known)
+    if not names:
+        return "there are none to choose from"
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -10,6 +10,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.dense_sync import DenseSync
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.pipeline import Totals
+from nestrec.training.adamw import STATE, AdamW
 from nestrec.training.config import OptimizerConfig
 
 
@@ -19,10 +20,7 @@ class DenseUpdate:
     def __init__(self, model: nn.Module, cfg: OptimizerConfig, topology: Topology, device: torch.device):
         self._named = dict(model.named_parameters())
         self._device, self._topology = device, topology
-        self._optimizer = torch.optim.AdamW(
-            self._named.values(), lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
-            weight_decay=cfg.weight_decay, foreach=device.type != "cuda", fused=device.type == "cuda",
-        )  # fmt: skip
+        self._optimizer = AdamW(self._named, cfg, device)
         self._sync = DenseSync(list(self._named.values()), topology.dense)
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
@@ -40,18 +38,15 @@ class DenseUpdate:
     def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
         """Update once with what `reduce` has summed, and clear the gradients."""
         norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(learning_rate)
+        self._optimizer.clear_gradients()
         return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimiser state by name."""
         found = {f"model/{name}": p.detach() for name, p in self._named.items()}
-        for name, parameter in self._named.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                found[f"optimizer/{name}/{key}"] = value
+        for name, state in self._optimizer.state.items():
+            found |= {f"optimizer/{name}/{part}": value for part, value in state.items()}
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -60,17 +55,14 @@ class DenseUpdate:
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(tensors[f"model/{name}"])
-        for name, parameter in self._named.items():
-            prefix = f"optimizer/{name}/"
-            keys = [key for key in tensors if key.startswith(prefix)]
-            if keys:
-                # AdamW keeps its step counts on the host, except where one kernel updates everything.
-                self._optimizer.state[parameter] = {
-                    key.removeprefix(prefix): tensors[key].to(
-                        "cpu" if key.endswith("/step") and self._device.type != "cuda" else parameter.device
-                    )
-                    for key in keys
-                }
+        saved = {name: {part: tensors.get(f"optimizer/{name}/{part}") for part in STATE} for name in self._named}
+        self._optimizer.load(
+            {
+                name: {part: value for part, value in state.items() if value is not None}
+                for name, state in saved.items()
+                if any(value is not None for value in state.values())
+            }
+        )
 
 
 def _check_same_model(named: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,10 +1,12 @@
 """The training loop."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from nestrec.base.config import to_plain
+from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
@@ -22,6 +24,7 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
 from nestrec.training.negatives_checks import check_supply
+from nestrec.training.part_checks import check_parts
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import Saving
@@ -45,6 +48,7 @@ class Trainer:
         agree_on_config(cfg, topology)
         self.session = Session.open(cfg, topology)
         check_can_cut(self.session.task.couples_samples, cfg.batch.micro_batches)
+        check_parts(cfg, self.session.task)
         check_supply(cfg, self.session.task.assembler, topology.world)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
@@ -95,6 +99,11 @@ class Trainer:
     def measure(self, part: Part, *, best: bool) -> Evaluation:
         """Measure with the best weights or the last ones."""
         on_first(self._topology, lambda: check_same_data(self.folder.path, self.session.dataset.card))
+        if self.session.task.num_held_out(part) == 0:
+            remedy = self.session.task.remedy_if_empty
+            raise UserError(
+                f"holds nothing in the {part} part", field="data.folder", value=self.cfg.data.folder, remedy=remedy
+            )
         self.state = self.saving.restore_best() if best else self.saving.restore_last()
         return self.session.task.evaluate(self.session.engine, part)
 
@@ -181,6 +190,8 @@ class Trainer:
         self.saving.save(self.state)
 
     def _report(self) -> None:
+        if math.isnan(self._meter.loss):
+            self._meter.flush()  # the first step of this start: there would be no loss to report yet
         epoch, loss, spans = self.state.position.epoch, self._meter.loss, self.tracer.take()
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
         values |= self.schedule.issue(lambda: self.balancing.report(spans, self.state.step))

@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.batches import MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.ranking import RankingAssembler, RankingInputConfig, RankingInputs, held_out_windows
@@ -54,6 +54,8 @@ class RankingTaskConfig:
 
 
 class RankingTask(Task):
+    remedy_if_empty = "cut where there are events on both sides: --task.valid_from_ms, --task.test_from_ms"
+
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset = cfg, dataset
         _check(cfg, dataset)
@@ -77,6 +79,10 @@ class RankingTask(Task):
         self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
         self._baseline: dict[Part, dict[str, Interval]] = {}
 
+    def num_held_out(self, part: Part) -> int:
+        first, end = self._split.held_out(part)
+        return int((end - first).sum())
+
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
@@ -94,7 +100,9 @@ class RankingTask(Task):
             metrics[f"ne/{name}"] = Interval(entropy, float("nan"), float("nan"))
         systems: dict[str, Mapping[str, Interval]] = {"model": metrics}
         if self.cfg.baseline_category:
-            systems["logistic"] = self._baseline.setdefault(part, self._logistic(part))
+            if part not in self._baseline:
+                self._baseline[part] = self._logistic(part)
+            systems["logistic"] = self._baseline[part]
         details = {"logit": logit_EK, "label": label_EK, "users": user_E}
         return Evaluation(part, f"auc/{self.cfg.inputs.labels[0]}", systems, details)
 
@@ -164,6 +172,15 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
         raise UserError(
             "ranking needs timestamps and actions", field="data.folder", value=str(dataset.folder),
             remedy="prepare the data from a log that has both",
+        )  # fmt: skip
+    if not cfg.inputs.labels:
+        remedy = did_you_mean("", dataset.card.action_bits)
+        raise UserError("names nothing to predict", field="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy)
+    categories = [feature.name for feature in dataset.card.event_features if feature.kind == "category"]
+    if cfg.baseline_category and cfg.baseline_category not in categories:
+        raise UserError(
+            "is no category of the dataset's events", field="task.baseline_category", value=cfg.baseline_category,
+            remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' leaves the baseline out",
         )  # fmt: skip
     if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
         raise UserError(

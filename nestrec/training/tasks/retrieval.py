@@ -60,6 +60,7 @@ class RetrievalTaskConfig:
 
 class RetrievalTask(Task):
     model: RetrievalModel
+    remedy_if_empty = "give it users with three events and more: two are held out (nestrec prepare ... --user_core 3)"
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset = cfg, dataset
@@ -87,6 +88,9 @@ class RetrievalTask(Task):
             self._dataset, self._split, self.cfg.history, seed=self._seed, use_times=self._use_times,
             sampler=self._sampler(num_negatives), sharing=self.cfg.negatives.sharing,
         )  # fmt: skip
+
+    def num_held_out(self, part: Part) -> int:
+        return len(self._split.users_with(part))
 
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]

@@ -50,6 +50,8 @@ class RowsTaskConfig:
 
 
 class RowsTask(Task):
+    remedy_if_empty = "give it more rows, or other shares: --task.valid_share, --task.test_share"
+
     def __init__(self, cfg: RowsTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         if dataset.card.kind != "rows":
             raise UserError("holds sequences, not labelled rows", field="data.folder", value=str(dataset.folder),
@@ -69,6 +71,9 @@ class RowsTask(Task):
                         seed=seed, init=cfg.table_init, optimizer=cfg.table_optimizer, store=cfg.table_store),
         )  # fmt: skip
         self.assembler = RowsAssembler(dataset, self._train)
+
+    def num_held_out(self, part: Part) -> int:
+        return len(self._parts[part])
 
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]

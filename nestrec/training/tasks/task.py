@@ -54,6 +54,12 @@ class Task(ABC):
     couples_samples: Coupling = "micro_batch"
     """`batch` where the loss of a sample depends on all others of a rank's batch: it is then never cut into several
     micro-batches"""
+    remedy_if_empty: str
+    """what to do about a dataset that gives no samples, or none to measure by"""
+
+    @abstractmethod
+    def num_held_out(self, part: Part) -> int:
+        """Users, events or rows that a part is measured on."""
 
     @abstractmethod
     def loss(

@@ -88,11 +88,20 @@ def test_an_unknown_label_is_refused_with_the_known_ones(tmp_path):
         RankingInputs(dataset, RankingInputConfig(labels=("clikc",)), seed=0)
 
 
-def test_times_out_of_order_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("task.valid_from_ms", {"valid_from_ms": CUT_MS[1], "test_from_ms": CUT_MS[0]}),
+        ("task.baseline_category", {"baseline_category": "tab"}),
+        ("task.inputs.labels", {"inputs": RankingInputConfig(labels=(), max_events=20)}),
+    ],
+    ids=["times out of order", "no such category", "nothing to predict"],
+)
+def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(tmp_path, field, changes):
     cfg = ranking_run(make_log(tmp_path, shuffled=False))
-    task = replace(cfg.task, valid_from_ms=CUT_MS[1], test_from_ms=CUT_MS[0])
-    with pytest.raises(UserError, match="valid_from_ms"):
-        RankingTask(task, Dataset.open(cfg.data.folder), seed=0, dtype="float32")
+    with pytest.raises(UserError) as refused:
+        RankingTask(replace(cfg.task, **changes), Dataset.open(cfg.data.folder), seed=0, dtype="float32")
+    assert refused.value.field == field
 
 
 def test_windows_score_every_held_out_event_once_with_history_before_it():

@@ -15,6 +15,7 @@ from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.data.order import Position
+from nestrec.data.prepare import prepare
 from nestrec.data.synthetic import generate, preset
 from nestrec.distributed import Topology
 from nestrec.testing.run_digest import run_digest
@@ -268,3 +269,31 @@ def test_neither_training_nor_measuring_goes_on_with_other_data(tiny_data: Path,
     for action in (lambda t: t.train(), lambda t: t.measure("test", best=False)):
         with pytest.raises(UserError, match="is not the data that this run was trained on"):
             action(trainer_of("hstu", data, tmp_path / "run", {"training.max_steps": 2}))
+
+
+@pytest.mark.parametrize(("num_events", "problem"), [(1, "nothing to train on"), (2, "nothing to validate on")])
+def test_a_run_with_nothing_to_train_on_or_to_measure_by_is_refused_before_it_begins(
+    tmp_path: Path, num_events: int, problem: str
+) -> None:
+    rows = [f"{user},{user % 30 + event}" for user in range(60) for event in range(num_events)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item", *rows]))
+    prepare("log", tmp_path / "log.csv", tmp_path / "sequences")
+    more = {"task.encoder.time_bias": "false", "task.num_negatives": 4}
+    with pytest.raises(UserError, match=problem):
+        trainer_of("hstu", tmp_path, tmp_path / "run", more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_test_part_trains_and_is_not_measured_on_it(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 1, "task.test_share": 0.0}
+    trainer = trainer_of("rows", tiny_data, tmp_path, more)
+    trainer.train()
+    with pytest.raises(UserError, match="nothing in the test part"):
+        trainer.evaluate("test")
+    assert not (tmp_path / "eval").exists()
+
+
+def test_the_first_report_has_a_loss(tiny_data: Path, tmp_path: Path) -> None:
+    trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 1, "batch.batch_samples": 1000}).train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] > 0 for line in lines if line["kind"] == "step"] == [True]

@@ -1,0 +1,57 @@
+"""Our AdamW against `torch.optim.AdamW`, and what it spares a process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from nestrec.training.adamw import AdamW
+from nestrec.training.config import OptimizerConfig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_the_update_of_torch_to_the_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cfg = OptimizerConfig(learning_rate=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
+    mine = {name: nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in {"a": (5, 3), "b": (7,)}.items()}
+    theirs = {name: nn.Parameter(weight.detach().clone()) for name, weight in mine.items()}
+    ours = AdamW(mine, cfg, torch.device("cpu"))
+    torchs = torch.optim.AdamW(theirs.values(), lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=True)
+    for step in range(12):
+        rate = 0.01 / (step + 1)
+        torchs.param_groups[0]["lr"] = rate
+        for name, weight in mine.items():
+            if name == "b" and step % 3 == 0:  # no gradient: neither weight nor step count moves
+                weight.grad = theirs[name].grad = None
+                continue
+            weight.grad = torch.randn_like(weight)
+            theirs[name].grad = weight.grad.clone()
+        ours.step(rate)
+        torchs.step()
+        if step == 6:  # as after a restart
+            saved = {name: {part: value.clone() for part, value in state.items()} for name, state in ours.state.items()}
+            ours = AdamW(mine, cfg, torch.device("cpu"))
+            ours.load(saved)
+    for name, weight in mine.items():
+        assert torch.equal(weight, theirs[name])
+        for part, value in torchs.state[theirs[name]].items():
+            assert torch.equal(ours.state[name][part], value), part
+            assert ours.state[name][part].dtype == value.dtype
+
+
+def test_training_on_a_cpu_imports_neither_the_compiler_nor_triton() -> None:
+    code = """
+import sys, torch
+from torch import nn
+from nestrec.training.adamw import AdamW
+from nestrec.training.config import OptimizerConfig
+from nestrec.training.trainer import Trainer
+weight = nn.Parameter(torch.ones(3))
+optimizer = AdamW({"w": weight}, OptimizerConfig(), torch.device("cpu"))
+weight.square().sum().backward()
+optimizer.step(0.1)
+print([name for name in ("torch._dynamo", "triton") if name in sys.modules])
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
