@@ -1,0 +1,29 @@
+"""The same seed gives the same weights twice on a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from nestrec.distributed import Topology
+from nestrec.testing.run_digest import run_digest
+from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
+from nestrec.training.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+WIDE = {
+    "hstu": {"task.encoder.dim": 32, "task.encoder.head_dim": 16, "task.negatives.variant": "fused"},
+    "sasrec": {"task.encoder.dim": 32, "task.encoder.ffn_dim": 32},
+    "ranking": {"task.encoder.dim": 32, "task.encoder.head_dim": 16},
+    "rows": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_gives_the_same_weights_twice(tmp_path: Path, family: str) -> None:
+    make_datasets(tmp_path / "data", num_topics=5)
+    more = {**WIDE[family], "training.device": "cuda", "training.max_steps": 40, "training.epochs": 100}
+    more |= {"training.evaluate_every_epochs": 0, "batch.batch_samples": 32}
+    for name in ("a", "b"):
+        Trainer(config_of(family, tmp_path / "data", more), tmp_path / name, Topology.single("cuda")).train()
+    first, second = run_digest(tmp_path / "a"), run_digest(tmp_path / "b")
+    assert {name for name in first if first[name] != second[name]} == set()
