@@ -21,8 +21,11 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests of one process run two at a time; the others start several ranks or servers and measure what these do.
-ALONE := tests/meta tests/unit
+# Tests of one process, or of one after another, run two at a time, the longest files first; the others start several
+# ranks or servers and measure what these do.
+ALONE := tests/faults/test_training_kill.py tests/faults/test_checkpoint_kill.py tests/faults/test_checkpoint_damage.py \
+	tests/serve/test_serving_engine.py tests/serve/test_export.py tests/serve/test_served_tables.py \
+	tests/serve/test_paged_batches.py tests/meta tests/unit
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE) --numprocesses 2 --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE:%=--ignore=%)

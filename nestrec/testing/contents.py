@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from nestrec.checkpoint import Chunk, Content, Restored
+from nestrec.checkpoint import Checkpoints, Chunk, Content, Restored
 
 
 def make_rows(keys: Iterable[int], value: float, dim: int = 4) -> Chunk:
@@ -61,3 +61,12 @@ def assert_same(restored: Restored, content: Content) -> None:
     assert set(restored.tables) == set(content.tables)
     for table, chunks in content.tables.items():
         assert values_of(restored, table) == table_values(chunks)
+
+
+def save_steps(folder: str, way: str) -> None:
+    """Save steps up to 4 by the named method, from where the folder stands, keeping one checkpoint."""
+    checkpoints = Checkpoints(folder, keep=1)
+    restored = checkpoints.restore_latest()
+    for step in range(restored.step + 1 if restored else 1, 5):
+        getattr(checkpoints, way)(step, make_content(step))
+    checkpoints.close()

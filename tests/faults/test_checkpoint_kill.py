@@ -9,21 +9,12 @@ from pathlib import Path
 import pytest
 
 from nestrec.checkpoint import Checkpoints, verify
-from nestrec.testing.contents import assert_same, make_content
+from nestrec.testing.contents import assert_same, make_content, save_steps
 from nestrec.testing.faults import FailPoint, random_kills, run_with_faults
 
 PLACES = ["before_first_file", "between_files", "before_manifest", "before_rename", "after_rename", "during_retention"]
 
-TRAIN = """
-import sys
-from nestrec.checkpoint import Checkpoints
-from nestrec.testing.contents import make_content
-checkpoints = Checkpoints(sys.argv[1], keep=1)
-restored = checkpoints.restore_latest()
-for step in range(restored.step + 1 if restored else 1, 5):
-    getattr(checkpoints, sys.argv[2])(step, make_content(step))
-checkpoints.close()
-"""
+SAVE_STEPS = "import sys; from nestrec.testing.contents import save_steps; save_steps(*sys.argv[1:])"
 
 
 @pytest.mark.parametrize("way", ["save", "save_async"])
@@ -31,21 +22,21 @@ checkpoints.close()
 def test_kill_during_a_save_leaves_the_previous_or_the_new_one(tmp_path: Path, place: str, way: str) -> None:
     """Killed during the save of step 3 (`between_files`: after its second file), with only one checkpoint kept."""
     hit = {"between_files": 5 * 2 + 2, "during_retention": 2}.get(place, 3)
-    command = [sys.executable, "-c", TRAIN, str(tmp_path), way]
+    command = [sys.executable, "-c", SAVE_STEPS, str(tmp_path), way]
     env = {**os.environ, "NESTREC_FAIL_POINTS": f"checkpoint.{place}@{hit}=kill"}
     assert subprocess.run(command, env=env, check=False).returncode == -signal.SIGKILL
     restored = Checkpoints(tmp_path).restore_latest()
     assert restored is not None
     assert restored.step == (3 if place in ("after_rename", "during_retention") else 2)
     assert_same(restored, make_content(restored.step))
-    run_with_faults(command, [])
+    save_steps(str(tmp_path), way)  # what is left, without the seconds that another process takes to start
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
     assert verify(tmp_path / "step-00000004") == []
 
 
 def test_a_run_killed_again_and_again_gets_to_its_end(tmp_path: Path) -> None:
     faults = [FailPoint(f"checkpoint.{place}@2=kill") for place in ("before_rename", "before_manifest", "after_rename")]
-    history = run_with_faults([sys.executable, "-c", TRAIN, str(tmp_path), "save"], faults)
+    history = run_with_faults([sys.executable, "-c", SAVE_STEPS, str(tmp_path), "save"], faults)
     assert len(history) == 4
     assert Checkpoints(tmp_path).steps()[-1] == 4
 

@@ -65,7 +65,7 @@ def largest_difference(ranks: list[dict[str, Any]], alone: dict[str, Any], *, na
     return max(differences)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["hstu", "ranking", "rows", pytest.param("sasrec", marks=pytest.mark.slow)])
 def test_1_2_and_4_ranks_agree_over_100_steps_in_float64(pools, data: str, tmp_path: Path, family: str, capsys) -> None:
     more = options(family, dtype="float64", max_steps=100)
     alone = train(Topology.single(), family, data, str(tmp_path / "1"), more)
@@ -82,7 +82,9 @@ def test_1_2_and_4_ranks_agree_over_100_steps_in_float64(pools, data: str, tmp_p
             assert min(rank["slots"]["item_topic"] for rank in ranks) == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["hstu", "rows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sasrec", "ranking"))]
+)
 def test_float32_agrees_to_rounding(pools, data: str, tmp_path: Path, family: str, capsys) -> None:
     """The first moments after one step are the gradients times a constant."""
     one, many = options(family, max_steps=1), options(family, max_steps=50)
