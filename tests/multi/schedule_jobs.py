@@ -181,9 +181,8 @@ class Training:
         model = Tiny().to(device, getattr(torch, self.job.dtype))
         self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device(device))
         self.tracer = make_tracer(self.engine.device, rank=self.topology.rank)
-        options = PipelineConfig(
-            schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=self.job.stale_steps
-        )
+        stale_steps = self.job.stale_steps if self.schedule == "stale" else 1
+        options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)
         self.pipeline = SCHEDULES[self.schedule](
             self.engine, TinyCompute(model, device), self.dense, self.tracer, options
         )
