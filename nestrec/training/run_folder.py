@@ -1,10 +1,12 @@
 """The folder of a run: resolved config, versions, metrics as JSON lines, evaluations, checkpoints."""
 
+import contextlib
+import fcntl
 import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,30 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @contextlib.contextmanager
+    def kept_to_itself(self) -> Iterator[None]:
+        """Refuse a second process that would write here while the block lasts; the kernel ends it with the process."""
+        if not self._is_writer:
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            self._lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            remedy = "wait for it, stop it, or train into another folder (--output)"
+            problem = "is being trained by another process"
+            raise UserError(problem, field="RUN", value=str(self.path), remedy=remedy) from None
+        except OSError:
+            return  # a file system without locks
 
     def begin(self, cfg: RunConfig, card_text: str, device: torch.device) -> None:
         """Write what is known at the start."""

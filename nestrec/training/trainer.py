@@ -1,5 +1,6 @@
 """The training loop."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,6 +73,11 @@ class Trainer:
 
     def train(self) -> TrainState:
         """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
+        with contextlib.ExitStack() as held:
+            on_first(self._topology, lambda: held.enter_context(self.folder.kept_to_itself()))
+            return self._train()
+
+    def _train(self) -> TrainState:
         self._begin()
         with StopRequest().listening() as stop:
             feed = Feed(self.batches.starting_at(self.state.position))

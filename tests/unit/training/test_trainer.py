@@ -297,3 +297,18 @@ def test_the_first_report_has_a_loss(tiny_data: Path, tmp_path: Path) -> None:
     trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 1, "batch.batch_samples": 1000}).train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] > 0 for line in lines if line["kind"] == "step"] == [True]
+
+
+def test_two_trainers_do_not_write_into_one_folder(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 3}
+    refused = []
+
+    def start_another() -> None:
+        with pytest.raises(UserError, match="is being trained by another process"):
+            trainer_of("hstu", tiny_data, tmp_path, more).train()
+        refused.append(True)
+
+    with armed("train.step", start_another, at=2):
+        assert trainer_of("hstu", tiny_data, tmp_path, more).train().step == 3
+    assert refused == [True]
+    assert trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 4}).train().step == 4, "it is free again"
