@@ -65,9 +65,9 @@ def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a config.json of a run.")],
     cluster: Annotated[str, typer.Option(help="A cluster file, or one that comes along: h100-ib400, cpu-hosts.")],
     *,
-    hosts: Annotated[int | None, typer.Option(help="Another number of hosts than the file's.")] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Another number of hosts than the file's.")] = None,
     profile: Annotated[Path | None, typer.Option(help="What `nestrec bench calibrate --json` wrote.")] = None,
-    most: Annotated[int, typer.Option(help="How many plans to show.")] = 3,
+    most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 3,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the others lost.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the plans into this result file.")] = None,
     page: Annotated[Path | None, typer.Option(help="Also write a page with scaling curves and a timeline.")] = None,
@@ -80,11 +80,13 @@ def plan(
     """
     from nestrec.bench.frame import make_frame, save_frame
     from nestrec.plan_console import open_cluster, plan_run
+    from nestrec.report import progress_for
 
     given = ("cluster", "hosts", "profile", "most", "json", "page")
     overrides = parse_overrides(context.args, given)
     cfg = _configured(recipe, overrides)
-    found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
+    with progress_for(f"plan {recipe}"):
+        found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
     if json is not None:
         frame = make_frame(bench="plan", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
         save_frame(json, {**frame, "shortages": [str(shortage) for shortage in found.shortages]})

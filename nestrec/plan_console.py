@@ -92,7 +92,7 @@ def check_plan(cfg: RunConfig, cluster: str | None) -> None:
 
 
 def _short(number: int, plan: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    times = {"step": "step_ms", "compute": "compute_ms", "lookup": "exposed_lookup_ms", "comm": "exposed_comm_ms",
+    times = {"step ms": "step_ms", "compute": "compute_ms", "lookup": "exposed_lookup_ms", "comm": "exposed_comm_ms",
              "idle": "idle_ms", "mfu": "mfu", "bound by": "bound_by"}  # fmt: skip
     return {"": number, "plan": plan, **{head: row[name] for head, name in times.items()}}
 

@@ -70,12 +70,12 @@ def evaluations(
 def balance(
     *,
     lengths: Annotated[str | None, typer.Option(help="Preset, dataset or file; none: all published settings.")] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks, where lengths are given.")] = 16,
-    batch: Annotated[int, typer.Option(help="Samples a rank, where lengths are given.")] = 128,
-    rounds: Annotated[int, typer.Option(help="Global batches to average over.")] = 50,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks, where lengths are given.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Samples a rank, where lengths are given.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Global batches to average over.")] = 50,
     seed: Annotated[int, typer.Option(help="Of lengths, order and noise.")] = 0,
     measured_rounds: Annotated[
-        int, typer.Option(help="Global batches trained on by real ranks, of up to 4 ranks; 0 trains none.")
+        int, typer.Option(min=0, help="Global batches trained on by real ranks, of up to 4 ranks; 0 trains none.")
     ] = 30,
     json: JsonFile = None,
 ) -> None:
@@ -96,9 +96,9 @@ def balance(
 @app.command()
 def prepare(
     events: Annotated[
-        list[int] | None, typer.Option(help="Events of the log; repeatable; 10000000 where not given.")
+        list[int] | None, typer.Option(min=1, help="Events of the log; repeatable; 10000000 where not given.")
     ] = None,
-    items: Annotated[int, typer.Option(help="Items of the log.")] = 50_000,
+    items: Annotated[int, typer.Option(min=1, help="Items of the log.")] = 50_000,
     json: JsonFile = None,
 ) -> None:
     """`nestrec prepare` on a synthetic log: events a second and peak memory of a fresh process."""
@@ -182,8 +182,8 @@ def step(context: typer.Context, json: JsonFile = None) -> None:
 def peers(
     *,
     dense: Annotated[list[str] | None, typer.Option(help="mlp or bucket; repeatable; both where not given.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of each system.")] = 15,
-    steps: Annotated[int, typer.Option(help="Steps of a round; 0: 4 for mlp, 1 for bucket.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system.")] = 15,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of a round; 0: 4 for mlp, 1 for bucket.")] = 0,
     python: Annotated[Path | None, typer.Option(help="Python that has TorchRec, if not .venv-torchrec's.")] = None,
     json: JsonFile = None,
     page: Annotated[Path | None, typer.Option(help="Markdown page whose tables are written anew.")] = None,
@@ -289,8 +289,8 @@ def clustering(
     data: Annotated[
         list[str] | None, typer.Argument(help="Presets or prepared datasets; turbogr-kuai where not given.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of a rank in a step.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Batches to average over.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a rank in a step.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches to average over.")] = 5,
     json: JsonFile = None,
 ) -> None:
     """Rows that cross the network for each clustering into micro-batches, with and without the window cache."""
@@ -399,12 +399,10 @@ def prediction(
 
 def _predict_rows(sources: Sequence[Path], json: Path | None) -> None:
     """The overlapping schedules of result files of one machine out of their serial rows."""
-    import json as json_module
-
-    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.bench.frame import load_frame, make_frame, save_frame
     from nestrec.bench.prediction_rows import predict_rows
 
-    frames = [json_module.loads(source.read_text()) for source in sources]
+    frames = [load_frame(source) for source in sources]
     rows, summary = predict_rows([row for frame in frames for row in frame["rows"]])
     _show("prediction: milliseconds of a step", rows)
     _show("errors", [summary])
@@ -467,11 +465,9 @@ def join(
     bench: Annotated[str, typer.Option(help="What the joined file calls itself.")] = "schedules",
 ) -> None:
     """Put result files of several commands into one."""
-    from json import loads
+    from nestrec.bench.frame import join_frames, load_frame, save_frame
 
-    from nestrec.bench.frame import join_frames, save_frame
-
-    save_frame(json, join_frames([loads(file.read_text()) for file in files], bench=bench, command=_command()))
+    save_frame(json, join_frames([load_frame(file) for file in files], bench=bench, command=_command()))
 
 
 def _finish(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
 from nestrec.bench.attention_impls import IMPLEMENTATIONS, Attention, Batch
 from nestrec.bench.length_shapes import LENGTH_SHAPES, lengths_of
+from nestrec.distributed.topology import check_device
 from nestrec.jagged import offsets_of
 from nestrec.ops.hstu_attention import hstu_attention_reference
 
@@ -49,8 +49,7 @@ class AttentionBench:
 
 def measure_attention(bench: AttentionBench, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
     """Rows of the bench: ceilings first, then every implementation at every shape. `keep` sees them after each."""
-    if not torch.cuda.is_available():
-        raise UserError("this benchmark needs a CUDA device", field="device", value="cpu")
+    check_device("cuda")
     rows: Rows = _ceilings(bench.rounds)
     for heads_by_dim in bench.heads:
         heads, dim = (int(n) for n in heads_by_dim.split("x"))

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import torch
 
+from nestrec.base.errors import UserError
+
 
 def hardware() -> dict[str, Any]:
     """The machine and the versions that figures depend on."""
@@ -34,6 +36,19 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def load_frame(path: Path) -> dict[str, Any]:
+    """The content of a result file that a benchmark wrote."""
+    try:
+        frame: dict[str, Any] = json.loads(path.read_text())
+        if isinstance(frame, dict) and "rows" in frame:
+            return frame
+        problem = "it holds no rows"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    remedy = "name files that `nestrec bench ... --json FILE` wrote"
+    raise UserError(f"is no result file: {problem}", field="FILE", value=str(path), remedy=remedy)
 
 
 def make_frame(

@@ -24,6 +24,7 @@ from nestrec.base.random import as_int64
 from nestrec.bench.flops import step_flops
 from nestrec.bench.length_shapes import lengths_of
 from nestrec.data.windows import positions, sample_keys, token_keys
+from nestrec.distributed.topology import check_device
 from nestrec.models import HSTUConfig, SequenceInfo
 from nestrec.models.hstu import NORM_EPS, HSTULayer
 from nestrec.ops.dropout import Dropout
@@ -58,6 +59,7 @@ class LayerBench:
 
 def measure_layers(bench: LayerBench) -> Iterator[dict[str, Any]]:
     """A row for each implementation, shape and head count; first the ceilings."""
+    check_device(bench.device)
     if bench.device == "cuda":
         yield from _ceilings(bench.repeats)
     for shape, heads, impl in itertools.product(bench.lengths, bench.heads, bench.impls):

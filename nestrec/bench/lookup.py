@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import embedding
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
 from nestrec.bench.torch_rows import PATHS, TorchTable
+from nestrec.distributed.topology import check_device
 from nestrec.embedding.dedup import dedup
 from nestrec.embedding.device_dedup import dedup_on_device
 from nestrec.embedding.layout import layout_of
@@ -76,8 +76,7 @@ class _Operation:
 def measure_lookup(bench: LookupBench) -> Iterator[dict[str, Any]]:
     """Rows of the bench, as they are measured."""
     device = torch.device(bench.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no CUDA device", field="device", value=bench.device, remedy="--device cpu")
+    check_device(device)
     torch.manual_seed(0)
     copy_gb_per_s = _copy_rate(bench, device)
     tables = _Tables(bench, device)

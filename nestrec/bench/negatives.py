@@ -20,6 +20,7 @@ from nestrec.bench.negatives_bytes import Lookup, measure_bytes
 from nestrec.bench.step import NUM_BATCHES, StepRunner
 from nestrec.bench.step_data import write_step_data
 from nestrec.data.retrieval import HistoryConfig
+from nestrec.distributed.topology import check_device
 from nestrec.embedding import RowOptimizerConfig
 from nestrec.models import HSTUConfig
 from nestrec.models.negatives import NegativesConfig
@@ -85,6 +86,7 @@ def measure_negatives(bench: NegativesBench) -> Iterator[dict[str, Any]]:
         tokens = bench.batch * bench.length
         yield from measure_bytes(bench.ranks, tokens, bench.dim, bench.num_items, bench.negatives)
         return
+    check_device(bench.device)
     lengths = np.full(bench.batch, bench.length)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.bench.frame import write_frame
+from nestrec.distributed.topology import check_device
 from nestrec.embedding.key_table import KeyTable
 from nestrec.embedding.stores import Store
 from nestrec.embedding.stores.device import DeviceStore
@@ -63,6 +64,7 @@ class _Operation:
 
 def measure_stores(bench: StoresBench, *, output: Path | None = None, command: str = "") -> list[dict[str, Any]]:
     """Rows of the bench, one for each operation of each store; with `output`, also written as a result file."""
+    check_device(bench.device)
     device = torch.device(bench.device)
     dense = torch.randint(0, 2**31 - 1, (bench.num_rows, bench.dim), dtype=torch.int32)
     slots = zipf_slots(bench.num_rows, bench.num_keys, bench.zipf)

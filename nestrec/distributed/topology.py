@@ -161,6 +161,7 @@ class Topology:
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         place = torch.device(device)
+        check_device(place)
         if device == "cuda":  # more ranks than devices share them
             place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         if place.type == "cuda":
@@ -207,6 +208,13 @@ def mesh(world: int, num_replicas: int, placement: Placement) -> list[list[int]]
     if placement == "shards_contiguous":
         return [list(range(r * shards, (r + 1) * shards)) for r in range(num_replicas)]
     return [list(range(r, world, num_replicas)) for r in range(num_replicas)]
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise a UserError where a GPU is asked for and torch has none."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        remedy = "take cpu, or see what `nestrec doctor` says about CUDA"
+        raise UserError("torch finds no GPU here", field="device", value=str(device), remedy=remedy)
 
 
 def _check_replicas(ranks: RanksConfig, world: int) -> None:

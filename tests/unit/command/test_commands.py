@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from nestrec.base.config import leaves
@@ -93,3 +94,28 @@ def test_options_can_be_searched_and_copied() -> None:
     assert result.output.splitlines()[0] == "--optimizer.table_learning_rate none  (float, 0 or more | none)"
     assert refusal("options", "train", "demo", "nosuchword").value == "nosuchword"
     assert refusal("options", "bench", "relai").remedy == "did you mean 'bench relay'?"
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_file_that_is_no_result_is_refused_by_name(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "result.json"
+    if content is not None:
+        file.write_text(content)
+    for arguments in (
+        ("join", str(file), "--json", str(tmp_path / "all.json")),
+        ("prediction", "--rows-of", str(file)),
+    ):
+        assert refusal("bench", *arguments).value == str(file)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("bench", ["attention", "layer", "lookup", "negatives", "step"])
+def test_a_benchmark_of_a_gpu_says_that_there_is_none(bench: str) -> None:
+    assert "no GPU" in str(refusal("bench", bench))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_training_on_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    assert refusal("train", "demo", "--training.device", "cuda", "--output", run).remedy is not None
+    assert list(tmp_path.iterdir()) == []
