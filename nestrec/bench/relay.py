@@ -54,7 +54,7 @@ class Size:
     def __init__(self, bed: Bed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
-        self._sweeps: dict[tuple[str, float], Sweep] = {}
+        self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
         self._is_dram_warm = False
         load = self._load(0.0)
         self._costs = measure_costs(bed.runner, load)
@@ -66,19 +66,19 @@ class Size:
         bench = self._bed.bench
         for returning in bench.returning:
             for name in bench.modes:
-                yield self._row(self._sweep(name, returning), name, self._slo_ms)
+                yield self._row(name, returning, self._slo_ms)
 
     def more(self) -> Iterator[dict[str, Any]]:
         """Latency over load, other SLOs, and other modes."""
         bench = self._bed.bench
         for name in bench.modes if bench.curve else ():
-            sweep = self._sweep(name, bench.returning[0])
+            sweep = self._sweep(name, bench.returning[0], self._slo_ms)
             yield from sweep.curve(self._slo_ms, self._best[name, bench.returning[0], self._slo_ms])
         for slo_ms in bench.slo_ms:
             for name in bench.modes:
-                yield self._row(self._sweep(name, bench.returning[0]), name, slo_ms)
+                yield self._row(name, bench.returning[0], slo_ms)
         for name in bench.more_modes:
-            yield self._row(self._sweep(name, bench.returning[-1]), name, self._slo_ms)
+            yield self._row(name, bench.returning[-1], self._slo_ms)
 
     def longest(self) -> Iterator[dict[str, Any]]:
         """The longest history of each mode at one rate and one SLO."""
@@ -103,27 +103,29 @@ class Size:
                 "dtype": bench.dtype,
             }  # fmt: skip
 
-    def _row(self, sweep: "Sweep", name: str, slo_ms: float) -> dict[str, Any]:
+    def _row(self, name: str, returning: float, slo_ms: float) -> dict[str, Any]:
         """A rate that does not depend on who returns, or that must be nothing, is not measured again."""
-        returning = sweep.load.returning
         others = [self._best[key] for key in self._best if (key[0], key[2]) == (name, slo_ms)]
         known = others[0] if others and not mode_named(name).keeps_prefix else None
         if name == "full" and slo_ms < self._unloaded_ms:
             known = 0.0
-        row = sweep.row(slo_ms, known)
+        row = self._sweep(name, returning, slo_ms).row(slo_ms, known)
         self._best[name, returning, slo_ms] = row["max_qps"]
         first = self._best[self._bed.bench.modes[0], returning, slo_ms]
         speedup = round(row["max_qps"] / first, 3) if first else None
         return {**row, "speedup": speedup, "full_p50_ms": round(self._unloaded_ms, 3)}
 
-    def _sweep(self, name: str, returning: float) -> "Sweep":
-        if mode_named(name).uses_dram and not self._is_dram_warm:
+    def _sweep(self, name: str, returning: float, slo_ms: float) -> "Sweep":
+        """Trials; an SLO is of no concern to a mode that has no trigger, which serves all of them with the same."""
+        mode = mode_named(name)
+        budget_ms = slo_ms if mode.sends_signals else self._slo_ms
+        if mode.uses_dram and not self._is_dram_warm:
             self._bed.warm_dram(self._history)
             self._is_dram_warm = True
-        if (name, returning) not in self._sweeps:
-            sweep = Sweep(self._bed, name, self._load(returning), self._costs, self._slo_ms)
-            self._sweeps[name, returning] = sweep
-        return self._sweeps[name, returning]
+        key = (name, returning, budget_ms)
+        if key not in self._sweeps:
+            self._sweeps[key] = Sweep(self._bed, name, self._load(returning), self._costs, budget_ms)
+        return self._sweeps[key]
 
     def _load(self, returning: float) -> Load:
         return self._bed.load(self._history, self._candidates, returning)

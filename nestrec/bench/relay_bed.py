@@ -71,14 +71,10 @@ class RelayBench:
     dram_bytes: int = 1 << 30
     """host memory for prefixes"""
     max_batch_tokens: int = 4096
-    """new tokens of requests in a batch"""
-    chunk_tokens: int = 256
-    """tokens of signals in a batch that ranks nothing; 0: those of one history"""
-    mixed_chunk_tokens: int = 0
-    """tokens of signals in a batch that ranks; -1: as many"""
+    """new tokens of requests in a batch; signals may add as many"""
     chunk_ms: float | None = None
-    """device milliseconds of signals in a batch, by the learned costs; none: a quarter of the SLO, 0: the tokens alone
-    bound them"""
+    """device milliseconds of a batch up to which signals fill it; none: a quarter of the SLO, 0: the tokens alone bound
+    them"""
     is_paired: bool = False
     """each history with the candidates at its place only, instead of with all"""
     device: str = "cpu"
@@ -104,7 +100,7 @@ class Bed:
             encoder, num_pages=max(1, bench.cache_bytes // (bytes_a_token(encoder, dtype) * page_tokens)),
             page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
         )  # fmt: skip
-        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=2 * bench.max_batch_tokens))
+        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
     def warm_dram(self, history: int) -> None:
         """Pinned memory is slow to get for the first time and then kept by its allocator, by size: get it now."""
@@ -127,7 +123,7 @@ class Bed:
     def unloaded_ms(self, load: Load) -> float:
         """Median of full inference with one request at a time."""
         full = MODES["full"]
-        engine = Engine(self.form, engine_config(full, self.bench, load.history, 1e3), runner=self.runner)
+        engine = Engine(self.form, engine_config(full, self.bench, 1e3), runner=self.runner)
         try:
             return float(np.median(run_in_turn(engine, load, self.bench.fewest)))
         finally:
@@ -135,7 +131,7 @@ class Bed:
 
     def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> Outcome:
         """By an engine of its own with empty caches."""
-        engine = Engine(self.form, engine_config(mode, self.bench, load.history, slo_ms), runner=self.runner)
+        engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
         gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
         try:
             return run_trial(engine, mode, load, rate)
@@ -145,10 +141,8 @@ class Bed:
             gc.collect()
 
 
-def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) -> EngineConfig:
+def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
     """The engine of a mode."""
-    chunk = bench.chunk_tokens or 2 * history
-    mixed = chunk if bench.mixed_chunk_tokens < 0 else bench.mixed_chunk_tokens
     tiers = TiersConfig(
         cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
         keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
@@ -156,7 +150,6 @@ def engine_config(mode: Mode, bench: RelayBench, history: int, slo_ms: float) ->
     )  # fmt: skip
     trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
     return EngineConfig(
-        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_tokens=chunk,
-        mixed_chunk_tokens=mixed, chunk_ms=bench.chunk_ms,
-        max_batch_tokens=bench.max_batch_tokens + (mixed if mode.sends_signals else 0),
+        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_ms=bench.chunk_ms,
+        max_batch_tokens=bench.max_batch_tokens,
     )  # fmt: skip

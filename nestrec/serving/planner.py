@@ -20,6 +20,9 @@ from nestrec.serving.tiers import PrefixTiers
 from nestrec.serving.work import Answer, UnavailableError, Work
 
 _CHUNK_SHARE = 0.25
+"""of the budget of ranking: what a batch may take until signals no longer fill it"""
+_LEAST_SHARE = 0.25
+"""of that which signals get beside any number of requests, lest they starve"""
 _FEWEST_TOKENS = 256
 """of a chunk that time alone would make smaller: less keeps no device busy"""
 
@@ -92,8 +95,7 @@ class Planner:
                 steps.append(step)
                 budget -= step.part.num_new
         self._ranks.extendleft(reversed(later))
-        chunk = self._cfg.mixed_chunk_tokens if steps else self._cfg.chunk_tokens
-        return steps + self._plan_signals(min(budget, chunk), steps)
+        return steps + self._plan_signals(steps)
 
     def launched(self, step: Step) -> None:
         """The batch is on its way: a signal whose last chunk it holds needs no further one."""
@@ -126,10 +128,13 @@ class Planner:
             return None
         return self._step(work, entry, work.tokens.length)
 
-    def _plan_signals(self, budget: int, ranked: list[Step]) -> list[Step]:
+    def _plan_signals(self, ranked: list[Step]) -> list[Step]:
+        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
         busy = {step.work.key for step in ranked}
         steps: list[Step] = []
-        left_s, rows = self._chunk_s, sum(step.part.num_new for step in ranked)
+        budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
+        ranked_s = sum(self._costs.predict_s(*step.part.work, steps=0.0) for step in ranked)
+        left_s = max(self._chunk_s - ranked_s, _LEAST_SHARE * self._chunk_s)
         for work in [w for w in self._signals.values() if w.key not in busy]:
             if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
                 break

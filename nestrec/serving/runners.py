@@ -13,5 +13,5 @@ def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
         from nestrec.serving.graph_runner import GraphRunner
 
         if is_pageable(form.encoder):
-            return GraphRunner(form, pool, max_tokens=cfg.max_batch_tokens + form.encoder.cfg.max_length)
+            return GraphRunner(form, pool, max_tokens=2 * cfg.max_batch_tokens + form.encoder.cfg.max_length)
     return Runner(form, pool)

@@ -183,7 +183,7 @@ def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
     batches = {}
     for chunk_ms in (0.0, 1e-6):
         tiers = replace(TIERS, cache_bytes=1 << 20)
-        engine = make_engine(servable, replace(CONFIG, tiers=tiers, chunk_tokens=999, chunk_ms=chunk_ms))
+        engine = make_engine(servable, replace(CONFIG, tiers=tiers, chunk_ms=chunk_ms))
         engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
         batches[chunk_ms] = engine.counts["batches"]
         candidates = draw_candidates(rng, history)
@@ -214,9 +214,7 @@ def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
     form = make_form(random_retrieval(encoder, num_items=200))
     pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
     runner = InSteps(form, pool)
-    engine = Engine(
-        form, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_tokens=999, chunk_ms=0.0), runner=runner
-    )
+    engine = Engine(form, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_ms=0.0), runner=runner)
     runner.rows.clear()  # of the warm-up
     history = draw_history(np.random.default_rng(12), 1000)
     engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
@@ -231,12 +229,37 @@ def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise(
     batches = []
     for budget_ms in (1e6, 1e-6):
         trigger = replace(CONFIG.trigger, budget_ms=budget_ms)
-        cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_tokens=999, trigger=trigger)
+        cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), trigger=trigger)
         engine = make_engine(servable, cfg)
         engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
         batches.append(engine.counts["batches"])
         engine.close()
     assert batches == [1, 4], "pieces of 256 tokens"
+
+
+@pytest.mark.parametrize(("num_ranked", "chunk"), [(0, 768), (2, 512), (8, 256)])
+def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_requests(monkeypatch, num_ranked, chunk):
+    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
+    monkeypatch.setattr(CostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6)
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
+    form = make_form(random_retrieval(encoder, num_items=200))
+    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
+    runner, rng = InSteps(form, pool), np.random.default_rng(14)
+    runner.row_step = 1
+    cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_ms=10.0)
+    engine = Engine(form, cfg, runner=runner)
+    runner.rows.clear()  # of the warm-up
+    ranked = draw_history(rng, 200)
+    with engine._condition:  # so that one batch has it all
+        works = [engine.preinfer("a", draw_history(rng, 999), 0, 3, timeout_s=1e9)[1]]
+        works += [
+            engine.rank(f"{user}", ranked, draw_candidates(rng, ranked, 10), timeout_s=1e9)
+            for user in range(num_ranked)
+        ]
+    for work in works:
+        work.future.result(TIMEOUT_S)
+    engine.close()
+    assert runner.rows[0] == num_ranked * 210 + chunk
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(servable):
