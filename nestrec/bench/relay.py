@@ -120,7 +120,7 @@ class Size:
         mode = mode_named(name)
         budget_ms = slo_ms if mode.sends_signals else self._slo_ms
         if mode.uses_dram and not self._is_dram_warm:
-            self._bed.warm_dram(self._history)
+            self._bed.warm_dram()
             self._is_dram_warm = True
         key = (name, returning, budget_ms)
         if key not in self._sweeps:

@@ -13,6 +13,7 @@ from nestrec.bench.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine, EngineConfig
 from nestrec.serving.forms import Form, make_form
+from nestrec.serving.host_pages import HostPages
 from nestrec.serving.page_pool import PagePool, bytes_a_token
 from nestrec.serving.random_model import random_ranking
 from nestrec.serving.runners import make_runner
@@ -92,7 +93,7 @@ class Bed:
         self.bench = bench
         events = max(bench.history) * (LONGEST if bench.longest else 1) + _MOST_VISITS * bench.new_events
         encoder = replace(bench.encoder, max_length=2 * (events + 1))
-        self._dtype = dtype = getattr(torch, bench.dtype)
+        dtype = getattr(torch, bench.dtype)
         servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
         self.form: Form = make_form(servable)
         page_tokens = TiersConfig().page_tokens
@@ -102,15 +103,10 @@ class Bed:
         )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
-    def warm_dram(self, history: int) -> None:
-        """Pinned memory is slow to get for the first time and then kept by its allocator, by size: get it now."""
-        if self.bench.device != "cuda":
-            return
-        for events in (history, history + self.bench.new_events):
-            num_bytes = self.form.tokens_an_event * events * bytes_a_token(self.form.encoder.cfg, self._dtype)
-            number = self.bench.dram_bytes // num_bytes // 2
-            blocks = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(number)]
-            blocks.clear()
+    def warm_dram(self) -> None:
+        """Pinned memory is slow to get for the first time and then kept by its allocator: get it now."""
+        if self.bench.device == "cuda":
+            HostPages(self.runner.pool, max_bytes=self.bench.dram_bytes).get_memory()
 
     def load(self, history: int, candidates: int, returning: float) -> Load:
         bench = self.bench
@@ -146,7 +142,7 @@ def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
     tiers = TiersConfig(
         cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
         keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
-        dram_link_gb_per_s=mode.fetch_gb_per_s,
+        dram_link_gb_per_s=mode.fetch_gb_per_s, reload="always" if mode.fetches_always else "worth",
     )  # fmt: skip
     trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
     return EngineConfig(

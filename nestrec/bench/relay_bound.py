@@ -14,6 +14,7 @@ import torch
 
 from nestrec.bench.relay_load import Load, bank_of
 from nestrec.bench.relay_modes import Mode
+from nestrec.serving.host_pages import HostPages
 from nestrec.serving.runner import BatchRunner, Part
 
 _REPEATS, _BATCH, _WARM_S = 9, 8, 0.3
@@ -60,13 +61,15 @@ def measure_costs(runner: BatchRunner, load: Load) -> Costs:
         )  # fmt: skip
         return round(_median_ms(lambda: runner.launch([part] * batch).wait()[1]) / batch, 4)
 
-    stored = pool.copy_out(pages, last)
+    host = HostPages(pool, max_bytes=len(pages) * pool.page_bytes)
+    held = host.take(host.bytes_of(last))
+    host.copy_out(pages, held)
     return Costs(
         full_ms=milliseconds(0, last, ranks=True), prefix_ms=milliseconds(0, last, ranks=False),
         rank_ms=milliseconds(last, last, ranks=True, batch=_BATCH),
         extend_ms=milliseconds(last, tokens.length, ranks=False, batch=_BATCH),
-        reload_ms=_median_ms(lambda: _seconds_of(lambda: pool.copy_in(pages, stored))),
-        prefix_mb=stored.numel() * stored.itemsize / 1e6,
+        reload_ms=_median_ms(lambda: _seconds_of(lambda: host.copy_in(pages, held))),
+        prefix_mb=host.bytes_of(last) / 1e6,
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ class Mode:
     keeps_prefix: bool = True
     keeps_on_device: bool = True
     uses_dram: bool = False
+    fetches_always: bool = False
+    """what DRAM has is fetched even where computing it would be sooner"""
     strays: float = 0.0
     """share of ranking requests that reach another instance than their signal did"""
     fetch_gb_per_s: float = 0.0
@@ -27,7 +29,7 @@ class Mode:
 
 MODES = {
     "full": Mode(keeps_prefix=False),
-    "dram_fetch": Mode(keeps_on_device=False, uses_dram=True),
+    "dram_fetch": Mode(keeps_on_device=False, uses_dram=True, fetches_always=True),
     "relay": Mode(policy="at_risk"),
     "relay_dram": Mode(policy="at_risk", uses_dram=True),
 }
@@ -35,7 +37,9 @@ ABLATIONS = {
     "reactive": Mode(uses_dram=True),
     "relay_all": Mode(policy="all", uses_dram=True),
     "no_affinity": Mode(policy="at_risk", uses_dram=True, strays=0.5),
-    "remote_fetch": Mode(policy="at_risk", keeps_on_device=False, uses_dram=True, fetch_gb_per_s=12.5),
+    "remote_fetch": Mode(
+        policy="at_risk", keeps_on_device=False, uses_dram=True, fetches_always=True, fetch_gb_per_s=12.5
+    ),
 }
 """no_affinity: one of two instances between which requests are shared out at random. remote_fetch: what ranking has
 consumed is kept by another machine behind 100 Gbit/s, and every return fetches it from there."""

@@ -1,10 +1,12 @@
 """Copies between device pages and DRAM on a thread of their own, and what they cost.
 
-On a GPU they also have a stream of their own, so that batches go on beside them. A copy begins after the engine has
+Each direction has a copier: a link carries both at once, and what comes back is waited for. On a GPU they also have a
+stream of their own, so that batches go on beside them. A copy begins after the engine has
 seen the end of whatever wrote its pages, and ends before the engine hears of it: no stream needs to wait for another.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +16,12 @@ import torch
 
 from nestrec.serving.cost_model import CostModel, work_of
 
+_LOG = logging.getLogger(__name__)
 _SMOOTH = 0.1
 
 
 class Copier:
-    """One copy after the other; `done` is called on the copier's thread."""
+    """One copy after the other; `done` is called on the copier's thread, with whether the copy was made."""
 
     def __init__(self, device: torch.device, link_gb_per_s: float = 0.0) -> None:
         """link_gb_per_s: emulates a slower link; 0 copies as fast as the machine can."""
@@ -29,17 +32,21 @@ class Copier:
         self._seconds_a_byte = 1e-9
         self._queued_bytes = 0
 
-    def submit(self, copy: Callable[[], object], num_bytes: int, done: Callable[[object], None]) -> None:
+    def submit(self, copy: Callable[[], None], num_bytes: int, done: Callable[[bool], None]) -> None:
         def run() -> None:
-            start_s = time.perf_counter()
-            with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-                result = copy()
+            start_s, is_made = time.perf_counter(), True
+            try:
+                with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+                    copy()
+            except Exception:
+                _LOG.exception("a copy between device and DRAM failed; the prefix is forgotten")
+                is_made = False
             time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
             seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
             with self._lock:
                 self._seconds_a_byte += _SMOOTH * (seconds - self._seconds_a_byte)
                 self._queued_bytes -= num_bytes
-            done(result)
+            done(is_made)
 
         with self._lock:
             self._queued_bytes += num_bytes

@@ -68,7 +68,7 @@ class Engine:
         self._planner = Planner(
             cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event,
             row_step=self._runner.row_step, end=self._finish,
-            signal_done=self._signal_done, count=self._count, pressure=self._pressure,
+            signal_done=self._signal_done, count=self._count, queued_s=lambda: self._queued_s,
         )  # fmt: skip
         self._condition = threading.Condition()
         self._inbox: deque[Work] = deque()
@@ -194,9 +194,6 @@ class Engine:
         with self._condition:
             self._messages.append(message)
             self._condition.notify_all()
-
-    def _pressure(self) -> float:
-        return 1.0 + self._queued_s / self.cfg.max_queue_s
 
     # The engine's thread.
 

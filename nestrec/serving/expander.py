@@ -6,6 +6,7 @@ it was being copied is dropped at its end. Bytes are bounded; an entry that is b
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -33,8 +34,9 @@ class Kept(Generic[Payload]):
 class Expander(Generic[Payload]):
     """Entries within a bound of bytes. One thread uses it."""
 
-    def __init__(self, *, max_bytes: int, ttl_s: float, clock: Clock):
-        self.max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
+    def __init__(self, *, max_bytes: int, ttl_s: float, clock: Clock, give: Callable[[Payload], None] = lambda _: None):
+        """give: is handed the payload of an entry that is gone."""
+        self.max_bytes, self._ttl_s, self._clock, self._give = max_bytes, ttl_s, clock, give
         self._kept: OrderedDict[CacheKey, Kept[Payload]] = OrderedDict()  # least recently used first
         self._in_flight: set[CacheKey] = set()
         self.num_bytes = 0
@@ -93,6 +95,11 @@ class Expander(Generic[Payload]):
         self._remove(key)
         return True
 
+    def drop_entry(self, kept: Kept[Payload]) -> None:
+        """Forget this very entry, where it is still there."""
+        if self._kept.get(kept.key) is kept:
+            self._remove(kept.key)
+
     def sweep(self) -> int:
         """Forget what has expired; how many."""
         now_s = self._clock.now_s()
@@ -131,4 +138,6 @@ class Expander(Generic[Payload]):
 
     def _release(self, kept: Kept[Payload]) -> None:
         self.num_bytes -= kept.num_bytes
+        if kept.payload is not None:
+            self._give(kept.payload)
         kept.payload = None

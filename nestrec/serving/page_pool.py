@@ -1,9 +1,10 @@
 """Device memory of the prefix cache: keys and values of every layer, in pages.
 
-Legend: L layers, H heads, D head dimension, P tokens.
+Legend: L layers, H heads, D head dimension, P tokens, N pages.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -46,22 +47,23 @@ class PagePool:
         for part, new in ((0, keys_THD), (1, values_THD)):
             self._pool[layer, part].index_copy_(1, slots, new.transpose(0, 1))
 
-    def copy_out(self, pages: list[int], length: int) -> torch.Tensor:
-        """(L, 2, H, P, D) in host memory, pinned where the pool is on a GPU. Waits on the current stream only."""
-        stored = self._pool.index_select(3, self._slots(pages, 0, length))
-        if not stored.is_cuda:
-            return stored
-        host = torch.empty(stored.shape, dtype=stored.dtype, pin_memory=True)
-        host.copy_(stored, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return host
+    @property
+    def page_bytes(self) -> int:
+        """Of all layers."""
+        return self._pool.numel() // self.num_pages * self._pool.itemsize
 
-    def copy_in(self, pages: list[int], stored: torch.Tensor) -> None:
-        """Back from host memory. Waits on the current stream only."""
-        there = stored.to(self._pool.device, non_blocking=True)
-        self._pool.index_copy_(3, self._slots(pages, 0, stored.shape[3]), there)
-        if there.is_cuda:
-            torch.cuda.current_stream().synchronize()
+    def empty_blocks(self, count: int) -> torch.Tensor:
+        """(N, L, 2, H, P, D): room for so many pages."""
+        num_layers, two, num_heads, _, dim = self._pool.shape
+        return self._pool.new_empty(count, num_layers, two, num_heads, self.page_tokens, dim)
+
+    def gather(self, pages: Sequence[int]) -> torch.Tensor:
+        """(N, L, 2, H, P, D): a copy of whole pages."""
+        return self._paged().index_select(3, self._numbers(pages)).permute(3, 0, 1, 2, 4, 5).contiguous()
+
+    def scatter(self, pages: Sequence[int], blocks: torch.Tensor) -> None:
+        """Whole pages from (N, L, 2, H, P, D)."""
+        self._paged().index_copy_(3, self._numbers(pages), blocks.permute(1, 2, 3, 0, 4, 5))
 
     def slots(self, pages: list[int], first: int, end: int) -> NDArray[np.int64]:
         """Where tokens [first, end) of these pages lie."""
@@ -69,6 +71,13 @@ class PagePool:
         used = np.asarray(pages[skipped : -(-end // self.page_tokens)], np.int64)
         slots: NDArray[np.int64] = (used[:, None] * self.page_tokens + np.arange(self.page_tokens)).ravel()
         return slots[first - skipped * self.page_tokens : end - skipped * self.page_tokens]
+
+    def _paged(self) -> torch.Tensor:
+        *before, _, dim = self._pool.shape
+        return self._pool.view(*before, self.num_pages, self.page_tokens, dim)
+
+    def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64).to(self._pool.device)
 
     def _slots(self, pages: list[int], first: int, end: int) -> torch.Tensor:
         return torch.from_numpy(self.slots(pages, first, end)).to(self._pool.device)

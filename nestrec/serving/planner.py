@@ -47,19 +47,19 @@ End = Callable[[Work, Answer | None, Exception | None], None]
 class Planner:
     """The queues of an engine, used on its thread.
 
-    end: answers a work. pressure: how scarce device time is, 1 where nothing waits.
+    end: answers a work. queued_s: device seconds of everything that waits or runs.
     """
 
     def __init__(
         self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int,
         row_step: int, end: End, signal_done: Callable[[Work, Entry], None], count: Callable[[str], None],
-        pressure: Callable[[], float],
+        queued_s: Callable[[], float],
     ):  # fmt: skip
         self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
         self._costs, self._row_step = costs, row_step
         chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
         self._chunk_s = chunk_ms / 1e3 or math.inf
-        self._end, self._signal_done, self._count, self._pressure = end, signal_done, count, pressure
+        self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
         self._ranks: deque[Work] = deque()
         self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
 
@@ -124,7 +124,8 @@ class Planner:
     def _plan_rank(self, work: Work) -> Step | None:
         """How to compute a request; none where it waits for a copy from DRAM."""
         entry = self._tiers.find(work)
-        if entry is None and self._tiers.reload(work, self._pressure(), self._resume):
+        behind = len(self._ranks)
+        if entry is None and self._tiers.reload(work, ahead_s=0.0, behind=behind, resume=self._resume):
             return None
         return self._step(work, entry, work.tokens.length)
 
@@ -154,7 +155,7 @@ class Planner:
         if not self._is_wanted(work):
             return None
         entry = self._tiers.find(work)
-        if entry is None and self._tiers.reload(work, self._pressure(), self._resume):
+        if entry is None and self._tiers.reload(work, ahead_s=self._queued_s(), behind=0, resume=self._resume):
             return None
         if entry is not None and entry.length >= work.tokens.num_cacheable:
             self._signal_done(work, entry)

@@ -4,9 +4,7 @@ Used on the engine's thread; copies run on a thread of their own and report back
 """
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import Literal
 
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
@@ -14,6 +12,7 @@ from nestrec.serving.copier import Copier, break_even_tokens
 from nestrec.serving.cost_model import CostModel, work_of
 from nestrec.serving.expander import Expander, Kept
 from nestrec.serving.forms import Form
+from nestrec.serving.host_pages import HostPages
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.page_pool import PagePool, bytes_a_token
 from nestrec.serving.prefix_cache import CacheKey, Entry, PrefixCache
@@ -43,6 +42,8 @@ class TiersConfig:
     """prefixes are stored and used; without it every request is computed in full"""
     keeps_on_device: bool = True
     """a prefix stays on the device after ranking; without it only DRAM keeps it"""
+    reload: Literal["worth", "always"] = "worth"
+    """what DRAM has comes back where that is sooner than computing it, or always"""
 
 
 class PrefixTiers:
@@ -68,8 +69,12 @@ class PrefixTiers:
             num_pages=num_pages, page_tokens=self.pool.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
             slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
         )  # fmt: skip
-        self.dram: Expander[torch.Tensor] = Expander(max_bytes=cfg.dram_bytes, ttl_s=cfg.dram_ttl_s, clock=clock)
-        self._copier = Copier(weights.device, cfg.dram_link_gb_per_s)
+        self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes)
+        self.dram: Expander[list[int]] = Expander(
+            max_bytes=self._host.num_pages * self._host.page_bytes, ttl_s=cfg.dram_ttl_s, clock=clock,
+            give=self._host.give,
+        )  # fmt: skip
+        self._out, self._in = (Copier(weights.device, cfg.dram_link_gb_per_s) for _ in range(2))
         self._reloading: dict[CacheKey, list[Work]] = {}
 
     def find(self, work: Work) -> Entry | None:
@@ -102,28 +107,31 @@ class PrefixTiers:
         """
         used = 1.0 - self.device.num_free_pages / self.device.num_pages
         stays = self.cfg.keeps_on_device
-        if self.cfg.dram_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
+        if self.dram.max_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
             return
-        num_bytes, kept = entry.length * self.bytes_a_token, None
-        if self._copier.wait_s <= _MOST_SPILL_WAIT_S:
+        num_bytes, kept = self._host.bytes_of(entry.length), None
+        if self._out.wait_s <= _MOST_SPILL_WAIT_S:
             kept = self.dram.begin_spill(entry.key, length=entry.length, content=entry.content, num_bytes=num_bytes)
         if kept is not None:
             self.device.pin(entry)
-            pages, length = list(entry.pages), entry.length
-            finish = lambda stored: self._post(lambda: self._spilled(kept, entry, stored))  # noqa: E731
-            self._copier.submit(lambda: self.pool.copy_out(pages, length), num_bytes, finish)
+            pages, held = list(entry.pages), self._host.take(num_bytes)
+            finish = lambda is_made: self._post(lambda: self._spilled(kept, entry, held, is_made))  # noqa: E731
+            self._out.submit(lambda: self._host.copy_out(pages, held), num_bytes, finish)
         if not stays:
             self.device.drop(entry.key)
 
-    def reload(self, work: Work, pressure: float, resume: Callable[[Work], None]) -> bool:
-        """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end."""
+    def reload(self, work: Work, *, ahead_s: float, behind: int, resume: Callable[[Work], None]) -> bool:
+        """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end.
+
+        ahead_s: device seconds until the prefix could be computed instead. behind: works that would wait for that.
+        """
         if work.source == "dram" or not self.cfg.keeps_prefix:  # came back once already
             return False
         if work.key in self._reloading:
             self._reloading[work.key].append(work)
             return True
         kept = self.dram.find(work.key, work.content_of)
-        if kept is None or kept.payload is None or not self._is_reload_worth(kept.length, pressure):
+        if kept is None or kept.payload is None or not self._is_reload_worth(kept, ahead_s, behind):
             return False
         entry = self.device.create(work.key)
         if entry is None or not self.device.grow(entry, kept.length):
@@ -132,9 +140,9 @@ class PrefixTiers:
             return False
         self._reloading[work.key] = [work]
         self.dram.begin_reload(kept)
-        pages, stored = list(entry.pages), kept.payload
-        finish = lambda _: self._post(lambda: self._reloaded(kept, entry, resume))  # noqa: E731
-        self._copier.submit(lambda: self.pool.copy_in(pages, stored), kept.num_bytes, finish)
+        pages, held = list(entry.pages), kept.payload
+        finish = lambda is_made: self._post(lambda: self._reloaded(kept, entry, resume, is_made))  # noqa: E731
+        self._in.submit(lambda: self._host.copy_in(pages, held), kept.num_bytes, finish)
         return True
 
     def waiting(self) -> list[Work]:
@@ -143,24 +151,30 @@ class PrefixTiers:
 
     def break_even_tokens(self) -> int | None:
         """Prefixes from this length on are reloaded from DRAM faster than computed."""
-        return break_even_tokens(self._costs, self._copier, self.bytes_a_token, self._longest)
+        return break_even_tokens(self._costs, self._in, self.bytes_a_token, self._longest)
 
     def close(self) -> None:
-        self._copier.close()
+        self._out.close()
+        self._in.close()
 
-    def _is_reload_worth(self, length: int, pressure: float) -> bool:
-        """Faster than computing, the more readily the scarcer device time is (pressure 1: nothing waits)."""
-        compute_s = self._costs.predict_s(*work_of(0, length, 0))
-        copy_s = self._copier.wait_s + self._copier.copy_s(length * self.bytes_a_token)
-        return copy_s < compute_s * pressure
+    def _is_reload_worth(self, kept: Kept[list[int]], ahead_s: float, behind: int) -> bool:
+        """Sooner there than computed. A device that is busy makes both of them wait who come before and after."""
+        compute_s = self._costs.predict_s(*work_of(0, kept.length, 0))
+        copy_s = self._in.wait_s + self._in.copy_s(kept.num_bytes)
+        return self.cfg.reload == "always" or copy_s < ahead_s + compute_s * (1 + behind)
 
-    def _spilled(self, kept: Kept[torch.Tensor], entry: Entry, stored: Any) -> None:
-        self.dram.finish_spill(kept, stored)
+    def _spilled(self, kept: Kept[list[int]], entry: Entry, held: list[int], is_made: bool) -> None:
+        self.dram.finish_spill(kept, held)
+        if not is_made:
+            self.dram.drop_entry(kept)
         self.device.unpin(entry)
         self._count("spilled")
 
-    def _reloaded(self, kept: Kept[torch.Tensor], entry: Entry, resume: Callable[[Work], None]) -> None:
-        if self.dram.finish_reload(kept) and not entry.is_dropped:
+    def _reloaded(self, kept: Kept[list[int]], entry: Entry, resume: Callable[[Work], None], is_made: bool) -> None:
+        is_good = self.dram.finish_reload(kept) and is_made
+        if not is_made:
+            self.dram.drop_entry(kept)
+        if is_good and not entry.is_dropped:
             self.device.commit(entry, kept.length, kept.content)
         elif not entry.is_dropped:
             self.device.drop(entry.key)

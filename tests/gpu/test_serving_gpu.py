@@ -14,6 +14,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.copier import Copier
 from nestrec.serving.engine import Engine, EngineConfig
 from nestrec.serving.forms import make_form
+from nestrec.serving.host_pages import HostPages
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.page_pool import PagePool
 from nestrec.serving.random_model import random_ranking
@@ -77,15 +78,16 @@ def test_prefixes_go_to_dram_and_come_back_on_a_stream_of_their_own():
     pool = PagePool(ENCODERS["plain"], num_pages=8, page_tokens=64, device=device, dtype=torch.float32)
     pool.tensor.normal_()
     before, pages, copier = pool.tensor.clone(), [5, 2, 7], Copier(device)
-    stored: Queue[torch.Tensor] = Queue()
-    copier.submit(lambda: pool.copy_out(pages, 150), 1, stored.put)
-    kept = stored.get(timeout=30.0)
-    assert kept.is_pinned()
+    host, is_made = HostPages(pool, max_bytes=8 * pool.page_bytes), Queue[bool]()
+    held = host.take(host.bytes_of(150))
+    copier.submit(lambda: host.copy_out(pages, held), 1, is_made.put)
+    assert is_made.get(timeout=30.0)
+    assert all(memory.is_pinned() for _, memory in host._runs(held))
     pool.tensor.zero_()
     torch.cuda.synchronize()
-    copier.submit(lambda: pool.copy_in(pages, kept), 1, stored.put)
-    stored.get(timeout=30.0)
+    copier.submit(lambda: host.copy_in(pages, held), 1, is_made.put)
+    assert is_made.get(timeout=30.0)
     copier.close()
-    slots = pool.slots(pages, 0, 150)
+    slots = pool.slots(pages, 0, 3 * 64)
     assert torch.equal(pool.tensor[:, :, :, slots], before[:, :, :, slots])
     assert pool.tensor.count_nonzero() == before[:, :, :, slots].count_nonzero()

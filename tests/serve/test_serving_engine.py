@@ -15,6 +15,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.cost_model import CostModel
 from nestrec.serving.engine import Engine, EngineConfig
 from nestrec.serving.forms import make_form
+from nestrec.serving.host_pages import HostPages
 from nestrec.serving.page_pool import PagePool
 from nestrec.serving.random_model import random_ranking, random_retrieval
 from nestrec.serving.runner import Launched, Runner
@@ -23,7 +24,9 @@ from nestrec.serving.trigger import TriggerConfig
 from nestrec.serving.work import OverloadedError, UnavailableError
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=32, time_bias=True)
-TIERS = TiersConfig(cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0)
+TIERS = TiersConfig(
+    cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0, reload="always"
+)
 CONFIG = EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9))
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
 SLIDE = 4
@@ -260,6 +263,56 @@ def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_reques
         work.future.result(TIMEOUT_S)
     engine.close()
     assert runner.rows[0] == num_ranked * 210 + chunk
+
+
+@pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
+def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction, caplog):
+    def fail(*_):
+        raise MemoryError("no host memory")
+
+    rng = np.random.default_rng(15)
+    servable = random_ranking(ENCODER, num_items=200)
+    engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_on_device=False)))
+    with monkeypatch.context() as broken:
+        broken.setattr(HostPages, direction, fail)
+        for _ in range(3):
+            history = draw_history(rng, 9)
+            for _ in range(2):  # the second asks for what the first has left
+                candidates = draw_candidates(rng, history)
+                answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+                expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
+                assert np.abs(answer.scores - expected).max() <= 1e-5
+                wait_for_copies(engine)
+    assert "failed; the prefix is forgotten" in caplog.text
+    assert engine.tiers.dram.num_bytes == sum(kept.num_bytes for kept in engine.tiers.dram.entries())
+    answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+    wait_for_copies(engine)
+    answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+    assert answer.source == "dram", "the next copy is made"
+    assert np.abs(answer.scores - expected).max() <= 1e-5
+    engine.close()
+    assert engine.tiers.device.num_free_pages == engine.tiers.device.num_pages
+
+
+def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who_wait(monkeypatch):
+    engine = make_engine(random_ranking(ENCODER, num_items=200), replace(CONFIG, tiers=replace(TIERS, reload="worth")))
+    tiers = engine.tiers
+    kept = tiers.dram.begin_spill(engine._key("a"), length=8, content=b"", num_bytes=2048)
+    monkeypatch.setattr(engine.costs, "predict_s", lambda *_: 1e-3)
+    for copy_s, ahead_s, behind, is_worth in (
+        (9e-4, 0.0, 0, True), (3e-3, 0.0, 0, False), (3e-3, 2.5e-3, 0, True), (3e-3, 0.0, 3, True), (3e-3, 0.0, 1, False)
+    ):  # fmt: skip
+        monkeypatch.setattr(tiers._in, "copy_s", lambda num_bytes, copy_s=copy_s: copy_s * (num_bytes > 0))
+        assert tiers._is_reload_worth(kept, ahead_s, behind) == is_worth
+    engine.close()
+
+
+def wait_for_copies(engine):
+    """Until everything that was begun has ended and been told to the engine."""
+    end_s = time.perf_counter() + TIMEOUT_S
+    while engine.tiers.dram._in_flight or engine._messages:
+        assert time.perf_counter() < end_s
+        time.sleep(1e-3)
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(servable):
