@@ -102,22 +102,25 @@ def largest(
     factor: float = 2.0,
     most: float = math.inf,
 ) -> tuple[float, Trial | None]:
-    """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply or divide by `factor`
-    until it lies in between, then halve the interval."""
+    """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply by `factor`, or divide
+    by it, by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it is
+    as narrow as `factor`."""
     low, high, best = 0.0, math.inf, None
-    value = min(start, most)
+    value, num_missed = min(start, most), 0
     for _ in range(24):
         trial = measure(value)
         if trial.meets(slo_ms):
             low, best = value, trial
         else:
-            high = value
+            high, num_missed = value, num_missed + 1
         if math.isinf(high):
             if low >= most:
                 break
             value = min(low * factor, most)
         elif not low and high > start / 8:
-            value = high / factor
+            value = high / factor**num_missed
+        elif low and high > low * factor * 1.01:
+            value = math.sqrt(low * high)
         elif not low or rounds == 0 or high <= low * 1.05:
             break
         else:

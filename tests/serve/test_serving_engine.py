@@ -300,7 +300,8 @@ def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who
     kept = tiers.dram.begin_spill(engine._key("a"), length=8, content=b"", num_bytes=2048)
     monkeypatch.setattr(engine.costs, "predict_s", lambda *_: 1e-3)
     for copy_s, ahead_s, behind, is_worth in (
-        (9e-4, 0.0, 0, True), (3e-3, 0.0, 0, False), (3e-3, 2.5e-3, 0, True), (3e-3, 0.0, 3, True), (3e-3, 0.0, 1, False)
+        (9e-4, 0.0, 0, True), (3e-3, 0.0, 0, False), (3e-3, 2.5e-3, 0, True), (3e-3, 0.0, 3, True),
+        (3e-3, 0.0, 1, False),
     ):  # fmt: skip
         monkeypatch.setattr(tiers._in, "copy_s", lambda num_bytes, copy_s=copy_s: copy_s * (num_bytes > 0))
         assert tiers._is_reload_worth(kept, ahead_s, behind) == is_worth
