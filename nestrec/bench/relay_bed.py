@@ -23,7 +23,7 @@ from nestrec.serving.trigger import TriggerConfig
 _MOST_VISITS = 64
 _WARM_S = 0.7
 """of a trial where nobody returns"""
-LONGEST = 2
+LONGEST = 3
 """times the longest history: how far `longest` looks"""
 
 

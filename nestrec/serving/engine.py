@@ -297,7 +297,7 @@ class Engine:
         if step.entry is not None:
             self.tiers.device.hold(step.entry, float("-inf"))
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
-                self.tiers.spill(step.entry)
+                self.tiers.spill(step.entry, ahead_s=self._queued_s)
         self._release(step)
         self._finish(work, Answer(scored.items, scored.scores, work.key.version, work.source, step.part.first), None)
 

@@ -1,7 +1,8 @@
 """Host memory of prefixes that left the device: pages like the device's, in slabs that are taken as they are needed.
 
 Pinned memory is given out by torch in powers of two, so a tensor for each prefix could take twice its size; slabs are a
-power of two less at most a page.
+power of two less at most a page. Copies go in small pieces of which two are on their way: the indices and scores of
+batches travel by the same link, and wait for the pieces before them.
 
 Legend: N pages, L layers, H heads, P tokens of a page, D head dimension.
 """
@@ -9,12 +10,14 @@ Legend: N pages, L layers, H heads, P tokens of a page, D head dimension.
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import torch
 
 from nestrec.serving.page_pool import PagePool
 
 _SLAB_BYTES = 1 << 27
+_PIECE_BYTES = 1 << 22
 
 
 class HostPages:
@@ -25,7 +28,7 @@ class HostPages:
         self._pool = pool
         self.page_bytes = pool.page_bytes
         self.num_pages = max_bytes // self.page_bytes
-        self._slab_pages = max(1, _SLAB_BYTES // self.page_bytes)
+        self._slab_pages, self._piece_pages = (max(1, size // self.page_bytes) for size in (_SLAB_BYTES, _PIECE_BYTES))
         self._slabs: dict[int, torch.Tensor] = {}
         self._free: list[int] = []  # a heap: the lowest first, so that neighbours stay together
         self._num_seen = 0
@@ -50,30 +53,33 @@ class HostPages:
     def copy_out(self, pages: Sequence[int], held: Sequence[int]) -> None:
         """From pages of the device. Waits on the current stream only."""
         blocks = self._pool.gather(pages[: len(held)])
-        for first, memory in self._runs(held):
-            memory.copy_(blocks[first : first + len(memory)], non_blocking=True)
-        _wait(blocks)
+        with _Paced(blocks.is_cuda) as paced:
+            for first, memory in self._pieces(held):
+                memory.copy_(blocks[first : first + len(memory)], non_blocking=True)
+                paced.next()
 
     def copy_in(self, pages: Sequence[int], held: Sequence[int]) -> None:
         """Back into pages of the device. Waits on the current stream only."""
         blocks = self._pool.empty_blocks(len(held))
-        for first, memory in self._runs(held):
-            blocks[first : first + len(memory)].copy_(memory, non_blocking=True)
-        self._pool.scatter(pages[: len(held)], blocks)
-        _wait(blocks)
+        with _Paced(blocks.is_cuda) as paced:
+            for first, memory in self._pieces(held):
+                blocks[first : first + len(memory)].copy_(memory, non_blocking=True)
+                paced.next()
+            self._pool.scatter(pages[: len(held)], blocks)
 
     def get_memory(self) -> None:
         """All slabs at once."""
         for number in range(-(-self.num_pages // self._slab_pages)):
             self._slab(number)
 
-    def _runs(self, held: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(place of its first page, (N, L, 2, H, P, D) memory) of pages that lie one after the other."""
-        places = itertools.groupby(enumerate(held), lambda p: (p[1] - p[0], p[1] // self._slab_pages))
-        for (_, slab), run in places:
-            first, page = next(run)
-            start = page % self._slab_pages
-            yield first, self._slab(slab)[start : start + 1 + sum(1 for _ in run)]
+    def _pieces(self, held: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(place of its first page, (N, L, 2, H, P, D) memory) of a few pages that lie one after the other."""
+        runs = itertools.groupby(enumerate(held), lambda p: (p[1] - p[0], p[1] // self._slab_pages))
+        for (_, slab), run in runs:
+            places = list(run)
+            memory = self._slab(slab)[(start := places[0][1] % self._slab_pages) : start + len(places)]
+            for first in range(0, len(places), self._piece_pages):
+                yield places[first][0], memory[first : first + self._piece_pages]
 
     def _slab(self, number: int) -> torch.Tensor:
         if number not in self._slabs:
@@ -84,6 +90,22 @@ class HostPages:
         return self._slabs[number]
 
 
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.current_stream().synchronize()
+class _Paced:
+    """Two pieces on their way on the current stream of a GPU; none at the end."""
+
+    def __init__(self, is_cuda: bool):
+        self._events = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
+
+    def next(self) -> None:
+        """A piece has been launched: wait for the one before."""
+        if self._events:
+            self._events.reverse()
+            self._events[0].record()
+            self._events[1].synchronize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._events:
+            torch.cuda.current_stream().synchronize()

@@ -130,7 +130,10 @@ class Planner:
         return self._step(work, entry, work.tokens.length)
 
     def _plan_signals(self, ranked: list[Step]) -> list[Step]:
-        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
+        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long.
+        None while requests are left waiting, whose time has come."""
+        if self._ranks:
+            return []
         busy = {step.work.key for step in ranked}
         steps: list[Step] = []
         budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)

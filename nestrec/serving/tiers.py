@@ -100,17 +100,19 @@ class PrefixTiers:
         self.device.drop(key)
         self.dram.drop(key)
 
-    def spill(self, entry: Entry) -> None:
+    def spill(self, entry: Entry, *, ahead_s: float) -> None:
         """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself.
 
-        Not where the link is behind: what waits for it could not leave the device.
+        Only what would be worth a reload now, and not where the link is behind: what waits for it could not leave the
+        device.
         """
         used = 1.0 - self.device.num_free_pages / self.device.num_pages
         stays = self.cfg.keeps_on_device
         if self.dram.max_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
             return
         num_bytes, kept = self._host.bytes_of(entry.length), None
-        if self._out.wait_s <= _MOST_SPILL_WAIT_S:
+        is_worth = self._is_copy_worth(entry.length, ahead_s, behind=0)
+        if is_worth and self._out.wait_s <= _MOST_SPILL_WAIT_S:
             kept = self.dram.begin_spill(entry.key, length=entry.length, content=entry.content, num_bytes=num_bytes)
         if kept is not None:
             self.device.pin(entry)
@@ -131,7 +133,7 @@ class PrefixTiers:
             self._reloading[work.key].append(work)
             return True
         kept = self.dram.find(work.key, work.content_of)
-        if kept is None or kept.payload is None or not self._is_reload_worth(kept, ahead_s, behind):
+        if kept is None or kept.payload is None or not self._is_copy_worth(kept.length, ahead_s, behind):
             return False
         entry = self.device.create(work.key)
         if entry is None or not self.device.grow(entry, kept.length):
@@ -157,10 +159,10 @@ class PrefixTiers:
         self._out.close()
         self._in.close()
 
-    def _is_reload_worth(self, kept: Kept[list[int]], ahead_s: float, behind: int) -> bool:
-        """Sooner there than computed. A device that is busy makes both of them wait who come before and after."""
-        compute_s = self._costs.predict_s(*work_of(0, kept.length, 0))
-        copy_s = self._in.wait_s + self._in.copy_s(kept.num_bytes)
+    def _is_copy_worth(self, length: int, ahead_s: float, behind: int) -> bool:
+        """Back sooner than computed. A device that is busy makes both of them wait who come before and after."""
+        compute_s = self._costs.predict_s(*work_of(0, length, 0))
+        copy_s = self._in.wait_s + self._in.copy_s(self._host.bytes_of(length))
         return self.cfg.reload == "always" or copy_s < ahead_s + compute_s * (1 + behind)
 
     def _spilled(self, kept: Kept[list[int]], entry: Entry, held: list[int], is_made: bool) -> None:

@@ -82,7 +82,7 @@ def test_prefixes_go_to_dram_and_come_back_on_a_stream_of_their_own():
     held = host.take(host.bytes_of(150))
     copier.submit(lambda: host.copy_out(pages, held), 1, is_made.put)
     assert is_made.get(timeout=30.0)
-    assert all(memory.is_pinned() for _, memory in host._runs(held))
+    assert all(memory.is_pinned() for _, memory in host._pieces(held))
     pool.tensor.zero_()
     torch.cuda.synchronize()
     copier.submit(lambda: host.copy_in(pages, held), 1, is_made.put)

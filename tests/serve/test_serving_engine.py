@@ -265,6 +265,24 @@ def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_reques
     assert runner.rows[0] == num_ranked * 210 + chunk
 
 
+def test_signals_wait_while_requests_are_left_for_the_next_batch():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
+    form = make_form(random_retrieval(encoder, num_items=200))
+    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
+    runner, rng = InSteps(form, pool), np.random.default_rng(16)
+    cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), max_batch_tokens=300, chunk_ms=0.0)
+    engine = Engine(form, cfg, runner=runner)
+    runner.rows.clear()  # of the warm-up
+    ranked = draw_history(rng, 200)
+    with engine._condition:  # so that all of it is there at the first batch
+        works = [engine.preinfer("a", draw_history(rng, 101), 0, 3, timeout_s=1e9)[1]]
+        works += [engine.rank(f"{i}", ranked, draw_candidates(rng, ranked, 10), timeout_s=1e9) for i in range(4)]
+    for work in works:
+        work.future.result(TIMEOUT_S)
+    engine.close()
+    assert runner.rows == [420, 420 + 100]
+
+
 @pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
 def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction, caplog):
     def fail(*_):
@@ -297,14 +315,13 @@ def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction
 def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who_wait(monkeypatch):
     engine = make_engine(random_ranking(ENCODER, num_items=200), replace(CONFIG, tiers=replace(TIERS, reload="worth")))
     tiers = engine.tiers
-    kept = tiers.dram.begin_spill(engine._key("a"), length=8, content=b"", num_bytes=2048)
     monkeypatch.setattr(engine.costs, "predict_s", lambda *_: 1e-3)
     for copy_s, ahead_s, behind, is_worth in (
         (9e-4, 0.0, 0, True), (3e-3, 0.0, 0, False), (3e-3, 2.5e-3, 0, True), (3e-3, 0.0, 3, True),
         (3e-3, 0.0, 1, False),
     ):  # fmt: skip
         monkeypatch.setattr(tiers._in, "copy_s", lambda num_bytes, copy_s=copy_s: copy_s * (num_bytes > 0))
-        assert tiers._is_reload_worth(kept, ahead_s, behind) == is_worth
+        assert tiers._is_copy_worth(8, ahead_s, behind) == is_worth
     engine.close()
 
 
