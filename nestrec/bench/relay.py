@@ -55,7 +55,6 @@ class Size:
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
-        self._is_dram_warm = False
         load = self._load(0.0)
         self._costs = measure_costs(bed.runner, load)
         self._unloaded_ms = bed.unloaded_ms(load)
@@ -119,9 +118,6 @@ class Size:
         """Trials; an SLO is of no concern to a mode that has no trigger, which serves all of them with the same."""
         mode = mode_named(name)
         budget_ms = slo_ms if mode.sends_signals else self._slo_ms
-        if mode.uses_dram and not self._is_dram_warm:
-            self._bed.warm_dram()
-            self._is_dram_warm = True
         key = (name, returning, budget_ms)
         if key not in self._sweeps:
             self._sweeps[key] = Sweep(self._bed, name, self._load(returning), self._costs, budget_ms)

@@ -13,7 +13,6 @@ from nestrec.bench.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine import Engine, EngineConfig
 from nestrec.serving.forms import Form, make_form
-from nestrec.serving.host_pages import HostPages
 from nestrec.serving.page_pool import PagePool, bytes_a_token
 from nestrec.serving.random_model import random_ranking
 from nestrec.serving.runners import make_runner
@@ -102,11 +101,6 @@ class Bed:
             page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
         )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
-
-    def warm_dram(self) -> None:
-        """Pinned memory is slow to get for the first time and then kept by its allocator: get it now."""
-        if self.bench.device == "cuda":
-            HostPages(self.runner.pool, max_bytes=self.bench.dram_bytes).get_memory()
 
     def load(self, history: int, candidates: int, returning: float) -> Load:
         bench = self.bench

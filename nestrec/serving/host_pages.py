@@ -1,8 +1,9 @@
-"""Host memory of prefixes that left the device: pages like the device's, in slabs that are taken as they are needed.
+"""Host memory of prefixes that left the device: pages like the device's, in slabs.
 
 Pinned memory is given out by torch in powers of two, so a tensor for each prefix could take twice its size; slabs are a
-power of two less at most a page. Copies go in small pieces of which two are on their way: the indices and scores of
-batches travel by the same link, and wait for the pieces before them.
+power of two less at most a page. Getting it stalls the GPU, so it is taken at once; other memory as it is needed.
+Copies go in small pieces of which two are on their way: the indices and scores of batches travel by the same link, and
+wait for the pieces before them.
 
 Legend: N pages, L layers, H heads, P tokens of a page, D head dimension.
 """
@@ -29,9 +30,11 @@ class HostPages:
         self.page_bytes = pool.page_bytes
         self.num_pages = max_bytes // self.page_bytes
         self._slab_pages, self._piece_pages = (max(1, size // self.page_bytes) for size in (_SLAB_BYTES, _PIECE_BYTES))
-        self._slabs: dict[int, torch.Tensor] = {}
+        self._slabs = pool.host_slabs
         self._free: list[int] = []  # a heap: the lowest first, so that neighbours stay together
         self._num_seen = 0
+        if pool.tensor.is_cuda:
+            self._get_memory()
 
     def bytes_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_tokens) * self.page_bytes
@@ -67,11 +70,6 @@ class HostPages:
                 paced.next()
             self._pool.scatter(pages[: len(held)], blocks)
 
-    def get_memory(self) -> None:
-        """All slabs at once."""
-        for number in range(-(-self.num_pages // self._slab_pages)):
-            self._slab(number)
-
     def _pieces(self, held: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """(place of its first page, (N, L, 2, H, P, D) memory) of a few pages that lie one after the other."""
         runs = itertools.groupby(enumerate(held), lambda p: (p[1] - p[0], p[1] // self._slab_pages))
@@ -81,13 +79,16 @@ class HostPages:
             for first in range(0, len(places), self._piece_pages):
                 yield places[first][0], memory[first : first + self._piece_pages]
 
+    def _get_memory(self) -> None:
+        for number in range(-(-self.num_pages // self._slab_pages)):
+            self._slab(number)
+
     def _slab(self, number: int) -> torch.Tensor:
-        if number not in self._slabs:
-            count = min(self._slab_pages, self.num_pages - number * self._slab_pages)
-            on_gpu = self._pool.tensor.is_cuda
-            like = self._pool.empty_blocks(0)
-            self._slabs[number] = torch.empty((count, *like.shape[1:]), dtype=like.dtype, pin_memory=on_gpu)
-        return self._slabs[number]
+        key = (number, min(self._slab_pages, self.num_pages - number * self._slab_pages))
+        if key not in self._slabs:
+            on_gpu, like = self._pool.tensor.is_cuda, self._pool.empty_blocks(0)
+            self._slabs[key] = torch.empty((key[1], *like.shape[1:]), dtype=like.dtype, pin_memory=on_gpu)
+        return self._slabs[key]
 
 
 class _Paced:

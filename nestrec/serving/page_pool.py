@@ -27,6 +27,8 @@ class PagePool:
         shape = (cfg.num_layers, 2, cfg.num_heads, num_pages * page_tokens, cfg.head_dim)
         # Not filled: on a CPU, memory is then taken as pages come into use.
         self._pool = torch.empty(shape, device=device, dtype=dtype)
+        self.host_slabs: dict[tuple[int, int], torch.Tensor] = {}
+        """host memory behind it, by number and pages: kept for the next engine that uses the pool"""
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -66,14 +66,18 @@ def test_random_prefixes_keep_what_they_hold_within_the_bytes(pool, monkeypatch,
         pages = [page for held, _ in kept.values() for page in held]
         assert len(set(pages)) == len(pages)
         assert all(0 <= page < 16 for page in pages)
-    assert sum(len(slab) for slab in host._slabs.values()) <= 16
+    assert sum(len(slab) for slab in pool.host_slabs.values()) <= 16
 
 
-def test_memory_is_taken_as_it_is_needed(pool, monkeypatch):
+def test_memory_is_taken_as_it_is_needed_and_stays_for_the_next_engine_of_the_pool(pool, monkeypatch):
     monkeypatch.setattr(host_pages, "_SLAB_BYTES", 4 * pool.page_bytes)
     host = HostPages(pool, max_bytes=10 * pool.page_bytes)
-    assert not host._slabs
+    assert not pool.host_slabs
     host.copy_out([0, 1], host.take(2 * pool.page_bytes))
-    assert len(host._slabs) == 1
-    host.get_memory()
-    assert sorted(len(slab) for slab in host._slabs.values()) == [2, 4, 4]
+    assert len(pool.host_slabs) == 1
+    host.copy_out(list(range(8)), host.take(8 * pool.page_bytes))
+    slabs = {key: slab.data_ptr() for key, slab in pool.host_slabs.items()}
+    assert sorted(len(slab) for slab in pool.host_slabs.values()) == [2, 4, 4]
+    later = HostPages(pool, max_bytes=10 * pool.page_bytes)
+    later.copy_out(list(range(10)), later.take(10 * pool.page_bytes))
+    assert {key: slab.data_ptr() for key, slab in pool.host_slabs.items()} == slabs
