@@ -177,6 +177,8 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], where: str, raw: str |
         return raw
     if value not in choices:
         remedy = did_you_mean(str(value), [str(choice) for choice in choices])
+        if len(choices) == 1:  # the name of a kind, which decides what other fields there are
+            remedy = f"here it can only be {choices[0]}; take a recipe of the other kind (see `nestrec recipes`)"
         raise UserError("is not one of the choices", field=where, value=value, remedy=remedy)
     return value
 

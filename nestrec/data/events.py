@@ -115,8 +115,9 @@ class EventParser:
         wanted = [log.user, log.item, log.time, log.position, log.rating, *actions, *log.numbers, *log.categories]
         for name in wanted:
             if name is not None and name not in batch.columns:
+                hint = " (is the separator right? --log.separator ';')" if len(batch.columns) == 1 else ""
                 raise DataError(f"is no column of {batch.file}", field="column", value=name,
-                                remedy=did_you_mean(name, batch.columns))  # fmt: skip
+                                remedy=did_you_mean(name, batch.columns) + hint)  # fmt: skip
             if name is not None:
                 _check_type(batch, name, is_time=name in (log.time, log.position))
 

@@ -1,11 +1,13 @@
 """Options of `nestrec prepare`."""
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
 from nestrec.base.bounds import Count, Natural, Share
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 
 TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
 
@@ -21,7 +23,7 @@ class LogColumns:
     time: str | None = None
     """Column of the time of the event; without it and `position`, events keep the order of the file."""
     time_unit: TimeUnit = "s"
-    """Unit of numbers in the time column, or `iso` for dates as text."""
+    """Unit of numbers in the time column, or `iso` for dates as text; a date that names no zone is in UTC."""
     position: str | None = None
     """Column that orders the events of a user (after the time, where both are given)."""
     rating: str | None = None
@@ -41,6 +43,16 @@ class LogColumns:
     """Whether fields may stand in double quotes."""
     encoding: str = "utf-8"
     """Of a text file."""
+
+    def __post_init__(self) -> None:
+        if len(self.separator.replace("\\t", "\t")) != 1 and self.separator != "::":
+            remedy = "give one character, \\t for a tab, or ::"
+            raise UserError("cannot separate fields", field="log.separator", value=self.separator, remedy=remedy)
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            remedy = "give a name that Python knows, such as utf-8 or latin-1"
+            raise UserError("is no known encoding", field="log.encoding", value=self.encoding, remedy=remedy) from None
 
 
 @config

@@ -228,7 +228,10 @@ def check(shape: SyntheticConfig) -> None:
     if abs(shape.zipf_s - 1.0) < 1e-6:
         raise UserError("must differ from 1", field="zipf_s", value=shape.zipf_s, remedy="use 0.999 or 1.001")
     if shape.num_topics > shape.num_items:
-        raise UserError("exceeds num_items", field="num_topics", value=shape.num_topics, remedy="use fewer topics")
+        raise UserError(
+            f"is less than the {shape.num_topics} topics that items belong to", field="num_items",
+            value=shape.num_items, remedy=f"give {shape.num_topics} or more",
+        )  # fmt: skip
 
 
 def _user_block(block: EventBlock) -> UserBlock:

@@ -46,7 +46,7 @@ def _csv_columns(path: Path, first: str, options: PrepareOptions) -> tuple[Delim
     has_header = bool(known & set(cells))
     names = cells if has_header else options.review_columns
     if len(cells) != len(names):
-        remedy = "name the columns in order with --review-columns"
+        remedy = "name the columns in order with --review_columns"
         raise DataError(f"has {len(cells)} columns, not {len(names)}", field="input", value=str(path), remedy=remedy)
     found = {what: next((n for n in options_ if n in names), None) for what, options_ in NAMES_OF.items()}
     for what in ("user", "item", "timestamp"):

@@ -67,6 +67,11 @@ def test_a_value_that_no_run_can_have_is_refused_before_anything_starts(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_kind_of_model_is_another_recipe() -> None:
+    remedy = refusal("train", "demo", "--task.encoder.kind", "sasrec").remedy
+    assert remedy == "here it can only be hstu; take a recipe of the other kind (see `nestrec recipes`)"
+
+
 def test_the_size_of_a_batch_is_given_once(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     error = refusal("train", "demo", "--batch.batch_tokens", "512", "--output", run)

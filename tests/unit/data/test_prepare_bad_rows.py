@@ -237,3 +237,16 @@ def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="is the name of 2 columns") as refused:
             prepare("log", tmp_path / name, tmp_path / "out", options=PrepareOptions())
         assert refused.value.value == "item"
+
+
+@pytest.mark.parametrize(("field", "given"), [("separator", "||"), ("separator", ""), ("encoding", "utf-9")])
+def test_what_no_text_file_can_have_is_refused(field: str, given: str) -> None:
+    with pytest.raises(UserError) as refused:
+        LogColumns(**{field: given})
+    assert refused.value.field == f"log.{field}"
+
+
+def test_a_file_read_with_the_wrong_separator_says_so(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user;item\nu;a\n")
+    with pytest.raises(DataError, match="is the separator right"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions())
