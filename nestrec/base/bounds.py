@@ -27,7 +27,9 @@ class Bound:
 
     def __str__(self) -> str:
         if self.high < float("inf"):
-            return f"{self.low:g} to {'less than ' if self.below else ''}{self.high:g}"
+            return (
+                f"{'more than ' if self.above else ''}{self.low:g} to {'less than ' if self.below else ''}{self.high:g}"
+            )
         return f"more than {self.low:g}" if self.above else f"{self.low:g} or more"
 
 

@@ -1,12 +1,12 @@
 """Samples of next-item retrieval: each user's history, every position predicting the next item."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.bounds import Count
+from nestrec.base.bounds import Bound, Count
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
@@ -23,7 +23,7 @@ class HistoryConfig:
     """longest sequence; the most recent events are kept"""
     query_time: Literal["next", "own"] = "next"
     """the time a token asks for: "next" is that of the event it predicts (as published), "own" that of its own event"""
-    stochastic_length_alpha: float | None = None
+    stochastic_length_alpha: Annotated[float, Bound(1, 2, above=True)] | None = None
     """cost exponent of stochastic length in (1, 2]; none keeps every event"""
 
 

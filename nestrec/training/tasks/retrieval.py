@@ -57,6 +57,16 @@ class RetrievalTaskConfig:
     evaluation: RetrievalEvaluationConfig = RetrievalEvaluationConfig()
     """how the model is measured"""
 
+    def __post_init__(self) -> None:
+        options = {"sampler": "uniform", "sharing": 1, "lookup": "full"}
+        for name, usual in options.items() if self.loss == "full" else ():
+            if getattr(self.negatives, name) != usual:
+                raise UserError(
+                    "means nothing to task.loss = 'full', which meets the whole catalogue",
+                    field=f"task.negatives.{name}", value=getattr(self.negatives, name),
+                    remedy=f"leave it at {usual}, or take --task.loss sampled_softmax",
+                )  # fmt: skip
+
 
 class RetrievalTask(Task):
     model: RetrievalModel

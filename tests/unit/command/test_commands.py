@@ -60,11 +60,18 @@ def test_a_cluster_is_refused_where_nothing_is_planned(tmp_path: Path) -> None:
         ("training.patience", "0"),
         ("training.seed", "99999999999999999999"),
         ("pipeline.stale_steps", "3"),
+        ("balance.cost.token", "-1"),
+        ("task.history.stochastic_length_alpha", "0.5"),
     ],
 )
 def test_a_value_that_no_run_can_have_is_refused_before_anything_starts(tmp_path: Path, option: str, text: str) -> None:
     assert refusal("train", "demo", f"--{option}", text, "--output", str(tmp_path / "run")).field == option
     assert list(tmp_path.iterdir()) == []
+
+
+def test_negatives_of_a_loss_that_draws_none_are_refused() -> None:
+    error = refusal("train", "demo", "--task.loss", "full", "--task.negatives.sampler", "in_batch")
+    assert error.field == "task.negatives.sampler"
 
 
 def test_another_kind_of_model_is_another_recipe() -> None:
