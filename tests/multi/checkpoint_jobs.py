@@ -1,0 +1,64 @@
+"""Jobs that ranks run in the tests of checkpoints."""
+
+import os
+
+import torch
+
+from nestrec.base.errors import PeerLostError
+from nestrec.base.random import mix64
+from nestrec.checkpoint import Checkpoints, Content, Peers
+from nestrec.distributed import Topology
+from nestrec.testing.contents import make_rows
+
+NUM_KEYS, LAST_STEP = 200, 4
+
+
+def open_checkpoints(topology: Topology, folder: str) -> tuple[Checkpoints, list[int]]:
+    """The checkpoints of all ranks, and the keys of this one."""
+    peers = Peers.of_topology(topology, timeout_s=10)
+    mine = [key for key in range(NUM_KEYS) if mix64(key) % topology.world == topology.rank]
+    return Checkpoints(folder, peers=peers, max_deltas=2), mine
+
+
+def save_chain(topology: Topology, folder: str) -> None:
+    """Full and incremental checkpoints, all but the first in the background."""
+    checkpoints, mine = open_checkpoints(topology, folder)
+    for step in range(LAST_STEP + 1):
+        base = checkpoints.base_for_next()
+        touched = mine if base is None else [key for key in mine if key % 5 == step]
+        content = Content(state={"step": step}, tables={"items": [make_rows(touched, step)]}, base=base)
+        if step:
+            checkpoints.save_async(step, content)
+        else:
+            checkpoints.save(step, content)
+    checkpoints.close()
+
+
+def load_chain(topology: Topology, folder: str) -> tuple[dict[int, float], dict[str, int]]:
+    """Key to first weight of what this rank owns, and the saved state."""
+    checkpoints, mine = open_checkpoints(topology, folder)
+    restored = checkpoints.restore_latest()
+    assert restored is not None
+    shard = topology.rank, topology.world
+
+    def owned(keys: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([mix64(key) % topology.world == topology.rank for key in keys.tolist()])
+
+    found: dict[int, float] = {}
+    for chunk in restored.rows("items", shard=shard, owned=owned):
+        found |= dict(zip(chunk["keys"].tolist(), chunk["weight"][:, 0].tolist(), strict=True))
+    assert sorted(found) == mine
+    return found, dict(restored.state)
+
+
+def lose_a_peer(topology: Topology, folder: str) -> str:
+    """Rank 1 dies after the first save; what the others say of the second."""
+    checkpoints, mine = open_checkpoints(topology, folder)
+    checkpoints.save(1, Content(tables={"items": [make_rows(mine, 1)]}))
+    if topology.rank == 1:
+        os._exit(9)
+    try:
+        checkpoints.save(2, Content(tables={"items": [make_rows(mine, 2)]}))
+    except PeerLostError as error:
+        return type(error).__name__
+    return "saved"
