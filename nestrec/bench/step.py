@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.bench.clocks import ClockLog
 from nestrec.bench.flops import FORMULA, loss_flops, step_flops
 from nestrec.bench.length_shapes import lengths_of
 from nestrec.bench.step_data import fixed_batch, write_step_data
@@ -203,10 +204,13 @@ def _endless(batches: list[Batch]) -> Iterator[Batch]:
 def _measured(
     bench: StepBench, encoder: HSTUConfig | FuXiConfig, lengths: NDArray[np.int64], runner: StepRunner
 ) -> dict[str, Any]:
-    warm_up_s = runner.seconds(bench.warm_up) * bench.warm_up
-    if bench.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = runner.seconds(bench.steps)
+    with ClockLog() as clocks:
+        warm_up_s = runner.seconds(bench.warm_up) * bench.warm_up
+        if bench.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        seconds = runner.seconds(bench.steps)
+        found = clocks.medians(begin, time.perf_counter())
     tokens, flops = int(lengths.sum()), step_flops(encoder, lengths)
     row = {
         "lengths": f"{len(lengths)} sequences, longest {lengths.max()}",
@@ -220,6 +224,7 @@ def _measured(
         "peak_gib": _peak_gib(bench.device),
         "warm_up_s": round(warm_up_s, 2),
         "dense_weights": sum(p.numel() for p in runner.session.task.model.parameters()),
+        **found,
         "formula": FORMULA,
     }
     if bench.profiled and bench.device == "cuda":
@@ -239,7 +244,7 @@ def _release(device: str) -> None:
 
 def short_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Steps without what is long."""
-    hidden = ("parts", "formula", "lengths", "made_s", "warm_up_s")
+    hidden = ("parts", "formula", "lengths", "made_s", "warm_up_s", "power_limit_w")
     return [{k: v for k, v in row.items() if k not in hidden} for row in rows if "step_ms" in row]
 
 
