@@ -42,6 +42,7 @@ def bias_weights_kernel(
     if item >= tl.load(state):
         return
     start, length, first, begin, end = _block_of(schedule, item, BM, REVERSED)
+    end = tl.cdiv(end, BM) * BM  # others read whole tiles
     row = tl.arange(0, BM)
     x = first + row
     own = tl.load((time if REVERSED else query_time) + start + x, mask=x < length, other=0.0)
@@ -133,12 +134,12 @@ def bias_time_kernel(
     if item < tl.load(state):
         start, length, i0, _, end = _block_of(schedule, item, BM, False)
         for j0 in range(split * BM, end, SPLITS * BM):
-            bucket = tl.load(buckets + slot * BM * columns + j0 + (row[:, None] * columns + row[None, :]))
             products = tl.zeros((BM, BM), tl.float32)
             for low in range(0, WIDTH, BW):
                 products = _add_products(
                     products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH, PRECISION
                 )
+            bucket = tl.load(buckets + slot * BM * columns + j0 + (row[:, None] * columns + row[None, :]))
             total += _by_bucket(products, bucket.to(tl.int32), unseen, SLOTS)
     tl.store(out + (item * SPLITS + split) * SLOTS + tl.arange(0, SLOTS), total)
 

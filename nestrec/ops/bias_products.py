@@ -77,7 +77,7 @@ def product_tile(width: int, dtype: torch.dtype) -> dict[str, Any]:
     """Shape of the work of one program."""
     channels = min(64 if dtype == torch.float32 else 256, power_of_two(max(16, width)))
     shape = {"WIDTH": width, "BM": BLOCK, "BN": OTHERS, "BW": channels}
-    return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 3}
+    return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 4}
 
 
 def position_strip(table: torch.Tensor, max_length: int, *, is_reversed: bool) -> tuple[torch.Tensor, int]:
@@ -125,7 +125,7 @@ def bias_time_gradient(
         _fill(buckets, number, schedule, time, query_time, first, is_reversed=False)
         bias_time_kernel[(chunk * SPLITS,)](
             grad, v, buckets, sums, *schedule, first, columns, v.stride(0), num_slots,
-            **pairs_tile(grad.shape[1], grad.dtype), SLOTS=slots, SPLITS=SPLITS,
+            **pairs_tile(grad.shape[1]), SLOTS=slots, SPLITS=SPLITS,
         )  # fmt: skip
     return sums.sum((0, 1))[:num_slots]
 
@@ -141,7 +141,7 @@ def bias_position_gradient(
     check_strided(v)
     out = _diagonals(grad, offsets, max_length)
     bias_position_kernel[out.shape[1], out.shape[0]](
-        grad, v, out, offsets, len(offsets) - 1, out.shape[0], v.stride(0), **pairs_tile(grad.shape[1], grad.dtype)
+        grad, v, out, offsets, len(offsets) - 1, out.shape[0], v.stride(0), **pairs_tile(grad.shape[1])
     )
     return out.sum(0)
 
@@ -152,10 +152,10 @@ def _diagonals(grad: torch.Tensor, offsets: torch.Tensor, max_length: int) -> to
     return torch.empty(splits, blocks, 2 * BLOCK, dtype=torch.float32, device=grad.device)
 
 
-def pairs_tile(width: int, dtype: torch.dtype) -> dict[str, Any]:
+def pairs_tile(width: int) -> dict[str, Any]:
     """The same where it makes tiles of pairs."""
     shape = {"WIDTH": width, "BM": BLOCK, "BW": min(64, power_of_two(max(16, width)))}
-    return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 3 if dtype == torch.float32 else 5}
+    return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 3}
 
 
 def _chunks(schedule: "Schedule", max_length: int) -> tuple[int, int, int]:

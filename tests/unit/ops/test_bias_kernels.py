@@ -55,7 +55,7 @@ def test_the_largest_tiles_fit_shared_memory(dtype):
     both = {"HAS_POSITION": True, "HAS_TIME": True, "REVERSED": True}
     found = [
         shared_bytes(bias_product_kernel, dtype, product_tile(1024, dtype), **both),
-        shared_bytes(bias_time_kernel, dtype, pairs_tile(1024, dtype), SLOTS=256, SPLITS=4),
-        shared_bytes(bias_position_kernel, dtype, pairs_tile(1024, dtype)),
+        shared_bytes(bias_time_kernel, dtype, pairs_tile(1024), SLOTS=256, SPLITS=4),
+        shared_bytes(bias_position_kernel, dtype, pairs_tile(1024)),
     ]
     assert all(0 < each <= SHARED_BYTES for each in found), found
