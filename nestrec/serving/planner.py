@@ -142,7 +142,7 @@ class Planner:
         for work in [w for w in self._signals.values() if w.key not in busy]:
             if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
                 break
-            if steps and rows % self._row_step == 0 and self._costs.tokens_within(left_s, 0) < self._row_step:
+            if steps and not self._has_time(work, left_s, rows):
                 break
             step = self._plan_signal(work, budget, left_s, rows)
             if step is None:
@@ -152,6 +152,13 @@ class Planner:
                 budget, rows = budget - step.part.num_new, rows + step.part.num_new
                 left_s -= self._costs.predict_s(*step.part.work, steps=0.0)
         return steps
+
+    def _has_time(self, work: Work, left_s: float, rows: int) -> bool:
+        """Whether another chunk is worth beginning: all of it, or as much as keeps the device busy."""
+        missing = work.tokens.num_cacheable - self._tiers.device.length_of(work.key)
+        in_time = self._costs.tokens_within(left_s, 0)
+        least = self._row_step if rows % self._row_step == 0 else 1
+        return in_time >= max(least, min(_FEWEST_TOKENS, missing))
 
     def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> Step | None:
         """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""

@@ -265,6 +265,25 @@ def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_reques
     assert runner.rows[0] == num_ranked * 210 + chunk
 
 
+def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
+    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
+    monkeypatch.setattr(CostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6)
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
+    form = make_form(random_retrieval(encoder, num_items=200))
+    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
+    runner, rng = InSteps(form, pool), np.random.default_rng(17)
+    runner.row_step = 1
+    engine = Engine(form, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_ms=4.0), runner=runner)
+    runner.rows.clear()  # of the warm-up
+    with engine._condition:  # so that all of it is there at the first batch
+        lengths = enumerate((301, 301, 51))
+        works = [engine.preinfer(f"{i}", draw_history(rng, n), 0, 3, timeout_s=1e9)[1] for i, n in lengths]
+    for work in works:
+        work.future.result(TIMEOUT_S)
+    engine.close()
+    assert runner.rows[0] == 256, "400 tokens are in time: 256 of the first, and not another 256"
+
+
 def test_signals_wait_while_requests_are_left_for_the_next_batch():
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
     form = make_form(random_retrieval(encoder, num_items=200))
