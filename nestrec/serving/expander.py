@@ -100,14 +100,6 @@ class Expander(Generic[Payload]):
         if self._kept.get(kept.key) is kept:
             self._remove(kept.key)
 
-    def sweep(self) -> int:
-        """Forget what has expired; how many."""
-        now_s = self._clock.now_s()
-        doomed = [key for key, kept in self._kept.items() if now_s >= kept.expires_s]
-        for key in doomed:
-            self._remove(key)
-        return len(doomed)
-
     def entries(self) -> list[Kept[Payload]]:
         return list(self._kept.values())
 

@@ -75,7 +75,8 @@ class HostPages:
         runs = itertools.groupby(enumerate(held), lambda p: (p[1] - p[0], p[1] // self._slab_pages))
         for (_, slab), run in runs:
             places = list(run)
-            memory = self._slab(slab)[(start := places[0][1] % self._slab_pages) : start + len(places)]
+            start = places[0][1] % self._slab_pages
+            memory = self._slab(slab)[start : start + len(places)]
             for first in range(0, len(places), self._piece_pages):
                 yield places[first][0], memory[first : first + self._piece_pages]
 

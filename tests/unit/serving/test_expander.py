@@ -11,9 +11,9 @@ def key_of(user):
     return CacheKey(str(user), "1", "config")
 
 
-def make(max_bytes=100, ttl_s=10.0):
+def make(max_bytes=100, ttl_s=10.0, give=lambda _: None):
     clock = SimulatedClock()
-    return Expander(max_bytes=max_bytes, ttl_s=ttl_s, clock=clock), clock
+    return Expander(max_bytes=max_bytes, ttl_s=ttl_s, clock=clock, give=give), clock
 
 
 def spill(expander, user, version=0, num_bytes=40):
@@ -74,14 +74,15 @@ def test_time_ends_an_entry():
     spill(expander, 2)
     clock.sleep(10.0)
     assert find(expander, 1) is None
-    assert expander.sweep() == 1
+    assert find(expander, 2) is None
     assert expander.num_bytes == 0
 
 
 def test_random_schedules_keep_bytes_order_and_single_flight():  # noqa: PLR0912
     for seed in range(10_000):
         rng = random.Random(seed)
-        expander, clock = make(max_bytes=rng.randint(30, 200), ttl_s=rng.uniform(1, 20))
+        payloads, given = [], []
+        expander, clock = make(max_bytes=rng.randint(30, 200), ttl_s=rng.uniform(1, 20), give=given.append)
         version = [0] * 5
         spilling, reloading = {}, {}
         for _ in range(25):
@@ -97,7 +98,8 @@ def test_random_schedules_keep_bytes_order_and_single_flight():  # noqa: PLR0912
                     spilling[user] = kept
             elif action == 1 and user in spilling:
                 kept = spilling.pop(user)
-                expander.finish_spill(kept, (user, kept.length))
+                payloads.append((user, kept.length))
+                expander.finish_spill(kept, payloads[-1])
             elif action == 2:
                 kept = find(expander, user, version[user])
                 if kept is not None:
@@ -115,12 +117,13 @@ def test_random_schedules_keep_bytes_order_and_single_flight():  # noqa: PLR0912
                 expander.drop(key_of(user))
             else:
                 clock.sleep(rng.random() * 3)
-                expander.sweep()
             assert expander.num_bytes <= expander.max_bytes
         for user, kept in spilling.items():
-            expander.finish_spill(kept, (user, kept.length))
+            payloads.append((user, kept.length))
+            expander.finish_spill(kept, payloads[-1])
         for kept in reloading.values():
             expander.finish_reload(kept)
         for kept in expander.entries():
             expander.drop(kept.key)
         assert expander.num_bytes == 0
+        assert sorted(given) == sorted(payloads), "memory is given back once"
