@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from nestrec.serving.page_pool import PagePool
+from nestrec.serving.page_pool import PagePool, naming_memory
 
 _SLAB_BYTES = 1 << 27
 _PIECE_BYTES = 1 << 22
@@ -34,7 +34,8 @@ class HostPages:
         self._free: list[int] = []  # a heap: the lowest first, so that neighbours stay together
         self._num_seen = 0
         if pool.tensor.is_cuda:
-            self._get_memory()
+            with naming_memory("tiers.dram_bytes", max_bytes, "give less, or 0 for none; it is pinned"):
+                self._get_memory()
 
     def bytes_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_tokens) * self.page_bytes

@@ -3,13 +3,16 @@
 Legend: L layers, H heads, D head dimension, P tokens, N pages.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.hstu_cached import KeysAndValues
 
@@ -19,14 +22,25 @@ def bytes_a_token(cfg: HSTUConfig, dtype: torch.dtype) -> int:
     return 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * dtype.itemsize
 
 
+@contextlib.contextmanager
+def naming_memory(field: str, num_bytes: int, remedy: str) -> Iterator[None]:
+    """Say which option asked for memory that there is not."""
+    try:
+        yield
+    except RuntimeError as error:  # torch has no class of its own for host memory
+        raise UserError("is more memory than can be had", field=field, value=num_bytes, remedy=remedy) from error
+
+
 class PagePool:
     """(L, 2, H, slots, D), allocated once."""
 
     def __init__(self, cfg: HSTUConfig, *, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype):
         self.num_pages, self.page_tokens = num_pages, page_tokens
         shape = (cfg.num_layers, 2, cfg.num_heads, num_pages * page_tokens, cfg.head_dim)
-        # Not filled: on a CPU, memory is then taken as pages come into use.
-        self._pool = torch.empty(shape, device=device, dtype=dtype)
+        remedy = "give less; while a model is swapped, the caches of the old and the new one are there"
+        with naming_memory("tiers.cache_bytes", math.prod(shape) * dtype.itemsize, remedy):
+            # Not filled: on a CPU, memory is then taken as pages come into use.
+            self._pool = torch.empty(shape, device=device, dtype=dtype)
         self.host_slabs: dict[tuple[int, int], torch.Tensor] = {}
         """host memory behind it, by number and pages: kept for the next engine that uses the pool"""
 

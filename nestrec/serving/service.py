@@ -1,6 +1,7 @@
 """What the front talks to: instances of an engine behind a router, the cascade over them, and the swap of models."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -164,11 +165,15 @@ class Service:
             fleet.close(self.cfg.drain_s)
 
     def _fleet(self, servable: Servable) -> Fleet:
+        """All of its engines, or none: memory may not suffice for one of them."""
         form = make_form(servable, self.cfg.slide_events)
-        engines = tuple(
-            Engine(form, self.cfg.engine, keyed=self._keyed, clock=self._clock) for _ in range(self.cfg.instances)
-        )
-        return Fleet(servable, engines)
+        with contextlib.ExitStack() as made:
+            engines = []
+            for _ in range(self.cfg.instances):
+                engines.append(Engine(form, self.cfg.engine, keyed=self._keyed, clock=self._clock))
+                made.callback(engines[-1].close)
+            made.pop_all()
+        return Fleet(servable, tuple(engines))
 
     def _begin(self, user: str) -> int:
         """A user's slot, until `_end`."""

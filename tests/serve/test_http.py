@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from serving_oracle import oracle_scores
 
+from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
@@ -270,6 +273,32 @@ def test_a_swap_under_load_fails_nothing_and_mixes_nothing(models):
     assert set(scores) == {models["ranking"].version[:12], other.version[:12]}
     for found in scores.values():
         assert np.ptp(np.array(found), axis=0).max() <= 1e-5
+    service.close()
+
+
+def test_a_swap_without_memory_for_both_caches_leaves_the_old_model_in_service(models, monkeypatch):
+    cfg = replace(CONFIG, instances=2)
+    service = Service({"ranking": models["ranking"]}, cfg)
+    front, pools, empty = App(service, LIMITS), [], torch.empty
+    other = random_ranking(ENCODER, num_items=100, seed=9)
+
+    def second_does_not_fit(shape, **options):
+        pools.extend([shape] if len(shape) == 5 else [])
+        if len(pools) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(shape, **options)
+
+    before, threads = call(front, "POST", "/v1/rank", rank_body()).json(), threading.active_count()
+    with monkeypatch.context() as full:
+        full.setattr(torch, "empty", second_does_not_fit)
+        with pytest.raises(
+            UserError, match=r"tiers\.cache_bytes = \d+: is more memory than can be had\n  remedy: give"
+        ):
+            service.swap(other)
+    assert threading.active_count() == threads, "the engine that did fit has been closed"
+    after = call(front, "POST", "/v1/rank", rank_body()).json()
+    assert after["model"] == before["model"]
+    assert after["scores"] == before["scores"]
     service.close()
 
 

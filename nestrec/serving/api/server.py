@@ -81,11 +81,10 @@ def _reload(service: Service, folders: list[Path], device: str, tables: TablesCo
         for folder in folders:
             try:
                 servable = Servable.load(folder, device, tables)
-            except (UserError, OSError) as error:
-                _LOG.error("the model stays as it is: %s", error)
-            else:
                 if servable.version not in serving:
                     service.swap(servable)
+            except (UserError, OSError) as error:
+                _LOG.error("the model stays as it is: %s", error)
 
     threading.Thread(target=swap, name="nestrec-swap", daemon=True).start()
 
