@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nestrec.balance.cost import fit_cost, hstu_cost
-from nestrec.base.config import config, to_plain
+from nestrec.base.config import config
 from nestrec.bench.ranks import run_on_ranks
 from nestrec.bench.schedules_job import Contestant, JobConfig, make_batches, make_engine
 from nestrec.data.batches import MicroBatch
@@ -204,8 +204,3 @@ def _host_copies(repeats: int) -> list[dict[str, Any]]:
         copies["host to device"] = (_timed(lambda: remote.copy_(pinned, non_blocking=True), repeats, device), source)
         copies["device to host"] = (_timed(lambda: pinned.copy_(remote, non_blocking=True), repeats, device), source)
     return [_row(name, Rate(unit_s=seconds / tensor.numel())) for name, (seconds, tensor) in copies.items()]
-
-
-def profile_frame(profile: Profile) -> dict[str, Any]:
-    """What a result file keeps beside its rows, for `nestrec plan --profile`."""
-    return {"profile": to_plain(profile)}

@@ -143,11 +143,6 @@ class Card:
     files: tuple[FileEntry, ...] = ()
     """Every file but the card itself."""
 
-    @property
-    def num_item_rows(self) -> int:
-        """Rows of an item embedding table: the catalogue and the padding row."""
-        return self.counts.items + 1
-
     def save(self, folder: Path) -> None:
         (folder / CARD_FILE).write_text(dumps(self) + "\n")
 

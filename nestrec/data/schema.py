@@ -2,14 +2,12 @@
 
 A dataset is a folder. `card.json` describes it, `users/part-*.parquet` holds one row a user (or, for kind "rows", one
 row a labelled example), `items.parquet` one row an item, `vocabularies/` the keys behind the category ids,
-`quarantine.csv` the input rows that were set aside.
+`quarantine.csv` the input rows that were set aside. Item id 0 is never an item: padding or unknown.
 """
 
 import pyarrow as pa
 
 FORMAT_VERSION = 1
-PADDING_ITEM = 0
-"""Item id 0 is never an item: padding or unknown. The catalogue is numbered from 1."""
 
 USER_ID = "user_id"
 """int64, dense from 0, equal to the global row index."""
