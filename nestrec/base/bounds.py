@@ -39,6 +39,8 @@ Natural = Annotated[int, Bound(0)]
 """0 or more."""
 Seed = Annotated[int, Bound(0, 2**63 - 1)]
 """What 63 bits hold."""
+Port = Annotated[int, Bound(0, 65535)]
+"""Where a server listens; 0 takes a free one."""
 Positive = Annotated[float, Bound(0, above=True)]
 """More than 0."""
 NonNegative = Annotated[float, Bound(0)]

@@ -1,5 +1,6 @@
 """Options of an engine."""
 
+from nestrec.base.bounds import Count, NonNegative
 from nestrec.base.config import config
 from nestrec.serving.tiers import TiersConfig
 from nestrec.serving.trigger import TriggerConfig
@@ -9,15 +10,15 @@ from nestrec.serving.trigger import TriggerConfig
 class EngineConfig:
     tiers: TiersConfig = TiersConfig()
     """where prefixes are kept"""
-    max_batch_tokens: int = 4096
+    max_batch_tokens: Count = 4096
     """new tokens of requests in a batch, candidates included; signals may add as many"""
-    max_batch_requests: int = 32
+    max_batch_requests: Count = 32
     """requests and signals of a batch"""
-    chunk_ms: float | None = None
+    chunk_ms: NonNegative | None = None
     """device milliseconds of a batch up to which signals fill it, by the learned costs (beside many requests a quarter
     of that all the same); none: a quarter of `trigger.budget_ms`, since a request waits for the rest of one batch and
     then for its own; 0: the tokens alone bound them"""
-    max_queue_s: float = 0.25
+    max_queue_s: NonNegative = 0.25
     """device seconds of work that may wait; beyond it requests are refused"""
     trigger: TriggerConfig = TriggerConfig()
     """what is computed ahead"""

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 
 RawHistory = Mapping[str, Any]
@@ -16,9 +17,9 @@ RawHistory = Mapping[str, Any]
 
 @config
 class HistoryStoreConfig:
-    max_users: int = 100_000
+    max_users: Count = 100_000
     """the least recently used are forgotten beyond it"""
-    max_events: int = 20_000
+    max_events: Count = 20_000
     """newest events kept of a user"""
 
 

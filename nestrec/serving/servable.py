@@ -101,6 +101,9 @@ class Servable:
 
 def verified_manifest(folder: Path) -> ServableManifest:
     """The manifest of a folder whose files are exactly those that were exported."""
+    if not (folder / MANIFEST_FILE).exists():
+        remedy = "name a folder that `nestrec export RUN OUT` wrote"
+        raise DamagedError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
     try:
         plain = json.loads((folder / MANIFEST_FILE).read_bytes())
         if plain["format"] != FORMAT:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count, NonNegative
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
@@ -36,13 +37,13 @@ class SwappedError(Exception):
 class ServiceConfig:
     engine: EngineConfig = EngineConfig()
     """of each instance"""
-    instances: int = 1
+    instances: Count = 1
     """engines of each model, each with a thread and a cache of its own"""
-    slide_events: int | None = None
+    slide_events: Count | None = None
     """events by which a full history slides; none: an eighth of the longest history, 1: as in evaluation"""
-    preranked: int = 256
+    preranked: Count = 256
     """items that retrieval hands to ranking, where both models are served"""
-    drain_s: float = 30.0
+    drain_s: NonNegative = 30.0
     """how long accepted work may take when the service stops or swaps a model"""
 
 

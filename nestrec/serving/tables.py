@@ -14,6 +14,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Natural
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.embedding.key_table import KeyTable
@@ -28,7 +29,7 @@ _NOT_USED, _USED, _CHOSEN = 0, 1, 2
 class TablesConfig:
     store: Literal["device", "dram", "disk"] = "device"
     """where tables lie: whole on the device, or in host memory or the exported files behind a cache on the device"""
-    cache_rows: int = 1 << 20
+    cache_rows: Natural = 1 << 20
     """rows of each table that the device keeps; a table of no more rows lies there whole"""
 
 

@@ -6,6 +6,7 @@ Used on the engine's thread; copies run on a thread of their own and report back
 from collections.abc import Callable
 from typing import Literal
 
+from nestrec.base.bounds import Count, Natural, NonNegative
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
 from nestrec.serving.copier import Copier, break_even_tokens
@@ -24,19 +25,19 @@ Post = Callable[[Callable[[], None]], None]
 
 @config
 class TiersConfig:
-    cache_bytes: int = 1 << 30
+    cache_bytes: Natural = 1 << 30
     """device memory for prefixes"""
-    dram_bytes: int = 1 << 30
+    dram_bytes: Natural = 1 << 30
     """host memory for prefixes that left the device; 0 keeps none"""
-    cache_ttl_s: float = 600.0
+    cache_ttl_s: NonNegative = 600.0
     """life of a prefix on the device"""
-    dram_ttl_s: float = 600.0
+    dram_ttl_s: NonNegative = 600.0
     """life of a prefix in DRAM"""
-    spill_above: float = 0.5
+    spill_above: NonNegative = 0.5
     """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
-    page_tokens: int = 64
+    page_tokens: Count = 64
     """tokens of a page"""
-    dram_link_gb_per_s: float = 0.0
+    dram_link_gb_per_s: NonNegative = 0.0
     """emulates DRAM behind a slower link, for benchmarks; 0: this machine's own"""
     keeps_prefix: bool = True
     """prefixes are stored and used; without it every request is computed in full"""

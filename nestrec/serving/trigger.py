@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nestrec.base.bounds import NonNegative
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
 from nestrec.serving.prefix_cache import CacheKey
@@ -28,17 +29,17 @@ _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
 class TriggerConfig:
     policy: str = "at_risk"
     """`at_risk`: as above; `all`: every request within the bounds; `never`"""
-    budget_ms: float = 50.0
+    budget_ms: NonNegative = 50.0
     """what ranking may take at the 99th percentile"""
-    cache_share: float = 0.8
+    cache_share: NonNegative = 0.8
     """rho: share of the device cache that may wait for ranking"""
-    compute_share: float = 0.5
+    compute_share: NonNegative = 0.5
     """u_pre: device seconds of pre-inference a second"""
-    burst_s: float = 0.5
+    burst_s: NonNegative = 0.5
     """device seconds of pre-inference that may be saved up"""
-    first_life_s: float = 1.0
+    first_life_s: NonNegative = 1.0
     """T_life before anything has been measured"""
-    life_margin_s: float = 0.2
+    life_margin_s: NonNegative = 0.2
     """added to the measured time from ready to consumed"""
 
 

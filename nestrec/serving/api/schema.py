@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count, Positive
 from nestrec.base.config import config
 from nestrec.serving.inputs import Candidates, History
 from nestrec.serving.servable import Servable
@@ -19,27 +20,27 @@ _LATEST_MS = 7_258_118_400_000
 
 @config
 class LimitsConfig:
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: Count = 1 << 20
     """declared or sent"""
-    max_header_bytes: int = 1 << 14
+    max_header_bytes: Count = 1 << 14
     """of a request"""
-    max_history: int = 20_000
+    max_history: Count = 20_000
     """events"""
-    max_candidates: int = 2048
+    max_candidates: Count = 2048
     """items of a ranking request"""
-    max_k: int = 1000
+    max_k: Count = 1000
     """items of a recommendation"""
-    max_user_characters: int = 256
+    max_user_characters: Count = 256
     """of a user's id"""
-    max_timeout_ms: int = 10_000
+    max_timeout_ms: Count = 10_000
     """longest deadline a request may ask for"""
-    default_timeout_ms: int = 1_000
+    default_timeout_ms: Count = 1_000
     """deadline of a request that names none"""
-    head_timeout_s: float = 10.0
+    head_timeout_s: Positive = 10.0
     """request line and headers must have arrived by then"""
-    body_timeout_s: float = 5.0
+    body_timeout_s: Positive = 5.0
     """a body must have arrived by then"""
-    max_connections: int = 2048
+    max_connections: Count = 2048
     """open at a time"""
 
 

@@ -14,8 +14,10 @@ from typing import Any, Literal
 import torch
 import uvicorn
 
+from nestrec.base.bounds import Count, Port
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
 from nestrec.serving.api.limited_protocol import protocol_with
 from nestrec.serving.api.plain_cycle import Door
@@ -34,15 +36,15 @@ _COLLECT_EVERY = 20_000
 class ServeConfig:
     host: str = "127.0.0.1"
     """address to listen on; other machines reach it only where you name another"""
-    port: int = 8000
+    port: Port = 8000
     """0 takes a free one"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one"""
-    instances: int = 1
+    instances: Count = 1
     """processes behind a front"""
     front: Literal["none", "gateway", "nginx", "ray"] = "none"
     """what stands before several instances; none: this process answers by itself"""
-    threads: int = 1
+    threads: Count = 1
     """threads of torch inside a batch"""
     tables: TablesConfig = TablesConfig()
     """where rows of embedding tables lie"""
@@ -60,6 +62,7 @@ def serve(folders: list[Path], cfg: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
         signal.signal(number, lambda *_: None)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    check_device(device)
     service = Service.load(folders, cfg.service, device, cfg.tables)
     signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device, cfg.tables))
     gc.collect()

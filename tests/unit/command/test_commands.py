@@ -131,3 +131,14 @@ def test_training_on_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     assert refusal("train", "demo", "--training.device", "cuda", "--output", run).remedy is not None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("port", "99999"), ("threads", "0"), ("service.engine.max_batch_tokens", "0")]
+)
+def test_a_server_that_could_not_serve_is_refused_before_it_starts(tmp_path: Path, option: str, text: str) -> None:
+    assert refusal("serve", "--model", str(tmp_path), f"--{option}", text).field == option
+
+
+def test_a_folder_without_an_exported_model_is_named(tmp_path: Path) -> None:
+    assert refusal("serve", "--model", str(tmp_path), "--port", "0").value == str(tmp_path)
