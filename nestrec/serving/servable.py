@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from nestrec.base.config import from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint.durable import sha256_of
+from nestrec.models.hstu import HSTU
 from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.item_ids import ItemIds
@@ -62,6 +63,11 @@ class Servable:
     @cached_property
     def column_ids(self) -> dict[str, dict[str, int]]:
         return {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
+
+    @property
+    def reads_times(self) -> bool:
+        """Scores depend on when events happened."""
+        return isinstance(self.model.encoder, HSTU) and self.model.encoder.cfg.time_bias
 
     @property
     def is_resident(self) -> bool:

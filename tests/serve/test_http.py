@@ -115,7 +115,7 @@ def test_recommend_without_a_ranker_is_the_best_of_the_catalogue(models):
     scores = oracle_scores(models["retrieval"], past, asked, 1)[:, 0]
     scores[[2, 3, 4]] = -np.inf
     assert answer["items"] == [str(i + 1) for i in np.argsort(-scores, kind="stable")[:10]]
-    assert call(front, "POST", "/v1/rank", {"user": "a", "candidates": [1]}).status_code == 200
+    assert call(front, "POST", "/v1/rank", {"user": "a", "history": history, "candidates": [1]}).status_code == 200
     service.close()
 
 
@@ -148,7 +148,7 @@ def test_each_limit_at_its_value_and_one_above(front, at_limit, above):
 
 
 def test_k_at_its_limit_and_one_above(front):
-    body = {"user": "a", "history": {"items": [1]}}
+    body = {"user": "a", "history": {"items": [1], "times_ms": [1]}}
     assert len(call(front, "POST", "/v1/recommend", {**body, "k": 15}).json()["items"]) == 15
     assert call(front, "POST", "/v1/recommend", {**body, "k": 16}).status_code == 400
 
@@ -187,9 +187,12 @@ def test_the_candidates_of_a_signal_at_their_limit_and_one_above(front):
     [
         {"user": None}, {"user": ["a"]}, {"user": True}, {"history": []}, {"history": {"items": "abc"}},
         {"history": {"items": [1.5]}}, {"history": {"items": [[1]]}}, {"history": {"items": [1], "times_ms": [1, 2]}},
-        {"history": {"items": [1, 2], "times_ms": [2, 1]}}, {"history": {"items": [1], "actions": [4]}},
-        {"history": {"items": [1], "actions": [-1]}}, {"history": {"items": [1], "features": {"tab": [1, 2]}}},
-        {"history": {"items": [1], "features": {"none": [1]}}}, {"history": {"items": [1], "times_ms": [10**30]}},
+        {"history": {"items": [1, 2], "times_ms": [2, 1]}},
+        {"history": {"items": [1], "times_ms": [1], "actions": [4]}},
+        {"history": {"items": [1], "times_ms": [1], "actions": [-1]}}, {"history": {"items": [1]}},
+        {"history": {"items": [1], "times_ms": [1], "features": {"tab": [1, 2]}}},
+        {"history": {"items": [1], "times_ms": [1], "features": {"none": [1]}}},
+        {"history": {"items": [1], "times_ms": [10**30]}},
         {"candidates": {}}, {"candidates": [None]}, {"candidate_features": {"tab": "home"}}, {"now_ms": "1"},
         {"timeout_ms": 0}, {"extra": 1}, {"user_features": {"age": 1}}, {"user_features": []},
     ],
@@ -198,6 +201,19 @@ def test_a_wrong_field_is_named(front, change):
     response = call(front, "POST", "/v1/rank", {**rank_body(), **change})
     assert response.status_code == 400
     assert response.json()["error"]["field"].split(".")[0] == next(iter(change))
+
+
+def test_without_events_a_retrieval_model_refuses_and_a_ranking_model_does_not(models, front):
+    service = Service({"retrieval": models["retrieval"]}, CONFIG)
+    alone = App(service, LIMITS)
+    for app, route, body in (
+        (front, "/v1/recommend", {"user": "new", "k": 3}), (alone, "/v1/rank", {"user": "new", "candidates": [3, 4]}),
+        (alone, "/v1/recommend", {"user": "new", "history": {"items": []}}),
+    ):  # fmt: skip
+        response = call(app, "POST", route, body)
+        assert (response.status_code, response.json()["error"]["field"]) == (400, "history")
+    assert call(front, "POST", "/v1/rank", {"user": "new", "candidates": [3, 4]}).status_code == 200
+    service.close()
 
 
 def test_what_is_not_offered_is_refused(front):

@@ -64,6 +64,7 @@ class Asked:
     """all fields, checked to be known ones"""
 
 
+_SCORED = {"rank", "recommend"}
 _HISTORY_FIELDS = {"items", "times_ms", "actions", "features"}
 _COMMON = {"user", "history", "user_features", "now_ms", "timeout_ms"}
 FIELDS = {
@@ -93,6 +94,8 @@ def parse_request(kind: str, data: dict[str, Any], servable: Servable, limits: L
     timeout_ms = integer(data, "timeout_ms", default=limits.default_timeout_ms, low=1, high=limits.max_timeout_ms)
     user = parse_user(data.get("user"), limits)
     history = _history(data, servable, limits)
+    if servable.index is not None and not len(history) and kind in _SCORED:
+        raise BadRequestError("must hold an event: a retrieval model knows a user by nothing else", "history")
     return Asked(user=user, history=history, now_ms=now_ms, timeout_s=timeout_ms / 1000.0, fields=data)
 
 
@@ -141,6 +144,8 @@ def _history(data: Mapping[str, Any], servable: Servable, limits: LimitsConfig) 
         raise BadRequestError("unknown field", f"history.{unknown[0][:64]}")
     items = item_ids(_list(given.get("items"), "history.items", limits.max_history), "history.items", servable)
     times = _ints(given.get("times_ms"), "history.times_ms", len(items), 0, _LATEST_MS)
+    if len(items) and given.get("times_ms") is None and servable.reads_times:
+        raise BadRequestError("must tell when each event happened: the model reads it", "history.times_ms")
     if len(times) > 1 and (times[1:] < times[:-1]).any():
         raise BadRequestError("must not go back in time; oldest event first", "history.times_ms")
     highest = sum(servable.spec.action_bits.values())
