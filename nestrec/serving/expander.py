@@ -86,9 +86,6 @@ class Expander(Generic[Payload]):
         self._unpin(kept)
         return is_good
 
-    def is_busy(self, key: CacheKey) -> bool:
-        return key in self._in_flight
-
     def drop(self, key: CacheKey) -> bool:
         if key not in self._kept:
             return False

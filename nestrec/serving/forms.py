@@ -112,7 +112,7 @@ class RetrievalForm:
         self.servable, self._model, self.slide_events = servable, servable.model, slide_events
         self.encoder = _hstu(servable)
         self._asks_next = servable.spec.task.history.query_time == "next"
-        self._uses_time = self.encoder.cfg.time_bias
+        self._uses_time = servable.reads_times
         self.max_events = servable.spec.task.history.max_length
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
@@ -172,7 +172,7 @@ class RankingForm:
         self.max_events = servable.spec.task.inputs.max_events - 1
         self._columns = [c.name for c in servable.spec.columns]
         self._given = [name for name in self._columns if name not in servable.item_columns]
-        self._uses_time = self.encoder.cfg.time_bias
+        self._uses_time = servable.reads_times
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
         history = history.copied(window_start(len(history), self.max_events, self.slide_events))

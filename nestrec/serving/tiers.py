@@ -70,7 +70,7 @@ class PrefixTiers:
             num_pages=num_pages, page_tokens=self.pool.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
             slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
         )  # fmt: skip
-        self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes)
+        self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes if cfg.keeps_prefix else 0)
         self.dram: Expander[list[int]] = Expander(
             max_bytes=self._host.num_pages * self._host.page_bytes, ttl_s=cfg.dram_ttl_s, clock=clock,
             give=self._host.give,

@@ -198,27 +198,37 @@ def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
     assert batches == {0.0: 1, 1e-6: 4}, "pieces of 256 tokens"
 
 
+def know_costs(monkeypatch):
+    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
+    monkeypatch.setattr(CostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6)
+
+
 class InSteps(Runner):
     """Remembers how many rows its batches had."""
 
-    row_step = 400
-
-    def __init__(self, form, pool):
+    def __init__(self, form, pool, row_step):
         super().__init__(form, pool)
-        self.rows = []
+        self.row_step, self.rows = row_step, []
 
     def launch(self, parts):
         self.rows.append(sum(part.num_new for part in parts))
         return super().launch(parts)
 
 
-def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
+def engine_in_steps(row_step, **options):
+    """An engine with room for long prefixes, and its runner."""
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
     form = make_form(random_retrieval(encoder, num_items=200))
     pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
-    runner = InSteps(form, pool)
-    engine = Engine(form, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_ms=0.0), runner=runner)
+    runner = InSteps(form, pool, row_step)
+    cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), **options)
+    engine = Engine(form, cfg, runner=runner)
     runner.rows.clear()  # of the warm-up
+    return engine, runner
+
+
+def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
+    engine, runner = engine_in_steps(400, chunk_ms=0.0)
     history = draw_history(np.random.default_rng(12), 1000)
     engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
     engine.close()
@@ -242,16 +252,8 @@ def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise(
 
 @pytest.mark.parametrize(("num_ranked", "chunk"), [(0, 768), (2, 512), (8, 256)])
 def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_requests(monkeypatch, num_ranked, chunk):
-    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
-    monkeypatch.setattr(CostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6)
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
-    form = make_form(random_retrieval(encoder, num_items=200))
-    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
-    runner, rng = InSteps(form, pool), np.random.default_rng(14)
-    runner.row_step = 1
-    cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_ms=10.0)
-    engine = Engine(form, cfg, runner=runner)
-    runner.rows.clear()  # of the warm-up
+    know_costs(monkeypatch)
+    (engine, runner), rng = engine_in_steps(1, chunk_ms=10.0), np.random.default_rng(14)
     ranked = draw_history(rng, 200)
     with engine._condition:  # so that one batch has it all
         works = [engine.preinfer("a", draw_history(rng, 999), 0, 3, timeout_s=1e9)[1]]
@@ -266,15 +268,8 @@ def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_reques
 
 
 def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
-    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
-    monkeypatch.setattr(CostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6)
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
-    form = make_form(random_retrieval(encoder, num_items=200))
-    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
-    runner, rng = InSteps(form, pool), np.random.default_rng(17)
-    runner.row_step = 1
-    engine = Engine(form, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), chunk_ms=4.0), runner=runner)
-    runner.rows.clear()  # of the warm-up
+    know_costs(monkeypatch)
+    (engine, runner), rng = engine_in_steps(1, chunk_ms=4.0), np.random.default_rng(17)
     with engine._condition:  # so that all of it is there at the first batch
         lengths = enumerate((301, 301, 51))
         works = [engine.preinfer(f"{i}", draw_history(rng, n), 0, 3, timeout_s=1e9)[1] for i, n in lengths]
@@ -285,13 +280,7 @@ def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
 
 
 def test_signals_wait_while_requests_are_left_for_the_next_batch():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
-    form = make_form(random_retrieval(encoder, num_items=200))
-    pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
-    runner, rng = InSteps(form, pool), np.random.default_rng(16)
-    cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), max_batch_tokens=300, chunk_ms=0.0)
-    engine = Engine(form, cfg, runner=runner)
-    runner.rows.clear()  # of the warm-up
+    (engine, runner), rng = engine_in_steps(400, max_batch_tokens=300, chunk_ms=0.0), np.random.default_rng(16)
     ranked = draw_history(rng, 200)
     with engine._condition:  # so that all of it is there at the first batch
         works = [engine.preinfer("a", draw_history(rng, 101), 0, 3, timeout_s=1e9)[1]]

@@ -190,6 +190,8 @@ class App:
         retrieval = service.fleet("retrieval")
         features = {"user_features", "candidate_features"}
         asked = parse_request("recommend", _without_features(data, features), retrieval.servable, self._limits)
+        if not len(asked.history):
+            raise BadRequestError("must hold an event: a retrieval model knows a user by nothing else", "history")
         k = integer(data, "k", default=10, low=1, high=self._limits.max_k)
         ranking = service.fleets.get("ranking")
         to_rank = None if ranking is None else parse_request("recommend", data, ranking.servable, self._limits)

@@ -93,8 +93,6 @@ def parse_request(kind: str, data: dict[str, Any], servable: Servable, limits: L
     timeout_ms = integer(data, "timeout_ms", default=limits.default_timeout_ms, low=1, high=limits.max_timeout_ms)
     user = parse_user(data.get("user"), limits)
     history = _history(data, servable, limits)
-    if servable.index is not None and not len(history) and kind == "recommend":
-        raise BadRequestError("must hold an event: a retrieval model knows a user by nothing else", "history")
     return Asked(user=user, history=history, now_ms=now_ms, timeout_s=timeout_ms / 1000.0, fields=data)
 
 
