@@ -1,5 +1,5 @@
 """`python -m nestrec`, which is also how torchrun starts it."""
 
-from nestrec.cli import main
+from nestrec.cli.app import main
 
 main()

@@ -40,8 +40,8 @@ def quality(
     page: Annotated[Path | None, typer.Option(help="Markdown page whose tables are written anew.")] = None,
 ) -> None:
     """Mean of seeds with intervals over users, baselines, and paired differences, from runs of `nestrec train`."""
-    from nestrec.bench.frame import save_frame
-    from nestrec.bench.quality import quality_frame, short_rows, write_page
+    from nestrec.bench.harness.frame import save_frame
+    from nestrec.bench.quality.quality import quality_frame, short_rows, write_page
 
     frame = quality_frame(runs, pair or [], command=_command())
     _show("quality, mean of seeds [95% interval over users]", short_rows(frame["rows"]))
@@ -58,7 +58,7 @@ def evaluations(
     json: JsonFile = None,
 ) -> None:
     """What `nestrec train` measured on the test part of each run, model and baselines."""
-    from nestrec.bench.evaluations import by_recipe, evaluation_rows
+    from nestrec.bench.quality.evaluations import by_recipe, evaluation_rows
 
     rows = evaluation_rows(runs)
     for recipe, shown in by_recipe(rows).items():
@@ -83,7 +83,7 @@ def balance(
 
     Predicted by cost models; with up to 4 ranks also measured, by a small model that real ranks train.
     """
-    from nestrec.bench import balance as bench
+    from nestrec.bench.balance import balance as bench
 
     if lengths is None:
         rows = bench.run_settings(seed=seed, rounds=rounds, measured_rounds=measured_rounds)
@@ -102,7 +102,7 @@ def prepare(
     json: JsonFile = None,
 ) -> None:
     """`nestrec prepare` on a synthetic log: events a second and peak memory of a fresh process."""
-    from nestrec.bench.prepare import measure_prepare
+    from nestrec.bench.quality.prepare import measure_prepare
 
     _finish("prepare", measure_prepare(events or [10_000_000], num_items=items), json)
 
@@ -114,7 +114,7 @@ def stores(context: typer.Context, json: JsonFile = None) -> None:
     The fields of StoresBench are options: [bold]--num_rows 100000 --num_keys 10000 --disk_rows 10000[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.stores import StoresBench, measure_stores
+    from nestrec.bench.kernels.stores import StoresBench, measure_stores
 
     bench = with_overrides(StoresBench(), parse_overrides(context.args, ("json",)))
     _finish("stores", measure_stores(bench), json)
@@ -127,7 +127,7 @@ def lookup(context: typer.Context, json: JsonFile = None) -> None:
     The fields of LookupBench are options: [bold]--num_rows 1000000 --num_keys 65536 --zipf 1.05 --device cpu[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.lookup import LookupBench, measure_lookup, short_rows
+    from nestrec.bench.kernels.lookup import LookupBench, measure_lookup, short_rows
 
     bench = with_overrides(LookupBench(), parse_overrides(context.args, ("json",)))
     rows = []
@@ -144,8 +144,8 @@ def layer(context: typer.Context, json: JsonFile = None) -> None:
     The fields of LayerBench are options: [bold]--lengths u4096,logn --heads 4x256,8x128[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.flops import FORMULA
-    from nestrec.bench.layer import LayerBench, measure_layers
+    from nestrec.bench.harness.flops import FORMULA
+    from nestrec.bench.kernels.layer import LayerBench, measure_layers
 
     bench = with_overrides(LayerBench(), parse_overrides(context.args, ("json",)))
     rows = []
@@ -163,8 +163,8 @@ def step(context: typer.Context, json: JsonFile = None) -> None:
     The fields of StepBench are options: [bold]--cases hstu-4x256-u4096 --num_negatives 32 --recompute true[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.flops import FORMULA
-    from nestrec.bench.step import StepBench, measure_steps, memory_rows, short_rows
+    from nestrec.bench.harness.flops import FORMULA
+    from nestrec.bench.step.step import StepBench, measure_steps, memory_rows, short_rows
 
     bench = with_overrides(StepBench(), parse_overrides(context.args, ("json",)))
     rows = []
@@ -189,8 +189,8 @@ def peers(
     page: Annotated[Path | None, typer.Option(help="Markdown page whose tables are written anew.")] = None,
 ) -> None:
     """The same training job through nestrec and TorchRec, by turns in the same two processes."""
-    from nestrec.bench.frame import make_frame, save_frame
-    from nestrec.bench.peers import HOW_TO_COMPARE, PeersBench, find_python, measure_peers, short_rows, write_page
+    from nestrec.bench.harness.frame import make_frame, save_frame
+    from nestrec.bench.peers.peers import HOW_TO_COMPARE, PeersBench, find_python, measure_peers, short_rows, write_page
 
     if (found := find_python(python)) is None:
         typer.echo(HOW_TO_COMPARE)
@@ -213,7 +213,7 @@ def schedules(context: typer.Context, json: JsonFile = None) -> None:
     Without link_mbit the links are chosen so that communication takes comm_share of the computation.
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.schedules import SchedulesBench, is_emulated, measure_schedules, short_rows
+    from nestrec.bench.schedules.schedules import SchedulesBench, is_emulated, measure_schedules, short_rows
 
     bench = with_overrides(SchedulesBench(), parse_overrides(context.args, ("json",)))
     rows = measure_schedules(bench)
@@ -228,8 +228,8 @@ def sparse(context: typer.Context, json: JsonFile = None) -> None:
     The fields of SparseBench are options: [bold]--collisions 0,0.12,0.6 --replicas 1,2,4 --job.dim 64[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.limited_links import can_limit
-    from nestrec.bench.sparse import SparseBench, measure_sparse, short_rows
+    from nestrec.bench.harness.limited_links import can_limit
+    from nestrec.bench.schedules.sparse import SparseBench, measure_sparse, short_rows
 
     bench = with_overrides(SparseBench(), parse_overrides(context.args, ("json",)))
     emulated, rows = bench.emulated or not can_limit(), []
@@ -247,7 +247,7 @@ def exchange(context: typer.Context, json: JsonFile = None) -> None:
     The fields of ExchangeBench are options: [bold]--ranks 2,4 --transports host,copy_engine --bytes 1048576[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.exchange import ExchangeBench, measure_exchange
+    from nestrec.bench.kernels.exchange import ExchangeBench, measure_exchange
 
     bench = with_overrides(ExchangeBench(), parse_overrides(context.args, ("json",)))
     rows = measure_exchange(bench)
@@ -265,9 +265,9 @@ def relay(
     The fields of RelayBench are options: [bold]--history 512 --candidates 64 --returning 0,0.3 --duration_s 8[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.relay import measure_relay
-    from nestrec.bench.relay_bed import RelayBench
-    from nestrec.bench.relay_tables import short_rows, summary
+    from nestrec.bench.serving.relay import measure_relay
+    from nestrec.bench.serving.relay_bed import RelayBench
+    from nestrec.bench.serving.relay_tables import short_rows, summary
 
     bench = with_overrides(RelayBench(), parse_overrides(context.args, ("json", "page")))
     rows: list[dict[str, Any]] = []
@@ -278,8 +278,8 @@ def relay(
     for title, shown in short_rows(rows).items():
         _show(f"relay: {title}", shown)
     if page is not None:
-        from nestrec.bench.frame import make_frame
-        from nestrec.bench.relay_page import write_page
+        from nestrec.bench.harness.frame import make_frame
+        from nestrec.bench.serving.relay_page import write_page
 
         write_page(page, make_frame(bench="relay", command=_command(), rows=rows))
 
@@ -294,7 +294,7 @@ def clustering(
     json: JsonFile = None,
 ) -> None:
     """Rows that cross the network for each clustering into micro-batches, with and without the window cache."""
-    from nestrec.bench.clustering import measure_clustering, short_rows
+    from nestrec.bench.balance.clustering import measure_clustering, short_rows
 
     rows = [row for name in data or ["turbogr-kuai"] for row in measure_clustering(name, batch=batch, rounds=rounds)]
     _show("vectors sent over unique keys of the batch (with the window cache: cached)", short_rows(rows))
@@ -308,7 +308,7 @@ def overload(context: typer.Context, json: JsonFile = None) -> None:
     The fields of OverloadBench are options: [bold]--duration_s 30 --multiples 2,5,10[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.overload import OverloadBench, measure_overload
+    from nestrec.bench.serving.overload import OverloadBench, measure_overload
 
     bench = with_overrides(OverloadBench(), parse_overrides(context.args, ("json",)))
     _finish("overload", measure_overload(bench), json)
@@ -321,7 +321,7 @@ def front(context: typer.Context, json: JsonFile = None) -> None:
     The fields of FrontBench are options: [bold]--rate 500 --candidates 256 --duration_s 20[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.front import FrontBench, measure_front
+    from nestrec.bench.serving.front import FrontBench, measure_front
 
     bench = with_overrides(FrontBench(), parse_overrides(context.args, ("json",)))
     _finish("front", measure_front(bench), json)
@@ -334,9 +334,9 @@ def calibrate(context: typer.Context, json: JsonFile = None) -> None:
     The fields of CalibrateBench are options: [bold]--samples 64,192 --lengths 16,64 --job.dim 64[/bold].
     """
     from nestrec.base.config import to_plain, with_overrides
-    from nestrec.bench.calibrate import CalibrateBench
-    from nestrec.bench.calibrate import calibrate as measure
-    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.bench.harness.frame import make_frame, save_frame
+    from nestrec.bench.planning.calibrate import CalibrateBench
+    from nestrec.bench.planning.calibrate import calibrate as measure
 
     rows, profile = measure(with_overrides(CalibrateBench(), parse_overrides(context.args, ("json",))))
     _show("calibrate: time = fixed + unit x amount", rows)
@@ -350,7 +350,7 @@ def papers(
 ) -> None:
     """What papers print about many devices beside what the simulator says, and what had to be assumed."""
     from nestrec.base.errors import UserError, did_you_mean
-    from nestrec.bench.frame import make_frame, save_frame
+    from nestrec.bench.harness.frame import make_frame, save_frame
     from nestrec.planning.papers import PAPERS
 
     if paper not in PAPERS:
@@ -381,8 +381,8 @@ def prediction(
     The fields of PredictionBench are options: [bold]--ranks 2 --link_mbit 300,900 --rounds 5[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.frame import make_frame, save_frame
-    from nestrec.bench.prediction import PredictionBench, measure_beds, predict, short_rows
+    from nestrec.bench.harness.frame import make_frame, save_frame
+    from nestrec.bench.planning.prediction import PredictionBench, measure_beds, predict, short_rows
 
     if rows_of:
         _predict_rows(rows_of, json)
@@ -399,8 +399,8 @@ def prediction(
 
 def _predict_rows(sources: Sequence[Path], json: Path | None) -> None:
     """The overlapping schedules of result files of one machine out of their serial rows."""
-    from nestrec.bench.frame import load_frame, make_frame, save_frame
-    from nestrec.bench.prediction_rows import predict_rows
+    from nestrec.bench.harness.frame import load_frame, make_frame, save_frame
+    from nestrec.bench.planning.prediction_rows import predict_rows
 
     frames = [load_frame(source) for source in sources]
     rows, summary = predict_rows([row for frame in frames for row in frame["rows"]])
@@ -419,7 +419,7 @@ def simulator(context: typer.Context, json: JsonFile = None) -> None:
     The fields of SimulatorBench are options: [bold]--ranks 4096 --steps 100 --schedules nested[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.simulator import SimulatorBench, measure_simulator
+    from nestrec.bench.planning.simulator import SimulatorBench, measure_simulator
 
     bench = with_overrides(SimulatorBench(), parse_overrides(context.args, ("json",)))
     _finish("simulator", measure_simulator(bench), json)
@@ -432,7 +432,7 @@ def attention(context: typer.Context, json: JsonFile = None) -> None:
     The fields of AttentionBench are options: [bold]--shapes u4096,logn --heads 4x128 --impls nestrec[/bold].
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.attention import AttentionBench, measure_attention
+    from nestrec.bench.kernels.attention import AttentionBench, measure_attention
 
     bench = with_overrides(AttentionBench(), parse_overrides(context.args, ("json",)))
     _show("attention", measure_attention(bench, lambda rows: _save("attention", rows, json)))
@@ -446,7 +446,7 @@ def negatives(context: typer.Context, json: JsonFile = None) -> None:
     With [bold]--ranks 4[/bold] only the bytes are counted that so many ranks of this machine's CPU move.
     """
     from nestrec.base.config import with_overrides
-    from nestrec.bench.negatives import NegativesBench, measure_negatives
+    from nestrec.bench.step.negatives import NegativesBench, measure_negatives
 
     bench = with_overrides(NegativesBench(), parse_overrides(context.args, ("json",)))
     rows = []
@@ -465,7 +465,7 @@ def join(
     bench: Annotated[str, typer.Option(help="What the joined file calls itself.")] = "schedules",
 ) -> None:
     """Put result files of several commands into one."""
-    from nestrec.bench.frame import join_frames, load_frame, save_frame
+    from nestrec.bench.harness.frame import join_frames, load_frame, save_frame
 
     save_frame(json, join_frames([load_frame(file) for file in files], bench=bench, command=_command()))
 
@@ -484,7 +484,7 @@ def _show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _save(bench: str, rows: Sequence[Mapping[str, Any]], json: Path | None, *, emulated: bool = False) -> None:
-    from nestrec.bench.frame import write_frame
+    from nestrec.bench.harness.frame import write_frame
 
     if json is not None:
         write_frame(json, bench=bench, command=_command(), rows=rows, emulated=emulated)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nestrec.ops.gather_rows import take_rows
+from nestrec.ops.rows.gather import take_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Tables, stores, row optimisers, routing and the engine that joins them."""
 
 from nestrec.embedding.engine import EmbeddingEngine
-from nestrec.embedding.routing import Routed
+from nestrec.embedding.flight.routing import Routed
+from nestrec.embedding.flight.working_set import WorkingSet
 from nestrec.embedding.table import InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.embedding.working_set import WorkingSet
 
 __all__ = [
     "EmbeddingEngine",

@@ -27,19 +27,10 @@ from nestrec.distributed.exchange import agree, all_to_all_rows, borrow, deliver
 from nestrec.distributed.parcel import Parcel
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
-from nestrec.embedding.half_rows import HalfRows
-from nestrec.embedding.layout import RowLayout
-from nestrec.embedding.overlap import Overlap
-from nestrec.embedding.replica_keys import ReplicaKeys
-from nestrec.embedding.replica_sync import (
-    Averaged,
-    ReplicaSyncConfig,
-    check_tables_can_differ,
-    mean_bytes_sent,
-    mean_over_holders,
-)
-from nestrec.embedding.residency import DynamicResidency
-from nestrec.embedding.routing import (
+from nestrec.embedding.flight.half_rows import HalfRows
+from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.replica_keys import ReplicaKeys
+from nestrec.embedding.flight.routing import (
     AskedKeys,
     Routed,
     RoutedTable,
@@ -49,15 +40,24 @@ from nestrec.embedding.routing import (
     key_bytes_sent,
     route,
 )
-from nestrec.embedding.row_buffers import RowBuffers
+from nestrec.embedding.flight.row_buffers import RowBuffers
+from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
+from nestrec.embedding.flight.working_set import WorkingSet, WorkingTable
+from nestrec.embedding.layout import RowLayout
+from nestrec.embedding.replica_sync import (
+    Averaged,
+    ReplicaSyncConfig,
+    check_tables_can_differ,
+    mean_bytes_sent,
+    mean_over_holders,
+)
+from nestrec.embedding.residency import DynamicResidency
 from nestrec.embedding.shard import Chunk, FetchedRows, TableShard
-from nestrec.embedding.source_keys import FeatureKeys, SourceKeys, deduplicate
 from nestrec.embedding.statistics import EngineStatistics, Leg
 from nestrec.embedding.table import DTYPES, TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
-from nestrec.embedding.working_set import WorkingSet, WorkingTable
 from nestrec.jagged import Jagged
-from nestrec.ops.gather_rows import gather_rows, take_rows
+from nestrec.ops.rows.gather import gather_rows, take_rows
 
 
 class EmbeddingEngine:

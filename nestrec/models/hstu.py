@@ -18,11 +18,11 @@ from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.residual import ResidualEncoder
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.dropout import Dropout
-from nestrec.ops.gated_output import gated_output
-from nestrec.ops.hstu_attention import hstu_attention
-from nestrec.ops.norm_projection import norm_projection, without_keeping
-from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.attention.hstu import hstu_attention
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.layers.dropout import Dropout
+from nestrec.ops.layers.gated_output import gated_output
+from nestrec.ops.layers.norm_projection import norm_projection, without_keeping
 
 NORM_EPS = 1e-6
 

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import layer_norm, silu
 
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
-from nestrec.ops.cached_attention import BiasRows, cached_attention
-from nestrec.ops.relative_bias import time_bucket
+from nestrec.ops.attention.cached import BiasRows, cached_attention
+from nestrec.ops.attention.relative_bias import time_bucket
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 PrefixReader = Callable[[int, int], KeysAndValues]

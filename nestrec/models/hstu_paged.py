@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
-from nestrec.ops.dropout import Dropout
-from nestrec.ops.gated_output import gated_output
-from nestrec.ops.norm_projection import norm_projection
-from nestrec.ops.paged_attention import Workspace, paged_attention, store_in_pages
+from nestrec.ops.attention.paged import Workspace, paged_attention, store_in_pages
+from nestrec.ops.layers.dropout import Dropout
+from nestrec.ops.layers.gated_output import gated_output
+from nestrec.ops.layers.norm_projection import norm_projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

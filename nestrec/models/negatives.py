@@ -10,8 +10,8 @@ import torch
 
 from nestrec.base.bounds import Count, NonNegative, Positive
 from nestrec.base.config import config
-from nestrec.ops.candidates import Candidates, make_candidates
-from nestrec.ops.sampled_losses import Variant
+from nestrec.ops.losses.candidates import Candidates, make_candidates
+from nestrec.ops.losses.sampled import Variant
 
 
 @config

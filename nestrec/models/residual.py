@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.dropout import Dropout
-from nestrec.ops.token_input import token_input
+from nestrec.ops.layers.dropout import Dropout
+from nestrec.ops.layers.token_input import token_input
 
 
 class _Sizes(Protocol):

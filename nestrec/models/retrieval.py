@@ -12,7 +12,7 @@ from nestrec.models.fuxi import FuXi, FuXiConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.sasrec import SASRec, SASRecConfig
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.unit_rows import unit_rows
+from nestrec.ops.layers.unit_rows import unit_rows
 
 EncoderConfig = HSTUConfig | FuXiConfig | SASRecConfig
 UNIT_EPS = 1e-6

@@ -16,8 +16,8 @@ from torch import nn
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.dropout import dropout
-from nestrec.ops.softmax_attention import softmax_attention
+from nestrec.ops.attention.softmax import softmax_attention
+from nestrec.ops.layers.dropout import dropout
 
 
 @config

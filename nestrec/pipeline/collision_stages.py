@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from nestrec.embedding.collisions import Collisions, Half, Halves, find_collisions
-from nestrec.embedding.overlap import Overlap
-from nestrec.embedding.split_window import SplitWindow
+from nestrec.embedding.flight.collisions import Collisions, Half, Halves, find_collisions
+from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.split_window import SplitWindow
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.machine import InFlight, Machine, counted
 from nestrec.pipeline.stages import Rates

@@ -10,8 +10,8 @@ their order. Rows that t+1 has taken over are not written back by t.
 from collections.abc import Callable
 
 from nestrec.base.failpoints import is_broken
-from nestrec.embedding.overlap import Overlap
-from nestrec.embedding.row_buffers import RowBuffers
+from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.row_buffers import RowBuffers
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.machine import InFlight, Machine

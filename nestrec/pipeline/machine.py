@@ -19,12 +19,12 @@ import torch
 from nestrec.base.failpoints import is_broken
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
-from nestrec.embedding.collisions import Collisions
-from nestrec.embedding.overlap import Overlap, copy_shared, num_common_rows, overlap_of
-from nestrec.embedding.row_buffers import RowBuffers
-from nestrec.embedding.source_keys import SourceKeys
+from nestrec.embedding.flight.collisions import Collisions
+from nestrec.embedding.flight.overlap import Overlap, copy_shared, num_common_rows, overlap_of
+from nestrec.embedding.flight.row_buffers import RowBuffers
+from nestrec.embedding.flight.source_keys import SourceKeys
+from nestrec.embedding.flight.window import Window
 from nestrec.embedding.statistics import Leg
-from nestrec.embedding.window import Window
 from nestrec.pipeline.checks import check_can_cut
 from nestrec.pipeline.lanes import Label, Lanes, Ticket
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from nestrec.base.failpoints import is_broken
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.overlap import Overlap
-from nestrec.embedding.row_buffers import RowBuffers
+from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.row_buffers import RowBuffers
 from nestrec.pipeline.checks import check_can_pipeline
 from nestrec.pipeline.collision_stages import CollisionStages
 from nestrec.pipeline.feed import Feed

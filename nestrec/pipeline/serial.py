@@ -19,7 +19,7 @@ import torch
 
 from nestrec.data.batches import MicroBatch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.window import Window
+from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.checks import check_can_cut
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.options import PipelineConfig

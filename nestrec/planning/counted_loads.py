@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding import TableConfig
-from nestrec.embedding.dedup import dedup
+from nestrec.embedding.flight.dedup import dedup
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.layout import layout_of
 from nestrec.planning.loads import Amounts, Loads

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nestrec.balance import CostModel, partition
 from nestrec.data.dealing import contiguous
 from nestrec.planning.loads import Amounts, Loads
-from nestrec.planning.replay import Mesh
+from nestrec.planning.simulator.replay import Mesh
 from nestrec.planning.workload import TableLoad, Workload
 
 PATTERN_STEPS = 3

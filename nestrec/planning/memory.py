@@ -6,7 +6,7 @@ from typing import Literal
 from nestrec.planning.cluster import GIB, ClusterConfig
 from nestrec.planning.loads import Loads
 from nestrec.planning.profile import StoreKind
-from nestrec.planning.replay import Mesh
+from nestrec.planning.simulator.replay import Mesh
 from nestrec.planning.workload import Workload
 
 Tier = Literal["device", "host", "disk"]

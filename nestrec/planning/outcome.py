@@ -14,12 +14,12 @@ from nestrec.planning.links import Group, Links
 from nestrec.planning.loads import KEY_BYTES, Loads
 from nestrec.planning.memory import Memory, Tier, memory_of
 from nestrec.planning.profile import Profile
-from nestrec.planning.program import Program
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh, Replay, replay
-from nestrec.planning.shared_cores import Hosts, replay_shared
-from nestrec.planning.step_costs import StepCosts
-from nestrec.planning.variation import Slowed
+from nestrec.planning.simulator.program import Program
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh, Replay, replay
+from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
+from nestrec.planning.simulator.step_costs import StepCosts
+from nestrec.planning.simulator.variation import Slowed
 from nestrec.planning.workload import Workload
 from nestrec.trace import StepParts
 

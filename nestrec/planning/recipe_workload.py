@@ -17,10 +17,10 @@ from nestrec.embedding import TableConfig
 from nestrec.embedding.layout import layout_of
 from nestrec.models import HSTUConfig
 from nestrec.planning.workload import TableLoad, Workload
+from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
 from nestrec.training.session import make_task, open_data
-from nestrec.training.tasks.retrieval import RetrievalTaskConfig
-from nestrec.training.tasks.task import Task
 
 NUM_QUANTILES = 257
 _SAMPLES_COUNTED = 4096

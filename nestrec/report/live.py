@@ -15,8 +15,8 @@ from nestrec.base.clock import Clock, RealClock
 from nestrec.report.evaluations import mean_of_metric, popularity_ratio
 from nestrec.report.formats import as_number, compact, duration, memory
 from nestrec.report.stages import StageProgress, progress_for
+from nestrec.tasks.task import Evaluation
 from nestrec.training.listener import Listener
-from nestrec.training.tasks.task import Evaluation
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",

@@ -15,7 +15,7 @@ import numpy as np
 
 from nestrec.base.errors import UserError
 from nestrec.report.ranks import Ranks, load_ranks
-from nestrec.training.metrics import Values, bootstrap, ranking_metrics
+from nestrec.tasks.metrics import Values, bootstrap, ranking_metrics
 
 METRICS = {
     "recall@10": (10, "hr@10"),

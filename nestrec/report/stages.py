@@ -15,7 +15,7 @@ from nestrec.report.formats import duration
 class StageProgress:
     """Shows a bar on a terminal, or a plain line now and then elsewhere, once the work has lasted `show_after_s`.
 
-    Call it as `nestrec.data.progress.Progress`: with the name of the stage and how much of it is done, from 0 to 1.
+    Call it as `data.prepare.progress.Progress`: with the name of the stage and how much of it is done, from 0 to 1.
     """
 
     def __init__(self, title: str, *, console: Console, clock: Clock, show_after_s: float, line_every_s: float):

@@ -9,8 +9,8 @@ from typing import Any, Self
 from torch.utils.tensorboard import SummaryWriter
 
 from nestrec.report.formats import as_number
+from nestrec.tasks.task import Evaluation
 from nestrec.training.listener import Listener
-from nestrec.training.tasks.task import Evaluation
 
 _SCALARS = {
     "loss": "train/loss",

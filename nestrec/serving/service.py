@@ -16,15 +16,15 @@ from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.models.ranking import RankingModel
-from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.router import Ring, Router
-from nestrec.serving.servable import Servable
-from nestrec.serving.tables import TablesConfig
-from nestrec.serving.trigger import Decision
-from nestrec.serving.work import Answer, OverloadedError, UnavailableError, Work
+from nestrec.serving.many.router import Ring, Router
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.prefix.trigger import Decision
 
 Ids = NDArray[np.int64]
 

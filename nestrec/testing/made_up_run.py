@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nestrec.data.card import Card, Counts
-from nestrec.data.statistics import length_statistics, log_histogram, popularity_statistics
+from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics
 from nestrec.trace import Span, save_spans
 
 STEPS_AN_EPOCH = 40

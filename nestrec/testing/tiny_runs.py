@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nestrec.base.config import with_overrides
-from nestrec.data.options import PrepareOptions
-from nestrec.data.prepare import prepare
-from nestrec.data.synthetic import SPAN_MS, START_MS, generate, preset
+from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.preparation import prepare
+from nestrec.data.synthetic.logs import SPAN_MS, START_MS, generate, preset
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
 

@@ -8,7 +8,7 @@ import torch
 
 from nestrec.data.batches import MicroBatch
 from nestrec.pipeline import Coupling
-from nestrec.training.tasks.task import Task, on_device
+from nestrec.tasks.task import Task, on_device
 
 
 class ModelCompute:

@@ -9,9 +9,9 @@ from nestrec.data.batches import BatchConfig
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.training.tasks.ranking import RankingTaskConfig
-from nestrec.training.tasks.retrieval import RetrievalTaskConfig
-from nestrec.training.tasks.rows import RowsTaskConfig
+from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.rows import RowsTaskConfig
 
 TaskConfig = RetrievalTaskConfig | RankingTaskConfig | RowsTaskConfig
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestrec.training.tasks.task import Evaluation
+from nestrec.tasks.task import Evaluation
 
 
 class Listener:

@@ -4,8 +4,8 @@ import numpy as np
 
 from nestrec.base.errors import UserError
 from nestrec.data.batches import Assembler, BatchConfig
+from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.config import RunConfig
-from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
 
 def check_supply(cfg: RunConfig, assembler: Assembler, world: int) -> None:

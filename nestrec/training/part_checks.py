@@ -1,8 +1,8 @@
 """A run that has nothing to train on, or nothing to measure itself by, is refused before it begins."""
 
 from nestrec.base.errors import UserError
+from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
-from nestrec.training.tasks.task import Task
 
 
 def check_parts(cfg: RunConfig, task: Task) -> None:

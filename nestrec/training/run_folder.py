@@ -17,9 +17,9 @@ import torch
 import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
+from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
-from nestrec.training.tasks.task import Evaluation
 
 
 class RunFolder:

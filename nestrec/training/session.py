@@ -11,18 +11,18 @@ from nestrec.base.errors import UserError
 from nestrec.checkpoint import Content, Restored
 from nestrec.data.card import CARD_FILE
 from nestrec.data.dataset import Dataset
-from nestrec.data.synthetic import generate, preset
+from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
+from nestrec.tasks.ranking import RankingTask, RankingTaskConfig
+from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
+from nestrec.tasks.rows import RowsTask
+from nestrec.tasks.task import Task
 from nestrec.training.config import DataConfig, RunConfig, TaskConfig
 from nestrec.training.dense import DenseUpdate
 from nestrec.training.saved_tables import SavedTables
 from nestrec.training.state import TrainState
-from nestrec.training.tasks.ranking import RankingTask, RankingTaskConfig
-from nestrec.training.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
-from nestrec.training.tasks.rows import RowsTask
-from nestrec.training.tasks.task import Task
 
 T = TypeVar("T")
 

@@ -11,12 +11,13 @@ from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
-from nestrec.data.split import Part
+from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
 from nestrec.pipeline.checks import check_can_cut
 from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
+from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing
@@ -32,7 +33,6 @@ from nestrec.training.saving import Saving
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
-from nestrec.training.tasks.task import Evaluation
 from nestrec.training.variant_choice import settle_variant
 from nestrec.training.window_choice import WindowChoice
 

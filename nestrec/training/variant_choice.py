@@ -13,13 +13,13 @@ import torch
 from nestrec.base.config import config
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
-from nestrec.ops.candidates import make_candidates
-from nestrec.ops.sampled_losses import VARIANTS, Variant, sampled_loss
-from nestrec.ops.softmax_losses import SampledKind
+from nestrec.ops.losses.candidates import make_candidates
+from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
+from nestrec.ops.losses.softmax import SampledKind
+from nestrec.tasks.retrieval import RetrievalTask
+from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
 from nestrec.training.negatives_checks import mean_micro_batch
-from nestrec.training.tasks.retrieval import RetrievalTask
-from nestrec.training.tasks.task import Task
 
 _ROUNDS = 3
 

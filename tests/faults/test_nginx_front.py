@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.export import write_servable
-from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
+from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.many.instances import free_port, listens
-from nestrec.serving.random_model import random_retrieval
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.random_model import random_retrieval
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)

@@ -6,19 +6,19 @@ python tests/gpu/small_shapes.py
 import numpy as np
 import torch
 
-from nestrec.bench.layer import info_of
+from nestrec.bench.kernels.layer import info_of
 from nestrec.jagged import offsets_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
-from nestrec.ops.attention_mask import AttentionRules
-from nestrec.ops.candidates import Candidates
-from nestrec.ops.dedup_keys import dedup_keys
-from nestrec.ops.gather_rows import gather_rows
-from nestrec.ops.grouped_loss import grouped_loss
-from nestrec.ops.hstu_attention import hstu_attention
-from nestrec.ops.relative_bias import RelativeBias
-from nestrec.ops.sampled_losses import sampled_loss
-from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
-from nestrec.ops.update_rows import RowRule, update_rows
+from nestrec.ops.attention.hstu import hstu_attention
+from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.losses.candidates import Candidates
+from nestrec.ops.losses.grouped import grouped_loss
+from nestrec.ops.losses.sampled import sampled_loss
+from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
+from nestrec.ops.rows.dedup_keys import dedup_keys
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.update import RowRule, update_rows
 
 LENGTHS = [3, 0, 65, 1, 130]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention_mask import AttentionRules
-from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_padded
-from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_padded
+from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.relative_bias import RelativeBias
 
 pytestmark = pytest.mark.gpu
 OPTIONS = [

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.graph_runner import GraphRunner
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.random_model import random_ranking
-from nestrec.serving.row_sources import DramRows
-from nestrec.serving.runner import Part
-from nestrec.serving.tables import CachedTable, TablesConfig, open_table
+from nestrec.serving.engine.graph_runner import GraphRunner
+from nestrec.serving.engine.runner import Part
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.model.row_sources import DramRows
+from nestrec.serving.model.tables import CachedTable, TablesConfig, open_table
+from nestrec.serving.prefix.page_pool import PagePool
 
 pytestmark = pytest.mark.gpu
 ENCODER = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, max_length=1026, position_bias=False)

@@ -9,12 +9,12 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.embedding.device_dedup import MIN_KEYS
+from nestrec.embedding.flight.device_dedup import MIN_KEYS
 from nestrec.embedding.initial import initial_vectors, initial_vectors_torch
 from nestrec.jagged import Jagged, offsets_of
-from nestrec.ops.gather_rows import gather_rows
-from nestrec.ops.pool_rows import pool_rows
-from nestrec.ops.sum_rows import sum_by_index, sum_by_index_reference
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.pool import pool_rows
+from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

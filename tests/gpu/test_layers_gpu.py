@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.bench.layer import info_of
+from nestrec.bench.kernels.layer import info_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
-from nestrec.ops import bias_products
-from nestrec.ops.bias_attention import bias_attention, bias_attention_padded
-from nestrec.ops.dropout import Dropout
-from nestrec.ops.feed_forward import feed_forward, feed_forward_reference
-from nestrec.ops.gated_output import gated_output, gated_output_reference
-from nestrec.ops.norm_projection import norm_projection, norm_projection_reference, without_keeping
+from nestrec.ops.attention import bias_products
+from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_padded
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.layers.dropout import Dropout
+from nestrec.ops.layers.feed_forward import feed_forward, feed_forward_reference
+from nestrec.ops.layers.gated_output import gated_output, gated_output_reference
+from nestrec.ops.layers.norm_projection import norm_projection, norm_projection_reference, without_keeping
+from nestrec.ops.layers.token_input import token_input, token_input_reference
+from nestrec.ops.layers.unit_rows import unit_rows, unit_rows_reference
 from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.ops.relative_bias import RelativeBias
-from nestrec.ops.token_input import token_input, token_input_reference
-from nestrec.ops.unit_rows import unit_rows, unit_rows_reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from nestrec.ops.candidates import Candidates, make_candidates
-from nestrec.ops.grouped_loss import grouped_loss
-from nestrec.ops.sampled_losses import sampled_loss
-from nestrec.ops.softmax_losses import full_cross_entropy
-from nestrec.ops.sum_outer import sum_outer
-from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
+from nestrec.ops.losses.candidates import Candidates, make_candidates
+from nestrec.ops.losses.grouped import grouped_loss
+from nestrec.ops.losses.sampled import sampled_loss
+from nestrec.ops.losses.softmax import full_cross_entropy
+from nestrec.ops.losses.sum_outer import sum_outer
+from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 
 pytestmark = pytest.mark.gpu
 CASES = [

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from nestrec.ops.dedup_keys import dedup_keys, dedup_keys_reference
-from nestrec.ops.gather_rows import gather_rows, take_rows
-from nestrec.ops.learn_rows import learn_rows, learn_rows_reference
-from nestrec.ops.move_rows import move_rows, move_rows_reference
 from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.ops.sum_rows import sum_by_index, sum_by_index_reference
-from nestrec.ops.update_rows import KINDS, RowRule, update_rows, update_rows_reference
+from nestrec.ops.rows.dedup_keys import dedup_keys, dedup_keys_reference
+from nestrec.ops.rows.gather import gather_rows, take_rows
+from nestrec.ops.rows.learn import learn_rows, learn_rows_reference
+from nestrec.ops.rows.move import move_rows, move_rows_reference
+from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
+from nestrec.ops.rows.update import KINDS, RowRule, update_rows, update_rows_reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.copier import Copier
-from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.host_pages import HostPages
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.random_model import random_ranking
-from nestrec.serving.tiers import TiersConfig
-from nestrec.serving.trigger import TriggerConfig
+from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.prefix.copier import Copier
+from nestrec.serving.prefix.host_pages import HostPages
+from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
 
 pytestmark = pytest.mark.gpu
 BIASED = HSTUConfig(dim=64, num_layers=3, num_heads=2, head_dim=32, max_length=1026, time_bias=True)

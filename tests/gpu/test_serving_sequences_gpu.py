@@ -9,14 +9,14 @@ from serving_oracle import oracle_scores
 from serving_sequences import Sequences
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.random_model import random_ranking
-from nestrec.serving.runner import Part, Runner
-from nestrec.serving.runners import make_runner
-from nestrec.serving.tiers import TiersConfig
-from nestrec.serving.trigger import TriggerConfig
+from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.engine.runners import make_runner
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
 
 pytestmark = pytest.mark.gpu
 SIZES = {"dim": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "max_length": 64}

@@ -13,7 +13,7 @@ from nestrec.distributed.exchange import agree, all_reduce_sum, raise_together
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
-from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.rows.gather import gather_rows
 
 NUM_ROWS, NUM_SAMPLES, LENGTH = 60, 12, 4
 LEARNING_RATE = 0.05

@@ -11,7 +11,7 @@ from schedule_jobs import Job, Tiny, TinyCompute, batches_of, tables_of
 from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.window import Window
+from nestrec.embedding.flight.window import Window
 from nestrec.training.config import OptimizerConfig
 from nestrec.training.dense import DenseUpdate
 

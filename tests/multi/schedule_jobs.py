@@ -17,7 +17,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
-from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.rows.gather import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.trace import Span

@@ -12,7 +12,7 @@ from nestrec.balance.exchange import Exchanged, exchange_samples
 from nestrec.data.dataset import Rows
 from nestrec.data.gather import offsets_of_lengths
 from nestrec.data.order import contiguous_shares
-from nestrec.data.synthetic import lengths as draw_lengths
+from nestrec.data.synthetic.logs import lengths as draw_lengths
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.testing.ranks import RankPool
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from nestrec.data.batches import BatchConfig
-from nestrec.data.ranking import RankingInputConfig
-from nestrec.data.synthetic import generate, preset
+from nestrec.data.samples.ranking import RankingInputConfig
+from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
-from nestrec.serving.export import export_run
+from nestrec.serving.model.export import export_run
+from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes import recipe
-from nestrec.training.tasks.ranking import RankingTaskConfig
 from nestrec.training.trainer import Trainer
 
 LENGTH = 32

@@ -5,7 +5,7 @@ import torch
 
 from nestrec.models.ranking import RankingModel
 from nestrec.models.sequence import SequenceInfo
-from nestrec.serving.inputs import window_start
+from nestrec.serving.model.inputs import window_start
 
 
 def oracle_scores(servable, history, candidates, slide_events):

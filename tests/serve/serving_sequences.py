@@ -6,8 +6,8 @@ import random
 import numpy as np
 
 from nestrec.base.clock import SimulatedClock
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.work import UnavailableError
+from nestrec.serving.engine.work import UnavailableError
+from nestrec.serving.model.inputs import Candidates, History
 
 TIMEOUT_S = 60.0
 

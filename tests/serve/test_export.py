@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.data.ranking import held_out_windows
-from nestrec.data.retrieval import RetrievalQueries
-from nestrec.serving.export import export_run
-from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.runner import Part, Runner
-from nestrec.serving.servable import Servable
+from nestrec.data.samples.ranking import held_out_windows
+from nestrec.data.samples.retrieval import RetrievalQueries
+from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.model.export import export_run
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.prefix.page_pool import PagePool
 
 
 def make_runner(folder):

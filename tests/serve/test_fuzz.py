@@ -10,7 +10,7 @@ import pytest
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.random_model import random_ranking, random_retrieval
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)

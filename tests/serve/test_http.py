@@ -15,13 +15,13 @@ from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine import EngineConfig
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.random_model import random_ranking, random_retrieval
+from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.engine.work import OverloadedError
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.tiers import TiersConfig
-from nestrec.serving.trigger import TriggerConfig
-from nestrec.serving.work import OverloadedError
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 LIMITS = LimitsConfig(max_body_bytes=20_000, max_history=50, max_candidates=20, max_k=15, max_user_characters=8)

@@ -8,13 +8,13 @@ import torch
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.random_model import random_ranking
-from nestrec.serving.row_sources import DramRows
-from nestrec.serving.runner import Part, Runner
-from nestrec.serving.tables import CachedTable
+from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.model.row_sources import DramRows
+from nestrec.serving.model.tables import CachedTable
+from nestrec.serving.prefix.page_pool import PagePool
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -63,8 +63,8 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
     is_cached, shapes, num_candidates
 ):
     from nestrec.models.hstu_paged import PagedHSTU, is_pageable
-    from nestrec.serving.batch_layout import Extent, Room, Sections, lay_out
-    from nestrec.serving.graph_runner import Captured, room_for_content
+    from nestrec.serving.engine.batch_layout import Extent, Room, Sections, lay_out
+    from nestrec.serving.engine.graph_runner import Captured, room_for_content
 
     servable = random_ranking(ENCODER, num_items=100)
     if is_cached:

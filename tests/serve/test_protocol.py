@@ -14,10 +14,10 @@ from nestrec.serving.api.limited_protocol import LimitedProtocol
 from nestrec.serving.api.plain_cycle import PlainCycle
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig, uvicorn_config
-from nestrec.serving.engine import EngineConfig
-from nestrec.serving.random_model import random_retrieval
+from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.tiers import TiersConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
 LIMITS = LimitsConfig(max_body_bytes=2000, max_header_bytes=500, max_connections=3, body_timeout_s=0.3)

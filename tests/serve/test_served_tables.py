@@ -9,13 +9,13 @@ import torch
 
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.runner import Part, Runner
-from nestrec.serving.servable import Servable
+from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.tables import CachedTable, TablesConfig
+from nestrec.serving.prefix.page_pool import PagePool
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.tables import CachedTable, TablesConfig
 
 NUM_ITEMS = 200
 

@@ -14,9 +14,9 @@ import pytest
 from server_process import exchange, post, provoke_patiently, running_server, status_of
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.export import write_servable
-from nestrec.serving.random_model import random_retrieval
-from nestrec.serving.servable import Servable
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.model.servable import Servable
 
 BODY = {"user": "u", "history": {"items": ["1", "2", "3"], "times_ms": [1, 2, 3]}, "k": 5}
 

@@ -12,16 +12,16 @@ from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.cost_model import CostModel
-from nestrec.serving.engine import Engine, EngineConfig
-from nestrec.serving.forms import make_form
-from nestrec.serving.host_pages import HostPages
-from nestrec.serving.page_pool import PagePool
-from nestrec.serving.random_model import random_ranking, random_retrieval
-from nestrec.serving.runner import Launched, Runner
-from nestrec.serving.tiers import TiersConfig
-from nestrec.serving.trigger import TriggerConfig
-from nestrec.serving.work import OverloadedError, UnavailableError
+from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.engine.runner import Launched, Runner
+from nestrec.serving.engine.work import OverloadedError, UnavailableError
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.prefix.host_pages import HostPages
+from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=32, time_bias=True)
 TIERS = TiersConfig(

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.bench.peers import PeersBench, measure_peers
-from nestrec.bench.peers_job import NestrecJob
-from nestrec.bench.peers_ranks import global_losses
-from nestrec.bench.peers_workload import Workload, WorkloadConfig
-from nestrec.bench.torchrec_job import TORCHREC_MODES, TorchRecJob
+from nestrec.bench.peers.job import NestrecJob
+from nestrec.bench.peers.peers import PeersBench, measure_peers
+from nestrec.bench.peers.ranks import global_losses
+from nestrec.bench.peers.torchrec_job import TORCHREC_MODES, TorchRecJob
+from nestrec.bench.peers.workload import Workload, WorkloadConfig
 from nestrec.testing.ranks import RankPool
 
 EXPECTED = [0.692587, 0.709074, 0.719870, 0.716563, 0.700657, 0.690559, 0.690726, 0.693335]

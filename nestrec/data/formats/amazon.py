@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from nestrec.base.errors import DataError
-from nestrec.data.events import EventColumns
-from nestrec.data.options import LogColumns, PrepareOptions, TimeUnit
-from nestrec.data.raw import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
-from nestrec.data.source import LogSource, delimited_files, over_files, plain_name, require_input
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns, PrepareOptions, TimeUnit
+from nestrec.data.prepare.raw import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
+from nestrec.data.prepare.source import LogSource, delimited_files, over_files, plain_name, require_input
 
 POSITIVE_RATING = 4.0
 NAMES_OF = {

@@ -12,15 +12,15 @@ from nestrec.base.config import to_plain
 from nestrec.base.errors import DataError, UserError
 from nestrec.data import schema
 from nestrec.data.card import Card, Counts, FileEntry
-from nestrec.data.duplicates import DuplicateCounter
-from nestrec.data.options import PrepareOptions
-from nestrec.data.parse import BAD, GOOD, parse_integers, parse_numbers
-from nestrec.data.progress import Progress
-from nestrec.data.quarantine import Quarantine
-from nestrec.data.raw import BadRow, Delimited, RawBatch
-from nestrec.data.signature import cell_hashes, row_signatures
-from nestrec.data.source import delimited_files, plain_name, require_input
-from nestrec.data.writer import UserBlock, UsersWriter
+from nestrec.data.prepare.duplicates import DuplicateCounter
+from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.parse import BAD, GOOD, parse_integers, parse_numbers
+from nestrec.data.prepare.progress import Progress
+from nestrec.data.prepare.quarantine import Quarantine
+from nestrec.data.prepare.raw import BadRow, Delimited, RawBatch
+from nestrec.data.prepare.signature import cell_hashes, row_signatures
+from nestrec.data.prepare.source import delimited_files, plain_name, require_input
+from nestrec.data.prepare.writer import UserBlock, UsersWriter
 
 NUM_DENSE, NUM_CATEGORIES = 13, 26
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))

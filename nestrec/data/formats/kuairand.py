@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nestrec.base.errors import DataError
-from nestrec.data.events import EventColumns
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.raw import Delimited, first_line, header_names
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw import Delimited, first_line, header_names
+from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
+from nestrec.data.prepare.source import LogSource, delimited_files, require_input, side_files
 from nestrec.data.schema import KUAIRAND_BITS
-from nestrec.data.side import SideColumn, SideKind, SideSource
-from nestrec.data.source import LogSource, delimited_files, require_input, side_files
 
 ACTIONS = {
     "click": "is_click",

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nestrec.base.errors import DataError
-from nestrec.data.events import EventColumns
-from nestrec.data.options import PrepareOptions
-from nestrec.data.raw import Delimited, RawBatch, read_delimited, read_parquet
-from nestrec.data.source import LogSource, over_files, plain_name, require_input
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.raw import Delimited, RawBatch, read_delimited, read_parquet
+from nestrec.data.prepare.source import LogSource, over_files, plain_name, require_input
 
 SUFFIXES = (".csv", ".tsv", ".txt", ".dat", ".inter", ".parquet")
 

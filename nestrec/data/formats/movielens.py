@@ -6,12 +6,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from nestrec.base.errors import DataError
-from nestrec.data.events import EventColumns
 from nestrec.data.formats.recbole import open_recbole
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.raw import Delimited, RawBatch, first_line, read_delimited
-from nestrec.data.side import SideColumn, SideSource
-from nestrec.data.source import LogSource, delimited_files, find_file, plain_name, require_input, side_files
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw import Delimited, RawBatch, first_line, read_delimited
+from nestrec.data.prepare.side import SideColumn, SideSource
+from nestrec.data.prepare.source import LogSource, delimited_files, find_file, plain_name, require_input, side_files
 
 POSITIVE_RATING = 4.0
 NAMES = ("user", "item", "rating", "timestamp")

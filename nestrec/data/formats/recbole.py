@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from nestrec.base.errors import DataError
-from nestrec.data.events import EventColumns
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.raw import Delimited, first_line
-from nestrec.data.side import SideColumn, SideKind, SideSource
-from nestrec.data.source import LogSource, delimited_files, find_file, plain_name, side_files
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw import Delimited, first_line
+from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
+from nestrec.data.prepare.source import LogSource, delimited_files, find_file, plain_name, side_files
 
 KINDS: dict[str, SideKind] = {"token": "category", "token_seq": "categories", "float": "number"}
 

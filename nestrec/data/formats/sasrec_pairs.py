@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from nestrec.data.events import EventColumns
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.raw import Delimited, first_line
-from nestrec.data.source import LogSource, delimited_files, plain_name, require_input
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw import Delimited, first_line
+from nestrec.data.prepare.source import LogSource, delimited_files, plain_name, require_input
 
 
 def open_pairs(path: Path, options: PrepareOptions) -> LogSource:

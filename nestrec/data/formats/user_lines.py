@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from nestrec.base.errors import DataError
-from nestrec.data.events import EventColumns
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.raw import BadRow, RawBatch, read_lines, unreadable
-from nestrec.data.side import SideColumn, SideSource
-from nestrec.data.source import LogSource, find_file, over_files, plain_name, require_input
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw import BadRow, RawBatch, read_lines, unreadable
+from nestrec.data.prepare.side import SideColumn, SideSource
+from nestrec.data.prepare.source import LogSource, find_file, over_files, plain_name, require_input
 
 
 def open_user_lines(path: Path, options: PrepareOptions) -> LogSource:

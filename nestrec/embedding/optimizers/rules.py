@@ -1,4 +1,4 @@
-"""Row optimisers on whole rows; the formulas stand in nestrec.ops.update_rows.
+"""Row optimisers on whole rows; the formulas stand in nestrec.ops.rows.update.
 
 t: global step from 1, lr: learning rate of that step; Adam's lr_t = lr * sqrt(1 - b2^t) / (1 - b1^t).
 
@@ -14,7 +14,7 @@ import torch
 
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.table import RowOptimizerConfig
-from nestrec.ops import update_rows as ops
+from nestrec.ops.rows import update as ops
 
 
 def update_rows(

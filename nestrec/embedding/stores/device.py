@@ -6,7 +6,7 @@ import torch
 from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
 from nestrec.embedding.stores.store import Slots
 from nestrec.embedding.transfer import to_device
-from nestrec.ops.move_rows import move_rows
+from nestrec.ops.rows.move import move_rows
 
 
 class DeviceStore:

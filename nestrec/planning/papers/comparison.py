@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nestrec.planning.replay import Cost, Scope
+from nestrec.planning.simulator.replay import Cost, Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ follows from the schedule `priority`: what is left is the part of the rows that 
 from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.options import ScheduleName
 from nestrec.planning.papers.comparison import Comparison, Published, SameOnEveryRank
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh, replay
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh, replay
 
 GPUS = 256
 PUBLISHED_CUT = 90.3

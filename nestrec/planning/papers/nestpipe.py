@@ -11,8 +11,8 @@ from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.options import ScheduleName
 from nestrec.planning.papers.comparison import Comparison, Published, SameOnEveryRank
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh, Replay, replay
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh, Replay, replay
 
 FEW, MANY = 128, 1536
 LOOKUP_SHARE = {FEW: 0.244, MANY: 0.496}

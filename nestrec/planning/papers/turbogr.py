@@ -8,8 +8,8 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.options import ScheduleName
 from nestrec.planning.papers.comparison import Comparison, Published, SameOnEveryRank
 from nestrec.planning.papers.nestpipe import COMMUNICATION_SHARE, line_of
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh, Replay, replay
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh, Replay, replay
 
 FEW, MANY = 32, 128
 TABLE = {

@@ -8,8 +8,8 @@ everyone of the dense gradients still sends more messages when there are more ho
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.papers.comparison import Comparison, Published, SameOnEveryRank
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh, replay
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh, replay
 
 SHARDED_QPS = {256: 1.76e5, 512: 3.37e5, 1024: 5.61e5}
 GROUPED_QPS = {256: 1.76e5, 512: 3.56e5, 1024: 6.76e5, 2048: 1.34e6, 4096: 2.53e6}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nestrec.serving.api.history_store import HistoryStore, HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.http import (
     Answered,
     Body,
@@ -21,6 +22,7 @@ from nestrec.serving.api.http import (
     retry_after,
     unless_disconnected,
 )
+from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.openapi import openapi
 from nestrec.serving.api.page import PAGE
 from nestrec.serving.api.schema import (
@@ -34,10 +36,8 @@ from nestrec.serving.api.schema import (
     parse_request,
     parse_user,
 )
-from nestrec.serving.history_store import HistoryStore, HistoryStoreConfig, MemoryHistoryStore
-from nestrec.serving.metrics import Metrics
+from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError
 from nestrec.serving.service import Fleet, Service, SwappedError
-from nestrec.serving.work import Answer, OverloadedError, RefusedError
 
 _LOG = logging.getLogger(__name__)
 Handler = Callable[[dict[str, Any]], Awaitable[Answered]]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from nestrec.base.bounds import Count, Positive
 from nestrec.base.config import config
-from nestrec.serving.inputs import Candidates, History
-from nestrec.serving.servable import Servable
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.servable import Servable
 
 _EVENT, _USER = "event_", "user_"
 _LATEST_MS = 7_258_118_400_000

@@ -19,13 +19,13 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
+from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.limited_protocol import protocol_with
 from nestrec.serving.api.plain_cycle import Door
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.history_store import HistoryStoreConfig, MemoryHistoryStore
-from nestrec.serving.servable import Servable
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.tables import TablesConfig
 
 _LOG = logging.getLogger(__name__)
 _COLLECT_EVERY = 20_000

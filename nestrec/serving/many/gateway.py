@@ -25,8 +25,8 @@ from nestrec.serving.api.http import (
 )
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
-from nestrec.serving.router import Ring, Route, Router
 
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")

@@ -15,9 +15,9 @@ from typing import Any
 
 from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
+from nestrec.serving.api.history_store import MemoryHistoryStore
 from nestrec.serving.api.http import Receive, Scope, Send
 from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.history_store import MemoryHistoryStore
 from nestrec.serving.many.gateway import user_of
 from nestrec.serving.service import Service
 

@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.router import Ring, slot_for
+from nestrec.serving.many.router import Ring, slot_for
 
 SLOT = "nestrec_slot"
 

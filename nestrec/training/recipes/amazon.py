@@ -1,12 +1,12 @@
 """Amazon Beauty, 5-core: leave-one-out, full ranking, whole-catalogue cross-entropy."""
 
 from nestrec.data.batches import BatchConfig
-from nestrec.data.retrieval import HistoryConfig
+from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.models import HSTUConfig, SASRecConfig
 from nestrec.models.retrieval import EncoderConfig, SimilarityConfig
+from nestrec.tasks.catalogue_ranks import RetrievalEvaluationConfig
+from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
-from nestrec.training.tasks.catalogue_ranks import RetrievalEvaluationConfig
-from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
 LENGTH = 50
 

@@ -1,10 +1,10 @@
 """KuaiRand: multi-task ranking of short videos on interleaved item and action tokens."""
 
 from nestrec.data.batches import BatchConfig
-from nestrec.data.ranking import RankingInputConfig
+from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.models import HSTUConfig
+from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
-from nestrec.training.tasks.ranking import RankingTaskConfig
 
 MAX_EVENTS = 64
 MS_A_DAY = 86_400_000

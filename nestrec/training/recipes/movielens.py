@@ -1,12 +1,12 @@
 """MovieLens: the published recipes of the HSTU release (sampled softmax, temperature 0.05, 128 negatives a token)."""
 
 from nestrec.data.batches import BatchConfig
-from nestrec.data.retrieval import HistoryConfig
+from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.retrieval import EncoderConfig
+from nestrec.tasks.catalogue_ranks import RetrievalEvaluationConfig
+from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
-from nestrec.training.tasks.catalogue_ranks import RetrievalEvaluationConfig
-from nestrec.training.tasks.retrieval import RetrievalTaskConfig
 
 LENGTH = 200
 

@@ -12,7 +12,7 @@ from nestrec.balance.metrics import (
     noise_uniform,
     straggler,
 )
-from nestrec.data.synthetic import lengths as draw_lengths
+from nestrec.data.synthetic.logs import lengths as draw_lengths
 
 
 def test_imbalance_is_the_waiting_part_of_the_slowest() -> None:

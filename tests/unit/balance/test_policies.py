@@ -12,7 +12,7 @@ from nestrec.balance.metrics import imbalance
 from nestrec.balance.ordering import loads_of
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
-from nestrec.data.synthetic import lengths as draw_lengths
+from nestrec.data.synthetic.logs import lengths as draw_lengths
 
 HSTU = hstu_cost(dim=1024, num_heads=8, head_dim=128, num_layers=16)
 every_policy = pytest.mark.parametrize("policy", POLICIES)

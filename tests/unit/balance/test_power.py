@@ -7,7 +7,7 @@ from nestrec.balance.cost import CostModel
 from nestrec.balance.metrics import imbalance
 from nestrec.balance.ordering import loads_of
 from nestrec.balance.power import PowerTuning, equal_shares, power, slope, tuned
-from nestrec.data.synthetic import lengths as draw_lengths
+from nestrec.data.synthetic.logs import lengths as draw_lengths
 
 
 def test_slope_of_a_power_law_is_its_exponent() -> None:

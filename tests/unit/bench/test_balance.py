@@ -7,10 +7,10 @@ from rich.console import Console
 
 from nestrec.balance import POLICIES
 from nestrec.base.errors import UserError
-from nestrec.bench import balance
-from nestrec.bench.balance_job import MeasuredBench
-from nestrec.bench.balance_ranks import measure
-from nestrec.data.synthetic import generate, preset
+from nestrec.bench.balance import balance
+from nestrec.bench.balance.job import MeasuredBench
+from nestrec.bench.balance.ranks import measure
+from nestrec.data.synthetic.logs import generate, preset
 
 FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
 

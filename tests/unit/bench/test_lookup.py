@@ -1,9 +1,9 @@
 import torch
 
-from nestrec.bench.lookup import LookupBench, measure_lookup
-from nestrec.bench.torch_rows import PATHS, TorchTable
-from nestrec.ops.learn_rows import learn_rows
-from nestrec.ops.update_rows import RowRule
+from nestrec.bench.kernels.lookup import LookupBench, measure_lookup
+from nestrec.bench.kernels.torch_rows import PATHS, TorchTable
+from nestrec.ops.rows.learn import learn_rows
+from nestrec.ops.rows.update import RowRule
 
 
 def test_rows_are_read_and_trained_beside_plain_torch():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from nestrec.bench.front import FrontBench, measure_front
-from nestrec.bench.open_loop import Trial
-from nestrec.bench.overload import normal_after_s
-from nestrec.bench.served import Served, quantile
+from nestrec.bench.serving.front import FrontBench, measure_front
+from nestrec.bench.serving.open_loop import Trial
+from nestrec.bench.serving.overload import normal_after_s
+from nestrec.bench.serving.served import Served, quantile
 
 
 def served(latency_ms):

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.bench.frame import make_frame
-from nestrec.bench.peers import PeersBench, find_python, measure_peers, rows_of, short_rows, write_page
-from nestrec.bench.peers_dense import DensePart
-from nestrec.bench.peers_job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE, NestrecJob
-from nestrec.bench.peers_workload import BAG, SEQUENCE, Workload, WorkloadConfig
+from nestrec.bench.harness.frame import make_frame
+from nestrec.bench.peers.dense import DensePart
+from nestrec.bench.peers.job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE, NestrecJob
+from nestrec.bench.peers.peers import PeersBench, find_python, measure_peers, rows_of, short_rows, write_page
+from nestrec.bench.peers.workload import BAG, SEQUENCE, Workload, WorkloadConfig
 from nestrec.distributed import Topology
 
 SMALL = WorkloadConfig(num_rows=500, batch=10, mean_length=6.0, max_length=16, dim=8)

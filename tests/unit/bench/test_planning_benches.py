@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.bench.calibrate import CalibrateBench, calibrate
-from nestrec.bench.other_load import OtherLoad
-from nestrec.bench.schedules_job import JobConfig
-from nestrec.bench.simulator import simulate_once
-from nestrec.cli import app
+from nestrec.bench.harness.other_load import OtherLoad
+from nestrec.bench.planning.calibrate import CalibrateBench, calibrate
+from nestrec.bench.planning.simulator import simulate_once
+from nestrec.bench.schedules.job import JobConfig
+from nestrec.cli.app import app
 from nestrec.distributed import Topology
 
 

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench import prediction
-from nestrec.bench.prediction import PredictionBench, predict
-from nestrec.bench.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
-from nestrec.bench.prediction_rows import predict_rows
-from nestrec.bench.schedules_job import JobConfig
+from nestrec.bench.planning import prediction
+from nestrec.bench.planning.prediction import PredictionBench, predict
+from nestrec.bench.planning.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
+from nestrec.bench.planning.prediction_rows import predict_rows
+from nestrec.bench.schedules.job import JobConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.fit import Observed, stage_times
 from nestrec.planning.profile import ComputeRates, Profile, Rate, StoreRates
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh
-from nestrec.planning.shared_cores import Hosts, replay_shared
-from nestrec.planning.step_costs import StepCosts
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh
+from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
+from nestrec.planning.simulator.step_costs import StepCosts
 
 BENCH = PredictionBench(
     ranks=(2,), link_mbit=(8.0, 24.0), lengths=("skewed",), schedules=("serial", "frozen_window", "nested"),

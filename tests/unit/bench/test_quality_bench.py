@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nestrec.base.errors import UserError
-from nestrec.bench.quality import parse_pair, quality_frame, trained_on
-from nestrec.cli import app
+from nestrec.bench.quality.quality import parse_pair, quality_frame, trained_on
+from nestrec.cli.app import app
 from nestrec.testing.made_up_run import make_versions, write_ranks
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.frame import make_frame
-from nestrec.bench.relay import measure_relay
-from nestrec.bench.relay_bed import Bed, RelayBench
-from nestrec.bench.relay_bound import Costs
-from nestrec.bench.relay_load import Load, bank_of
-from nestrec.bench.relay_modes import ABLATIONS, MODES
-from nestrec.bench.relay_page import write_page
+from nestrec.bench.harness.frame import make_frame
+from nestrec.bench.serving.relay import measure_relay
+from nestrec.bench.serving.relay_bed import Bed, RelayBench
+from nestrec.bench.serving.relay_bound import Costs
+from nestrec.bench.serving.relay_load import Load, bank_of
+from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
+from nestrec.bench.serving.relay_page import write_page
 from nestrec.models.hstu import HSTUConfig
 
 BENCH = RelayBench(

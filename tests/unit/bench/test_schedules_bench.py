@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.limited_links import can_limit, limited_links
-from nestrec.bench.paced_engine import Pace
-from nestrec.bench.schedules import SchedulesBench, measure_schedules
-from nestrec.bench.schedules_job import TABLE, JobConfig, make_engine
+from nestrec.bench.harness.limited_links import can_limit, limited_links
+from nestrec.bench.schedules.job import TABLE, JobConfig, make_engine
+from nestrec.bench.schedules.paced_engine import Pace
+from nestrec.bench.schedules.schedules import SchedulesBench, measure_schedules
 from nestrec.distributed import Topology
 
 needs_links = pytest.mark.skipif(not can_limit(), reason="network namespaces need root, ip and tc")

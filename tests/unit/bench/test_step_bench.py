@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.flops import StepFlops, step_flops
-from nestrec.bench.layer import LayerBench, measure_layers
-from nestrec.bench.step import StepBench, encoder_of, measure_steps
-from nestrec.bench.step_parts import idle_time, part_name, summed
+from nestrec.bench.harness.flops import StepFlops, step_flops
+from nestrec.bench.kernels.layer import LayerBench, measure_layers
+from nestrec.bench.step.parts import idle_time, part_name, summed
+from nestrec.bench.step.step import StepBench, encoder_of, measure_steps
 from nestrec.models import FuXiConfig, HSTUConfig
 
 

@@ -11,8 +11,8 @@ from nestrec.base.errors import UserError
 from nestrec.base.field_docs import describe
 from nestrec.base.overrides import PASSED_ON
 from nestrec.bench.app import app as bench_app
-from nestrec.cli import app
-from nestrec.options_console import CONFIGS, config_of
+from nestrec.cli.app import app
+from nestrec.cli.options import CONFIGS, config_of
 
 
 def refusal(*arguments: str) -> UserError:

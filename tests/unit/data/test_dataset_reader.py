@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.errors import DamagedError, DataError, UserError
-from nestrec.data import synthetic
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
+from nestrec.data.synthetic import logs as synthetic
 
 SHAPE = synthetic.preset("tiny", num_users=2500, seed=3)
 

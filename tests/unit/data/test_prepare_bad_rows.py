@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.prepare import prepare
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.preparation import prepare
 
 LOG = LogColumns(time="time", rating="rating", actions={"click": "click"})
 ALLOW = PrepareOptions(log=LOG, max_bad_share=1.0)
@@ -60,7 +60,7 @@ def test_a_bad_row_is_quarantined_with_its_reason_and_line(tmp_path: Path, row: 
 
 
 def test_lines_stay_right_after_many_bad_rows_in_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nestrec.data.raw.BLOCK_BYTES", 256)
+    monkeypatch.setattr("nestrec.data.prepare.raw.BLOCK_BYTES", 256)
     generator = np.random.default_rng(0)
     kinds = generator.integers(0, 12, 2000)
     rows = {0: "u,i,oops,4,1\n", 1: "u,i,5\n", 2: "\n"}

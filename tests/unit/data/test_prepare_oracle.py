@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError
-from nestrec.data import raw
 from nestrec.data.dataset import Dataset
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.prepare import prepare
+from nestrec.data.prepare import raw
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.preparation import prepare
 from nestrec.testing.prepare_oracle import Event, Expected, expected_dataset
 
 OPTIONS = PrepareOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))

@@ -9,8 +9,8 @@ import pytest
 
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.prepare import prepare
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.preparation import prepare
 
 TAOBAO = LogColumns(
     names=("user", "item", "category", "what", "time"),

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.random import fold
-from nestrec.data.negatives import uniform_negatives
-from nestrec.data.split import by_time, leave_one_out
-from nestrec.data.stochastic_length import kept_events, kept_length
-from nestrec.data.windows import positions, sample_keys, token_keys, window_index
+from nestrec.data.samples.negatives import uniform_negatives
+from nestrec.data.samples.split import by_time, leave_one_out
+from nestrec.data.samples.stochastic_length import kept_events, kept_length
+from nestrec.data.samples.windows import positions, sample_keys, token_keys, window_index
 
 
 def test_leave_one_out_holds_out_the_last_two_events():

@@ -5,7 +5,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.data.keys import KeyTable, as_numbers, is_plain_number
+from nestrec.data.prepare.keys import KeyTable, as_numbers, is_plain_number
 
 IDS = st.one_of(
     st.integers(-(2**63), 2**63 - 1).map(str),

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
 from nestrec.base.random import mix64
-from nestrec.data import synthetic
 from nestrec.data.dataset import Dataset
 from nestrec.data.hashing import mix
-from nestrec.data.options import LogColumns, PrepareOptions
-from nestrec.data.prepare import prepare
-from nestrec.data.synthetic_walk import permute, successor
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.preparation import prepare
+from nestrec.data.synthetic import logs as synthetic
+from nestrec.data.synthetic.walk import permute, successor
 
 TINY = synthetic.preset("tiny")
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from nestrec.embedding.dedup import dedup
+from nestrec.embedding.flight.dedup import dedup
 from nestrec.embedding.hashing import owner_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

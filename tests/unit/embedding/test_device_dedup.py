@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.embedding.dedup import dedup
-from nestrec.embedding.device_dedup import dedup_on_device
+from nestrec.embedding.flight.dedup import dedup
+from nestrec.embedding.flight.device_dedup import dedup_on_device
 from nestrec.embedding.hashing import owner_of
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import torch
 from nestrec.embedding import RowOptimizerConfig, TableConfig
 from nestrec.embedding.layout import layout_of
 from nestrec.embedding.optimizers import update_rows, update_rows_on_host
-from nestrec.ops.update_rows import mean_of_squares
+from nestrec.ops.rows.update import mean_of_squares
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention_mask import AttentionRules, seen_mask
-from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_reference
-from nestrec.ops.relative_bias import RelativeBias, bucket_edges, position_bias, time_bias, time_bucket
-from nestrec.ops.softmax_attention import softmax_attention, softmax_attention_reference
+from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
+from nestrec.ops.attention.mask import AttentionRules, seen_mask
+from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, position_bias, time_bias, time_bucket
+from nestrec.ops.attention.softmax import softmax_attention, softmax_attention_reference
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
@@ -118,7 +118,7 @@ def test_long_and_short_sequences_together_equal_the_padded_blocks(monkeypatch):
     lengths = [700, 3, 0, 40]
     offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths, heads=1)
     looped = hstu_attention(*inputs, offsets, max_length=700, normaliser=700.0)
-    monkeypatch.setattr("nestrec.ops.hstu_attention.LARGE_PAIRS", 1 << 40)
+    monkeypatch.setattr("nestrec.ops.attention.hstu.LARGE_PAIRS", 1 << 40)
     same_values_and_gradients(looped, hstu_attention(*inputs, offsets, max_length=700, normaliser=700.0), inputs)
 
 

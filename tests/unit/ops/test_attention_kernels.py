@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention_mask import AttentionRules
-from nestrec.ops.hstu_attention import hstu_attention, hstu_attention_reference
+from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
+from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, time_bucket
 from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
-from nestrec.ops.relative_bias import RelativeBias, bucket_edges, time_bucket
 
 if HAS_TRITON and IS_INTERPRETED:
     import triton
     import triton.language as tl
 
-    from nestrec.ops.time_buckets import time_bucket as kernel_bucket
+    from nestrec.ops.attention.time_buckets import time_bucket as kernel_bucket
 
     @triton.jit
     def _bucket_kernel(x, y, edges, count, SIZE: tl.constexpr):
@@ -95,7 +95,7 @@ def test_time_buckets_are_those_of_float64():
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_bytes_of_tiles_are_the_buckets_of_their_pairs(is_reversed, is_square):
     """In the order in which a warp group owns the elements of a product."""
-    from nestrec.ops.bucket_tiles import SIDE, empty_tiles, fill_tiles
+    from nestrec.ops.attention.bucket_tiles import SIDE, empty_tiles, fill_tiles
 
     lengths, draw = [70, 0, 129, 64], np.random.default_rng(5)
     tokens, offsets = sum(lengths), offsets_of(torch.tensor(lengths))
@@ -132,7 +132,7 @@ def test_strided_inputs_give_the_results_of_their_copies():
 
 def test_the_operator_declares_its_shapes_and_gradients():
     """What torch.compile relies on."""
-    from nestrec.ops.hstu_attention_op import hstu_attention_kernel  # noqa: F401
+    from nestrec.ops.attention.hstu_op import hstu_attention_kernel  # noqa: F401
 
     lengths, vectors, _, _ = random_case(3)
     q, k, v = (x.float().requires_grad_() for x in vectors[:3])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nestrec.ops.bias_products import OTHERS, pairs_tile, position_strip, product_tile
+from nestrec.ops.attention.bias_products import OTHERS, pairs_tile, position_strip, product_tile
 
 SHARED_BYTES = 232_448
 """that one program may have on an H100 or H200"""
@@ -50,7 +50,7 @@ def shared_bytes(kernel, dtype, tile, **constants):
 @pytest.mark.parametrize("dtype", NAMES)
 def test_the_largest_tiles_fit_shared_memory(dtype):
     pytest.importorskip("triton")
-    from nestrec.ops.bias_kernels import bias_position_kernel, bias_product_kernel, bias_time_kernel
+    from nestrec.ops.attention.bias_channel_kernels import bias_position_kernel, bias_product_kernel, bias_time_kernel
 
     both = {"HAS_POSITION": True, "HAS_TIME": True, "REVERSED": True}
     found = [

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nestrec.ops.cached_attention import BLOCK_ROWS, cached_attention, cached_attention_reference
-from nestrec.ops.hstu_attention import hstu_attention_reference
+from nestrec.ops.attention.cached import BLOCK_ROWS, cached_attention, cached_attention_reference
+from nestrec.ops.attention.hstu import hstu_attention_reference
 
 
 def random_case(seed, prefix, history, candidates):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.data.negatives import Groups
-from nestrec.data.windows import sample_keys
-from nestrec.ops.candidates import make_candidates
-from nestrec.ops.grouped_loss import grouped_loss
-from nestrec.ops.softmax_losses import plain_sampled_loss
+from nestrec.data.samples.negatives import Groups
+from nestrec.data.samples.windows import sample_keys
+from nestrec.ops.losses.candidates import make_candidates
+from nestrec.ops.losses.grouped import grouped_loss
+from nestrec.ops.losses.softmax import plain_sampled_loss
 
 KEYS = sample_keys(3, 1, np.arange(400))
 

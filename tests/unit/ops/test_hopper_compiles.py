@@ -31,10 +31,10 @@ def compiled(self, *arguments, grid, warmup, **options):
 JITFunction.run = compiled
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 torch.cuda.get_device_capability = lambda device: (9, 0)
-from nestrec.ops.attention_inputs import AttentionInputs
-from nestrec.ops.attention_mask import AttentionRules
-from nestrec.ops.hstu_attention_passes import backward_pass, forward_pass
-from nestrec.ops.relative_bias import RelativeBias
+from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.hstu_passes import backward_pass, forward_pass
+from nestrec.ops.attention.relative_bias import RelativeBias
 
 dim, has_rules, has_position, has_time = (int(word) for word in sys.argv[1:])
 offsets, time = torch.tensor([0, 70, 70, 200]), torch.arange(200, dtype=torch.float64)

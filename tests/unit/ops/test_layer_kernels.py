@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-import nestrec.ops.gate_rows  # noqa: F401 - registers its operators
+import nestrec.ops.layers.gate_rows  # noqa: F401 - registers its operators
 from nestrec.base.errors import UserError
-from nestrec.ops.norm_rows import norm_rows
-from nestrec.ops.row_tiles import check_parts, check_rows, check_strided, part_grid, part_tile, row_grid, row_tile
+from nestrec.ops.layers.norm_rows import norm_rows
+from nestrec.ops.layers.row_tiles import (
+    check_parts,
+    check_rows,
+    check_strided,
+    part_grid,
+    part_tile,
+    row_grid,
+    row_tile,
+)
 
 
 @pytest.mark.parametrize("width", [1, 7, 50, 1024, 3000])

@@ -2,8 +2,8 @@
 
 import torch
 
-import nestrec.ops.sampled_losses
-import nestrec.ops.tiled_cross_entropy  # noqa: F401 - registers its operators
+import nestrec.ops.losses.sampled
+import nestrec.ops.losses.tiled_cross_entropy  # noqa: F401 - registers its operators
 
 
 def test_the_operators_are_known_to_the_compiler():

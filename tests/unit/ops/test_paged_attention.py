@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.cached_attention import cached_attention_reference
-from nestrec.ops.paged_blocks import FIELDS, PagedSegment, segment_array, write_blocks
+from nestrec.ops.attention.cached import cached_attention_reference
+from nestrec.ops.attention.paged_blocks import FIELDS, PagedSegment, segment_array, write_blocks
 from nestrec.ops.registry import IS_INTERPRETED
 
 pytestmark = [
@@ -19,7 +19,7 @@ SHAPES = [(0, 1, 0), (0, 5, 3), (64, 0, 3), (100, 1, 0), (70, 130, 2), (0, 200, 
 
 def run_paged(shapes, dtype, device):
     """Outputs of one batch, and for each sequence its inputs."""
-    from nestrec.ops.paged_attention import Workspace, paged_attention, store_in_pages
+    from nestrec.ops.attention.paged import Workspace, paged_attention, store_in_pages
 
     generator = torch.Generator().manual_seed(1)
     history_total = sum(s for _, s, _ in shapes)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.pool_rows import pool_rows, pool_rows_reference
+from nestrec.ops.rows.pool import pool_rows, pool_rows_reference
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [3, 0, 5, 1], [40] * 200])

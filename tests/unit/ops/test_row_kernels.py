@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from nestrec.ops.gather_rows import gather_rows
-from nestrec.ops.learn_rows import learn_rows
-from nestrec.ops.move_rows import move_rows
-from nestrec.ops.update_rows import KINDS, RowRule, update_rows_reference
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.learn import learn_rows
+from nestrec.ops.rows.move import move_rows
+from nestrec.ops.rows.update import KINDS, RowRule, update_rows_reference
 
 
 def test_rows_without_a_place_are_not_moved():

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from nestrec.ops.candidates import Candidates, make_candidates
+from nestrec.ops.losses.candidates import Candidates, make_candidates
+from nestrec.ops.losses.sampled import sampled_loss
+from nestrec.ops.losses.softmax import full_cross_entropy
+from nestrec.ops.losses.sum_outer import sum_outer, sum_outer_reference
 from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.ops.sampled_losses import sampled_loss
-from nestrec.ops.softmax_losses import full_cross_entropy
-from nestrec.ops.sum_outer import sum_outer, sum_outer_reference
 
 SHAPES = [(0, 3, 5, 4), (1, 1, 1, 1), (1, 4, 3, 7), (6, 5, 9, 4), (33, 17, 700, 12), (40, 3, 2000, 33), (7, 0, 5, 3)]
 """Tokens, negatives, rows, channels; few and many rows for the two ways of `plain`."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nestrec.ops.softmax_losses import full_cross_entropy
-from nestrec.ops.tiled_cross_entropy import tiled_cross_entropy
+from nestrec.ops.losses.softmax import full_cross_entropy
+from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (1, 1, 1), (7, 11, 4), (40, 130, 9)])

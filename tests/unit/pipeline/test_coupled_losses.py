@@ -10,16 +10,16 @@ from nestrec.data.batches import Batches
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.ops.gather_rows import gather_rows
+from nestrec.ops.rows.gather import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
+from nestrec.tasks.retrieval import RetrievalTask
+from nestrec.tasks.task import sequence_info
 from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.trace import Tracer
 from nestrec.training.compute import ModelCompute
 from nestrec.training.dense import DenseUpdate
 from nestrec.training.session import open_data
-from nestrec.training.tasks.retrieval import RetrievalTask
-from nestrec.training.tasks.task import sequence_info
 from nestrec.training.trainer import Trainer
 
 IN_BATCH = {"task.negatives.sampler": "in_batch", "training.max_steps": 4, "batch.micro_batches": 1}

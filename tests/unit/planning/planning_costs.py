@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nestrec.planning.replay import Cost
+from nestrec.planning.simulator.replay import Cost
 
 WIRES = {
     "exchange_keys": "shards", "exchange_vectors": "shards", "exchange_gradients": "shards",

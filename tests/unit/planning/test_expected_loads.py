@@ -9,7 +9,7 @@ from nestrec.data.order import Position
 from nestrec.embedding import TableConfig
 from nestrec.planning.counted_loads import counted_loads
 from nestrec.planning.expected_loads import expected_loads
-from nestrec.planning.replay import Mesh
+from nestrec.planning.simulator.replay import Mesh
 from nestrec.planning.workload import TableLoad, Workload
 
 ROWS, SAMPLES, LENGTH, WORLD, PARTS = 5_000, 48, 20, 2, 3

@@ -7,7 +7,7 @@ from planning_workloads import workload
 from nestrec.planning.expected_loads import expected_loads
 from nestrec.planning.fit import Observed, fit_line, fit_profile, ratios_of, stage_times
 from nestrec.planning.profile import Profile, Rate
-from nestrec.planning.replay import Mesh
+from nestrec.planning.simulator.replay import Mesh
 from nestrec.trace import Span
 
 TRUE = Rate(fixed_s=2e-4, unit_s=3e-9)

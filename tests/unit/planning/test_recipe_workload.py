@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.cli import app
+from nestrec.cli.app import app
 from nestrec.planning.cluster import load_cluster
 from nestrec.planning.plan import make_plan
 from nestrec.planning.recipe_workload import flops_of, workload_of

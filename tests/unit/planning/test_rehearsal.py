@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from nestrec.pipeline import SCHEDULES, PipelineConfig
-from nestrec.planning.rehearsal import rehearse
+from nestrec.planning.simulator.rehearsal import rehearse
 
 STEPS, PARTS = 6, 3
 

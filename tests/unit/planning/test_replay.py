@@ -6,9 +6,9 @@ from planning_costs import TableOfCosts, typical
 
 from nestrec.pipeline import SCHEDULES, PipelineConfig
 from nestrec.pipeline.window_size import window_ms
-from nestrec.planning.rehearsal import rehearse
-from nestrec.planning.replay import Mesh, replay
-from nestrec.planning.shared_cores import Hosts, replay_shared
+from nestrec.planning.simulator.rehearsal import rehearse
+from nestrec.planning.simulator.replay import Mesh, replay
+from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
 
 STEPS, PARTS = 8, 4
 NOT_SERIAL = ("read_ahead", "train.embedding.intersect", "train.embedding.copy", "sum_over_holders")

@@ -3,8 +3,8 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nestrec.report.tensorboard import TensorBoardWriter
-from nestrec.training.metrics import Interval
-from nestrec.training.tasks.task import Evaluation
+from nestrec.tasks.metrics import Interval
+from nestrec.tasks.task import Evaluation
 
 EVALUATION = Evaluation("valid", "ndcg@10", {"model": {"ndcg@10": Interval(0.25, 0.1, 0.3)}})
 

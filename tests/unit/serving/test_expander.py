@@ -3,8 +3,8 @@
 import random
 
 from nestrec.base.clock import SimulatedClock
-from nestrec.serving.expander import Expander
-from nestrec.serving.prefix_cache import CacheKey
+from nestrec.serving.prefix.cache import CacheKey
+from nestrec.serving.prefix.expander import Expander
 
 
 def key_of(user):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nestrec.serving.history_store import HistoryStoreConfig, MemoryHistoryStore, joined_history
+from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore, joined_history
 
 
 def events(*times):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving import host_pages
-from nestrec.serving.host_pages import HostPages
-from nestrec.serving.page_pool import PagePool
+from nestrec.serving.prefix import host_pages
+from nestrec.serving.prefix.host_pages import HostPages
+from nestrec.serving.prefix.page_pool import PagePool
 
 ENCODER = HSTUConfig(dim=8, num_layers=2, num_heads=2, head_dim=4, max_length=64)
 NUM_PAGES, PAGE_TOKENS = 24, 4

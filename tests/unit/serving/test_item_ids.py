@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nestrec.serving.item_ids import ItemIds
+from nestrec.serving.model.item_ids import ItemIds
 
 CATALOGUES = {
     "counted": [str(i) for i in range(1, 200)], "from zero": [str(i) for i in range(200)],

@@ -7,7 +7,7 @@ import pytest
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.prefix_cache import CacheKey, PrefixCache
+from nestrec.serving.prefix.cache import CacheKey, PrefixCache
 
 PAGE = 4
 

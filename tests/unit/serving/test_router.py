@@ -5,7 +5,7 @@ import random
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.router import Ring, Route, Router, slot_for
+from nestrec.serving.many.router import Ring, Route, Router, slot_for
 
 KEYED = KeyedHash(b"secret")
 

@@ -4,7 +4,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from nestrec.serving.metrics import _BOUNDS_S, _Answers
+from nestrec.serving.api.metrics import _BOUNDS_S, _Answers
 
 
 def samples(registry):

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from nestrec.serving.spin import Spin
+from nestrec.serving.engine.spin import Spin
 
 
 def test_others_have_the_interpreter_while_a_thread_spins():

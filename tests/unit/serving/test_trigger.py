@@ -5,10 +5,10 @@ import random
 import pytest
 
 from nestrec.base.clock import SimulatedClock
-from nestrec.serving.cost_model import CostModel, work_of
+from nestrec.serving.engine.cost_model import CostModel, work_of
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.prefix_cache import CacheKey
-from nestrec.serving.trigger import Trigger, TriggerConfig
+from nestrec.serving.prefix.cache import CacheKey
+from nestrec.serving.prefix.trigger import Trigger, TriggerConfig
 
 
 def key_of(user):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nestrec.console import evaluate_run
+from nestrec.cli.training import evaluate_run
 from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import config_of
 from nestrec.training.trainer import Trainer

@@ -15,13 +15,13 @@ from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.pipeline import Totals
+from nestrec.tasks.metrics import Interval
+from nestrec.tasks.task import Evaluation, share_of_ranks
 from nestrec.training.meter import Meter
-from nestrec.training.metrics import Interval
 from nestrec.training.recipes import recipe
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import StopRequest
-from nestrec.training.tasks.task import Evaluation, share_of_ranks
 
 
 def batch_of(samples: list[int], num_tokens: int = 5) -> Batch:

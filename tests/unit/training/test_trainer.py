@@ -15,8 +15,8 @@ from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.data.order import Position
-from nestrec.data.prepare import prepare
-from nestrec.data.synthetic import generate, preset
+from nestrec.data.prepare.preparation import prepare
+from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of

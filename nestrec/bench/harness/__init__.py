@@ -1,0 +1,1 @@
+"""What benches share: result files, ranks, limited links, lengths, clocks."""

@@ -1,0 +1,148 @@
+"""The dense part of the job that systems are compared on: a tower over the sequence, and a head.
+
+`mlp`: the mean of the sequence through one layer, so that the sparse path dominates. `bucket`: a small transformer
+whose linear layers see only real tokens and whose attention is padded within chunks of samples of like length: what a
+careful user of plain torch would write.
+
+Shapes: B samples, T tokens of all samples, L tokens of the longest sample of a chunk, D elements of a vector.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nestrec.bench.peers.workload import WorkloadConfig
+
+DenseKind = Literal["mlp", "bucket"]
+DENSE_KINDS: tuple[DenseKind, ...] = ("mlp", "bucket")
+_CHUNKS = 16
+
+
+class DensePart(nn.Module):
+    """Everything above the tables; the same parameters wherever it is made."""
+
+    def __init__(self, cfg: WorkloadConfig, kind: DenseKind) -> None:
+        super().__init__()
+        torch.manual_seed(cfg.seed)
+        self.tower = MeanTower(cfg) if kind == "mlp" else SequenceTower(cfg)
+        self.head = Head(cfg)
+
+    def forward(
+        self,
+        tokens_TD: torch.Tensor,
+        lengths_B: torch.Tensor,
+        bags_BD: torch.Tensor,
+        dense: torch.Tensor,
+        label_B: torch.Tensor,
+    ) -> torch.Tensor:
+        """The mean loss of the samples."""
+        loss: torch.Tensor = self.head(dense, self.tower(tokens_TD, lengths_B), bags_BD, label_B)
+        return loss
+
+
+class MeanTower(nn.Module):
+    """(B, D) from the mean of a sample's tokens."""
+
+    def __init__(self, cfg: WorkloadConfig) -> None:
+        super().__init__()
+        self.projection = nn.Linear(cfg.dim, cfg.dim)
+
+    def forward(self, tokens_TD: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.projection(_mean(tokens_TD, _sample_of_token(lengths_B, len(tokens_TD)), lengths_B)))
+
+
+class SequenceTower(nn.Module):
+    """(B, D) from a transformer over a sample's tokens, averaged."""
+
+    def __init__(self, cfg: WorkloadConfig) -> None:
+        super().__init__()
+        self.position = nn.Embedding(cfg.max_length, cfg.dim)
+        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_layers))
+        self.norm = nn.LayerNorm(cfg.dim)
+
+    def forward(self, tokens_TD: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        sample_T = _sample_of_token(lengths_B, len(tokens_TD))
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        x_TD = tokens_TD + self.position(torch.arange(len(tokens_TD)) - starts_B[sample_T])
+        chunks = [_chunk(starts_B[samples], lengths_B[samples]) for samples in lengths_B.argsort().chunk(_CHUNKS)]
+        for layer in self.layers:
+            x_TD = layer(x_TD, chunks)
+        return _mean(self.norm(x_TD), sample_T, lengths_B)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Samples of like length, padded to the longest of them."""
+
+    index_BL: torch.Tensor
+    """Places of their tokens; 0 where there is none."""
+    mask_BL: torch.Tensor
+    tokens: torch.Tensor
+    """Places of the real tokens, one sample after the other."""
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward part, each behind a norm and beside a residual."""
+
+    def __init__(self, cfg: WorkloadConfig) -> None:
+        super().__init__()
+        self._num_heads = cfg.num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim)
+        self.qkv, self.out = nn.Linear(cfg.dim, 3 * cfg.dim), nn.Linear(cfg.dim, cfg.dim)
+        self.up, self.down = nn.Linear(cfg.dim, cfg.ffn_dim), nn.Linear(cfg.ffn_dim, cfg.dim)
+
+    def forward(self, x_TD: torch.Tensor, chunks: list[Chunk]) -> torch.Tensor:
+        qkv = self.qkv(self.norm1(x_TD))
+        attended = torch.cat([self._attention(qkv[c.index_BL], c.mask_BL)[c.mask_BL] for c in chunks])
+        attended_TD = torch.empty_like(x_TD).index_copy(0, torch.cat([c.tokens for c in chunks]), attended)
+        x_TD = x_TD + self.out(attended_TD)
+        moved: torch.Tensor = x_TD + self.down(F.gelu(self.up(self.norm2(x_TD))))
+        return moved
+
+    def _attention(self, qkv: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+        num_samples, length, width = qkv.shape
+        heads = qkv.view(num_samples, length, 3, self._num_heads, width // 3 // self._num_heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BL[:, None, None, :])
+        return y.transpose(1, 2).reshape(num_samples, length, width // 3)
+
+
+class Head(nn.Module):
+    """As in DLRM: dense inputs through an MLP, dot products of the three vectors, an MLP on top, the mean loss."""
+
+    def __init__(self, cfg: WorkloadConfig) -> None:
+        super().__init__()
+        dim = cfg.dim
+        self.bottom = nn.Sequential(nn.Linear(cfg.num_dense, 256), nn.ReLU(), nn.Linear(256, dim), nn.ReLU())
+        self.top = nn.Sequential(
+            nn.Linear(3 * dim + 3, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
+
+    def forward(
+        self, dense: torch.Tensor, sequence_BD: torch.Tensor, bags_BD: torch.Tensor, label_B: torch.Tensor
+    ) -> torch.Tensor:
+        bottom_BD = self.bottom(dense)
+        vectors = torch.stack([bottom_BD, sequence_BD, bags_BD], 1)
+        dots = torch.bmm(vectors, vectors.transpose(1, 2))
+        pairs = dots[:, 0, 1:2], dots[:, 0, 2:3], dots[:, 1, 2:3]
+        logits_B = self.top(torch.cat([bottom_BD, sequence_BD, bags_BD, *pairs], 1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits_B, label_B)
+
+
+def _sample_of_token(lengths_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B, output_size=num_tokens)
+
+
+def _mean(tokens_TD: torch.Tensor, sample_T: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    total_BD = torch.zeros(len(lengths_B), tokens_TD.shape[1]).index_add(0, sample_T, tokens_TD)
+    return total_BD / lengths_B[:, None]
+
+
+def _chunk(starts_B: torch.Tensor, lengths_B: torch.Tensor) -> Chunk:
+    place = torch.arange(int(lengths_B.max()))
+    mask_BL = place[None, :] < lengths_B[:, None]
+    index_BL = torch.where(mask_BL, starts_B[:, None] + place[None, :], 0)
+    return Chunk(index_BL, mask_BL, index_BL[mask_BL])

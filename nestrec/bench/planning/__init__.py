@@ -1,0 +1,1 @@
+"""The simulator against measurements, and the measurements it is fitted to."""

@@ -1,0 +1,1 @@
+"""Quality of finished runs, and the speed of preparation."""

@@ -1,0 +1,1 @@
+"""Schedules over limited links or an emulated fabric."""

@@ -1,0 +1,68 @@
+"""`nestrec bench front`: what HTTP itself costs, on a model that computes next to nothing."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nestrec.base.config import config
+from nestrec.bench.serving.served import Served, made_up_load, quantile, serve_load, server
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.random_model import random_retrieval
+
+_NUM_ITEMS = 1000
+_WARM_S = 2.0
+
+
+@config
+class FrontBench:
+    rate: float = 500.0
+    """requests a second"""
+    candidates: int = 256
+    """items of a request"""
+    duration_s: float = 10.0
+    """of a load"""
+    rounds: int = 3
+    """loads of each kind of client, a row each"""
+    clients: tuple[str, ...] = ("polls", "sleeps")
+    """polls: never sleeps, so that only the server's wake-ups are in the latencies; sleeps: its own are in them too"""
+    seed: int = 0
+    """of arrivals and users"""
+
+
+def measure_front(bench: FrontBench) -> list[dict[str, Any]]:
+    """Latency from the intended moment to the whole answer, by clients on the same machine, in turns."""
+    encoder = HSTUConfig(dim=4, num_layers=1, num_heads=1, head_dim=4, max_length=16, position_bias=False)
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "model"
+        write_servable(random_retrieval(encoder, num_items=_NUM_ITEMS), folder)
+        rows: list[dict[str, Any]] = []
+        with server(folder) as (port, process):
+            _served(port, process, bench, _WARM_S, 0, polls=False)
+            for number in range(bench.rounds):
+                for client in bench.clients:
+                    served = _served(port, process, bench, bench.duration_s, len(rows) + 1, polls=client == "polls")
+                    rows.append(_row(client, number + 1, served, bench))
+    return rows
+
+
+def _served(
+    port: int, process: psutil.Process, bench: FrontBench, duration_s: float, number: int, *, polls: bool
+) -> Served:
+    load = made_up_load(
+        bench.rate, duration_s, first_user=number << 32, history=0, candidates=bench.candidates, items=_NUM_ITEMS,
+        timeout_ms=1000, seed=bench.seed + number,
+    )  # fmt: skip
+    return serve_load(port, process, *load, polls=polls)
+
+
+def _row(client: str, number: int, served: Served, bench: FrontBench) -> dict[str, Any]:
+    ordered = served.answered_ms
+    return {
+        "client": client, "round": number, "rate": bench.rate, "candidates": bench.candidates,
+        "requests": len(served.at_s), "answered": len(ordered), "p50_ms": quantile(ordered, 50),
+        "p90_ms": quantile(ordered, 90), "p99_ms": quantile(ordered, 99),
+        "server_cores": round(served.server_cores, 2), "generator_late_p99_ms": round(served.trial.lateness_ms, 3),
+    }  # fmt: skip

@@ -1,0 +1,145 @@
+"""What `nestrec bench relay` measures, and the model with its memory and graphs that all modes run on in turn."""
+
+import gc
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from nestrec.base.config import config
+from nestrec.bench.serving.relay_load import NUM_ITEMS, Load, Outcome, run_in_turn, run_trial
+from nestrec.bench.serving.relay_modes import MODES, Mode
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.engine.runners import make_runner
+from nestrec.serving.model.forms import Form, make_form
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
+
+_MOST_VISITS = 64
+_WARM_S = 0.7
+"""of a trial where nobody returns"""
+LONGEST = 3
+"""times the longest history: how far `longest` looks"""
+
+
+@config
+class RelayBench:
+    """What is measured. The defaults suit two CPU cores."""
+
+    encoder: HSTUConfig = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, time_bias=True)
+    """the model; max_length follows the history"""
+    history: tuple[int, ...] = (512,)
+    """events of a user; two tokens each"""
+    candidates: tuple[int, ...] = (64,)
+    """items of a ranking request"""
+    returning: tuple[float, ...] = (0.0, 0.3, 0.6)
+    """shares of requests of users who were here before"""
+    recent_users: int = 64
+    """a returning user is one of so many latest ones"""
+    new_events: int = 4
+    """of a user between two visits"""
+    modes: tuple[str, ...] = tuple(MODES)
+    """ways of serving; also reactive, relay_all, no_affinity and remote_fetch"""
+    more_modes: tuple[str, ...] = ()
+    """measured at the first size and the last share of returning users only, after everything else"""
+    longest: bool = False
+    """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
+    curve: tuple[float, ...] = ()
+    """also the latency at these multiples of each mode's largest rate, at the first size and share that returns"""
+    slo_factor: float = 3.0
+    """SLO over the unloaded P50 of full inference"""
+    slo_ms: tuple[float, ...] = ()
+    """SLOs beside that one, at the first size and share of returning users"""
+    signal_ms: float = 150.0
+    """from signal to ranking request"""
+    warm_s: float = 2.0
+    """of a trial before requests are counted, where users return: in its first half second nobody can"""
+    duration_s: float = 8.0
+    """of a trial after that"""
+    fewest: int = 150
+    """requests of a trial, however short"""
+    factor: float = 1.3
+    """between two rates that are tried, until one meets the SLO and the next does not"""
+    rounds: int = 2
+    """halvings of the interval between these two"""
+    cache_bytes: int = 256 << 20
+    """device memory for prefixes"""
+    dram_bytes: int = 1 << 30
+    """host memory for prefixes"""
+    max_batch_tokens: int = 4096
+    """new tokens of requests in a batch; signals may add as many"""
+    chunk_ms: float | None = None
+    """device milliseconds of a batch up to which signals fill it; none: a quarter of the SLO, 0: the tokens alone bound
+    them"""
+    is_paired: bool = False
+    """each history with the candidates at its place only, instead of with all"""
+    device: str = "cpu"
+    """cpu or cuda"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of weights, prefixes and products"""
+    seed: int = 0
+    """of weights, arrivals and histories"""
+
+
+class Bed:
+    """A model with its memory and graphs, on which engines of all modes run one after the other."""
+
+    def __init__(self, bench: RelayBench):
+        self.bench = bench
+        events = max(bench.history) * (LONGEST if bench.longest else 1) + _MOST_VISITS * bench.new_events
+        encoder = replace(bench.encoder, max_length=2 * (events + 1))
+        dtype = getattr(torch, bench.dtype)
+        servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
+        self.form: Form = make_form(servable)
+        page_tokens = TiersConfig().page_tokens
+        pool = PagePool(
+            encoder, num_pages=max(1, bench.cache_bytes // (bytes_a_token(encoder, dtype) * page_tokens)),
+            page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
+        )  # fmt: skip
+        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
+
+    def load(self, history: int, candidates: int, returning: float) -> Load:
+        bench = self.bench
+        return Load(
+            history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
+            recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
+            warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
+        )  # fmt: skip
+
+    def unloaded_ms(self, load: Load) -> float:
+        """Median of full inference with one request at a time."""
+        full = MODES["full"]
+        engine = Engine(self.form, engine_config(full, self.bench, 1e3), runner=self.runner)
+        try:
+            return float(np.median(run_in_turn(engine, load, self.bench.fewest)))
+        finally:
+            engine.close()
+
+    def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> Outcome:
+        """By an engine of its own with empty caches."""
+        engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
+        gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
+        try:
+            return run_trial(engine, mode, load, rate)
+        finally:
+            engine.close()
+            gc.enable()
+            gc.collect()
+
+
+def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
+    """The engine of a mode."""
+    tiers = TiersConfig(
+        cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
+        keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
+        dram_link_gb_per_s=mode.fetch_gb_per_s, reload="always" if mode.fetches_always else "worth",
+    )  # fmt: skip
+    trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
+    return EngineConfig(
+        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_ms=bench.chunk_ms,
+        max_batch_tokens=bench.max_batch_tokens,
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""What a request costs the device and the link, measured alone, and the rates that follow from it by arithmetic.
+
+full    1 / t_full
+signals 1 / (t_rank + (1 - r) t_prefix + r t_extend)              r: share of returning users
+none    min(1 / ((1 - r) t_full + r t_rank), link / (r S_kv))    prefixes of earlier visits only, S_kv bytes each
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nestrec.bench.serving.relay_load import Load, bank_of
+from nestrec.bench.serving.relay_modes import Mode
+from nestrec.serving.engine.runner import BatchRunner, Part
+from nestrec.serving.prefix.host_pages import HostPages
+
+_REPEATS, _BATCH, _WARM_S = 9, 8, 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Milliseconds of one request alone."""
+
+    full_ms: float
+    """history and candidates"""
+    prefix_ms: float
+    """history"""
+    rank_ms: float
+    """candidates against a kept history, in a batch of such requests"""
+    extend_ms: float
+    """the events since the last visit, in a batch of such signals"""
+    reload_ms: float
+    """copy of a prefix from host memory"""
+    prefix_mb: float
+
+    def bound_qps(self, mode: Mode, returning: float) -> float:
+        """Requests a second that neither device nor link can exceed."""
+        if not mode.keeps_prefix:
+            return 1e3 / self.full_ms
+        if mode.sends_signals:
+            return 1e3 / (self.rank_ms + (1 - returning) * self.prefix_ms + returning * self.extend_ms)
+        device_ms = (1 - returning) * self.full_ms + returning * (self.rank_ms + self.extend_ms)
+        return 1e3 / max(device_ms, 0.0 if mode.keeps_on_device else returning * self.reload_ms)
+
+
+def measure_costs(runner: BatchRunner, load: Load) -> Costs:
+    """Of a history and a number of candidates."""
+    form, pool = runner.form, runner.pool
+    history, candidates = bank_of(load.seed).request(load, 0, 1)
+    tokens = form.tokens(history, candidates.now_ms)
+    last = load.history * form.tokens_an_event
+    pages = list(range(-(-tokens.length // pool.page_tokens)))
+
+    def milliseconds(first: int, end: int, *, ranks: bool, batch: int = 1) -> float:
+        part = Part(
+            tokens=tokens, first=first, end=end, pages=pages, store_until=min(end, tokens.num_cacheable),
+            candidates=candidates if ranks else None,
+        )  # fmt: skip
+        return round(_median_ms(lambda: runner.launch([part] * batch).wait()[1]) / batch, 4)
+
+    host = HostPages(pool, max_bytes=len(pages) * pool.page_bytes)
+    held = host.take(host.bytes_of(last))
+    host.copy_out(pages, held)
+    return Costs(
+        full_ms=milliseconds(0, last, ranks=True), prefix_ms=milliseconds(0, last, ranks=False),
+        rank_ms=milliseconds(last, last, ranks=True, batch=_BATCH),
+        extend_ms=milliseconds(last, tokens.length, ranks=False, batch=_BATCH),
+        reload_ms=_median_ms(lambda: _seconds_of(lambda: host.copy_in(pages, held))),
+        prefix_mb=host.bytes_of(last) / 1e6,
+    )  # fmt: skip
+
+
+def _seconds_of(action: Callable[[], None]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    action()
+    return time.perf_counter() - start_s
+
+
+def _median_ms(seconds: Callable[[], float]) -> float:
+    end_s = time.perf_counter() + _WARM_S
+    seconds()  # compiles, allocates
+    while time.perf_counter() < end_s:  # until clocks are those of a device at work
+        seconds()
+    return round(float(np.median([seconds() for _ in range(_REPEATS)])) * 1e3, 4)

@@ -1,0 +1,203 @@
+"""The load of `nestrec bench relay`: users who come, some of whom come back with a few more events."""
+
+import contextlib
+import functools
+import queue
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.bench.serving.open_loop import Trial
+from nestrec.bench.serving.relay_modes import Mode
+from nestrec.serving.engine.engine import Engine
+from nestrec.serving.engine.spin import Spin
+from nestrec.serving.engine.work import Answer, RefusedError, Work
+from nestrec.serving.model.inputs import Candidates, History
+
+NUM_ITEMS = 10_000
+_BANK = 1 << 20
+_NOW_MS = 2 * 10**10
+_TIMEOUT_S = 10.0
+_SPUN_S = 3e-4
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A user's history is a function of the user and the visit."""
+
+    history: int
+    """events at the first visit"""
+    candidates: int
+    returning: float
+    """share of requests of users who were here before"""
+    new_events: int = 4
+    """between two visits"""
+    recent_users: int = 64
+    """a returning user is one of so many latest ones"""
+    pause_s: float = 0.5
+    """between two visits of a user at least: nobody comes back before the answer"""
+    signal_s: float = 0.15
+    """from signal to ranking request"""
+    warm_s: float = 0.5
+    """before requests are counted: caches, queues and the trigger settle"""
+    duration_s: float = 8.0
+    fewest: int = 150
+    """requests of a trial, however short"""
+    seed: int = 0
+
+    def visits(self, at_s: Floats) -> list[tuple[int, int]]:
+        """(user, visit) of each request."""
+        rng = np.random.default_rng(self.seed)
+        away: deque[tuple[float, int, int]] = deque()  # (moment, user, visits so far) of those who cannot be back yet
+        recent: list[tuple[int, int]] = []
+        visits: list[tuple[int, int]] = []
+        for number, moment_s in enumerate(at_s):
+            while away and away[0][0] <= moment_s - self.pause_s:
+                recent.append(away.popleft()[1:])
+            del recent[: -self.recent_users]
+            visit = (number, 0)
+            if recent and rng.random() < self.returning:
+                visit = recent.pop(int(rng.integers(len(recent))))
+            visits.append(visit)
+            away.append((float(moment_s), visit[0], visit[1] + 1))
+        return visits
+
+
+@functools.cache
+def bank_of(seed: int) -> "Requests":
+    return Requests(seed)
+
+
+class Requests:
+    """Histories and candidates cut out of one bank of random events, so that making them costs no time."""
+
+    def __init__(self, seed: int):
+        rng = np.random.default_rng(seed)
+        self._items, self._tabs = rng.integers(1, NUM_ITEMS, _BANK), rng.integers(0, 3, _BANK)
+        self._actions, self._times = rng.integers(0, 4, _BANK), np.sort(rng.integers(0, _NOW_MS // 2, _BANK))
+
+    def request(self, load: Load, user: int, visit: int) -> tuple[History, Candidates]:
+        length = load.history + visit * load.new_events
+        first = user * 7919 % (_BANK // 2)  # whatever the length: a user who returns has the same events and more
+        events = slice(first, first + length)
+        history = History(
+            items=self._items[events], times_ms=self._times[events], actions=self._actions[events],
+            features={"event_tab": self._tabs[events]},
+        )  # fmt: skip
+        asked = slice(first // 2, first // 2 + load.candidates)
+        candidates = Candidates(items=self._items[asked], now_ms=_NOW_MS, features={"event_tab": self._tabs[asked]})
+        return history, candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A trial, and what it consisted of."""
+
+    trial: Trial
+    counts: dict[str, int]
+    """of the engine"""
+    parts: dict[str, float]
+    """where the time of answered requests went, and how busy the device was"""
+
+
+def run_in_turn(engine: Engine, load: Load, count: int) -> list[float]:
+    """Milliseconds of requests of which each leaves when the one before has been answered."""
+    bank, latency_ms = bank_of(load.seed), list[float]()
+    ended: queue.SimpleQueue[float] = queue.SimpleQueue()
+    for user in range(count):
+        history, candidates = bank.request(load, user, 0)
+        start_s = time.perf_counter()
+        work = engine.rank(f"{user}", history, candidates, timeout_s=_TIMEOUT_S)
+        work.future.add_done_callback(lambda _: ended.put(time.perf_counter()))
+        latency_ms.append((ended.get() - start_s) * 1e3)
+    return latency_ms
+
+
+def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
+    """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
+
+    The sender is a plain thread of the engine's process, as a front would be, since the event loop's clock ticks in
+    milliseconds.
+    """
+    at_s = _arrivals(rate, load)
+    visits, bank = load.visits(at_s), bank_of(load.seed)
+    requests = [bank.request(load, *visit) for visit in visits]
+    is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
+    ended_s, planned_s, launched_s, lateness_ms = (np.full(len(at_s), np.inf) for _ in range(4))
+    works: dict[int, Work] = {}  # of requests on their way: kept longer, their memory would have to be new each time
+    moments = [(at, False, number) for number, at in enumerate(at_s)] if mode.sends_signals else []
+    moments = sorted(moments + [(at + load.signal_s, True, number) for number, at in enumerate(at_s)])
+    wait_until = _Clock(Spin() if engine.spins else None).wait_until
+    start_s = time.perf_counter() + 0.01
+
+    def answered(number: int, future: "Future[Answer]") -> None:
+        work = works.pop(number)
+        if future.exception() is None:
+            ended_s[number], planned_s[number], launched_s[number] = (
+                time.perf_counter(), work.planned_s, work.launched_s,
+            )  # fmt: skip
+
+    for moment_s, is_rank, number in moments:
+        wait_until(start_s + moment_s)
+        user, (history, candidates) = f"{visits[number][0]}", requests[number]
+        if not is_rank:
+            with contextlib.suppress(RefusedError):
+                engine.preinfer(user, history, candidates.now_ms, len(candidates), timeout_s=_TIMEOUT_S)
+            continue
+        lateness_ms[number] = (time.perf_counter() - start_s - moment_s) * 1e3
+        name = f"{user}.{number}" if is_stray[number] else user  # whoever comes by chance finds nothing of theirs
+        with contextlib.suppress(RefusedError):
+            works[number] = work = engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S)
+            work.future.add_done_callback(functools.partial(answered, number))
+    engine.wait_until_idle(_TIMEOUT_S)
+    device_share = engine.device_s / (time.perf_counter() - start_s)
+    asked_s, counted = start_s + load.signal_s + at_s, at_s >= load.warm_s
+    latency_ms = (ended_s - asked_s) * 1e3
+    span_s = float(at_s[-1]) - load.warm_s
+    trial = Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)
+    chosen = counted & np.isfinite(latency_ms)
+    parts = _parts(*(times_s[chosen] for times_s in (asked_s, planned_s, launched_s, ended_s)))
+    return Outcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
+
+
+class _Clock:
+    """Waits for moments: sleeping, and spinning for the last of it where the engine does, since a core that sleeps is
+    late by what it takes to wake."""
+
+    def __init__(self, spin: Spin | None):
+        self._spin = spin
+
+    def wait_until(self, moment_s: float) -> None:
+        left_s = moment_s - time.perf_counter()
+        if self._spin is None:
+            time.sleep(max(0.0, left_s))
+            return
+        if left_s > 2 * _SPUN_S:
+            time.sleep(left_s - _SPUN_S)
+        while (left_s := moment_s - time.perf_counter()) > 0:
+            self._spin.wait(left_s)
+
+
+def _arrivals(rate: float, load: Load) -> Floats:
+    """Poisson arrivals of which exactly the expected number came: so the rate of a short trial is the rate it says.
+
+    As long as nobody can be back yet, those who would be do not come: more users than usual would all be new.
+    """
+    rng = np.random.default_rng(load.seed)
+    duration_s = load.warm_s + max(load.duration_s, load.fewest / rate)
+    at_s = np.sort(rng.uniform(0, duration_s, round(rate * duration_s)))
+    comes: Floats = at_s[(at_s >= min(load.pause_s, load.warm_s)) | (rng.random(len(at_s)) >= load.returning)]
+    return comes
+
+
+def _parts(asked_s: Floats, planned_s: Floats, launched_s: Floats, ended_s: Floats) -> dict[str, float]:
+    """Median milliseconds of a request before, in and after the making of its batch."""
+    if not len(asked_s):
+        return {}
+    named = {"wait": planned_s - asked_s, "launch": launched_s - planned_s, "run": ended_s - launched_s}
+    return {f"{name}_p50_ms": round(float(np.median(values)) * 1e3, 3) for name, values in named.items()}

@@ -1,0 +1,162 @@
+"""`nestrec replay`: open-loop load on a running server, made up or recorded."""
+
+import asyncio
+import json
+import math
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from nestrec.base.bounds import Count, Natural, NonNegative, Positive, Share
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.bench.serving.http_client import HttpClient
+from nestrec.bench.serving.open_loop import Trial, largest, poisson_arrivals, run_open_loop, run_punctually
+
+
+@config
+class ReplayConfig:
+    rate: Positive = 20.0
+    """requests a second (made-up load), or where the search starts"""
+    duration_s: Positive = 10.0
+    """of a trial"""
+    slo_ms: Positive = 100.0
+    """what the 99th percentile must meet"""
+    finds: Literal["", "rate", "history"] = ""
+    """search for the largest that meets the SLO"""
+    recorded: str = ""
+    """JSON lines {"at_s", "path", "body"}: sent as they were recorded"""
+    history: Natural = 100
+    """events of a user"""
+    candidates: Count = 64
+    """items of a ranking request"""
+    items: Count = 1000
+    """item keys are "1" to this"""
+    users: Count = 1_000_000
+    """users that do not return are drawn from so many"""
+    returning: Share = 0.0
+    """share of requests of a user who was here before in the trial"""
+    signal_ms: NonNegative = 0.0
+    """a pre-infer signal goes out so long before each request; 0 sends none"""
+    seed: int = 0
+    """of arrivals, users and items"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests with their intended moments."""
+
+    at_s: list[float]
+    paths: list[str]
+    bodies: list[bytes]
+    signals: list[bytes]
+    """pre-infer signals, or none of them"""
+
+
+def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
+    """Rows of what was measured: one trial, or those of a search with the best last."""
+    check_server(url)
+    trials: list[dict[str, Any]] = []
+
+    def measure(value: float) -> Trial:
+        rate = value if cfg.finds == "rate" else cfg.rate
+        length = round(value) if cfg.finds == "history" else cfg.history
+        trial = run_punctually(send_load(url, make_load(cfg, rate, length), cfg.signal_ms / 1e3))
+        trials.append(row_of(trial, cfg, length))
+        return trial
+
+    if cfg.finds == "":
+        measure(cfg.rate)
+    else:
+        start = cfg.rate if cfg.finds == "rate" else float(cfg.history)
+        best, _ = largest(measure, cfg.slo_ms, start=start)
+        trials.append({**trials[-1], "largest": cfg.finds, "value": best})
+    return trials
+
+
+def check_server(url: str) -> None:
+    """Raise a UserError unless somebody listens: a load that nobody hears would look like one that was refused."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise UserError("is no address of a server", field="URL", value=url, remedy="give http://HOST:PORT")
+    try:
+        socket.create_connection((parts.hostname, parts.port or 80), timeout=5.0).close()
+    except OSError as error:
+        remedy = "start one with `nestrec serve`, or check host and port"
+        raise UserError(f"nobody answers there: {error}", field="URL", value=url, remedy=remedy) from error
+
+
+def make_load(cfg: ReplayConfig, rate: float, length: int) -> Load:
+    if cfg.recorded:
+        return recorded_load(Path(cfg.recorded))
+    rng = np.random.default_rng(cfg.seed)
+    at_s = poisson_arrivals(rate, cfg.duration_s, cfg.seed)
+    users: list[int] = []
+    bodies, signals = [], []
+    for _ in at_s:
+        is_back = bool(users) and rng.random() < cfg.returning
+        user = users[rng.integers(len(users))] if is_back else int(rng.integers(cfg.users))
+        users.append(user)
+        signal, body = made_up_request(user, length, cfg, rng)
+        signals.append(json.dumps(signal).encode())
+        bodies.append(json.dumps(body).encode())
+    return Load(at_s.tolist(), ["/v1/rank"] * len(bodies), bodies, signals if cfg.signal_ms else [])
+
+
+def made_up_request(
+    user: int, length: int, cfg: ReplayConfig, rng: np.random.Generator
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(signal, ranking request); a user's history is a function of the user."""
+    own = np.random.default_rng((cfg.seed, user))
+    items = own.integers(1, cfg.items + 1, length).tolist()
+    times = (np.arange(length) * 60_000 + 1_600_000_000_000).tolist()
+    common = {"user": str(user), "history": {"items": items, "times_ms": times}, "now_ms": 1_700_000_000_000}
+    candidates = rng.integers(1, cfg.items + 1, cfg.candidates).tolist()
+    patience = {"timeout_ms": 10_000}
+    return {**common, **patience, "num_candidates": cfg.candidates}, {**common, **patience, "candidates": candidates}
+
+
+def recorded_load(path: Path) -> Load:
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        at_s = [float(line["at_s"]) for line in lines]
+        bodies = [json.dumps(line["body"]).encode() for line in lines]
+        return Load(at_s, [str(line["path"]) for line in lines], bodies, [])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = 'give JSON lines with "at_s", "path" and "body"'
+        raise UserError("is no recorded load", field="recorded", value=str(path), remedy=remedy) from error
+
+
+async def send_load(url: str, load: Load, signal_s: float) -> Trial:
+    """Send a load and wait for its answers."""
+    parts = urlsplit(url)
+    client = HttpClient(parts.hostname or "127.0.0.1", parts.port or 80)
+
+    async def send(number: int) -> bool:
+        if load.signals:
+            asyncio.get_running_loop().create_task(client.post("/v1/preinfer", load.signals[number]))
+            await asyncio.sleep(signal_s)
+        return (await client.post(load.paths[number], load.bodies[number])).status == 200
+
+    trial = await run_open_loop(load.at_s, send, lead_s=signal_s if load.signals else 0.0)
+    await client.close()
+    return trial
+
+
+def row_of(trial: Trial, cfg: ReplayConfig, length: int) -> dict[str, Any]:
+    percentiles = {f"p{q}_ms": _rounded(trial.percentile_ms(q)) for q in (50, 90, 99)}
+    return {
+        "rate": round(trial.rate, 2), "requests": len(trial.latency_ms), "refused": trial.num_refused,
+        "history": length, "candidates": cfg.candidates, **percentiles, "slo_ms": cfg.slo_ms,
+        "meets": trial.meets(cfg.slo_ms), "goodput": round(trial.goodput(cfg.slo_ms), 2),
+        "generator_late_p99_ms": _rounded(trial.lateness_ms),
+    }  # fmt: skip
+
+
+def _rounded(value: float) -> float | None:
+    """JSON has no infinity: none means that the request was never answered."""
+    return round(value, 3) if math.isfinite(value) else None

@@ -1,0 +1,116 @@
+"""A server in a process of its own under open-loop load: what became of each request, and what the server used."""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import psutil
+from numpy.typing import NDArray
+
+from nestrec.bench.serving.open_loop import Trial, nearest_rank, poisson_arrivals
+from nestrec.bench.serving.replay import ReplayConfig, made_up_request
+from nestrec.bench.serving.socket_load import Outcome, SocketLoad, post
+from nestrec.serving.many.instances import free_port, listens
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A load and its answers."""
+
+    at_s: Floats
+    """intended moments, from the start"""
+    trial: Trial
+    refusal_ms: Floats
+    """of requests that were refused, from sending to the answer; not a number for the others"""
+    num_without_retry: int
+    """refusals that do not say when to come back"""
+    rss_before: int
+    rss_after: int
+    server_cores: float
+    """processor time of the server over the time of the load"""
+
+    @property
+    def answered_ms(self) -> Floats:
+        """Latencies of those that were answered, in order."""
+        return np.sort(self.trial.latency_ms[np.isfinite(self.trial.latency_ms)])
+
+    @property
+    def refused_ms(self) -> Floats:
+        return np.sort(self.refusal_ms[~np.isnan(self.refusal_ms)])
+
+
+@contextlib.contextmanager
+def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
+    """`nestrec serve` in a process of its own, ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port), *options]
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    try:
+        while child.poll() is None and not listens(port):
+            time.sleep(0.05)
+        yield port, psutil.Process(child.pid)
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def serve_load(
+    port: int, process: psutil.Process, at_s: Floats, bodies: Sequence[bytes], *, polls: bool = False
+) -> Served:
+    """Send ranking requests at their moments and wait for all answers. polls: with a client that never sleeps."""
+    requests = [post("/v1/rank", body) for body in bodies]
+    before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
+    gc.collect()
+    gc.disable()  # a collection over all those bodies would be felt as latency
+    try:
+        outcome = SocketLoad(port, polls=polls).run(at_s, requests)
+    finally:
+        gc.enable()
+    cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)
+    is_refused = np.isin(outcome.status, (429, 503))
+    return Served(
+        at_s=at_s, trial=_trial(at_s, outcome), rss_before=before, rss_after=process.memory_info().rss,
+        refusal_ms=np.where(is_refused, (outcome.ended_s - outcome.sent_s) * 1e3, np.nan),
+        num_without_retry=int((is_refused & ~outcome.says_when).sum()), server_cores=cores,
+    )  # fmt: skip
+
+
+def _trial(at_s: Floats, outcome: Outcome) -> Trial:
+    latency_ms = np.where(outcome.status == 200, (outcome.ended_s - at_s) * 1e3, np.inf)
+    span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
+    late_ms = float(np.quantile(outcome.sent_s - at_s, 0.99)) * 1e3 if len(at_s) else 0.0
+    return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
+
+
+def made_up_load(
+    rate: float, duration_s: float, *, first_user: int, history: int, candidates: int, items: int, timeout_ms: int,
+    seed: int,
+) -> tuple[Floats, list[bytes]]:  # fmt: skip
+    """Poisson arrivals of users of whom none returns."""
+    at_s = poisson_arrivals(rate, duration_s, seed)
+    cfg = ReplayConfig(candidates=candidates, items=items, seed=seed)
+    bodies = []
+    for user in range(first_user, first_user + len(at_s)):
+        _, body = made_up_request(user, history, cfg, np.random.default_rng(user))
+        bodies.append(orjson.dumps({**body, "timeout_ms": timeout_ms}))
+    return at_s, bodies
+
+
+def quantile(ordered: Floats, q: float) -> float | None:
+    """None of nothing."""
+    return round(nearest_rank(ordered, q), 3) if len(ordered) else None
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,1 @@
+"""Whole training steps: time, memory, negatives."""

@@ -1,0 +1,252 @@
+"""`nestrec bench step`: whole training steps, as `nestrec train` takes them, and where their time goes.
+
+Samples of the named lengths go through the task's own assembler, the engine with its tables on the device, the
+schedule, the model in bf16, the sampled loss, the dense AdamW and the row optimiser. Batches are assembled beforehand,
+as the background threads of a run would; everything else of a step is timed.
+"""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.bench.harness.clocks import ClockLog
+from nestrec.bench.harness.flops import FORMULA, loss_flops, step_flops
+from nestrec.bench.harness.length_shapes import lengths_of
+from nestrec.bench.step.data import fixed_batch, write_step_data
+from nestrec.bench.step.memory import measure_memory
+from nestrec.bench.step.parts import parts_of
+from nestrec.data.batches import Assembler, Batch
+from nestrec.data.order import Position
+from nestrec.data.samples.retrieval import HistoryConfig
+from nestrec.distributed import Topology
+from nestrec.embedding import RowOptimizerConfig
+from nestrec.models import FuXiConfig, HSTUConfig
+from nestrec.models.negatives import NegativesConfig
+from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Schedule, Step
+from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.trace import Tracer
+from nestrec.training.compute import ModelCompute
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
+from nestrec.training.session import Session
+
+NUM_BATCHES = 3
+"""Different batches, taken by turns, so that rows and keys are not those of the step before."""
+
+
+@config
+class StepBench:
+    """What is measured."""
+
+    cases: tuple[str, ...] = (
+        "hstu-4x256-u4096", "hstu-8x128-u4096", "hstu-4x256-logn", "hstu-4x256-kuai1k", "hstu-8x128-logn",
+        "hstu-8x128-kuai1k", "fuxi-8x128-u4096",
+    )  # fmt: skip
+    """MODEL-HEADSxDIM-LENGTHS each; hstu takes num_layers, fuxi twice as many (0.2B weights at the default)"""
+    tokens: int = 131_072
+    """valid tokens of a step"""
+    dim: int = 1024
+    """width of the model and of the item vectors"""
+    num_layers: int = 8
+    """layers of hstu"""
+    biases: bool = False
+    """hstu: relative position and time bias; fuxi always has its channels"""
+    dropout: float = 0.2
+    """inside the layers"""
+    recompute: bool = False
+    """keep less for the backward pass"""
+    num_items: int = 200_000
+    """rows of the item table"""
+    zipf: float = 0.75
+    """exponent of the items' popularity"""
+    num_negatives: int = 127
+    """negatives of a token"""
+    sampler: Literal["uniform", "in_batch", "groups"] = "groups"
+    """where negatives come from"""
+    variant: Literal["plain", "segments", "fused"] = "fused"
+    """how the loss is computed, of all samplers but groups"""
+    row_optimizer: Literal["rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    """of the item table"""
+    schedule: Literal["serial", "dual_buffer", "nested"] = "dual_buffer"
+    """how lookup and compute share the time"""
+    precision: Literal["bf16", "tf32", "fp32"] = "bf16"
+    """of dense products"""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """a CPU measures no speed that matters; it is for tests"""
+    warm_up: int = 6
+    """steps that are not timed: every batch twice, for kernels are compiled when a shape of theirs first comes"""
+    steps: int = 8
+    """timed steps"""
+    profiled: int = 2
+    """further steps, under the profiler"""
+    memory_length: int = 8192
+    """longest sequence of the comparison of memory, jagged against padded; 0 leaves it out"""
+
+
+def encoder_of(bench: StepBench, case: str) -> tuple[HSTUConfig | FuXiConfig, NDArray[np.int64]]:
+    """The model and the lengths that a case names."""
+    try:
+        model, heads, shape = case.split("-")
+        num_heads, head_dim = (int(part) for part in heads.split("x"))
+    except ValueError:
+        raise UserError("is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096") from None
+    lengths = lengths_of(shape, bench.tokens)
+    longest = int(lengths.max())
+    if model == "hstu":
+        return HSTUConfig(
+            dim=bench.dim, num_layers=bench.num_layers, num_heads=num_heads, head_dim=head_dim, max_length=longest,
+            dropout=bench.dropout, position_bias=bench.biases, time_bias=bench.biases, recompute=bench.recompute,
+        ), lengths  # fmt: skip
+    return FuXiConfig(
+        dim=bench.dim, num_layers=2 * bench.num_layers, num_heads=num_heads, head_dim=head_dim, ffn_dim=bench.dim,
+        max_length=longest, dropout=bench.dropout, recompute=bench.recompute,
+    ), lengths  # fmt: skip
+
+
+def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
+    """A row for each case, then those of the memory."""
+    for case in bench.cases:
+        yield _case(bench, case)
+        _release(bench.device)
+    if bench.memory_length:
+        encoder, _ = encoder_of(bench, "hstu-4x256-u1024")
+        assert isinstance(encoder, HSTUConfig)
+        yield from measure_memory(replace(encoder, max_length=bench.memory_length), bench.device)
+
+
+def _case(bench: StepBench, case: str) -> dict[str, Any]:
+    encoder, lengths = encoder_of(bench, case)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "data")
+        write_step_data(data, lengths, num_batches=NUM_BATCHES, num_items=bench.num_items, zipf=bench.zipf)
+        runner = StepRunner(run_config(bench, encoder, data), len(lengths))
+        try:
+            made_s = time.perf_counter() - begin
+            return {"model": case, **_measured(bench, encoder, lengths, runner), "made_s": round(made_s, 2)}
+        finally:
+            runner.close()
+
+
+def run_config(bench: StepBench, encoder: HSTUConfig | FuXiConfig, data: Path) -> RunConfig:
+    """What `nestrec train` would be given."""
+    return RunConfig(
+        name="step",
+        task=RetrievalTaskConfig(
+            encoder=encoder, history=HistoryConfig(max_length=encoder.max_length), num_negatives=bench.num_negatives,
+            negatives=NegativesConfig(sampler=bench.sampler, variant=bench.variant, log_q=False),
+            item_optimizer=RowOptimizerConfig(kind=bench.row_optimizer),
+        ),
+        data=DataConfig(folder=str(data)),
+        pipeline=PipelineConfig(schedule=bench.schedule),
+        training=TrainingConfig(precision=bench.precision, device=bench.device),
+    )  # fmt: skip
+
+
+class StepRunner:
+    """The parts of a run, advanced by hand."""
+
+    def __init__(self, cfg: RunConfig, batch_samples: int) -> None:
+        self.session = Session.open(cfg, Topology.from_environment(cfg.training.device))
+        self.session.task.model.train()
+        self._device = self.session.topology.device
+        compute = ModelCompute(self.session.task, self._device, cfg.training.precision)
+        self._schedule: Schedule = SCHEDULES[cfg.pipeline.schedule](
+            self.session.engine, compute, self.session.dense, Tracer(rank=0), cfg.pipeline
+        )
+        self._batch_samples, self._number = batch_samples, 0
+        self.take_from(self.session.task.assembler)
+
+    def take_from(self, assembler: Assembler) -> None:
+        """Batches of this assembler from here on; before the first step, or after a last one."""
+        made = [fixed_batch(assembler, b, self._batch_samples) for b in range(NUM_BATCHES)]
+        self._feed = Feed(_endless(made))
+
+    def step(self, *, is_last: bool = False) -> torch.Tensor:
+        """One step; its loss, still on the device. The last one is a fence: nothing is in flight after it."""
+        self._number += 1
+        step = Step(number=self._number, batch=next(self._feed), rates=Rates(1e-4, 1e-2), is_fence=is_last)
+        return self._schedule.advance(step, self._feed).loss
+
+    def seconds(self, steps: int) -> float:
+        """Mean wall time of so many steps, each begun as soon as the host gets to it."""
+        self.wait()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.wait()
+        return (time.perf_counter() - begin) / max(steps, 1)
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self.step(is_last=True)
+        self._schedule.close()
+        self.session.engine.close()
+
+
+def _endless(batches: list[Batch]) -> Iterator[Batch]:
+    for number, batch in enumerate(itertools.cycle(batches)):
+        yield replace(batch, position=Position(number, 0))
+
+
+def _measured(
+    bench: StepBench, encoder: HSTUConfig | FuXiConfig, lengths: NDArray[np.int64], runner: StepRunner
+) -> dict[str, Any]:
+    with ClockLog() as clocks:
+        warm_up_s = runner.seconds(bench.warm_up) * bench.warm_up
+        if bench.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        seconds = runner.seconds(bench.steps)
+        found = clocks.medians(begin, time.perf_counter())
+    tokens, flops = int(lengths.sum()), step_flops(encoder, lengths)
+    row = {
+        "lengths": f"{len(lengths)} sequences, longest {lengths.max()}",
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / seconds),
+        "step_ms": round(seconds * 1e3, 2),
+        "mfu": round(flops.mfu(seconds), 4),
+        "tflops": round(flops.tflops(seconds), 1),
+        "step_tflop": round(flops.total / 1e12, 2),
+        "loss_tflop_not_counted": round(loss_flops(tokens, 1 + bench.num_negatives, bench.dim) / 1e12, 3),
+        "peak_gib": _peak_gib(bench.device),
+        "warm_up_s": round(warm_up_s, 2),
+        "dense_weights": sum(p.numel() for p in runner.session.task.model.parameters()),
+        **found,
+        "formula": FORMULA,
+    }
+    if bench.profiled and bench.device == "cuda":
+        row["parts"] = parts_of(runner, bench.profiled, flops)
+    row["loss"] = round(float(runner.step()), 4)
+    return row
+
+
+def _peak_gib(device: str) -> float:
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0
+
+
+def _release(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def short_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps without what is long."""
+    hidden = ("parts", "formula", "lengths", "made_s", "warm_up_s", "power_limit_w")
+    return [{k: v for k, v in row.items() if k not in hidden} for row in rows if "step_ms" in row]
+
+
+def memory_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "impl" in row]

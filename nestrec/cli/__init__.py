@@ -1,0 +1,5 @@
+"""The command line: commands, and what they print."""
+
+from nestrec.cli.app import main
+
+__all__ = ["main"]

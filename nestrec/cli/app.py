@@ -1,0 +1,336 @@
+"""The command line: nestrec {demo, prepare, train, plan, eval, export, serve, replay, report, doctor, bench}.
+
+Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from nestrec.base import exit_codes
+from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
+from nestrec.base.memory import ask_for_huge_pages
+from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.bench.app import app as bench_app
+
+if TYPE_CHECKING:
+    from nestrec.training.config import RunConfig
+
+app = typer.Typer(
+    help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and "
+    "takes a few minutes on two cores.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.add_typer(bench_app, name="bench")
+
+
+@app.command(context_settings=PASSED_ON)
+def train(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (see `nestrec recipes`), or a config.json of a run.")],
+    output: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE where not given.")] = None,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="Only check that the run fits, and say so.")] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="For --plan-only: a cluster file instead of this machine.")
+    ] = None,
+) -> None:
+    """Train a recipe, then measure its best epoch on the test part.
+
+    Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
+    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold];
+    [bold]nestrec options train demo[/bold] lists them. Under torchrun the same command trains on all ranks:
+    [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
+    """
+    from nestrec.cli.training import train_run
+
+    cfg = _configured(recipe, parse_overrides(context.args, ("output", "cluster", "plan-only")))
+    if plan_only:
+        from nestrec.cli.plan import check_plan
+
+        check_plan(cfg, cluster)
+        return
+    if cluster is not None:
+        remedy = "add --plan-only, or see `nestrec plan --help` and docs/many-machines.md"
+        raise UserError("only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
+    train_run(cfg, output or Path("runs") / cfg.name)
+
+
+@app.command(context_settings=PASSED_ON)
+def plan(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a config.json of a run.")],
+    cluster: Annotated[str, typer.Option(help="A cluster file, or one that comes along: h100-ib400, cpu-hosts.")],
+    *,
+    hosts: Annotated[int | None, typer.Option(min=1, help="Another number of hosts than the file's.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="What `nestrec bench calibrate --json` wrote.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 3,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why the others lost.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the plans into this result file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Also write a page with scaling curves and a timeline.")] = None,
+) -> None:
+    """Search for the quickest way to run a recipe on a cluster that you may not have yet.
+
+    Tries schedules, micro-batches, replicas of the tables, stores, balance and window cache by simulation, within the
+    memory that there is: [bold]nestrec plan demo --cluster h100-ib400 --hosts 4 --batch.batch_samples 4096[/bold]. Any
+    field of the recipe can be changed as in `train`.
+    """
+    from nestrec.bench.harness.frame import make_frame, save_frame
+    from nestrec.cli.plan import open_cluster, plan_run
+    from nestrec.report import progress_for
+
+    given = ("cluster", "hosts", "profile", "most", "json", "page")
+    overrides = parse_overrides(context.args, given)
+    cfg = _configured(recipe, overrides)
+    with progress_for(f"plan {recipe}"):
+        found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
+    if json is not None:
+        frame = make_frame(bench="plan", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
+        save_frame(json, {**frame, "shortages": [str(shortage) for shortage in found.shortages]})
+    if page is not None:
+        from nestrec.report.plan_page import write_plan_page
+
+        typer.echo(f"page: {write_plan_page(page, found)}")
+
+
+@app.command()
+def demo(output: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo")) -> None:
+    """Train HSTU on synthetic logs and print it beside its baselines. No data, no download, minutes on two cores."""
+    from nestrec.cli.training import train_run
+    from nestrec.report import write_report
+    from nestrec.training.recipes import recipe
+
+    train_run(recipe("demo"), output)
+    typer.echo(f"report: {write_report(output)}")
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that `train` knows."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nestrec.training.recipes import RECIPES
+
+    table = Table("recipe", "task", "model", "data", box=None)
+    for name, make in RECIPES.items():
+        cfg = make()
+        table.add_row(name, cfg.task.kind, cfg.task.encoder.kind, cfg.data.folder)
+    Console().print(table)
+
+
+@app.command("options")
+def list_options(
+    command: Annotated[
+        list[str], typer.Argument(help="train RECIPE, prepare, serve, replay, bench NAME; then a word.")
+    ],
+) -> None:
+    """List a command's dotted options with their values and meaning: nestrec options train demo learning_rate."""
+    from nestrec.cli.options import show_options
+
+    show_options(command)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    part: Annotated[str, typer.Option(help="valid or test.")] = "test",
+    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+) -> None:
+    """Measure a trained run on held-out data, beside its baselines. RUN/eval keeps the result of the best weights."""
+    from nestrec.cli.training import evaluate_run
+
+    if part not in ("valid", "test"):
+        raise UserError("is no part of the data", field="--part", value=part, remedy="give valid or test")
+    evaluate_run(run, "test" if part == "test" else "valid", best=not last)
+
+
+@app.command(context_settings=PASSED_ON)
+def prepare(
+    context: typer.Context,
+    format: Annotated[
+        str, typer.Argument(help="movielens, sasrec_pairs, user_lines, amazon_csv, kuairand, criteo, log, synthetic.")
+    ],
+    input: Annotated[
+        str, typer.Argument(help="A file, a folder of native files, or (synthetic) the name of a preset.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing dataset.")] = False,
+) -> None:
+    """Turn interaction logs into a dataset: Parquet with one row a user, an items table and a card.
+
+    Options are dotted fields ([bold]nestrec options prepare[/bold] lists them), for example a CSV log with named
+    columns: [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid --log.time ts --user_core
+    5[/bold]; a synthetic set: [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]. Bad rows are set
+    aside in quarantine.csv with their line and reason.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.cli.training import show_card
+    from nestrec.data.prepare.options import PrepareOptions
+    from nestrec.data.prepare.preparation import prepare as prepare_dataset
+    from nestrec.report import progress_for
+
+    overrides = parse_overrides(context.args, ("force",)) | ({"force": "true"} if force else {})
+    options = with_overrides(PrepareOptions(), overrides)
+    with progress_for(f"prepare {output}") as progress:
+        card = prepare_dataset(format, input, output, options=options, progress=progress)
+    show_card(card, output)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+) -> None:
+    """Write a run as a servable folder: safetensors and JSON with digests, nothing executable."""
+    from nestrec.report import progress_for
+    from nestrec.serving.model.export import export_run
+
+    with progress_for(f"export {output}"):
+        manifest = export_run(run, output, best=not last)
+    typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
+
+
+@app.command(context_settings=PASSED_ON)
+def serve(
+    context: typer.Context,
+    model: Annotated[list[Path], typer.Option(help="A folder that `nestrec export` wrote; twice for a cascade.")],
+) -> None:
+    """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
+
+    One retrieval model answers /v1/recommend and /v1/rank; with a ranking model beside it, retrieval finds and ranking
+    orders. Options are dotted fields ([bold]nestrec options serve[/bold] lists them): [bold]nestrec serve --model
+    models/demo --port 8080 --host 0.0.0.0 --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on
+    this machine, each with a cache of its own, behind one address: [bold]--instances 3 --front gateway[/bold] (nginx,
+    ray).
+    """
+    from nestrec.base.config import with_overrides
+
+    try:
+        from nestrec.serving.api.server import ServeConfig
+        from nestrec.serving.api.server import serve as serve_models
+    except ModuleNotFoundError as error:
+        remedy = "install it with: pip install 'nestrec[serve]'"
+        raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
+    overrides = parse_overrides(context.args, ("model",))
+    cfg = with_overrides(ServeConfig(), overrides)
+    typer.echo(f"serving on http://{cfg.host}:{cfg.port} (live page at /, stop with Ctrl-C)", err=True)
+    if cfg.front == "none":
+        if cfg.instances != 1:
+            remedy = "name a front: --front gateway, nginx or ray"
+            raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
+        serve_models(model, cfg)
+    else:
+        from nestrec.serving.many.start import serve_many
+
+        serve_many(model, cfg, overrides)
+
+
+@app.command(context_settings=PASSED_ON)
+def replay(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(help="A running server, such as http://127.0.0.1:8000.")],
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")] = None,
+) -> None:
+    """Put open-loop load on a server: latency counts from the intended moment, so stalls are not hidden.
+
+    Made-up users by default, or a recorded load ([bold]nestrec options replay[/bold] lists all options): [bold]nestrec
+    replay http://127.0.0.1:8000 --rate 100 --duration_s 20 --history 200 --candidates 256[/bold]; [bold]--finds rate
+    --slo_ms 50[/bold] searches for the largest rate.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.bench.harness.frame import write_frame
+    from nestrec.bench.serving.replay import ReplayConfig
+    from nestrec.bench.serving.replay import replay as run_replay
+    from nestrec.report import print_rows, progress_for
+
+    cfg = with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",)))
+    with progress_for(f"replay {url}"):
+        rows = run_replay(url, cfg)
+    print_rows(rows, title="replay")
+    if json is not None:
+        write_frame(json, bench="replay", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    cluster: Annotated[str | None, typer.Option(help="Add what a cluster would make of the run, simulated.")] = None,
+) -> None:
+    """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""
+    from nestrec.report import write_report
+
+    if cluster is None:
+        typer.echo(f"report: {write_report(run)}")
+        return
+    from nestrec.cli.plan import sections_of_run
+
+    typer.echo(f"report: {write_report(run, sections_of_run(run, cluster))}")
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what this machine can do, and what is missing for the rest."""
+    from rich.console import Console
+
+    from nestrec.report.doctor import doctor_table, examine
+
+    Console().print(doctor_table(examine()))
+
+
+def main() -> None:
+    """Entry point: a user's mistake ends with a message and no traceback."""
+    ask_for_huge_pages()
+    try:
+        app(standalone_mode=True)
+    except NonFiniteError as error:
+        _fail(error, exit_codes.NON_FINITE)
+    except PeerLostError as error:
+        _fail(error, exit_codes.PEER_LOST)
+    except UserError as error:
+        _fail(error, exit_codes.USER_ERROR)
+
+
+def _fail(error: UserError, code: int) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(code)
+
+
+def _configured(name: str, overrides: dict[str, str]) -> "RunConfig":
+    """A named recipe, or the resolved config of an earlier run, with overrides.
+
+    A recipe may make the synthetic logs it names; in a folder that the user names, a mistyped name would get them too.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.training.recipes import recipe
+
+    if Path(name, "config.json").exists():
+        remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
+        raise UserError("is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
+    own_folder = {"data.synthetic": "none"} if "data.folder" in overrides else {}
+    base = _saved_config(Path(name)) if name.endswith(".json") else recipe(name)
+    return with_overrides(base, {**own_folder, **overrides})
+
+
+def _saved_config(file: Path) -> "RunConfig":
+    import json
+
+    from nestrec.base.config import from_plain
+    from nestrec.training.config import RunConfig
+
+    try:
+        plain = json.loads(file.read_text())
+        if not isinstance(plain, dict):
+            raise ValueError("it holds no named fields")
+        return from_plain(RunConfig, plain)
+    except (OSError, ValueError) as error:
+        remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
+        raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error
+
+
+if __name__ == "__main__":
+    main()

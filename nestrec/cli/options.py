@@ -1,0 +1,74 @@
+"""`nestrec options`: every dotted option of a command, with its value here, what it may be, and what it is for."""
+
+import importlib
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.field_docs import FieldDoc, describe
+
+CONFIGS = {
+    "prepare": "nestrec.data.prepare.options:PrepareOptions",
+    "serve": "nestrec.serving.api.server:ServeConfig",
+    "replay": "nestrec.bench.serving.replay:ReplayConfig",
+    "bench stores": "nestrec.bench.kernels.stores:StoresBench",
+    "bench lookup": "nestrec.bench.kernels.lookup:LookupBench",
+    "bench layer": "nestrec.bench.kernels.layer:LayerBench",
+    "bench step": "nestrec.bench.step.step:StepBench",
+    "bench schedules": "nestrec.bench.schedules.schedules:SchedulesBench",
+    "bench sparse": "nestrec.bench.schedules.sparse:SparseBench",
+    "bench exchange": "nestrec.bench.kernels.exchange:ExchangeBench",
+    "bench relay": "nestrec.bench.serving.relay:RelayBench",
+    "bench overload": "nestrec.bench.serving.overload:OverloadBench",
+    "bench front": "nestrec.bench.serving.front:FrontBench",
+    "bench calibrate": "nestrec.bench.planning.calibrate:CalibrateBench",
+    "bench prediction": "nestrec.bench.planning.prediction:PredictionBench",
+    "bench simulator": "nestrec.bench.planning.simulator:SimulatorBench",
+    "bench attention": "nestrec.bench.kernels.attention:AttentionBench",
+    "bench negatives": "nestrec.bench.step.negatives:NegativesBench",
+}
+"""What each command with dotted options builds from them; `train` and `plan` build a recipe."""
+
+
+def config_of(words: list[str]) -> tuple[Any, str]:
+    """What a command is configured by, from its words (`train demo`, `bench relay`), and what is left to look for."""
+    command, *rest = words
+    if command in ("train", "plan"):
+        from nestrec.training.recipes import recipe
+
+        return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
+    if command == "bench" and rest:
+        command, rest = f"bench {rest[0]}", rest[1:]
+    if command not in CONFIGS:
+        known = ["train", "plan", *CONFIGS]
+        raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))
+    module, _, name = CONFIGS[command].partition(":")
+    return getattr(importlib.import_module(module), name)(), " ".join(rest)
+
+
+def show_options(words: list[str]) -> None:
+    """Print the options whose name or meaning holds the last word, or all of them."""
+    config, wanted = config_of(words)
+    chosen = list(_chosen(config, wanted))
+    if not chosen:
+        remedy = f"see all: nestrec options {' '.join(words[:-1])}"
+        raise UserError("is in no option's name or meaning", field="word", value=wanted, remedy=remedy)
+    width = min(shutil.get_terminal_size().columns, 120)
+    for field in chosen:
+        print(f"--{field.name} {shlex.quote(_text(field.value))}  ({field.allowed})")
+        print(textwrap.fill(field.meaning, width, initial_indent="    ", subsequent_indent="    "))
+
+
+def _chosen(config: Any, wanted: str) -> Iterator[FieldDoc]:
+    for field in describe(config):
+        if wanted.lower() in f"{field.name} {field.meaning}".lower():
+            yield field
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(_text(part) for part in value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

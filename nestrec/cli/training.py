@@ -1,0 +1,84 @@
+"""What the commands show on a terminal while they train and measure."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from nestrec.base import exit_codes
+from nestrec.data.card import Card
+from nestrec.data.samples.split import Part
+from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
+from nestrec.report import LiveProgress, evaluation_table, progress_for
+from nestrec.report.tensorboard import TensorBoardWriter
+from nestrec.tasks.task import Evaluation
+from nestrec.training.config import RunConfig
+from nestrec.training.listener import Listener, Listeners
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.stopping import Interrupted
+from nestrec.training.trainer import Trainer
+
+
+def train_run(cfg: RunConfig, folder: Path) -> None:
+    """Train, measure the best epoch on the test part, and print it beside its baselines."""
+    topology = _topology(cfg, cfg.ranks)
+    with contextlib.ExitStack() as shown:
+        listeners: list[Listener] = []
+        if topology.is_first:
+            listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
+            listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
+        trainer = Trainer(cfg, folder, topology, Listeners(listeners))
+        try:
+            trainer.train()
+        except Interrupted:
+            print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
+            sys.exit(exit_codes.INTERRUPTED)
+    if trainer.session.task.num_held_out("test") == 0:
+        if topology.is_first:
+            print(f"nothing is held out to test on; run folder: {folder}")
+        return
+    evaluation = trainer.evaluate("test")
+    if topology.is_first:
+        _show(evaluation, f"{cfg.name}: test part, best validation epoch, 95% intervals")
+        print(f"run folder: {folder}")
+
+
+def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
+    """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
+    cfg = RunFolder(folder).config()
+    topology = _topology(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
+    trainer = Trainer(cfg, folder, topology)
+    with progress_for(f"measure {folder}"):
+        evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
+    if topology.is_first:
+        weights = "best validation epoch" if best else "last weights"
+        _show(evaluation, f"{cfg.name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
+
+
+def show_card(card: Card, folder: Path) -> None:
+    counts = card.counts
+    kept = f"{counts.users:,} users, {counts.items:,} items, {counts.events:,} events"
+    print(f"{folder}: {kept} of {counts.rows_read:,} rows read")
+    if counts.duplicates_dropped or counts.duplicates_kept:
+        print(f"exact duplicates: {counts.duplicates_dropped:,} dropped, {counts.duplicates_kept:,} kept")
+    for reason, number in counts.quarantined.items():
+        print(f"quarantined: {number:,} rows, {reason}; see {folder / 'quarantine.csv'}")
+    if card.kind == "sequences":
+        lengths = card.lengths
+        spread = f"median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
+        print(f"events a user: mean {lengths.mean:.1f}, {spread}")
+
+
+def _show(evaluation: Evaluation, title: str) -> None:
+    Console().print(evaluation_table(evaluation.to_plain(), title=title))
+    for note in evaluation.notes:
+        print(f"note: {note}")
+
+
+def _topology(cfg: RunConfig, ranks: RanksConfig) -> Topology:
+    wanted = cfg.training.device
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    return Topology.from_environment(device, ranks)

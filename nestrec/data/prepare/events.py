@@ -1,0 +1,224 @@
+"""Raw rows to event records: checked, filtered by rating, with dense codes for users, items and categories."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from nestrec.base.errors import DataError, did_you_mean
+from nestrec.data.card import Feature
+from nestrec.data.prepare.keys import KeyTable
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.parse import (
+    BAD,
+    BLANK,
+    GOOD,
+    NOT_A_TIME,
+    OUT_OF_RANGE,
+    parse_integers,
+    parse_numbers,
+    parse_times_ms,
+)
+from nestrec.data.prepare.raw import BadRow, RawBatch
+from nestrec.data.prepare.signature import row_signatures
+
+POSITIVE = "positive"
+RATING = "rating"
+
+
+@dataclass(frozen=True, slots=True)
+class EventColumns:
+    """What to take from each raw row."""
+
+    log: LogColumns
+    action_bits: dict[str, int] = field(default_factory=dict)
+    """Bit of each action of `log.actions`, and of `positive` where ratings give it."""
+    min_rating: float | None = None
+    positive_rating: float | None = None
+
+    @staticmethod
+    def of(log: LogColumns, *, min_rating: float | None = None, positive_rating: float | None = None) -> "EventColumns":
+        """Bits in the order of the actions, `positive` last."""
+        names = [*log.actions, *([POSITIVE] if log.rating and positive_rating is not None else [])]
+        return EventColumns(log, {name: 1 << i for i, name in enumerate(names)}, min_rating, positive_rating)
+
+    def sort_fields(self) -> list[str]:
+        return [name for name in ("time", "position") if getattr(self.log, name)]
+
+    def number_features(self) -> dict[str, str]:
+        """Feature name to column."""
+        rating = {RATING: self.log.rating} if self.log.rating else {}
+        return {**rating, **{name: name for name in self.log.numbers}}
+
+    def dtype(self) -> np.dtype[Any]:
+        """Of an event record."""
+        fields: list[tuple[str, str]] = [("user", "i4"), ("item", "i4"), ("signature", "u8")]
+        fields += [(name, "i8") for name in self.sort_fields()]
+        fields += [("actions", "i4")] if self.action_bits else []
+        fields += [(f"event_{name}", "f4") for name in self.number_features()]
+        fields += [(f"event_{name}", "i4") for name in self.log.categories]
+        return np.dtype(fields)
+
+
+class _Verdict:
+    """The first reason for which each row of a batch is bad."""
+
+    def __init__(self, num_rows: int):
+        self._reasons = [""]
+        self._reason_of_row = np.zeros(num_rows, dtype=np.int16)
+
+    def reject(self, rows: NDArray[np.bool_], reason: str) -> None:
+        if rows.any():
+            self._reason_of_row[rows & (self._reason_of_row == 0)] = len(self._reasons)
+            self._reasons.append(reason)
+
+    def good(self) -> NDArray[np.bool_]:
+        return np.equal(self._reason_of_row, 0)
+
+    def bad_rows(self, batch: RawBatch) -> list[BadRow]:
+        bad = np.flatnonzero(self._reason_of_row)
+        return [BadRow(int(batch.lines[i]), self._reasons[self._reason_of_row[i]], batch.text_of(int(i))) for i in bad]
+
+
+class EventParser:
+    """Parses batches in input order and owns the tables of users, items and category values."""
+
+    def __init__(self, columns: EventColumns):
+        self.columns = columns
+        self.dtype = columns.dtype()
+        self.field_names = self.dtype.names or ()
+        self.users, self.items = KeyTable(), KeyTable()
+        self.vocabularies = {name: KeyTable() for name in columns.log.categories}
+        self.num_below_rating = 0
+
+    def parse(self, batch: RawBatch) -> tuple[NDArray[Any], list[BadRow]]:
+        """Records of the good rows in order, and the bad rows."""
+        self._check_names(batch)
+        records = np.zeros(batch.num_rows, dtype=self.dtype)
+        verdict = _Verdict(batch.num_rows)
+        log = self.columns.log
+        for name, what in ((log.user, "user"), (log.item, "item")):
+            verdict.reject(_is_missing(batch.columns[name]), f"missing {what}")
+        self._parse_order(batch, records, verdict)
+        self._parse_numbers(batch, records, verdict)
+        if self.columns.action_bits:
+            records["actions"] = self._parse_actions(batch, records, verdict)
+        keep = verdict.good() & self._is_rated_enough(records, verdict.good())
+        return self._encode(batch, records, keep), verdict.bad_rows(batch)
+
+    def features(self) -> tuple[Feature, ...]:
+        """Descriptions of the event features, for the card."""
+        numbers = [Feature(name=name, kind="number") for name in self.columns.number_features()]
+        categories = [
+            Feature(name=name, kind="category", vocabulary_size=len(table) + 1)
+            for name, table in self.vocabularies.items()
+        ]
+        return tuple(numbers + categories)
+
+    def _check_names(self, batch: RawBatch) -> None:
+        log = self.columns.log
+        actions = [_action_column(text)[0] for text in log.actions.values()]
+        wanted = [log.user, log.item, log.time, log.position, log.rating, *actions, *log.numbers, *log.categories]
+        for name in wanted:
+            if name is not None and name not in batch.columns:
+                hint = " (is the separator right? --log.separator ';')" if len(batch.columns) == 1 else ""
+                raise DataError(f"is no column of {batch.file}", field="column", value=name,
+                                remedy=did_you_mean(name, batch.columns) + hint)  # fmt: skip
+            if name is not None:
+                _check_type(batch, name, is_time=name in (log.time, log.position))
+
+    def _parse_order(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
+        log = self.columns.log
+        if log.time:
+            times_ms, states, out_of_range = parse_times_ms(batch.columns[log.time], log.time_unit)
+            verdict.reject(states == BLANK, "missing time")
+            verdict.reject(states == BAD, NOT_A_TIME)
+            verdict.reject(out_of_range, OUT_OF_RANGE)
+            records["time"] = times_ms
+        if log.position:
+            positions, states = parse_integers(batch.columns[log.position])
+            verdict.reject(states != GOOD, "position is not a whole number")
+            records["position"] = positions
+
+    def _parse_numbers(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
+        for name, column in self.columns.number_features().items():
+            values, states = parse_numbers(batch.columns[column])
+            verdict.reject(states == BAD, f"{column} is not a number")
+            if name == RATING:
+                verdict.reject(states == BLANK, "missing rating")
+            records[f"event_{name}"] = values
+
+    def _parse_actions(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> NDArray[np.int32]:
+        mask = np.zeros(batch.num_rows, dtype=np.int32)
+        for name, text in self.columns.log.actions.items():
+            column, value = _action_column(text)
+            if value is not None:
+                is_set = pc.equal(batch.columns[column].cast(pa.string()), value).fill_null(False)
+                is_done = is_set.to_numpy(zero_copy_only=False)
+            else:
+                numbers, states = parse_integers(batch.columns[column])
+                verdict.reject(states == BAD, f"{column} is not a whole number")
+                is_done = (numbers != 0) & (states == GOOD)
+            mask |= is_done * np.int32(self.columns.action_bits[name])
+        if POSITIVE in self.columns.action_bits:
+            is_positive = records[f"event_{RATING}"] >= np.float32(self.columns.positive_rating)
+            mask |= is_positive * np.int32(self.columns.action_bits[POSITIVE])
+        return mask
+
+    def _is_rated_enough(self, records: NDArray[Any], good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        if self.columns.min_rating is None or not self.columns.log.rating:
+            return np.ones(records.size, dtype=np.bool_)
+        is_enough: NDArray[np.bool_] = records[f"event_{RATING}"] >= np.float32(self.columns.min_rating)
+        self.num_below_rating += int((good & ~is_enough).sum())
+        return is_enough
+
+    def _encode(self, batch: RawBatch, records: NDArray[Any], keep: NDArray[np.bool_]) -> NDArray[Any]:
+        columns = batch.columns
+        if not keep.all():
+            mask = pa.array(keep)
+            records, columns = records[keep], {name: column.filter(mask) for name, column in columns.items()}
+        log = self.columns.log
+        records["user"] = self.users.encode(columns[log.user])
+        records["item"] = self.items.encode(columns[log.item])
+        for name, table in self.vocabularies.items():
+            records[f"event_{name}"] = encode_category(table, columns[name])
+        records["signature"] = row_signatures(list(columns.values()), records.size)
+        return records
+
+
+def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
+    """Refuse columns of a typed file whose values are no ids, numbers or times."""
+    kind = batch.columns[name].type
+    if pa.types.is_nested(kind) or (is_time and pa.types.is_boolean(kind)):
+        raise DataError(
+            f"is of type {kind} in {batch.file}", field="column", value=name,
+            remedy="name a column of text or numbers" + (", or of times" if is_time else ""),
+        )  # fmt: skip
+
+
+def encode_category(table: KeyTable, column: pa.Array) -> NDArray[np.int64]:
+    """Ids from 1 in order of first appearance; 0 for a blank or a null."""
+    is_missing = _is_missing(column)
+    if not is_missing.any():
+        return table.encode(column) + 1
+    ids = np.zeros(len(column), dtype=np.int64)
+    ids[~is_missing] = table.encode(column.filter(pa.array(~is_missing))) + 1
+    return ids
+
+
+def _is_missing(column: pa.Array) -> NDArray[np.bool_]:
+    if pa.types.is_string(column.type) and not column.null_count:
+        return np.asarray(pc.binary_length(column).to_numpy(zero_copy_only=False) == 0)
+    missing = column.is_null(nan_is_null=True)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        missing = pc.or_(missing, pc.equal(column.fill_null(""), ""))
+    return np.asarray(missing.to_numpy(zero_copy_only=False))
+
+
+def _action_column(text: str) -> tuple[str, str | None]:
+    """Column, and the value that sets the action where one is named."""
+    column, equals, value = text.partition("=")
+    return column, value if equals else None

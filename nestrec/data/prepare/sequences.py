@@ -1,0 +1,291 @@
+"""From raw rows to a dataset of sequences, with memory that does not grow with the number of events.
+
+1. Parse the input in batches; append event records to one file, counting the events of each user.
+2. Split the records by ranges of users, sized to the memory budget; inside a range they keep the input's order.
+3. Sort each range by (user, time, position, input order), marking exact duplicates.
+4. Count users and items, removing rare ones if asked, in passes over the ranges.
+5. Write users in order of first appearance, item ids from 1 in order of first appearance among those that stay.
+
+What grows is a few bytes for each distinct user, item and category value.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from nestrec.base.config import to_plain
+from nestrec.base.errors import DataError
+from nestrec.base.failpoints import fail_point
+from nestrec.data import schema
+from nestrec.data.card import Card, Counts, Feature, FileEntry, describe_file
+from nestrec.data.gather import add_counts
+from nestrec.data.prepare.core_filter import CoreFilter, Kept, apply_filter
+from nestrec.data.prepare.event_sort import is_duplicate, order_events
+from nestrec.data.prepare.events import EventParser
+from nestrec.data.prepare.finish import finish_sequences, write_items
+from nestrec.data.prepare.keys import KeyTable
+from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.progress import Progress
+from nestrec.data.prepare.quarantine import Quarantine
+from nestrec.data.prepare.side import SideTable
+from nestrec.data.prepare.source import LogSource
+from nestrec.data.prepare.spill import Partitions, RecordFile, balanced_bounds, even_bounds
+from nestrec.data.prepare.writer import UserBlock, UsersWriter
+
+ITEMS_A_PARTITION = 1 << 20
+MAX_PARTITIONS = 512
+WORK_FACTOR = 5
+"""Memory of sorting and writing a partition, as a multiple of its records."""
+
+
+@dataclass(slots=True)
+class Assembly:
+    """The state of one preparation, in a folder of its own."""
+
+    folder: Path
+    source: LogSource
+    options: PrepareOptions
+    progress: Progress
+    parser: EventParser
+    quarantine: Quarantine
+    num_rows_read: int = 0
+    num_bad_events: int = 0
+    num_duplicates: int = 0
+
+    @property
+    def drops_duplicates(self) -> bool:
+        return (
+            self.source.drops_duplicates if self.options.duplicates == "default" else self.options.duplicates == "drop"
+        )
+
+
+def assemble(folder: Path, source: LogSource, options: PrepareOptions, progress: Progress) -> Card:
+    """Write the dataset of a log into `folder`."""
+    parser = EventParser(source.columns)
+    work = Assembly(folder, source, options, progress, parser, Quarantine(folder))
+    spilled, user_counts = _read(work)
+    work.quarantine.check(work.num_rows_read, options.max_bad_share)
+    work.num_bad_events = work.quarantine.num_rows
+    if not len(parser.users):
+        remedy = "check the columns and filters"
+        raise DataError("has no usable events", field="input", value=source.name, remedy=remedy)
+    partitions = _split(work, spilled, user_counts)
+    fail_point("data.after_split")
+    _sort(work, partitions)
+    kept = _filter(work, partitions)
+    return _write(work, partitions, kept)
+
+
+def _read(work: Assembly) -> tuple[RecordFile, NDArray[np.int64]]:
+    spilled = RecordFile(work.folder / "events.bin", work.parser.dtype)
+    user_counts = np.zeros(1024, dtype=np.int64)
+    for batch, done in work.source.batches():
+        records, bad = work.parser.parse(batch)
+        work.quarantine.add(batch.file, [*batch.bad, *bad])
+        work.num_rows_read += batch.num_rows + len(batch.bad)
+        spilled.append(records)
+        user_counts = _grown(user_counts, len(work.parser.users))
+        add_counts(records["user"], user_counts)
+        work.progress("read", done)
+    return spilled, user_counts[: len(work.parser.users)]
+
+
+def _split(work: Assembly, spilled: RecordFile, user_counts: NDArray[np.int64]) -> Partitions:
+    by_memory = work.options.memory_bytes // (WORK_FACTOR * work.parser.dtype.itemsize)
+    max_events = max(1, by_memory, spilled.num_records // MAX_PARTITIONS)
+    bounds = balanced_bounds(user_counts, max_events)
+    partitions = Partitions(work.folder, "events", work.parser.dtype, "user", bounds)
+    num_done = 0
+    for chunk in spilled.chunks():
+        partitions.append(chunk)
+        num_done += chunk.size
+        work.progress("split", num_done / spilled.num_records)
+    spilled.delete()
+    return partitions
+
+
+def _sort(work: Assembly, partitions: Partitions) -> None:
+    for p in range(len(partitions)):
+        records = partitions[p].load()
+        start, end = partitions.bounds[p : p + 2]
+        users = records["user"] - start
+        is_repeat = is_duplicate(users, records["signature"])
+        work.num_duplicates += int(is_repeat.sum())
+        order = order_events(users, int(end - start), [records[name] for name in work.source.columns.sort_fields()])
+        if work.drops_duplicates:
+            order = order[~is_repeat[order]]
+        partitions[p].replace(records[order])
+        work.progress("sort", (p + 1) / len(partitions))
+
+
+def _filter(work: Assembly, partitions: Partitions) -> Kept:
+    def pairs() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        for p in range(len(partitions)):
+            for chunk in partitions[p].chunks():
+                yield chunk["user"], chunk["item"]
+
+    o = work.options
+    rule = CoreFilter(user_core=o.user_core, item_core=o.item_core, is_iterated=o.core_passes == "iterated",
+                      min_user_events=o.min_user_events)  # fmt: skip
+    kept = apply_filter(rule, pairs, len(work.parser.users), len(work.parser.items))
+    if not kept.users.any():
+        remedy = "lower user_core, item_core or min_user_events"
+        raise DataError("removes every event", field="filters", value=to_plain(rule), remedy=remedy)
+    return kept
+
+
+def _write(work: Assembly, partitions: Partitions, kept: Kept) -> Card:
+    user_sides = [
+        _side(work, s, work.parser.users, f"user{i}", partitions.bounds) for i, s in enumerate(work.source.users)
+    ]
+    files = _write_users(work, partitions, kept, user_sides)
+    item_bounds = even_bounds(len(work.parser.items), ITEMS_A_PARTITION)
+    item_sides = [_side(work, s, work.parser.items, f"item{i}", item_bounds) for i, s in enumerate(work.source.items)]
+    files.append(write_items(work.folder, _item_tables(work, kept, item_bounds, item_sides)))
+    files += _write_vocabularies(work, user_sides, item_sides)
+    files += work.quarantine.files()
+    for side in (*user_sides, *item_sides):
+        side.delete()
+    partitions.delete()
+    card = _card(work, kept, _features(user_sides), _features(item_sides))
+    return finish_sequences(work.folder, card, kept.user_counts[kept.users], kept.item_counts[kept.items], files)
+
+
+def _write_users(work: Assembly, partitions: Partitions, kept: Kept, sides: list[SideTable]) -> list[FileEntry]:
+    id_of_item = np.cumsum(kept.items, dtype=np.int64)
+    user_types = {name: column.type for side in sides for name, column in side.load(0).items()}
+    fields = _fields(work.parser) + [pa.field(schema.USER_PREFIX + n, t) for n, t in user_types.items()]
+    writer = UsersWriter(work.folder, fields)
+    next_id = 0
+    for p in range(len(partitions)):
+        start, end = partitions.bounds[p : p + 2]
+        records = partitions[p].load()
+        records = records[kept.users[records["user"]] & kept.items[records["item"]]]
+        codes = start + np.flatnonzero(kept.users[start:end])
+        features = {n: c.take(pa.array(codes - start)) for side in sides for n, c in side.load(p).items()}
+        writer.append(_user_block(work.parser, records, codes, next_id, kept, id_of_item, features))
+        next_id += codes.size
+        work.progress("write", (p + 1) / len(partitions))
+    return writer.close()
+
+
+def _user_block(  # noqa: PLR0917
+    parser: EventParser,
+    records: NDArray[Any],
+    codes: NDArray[np.int64],
+    first_id: int,
+    kept: Kept,
+    id_of_item: NDArray[np.int64],
+    features: dict[str, pa.Array],
+) -> UserBlock:
+    lengths = kept.user_counts[codes].astype(np.int32)
+    assert records.size == int(lengths.sum())
+    scalars = {
+        schema.USER_ID: pa.array(np.arange(first_id, first_id + codes.size, dtype=np.int64)),
+        schema.USER_KEY: parser.users.keys(codes),
+        schema.LENGTH: pa.array(lengths),
+        **{schema.USER_PREFIX + name: column for name, column in features.items()},
+    }
+    lists: dict[str, NDArray[Any]] = {schema.ITEM_IDS: id_of_item[records["item"]]}
+    if "time" in parser.field_names:
+        lists[schema.TIMESTAMPS_MS] = np.ascontiguousarray(records["time"])
+    if "actions" in parser.field_names:
+        lists[schema.ACTIONS] = np.ascontiguousarray(records["actions"])
+    for name in parser.field_names:
+        if name.startswith(schema.EVENT_PREFIX):
+            lists[name] = records[name].astype(np.float32 if parser.dtype[name].kind == "f" else np.int64)
+    return UserBlock(lengths, scalars, lists)
+
+
+def _fields(parser: EventParser) -> list[pa.Field]:
+    names = [name for name in parser.field_names if name.startswith(schema.EVENT_PREFIX)]
+    kinds = {
+        name.removeprefix(schema.EVENT_PREFIX): pa.float32() if parser.dtype[name].kind == "f" else pa.int64()
+        for name in names
+    }
+    return schema.sequence_fields(
+        has_timestamps="time" in parser.field_names, has_actions="actions" in parser.field_names, features=kinds
+    )
+
+
+def _item_tables(work: Assembly, kept: Kept, bounds: NDArray[np.int64], sides: list[SideTable]) -> Iterator[pa.Table]:
+    next_id = 1
+    for p in range(bounds.size - 1):
+        codes = bounds[p] + np.flatnonzero(kept.items[bounds[p] : bounds[p + 1]])
+        columns = {
+            "item_id": pa.array(np.arange(next_id, next_id + codes.size, dtype=np.int64)),
+            "item_key": work.parser.items.keys(codes),
+            "count": pa.array(kept.item_counts[codes]),
+        }
+        for side in sides:
+            loaded = side.load(p)
+            columns |= {schema.ITEM_PREFIX + n: c.take(pa.array(codes - bounds[p])) for n, c in loaded.items()}
+        next_id += codes.size
+        yield pa.table(columns)
+
+
+def _side(work: Assembly, source: Any, keys: KeyTable, name: str, bounds: NDArray[np.int64]) -> SideTable:
+    table = SideTable(source, keys, work.folder, name, bounds)
+    table.read(work.quarantine, work.options.max_bad_share)
+    return table
+
+
+def _features(sides: list[SideTable]) -> tuple[Feature, ...]:
+    return tuple(feature for side in sides for feature in side.features())
+
+
+def _write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[FileEntry]:
+    """One file for each category column: `id` from 1 and `key`."""
+    tables = {schema.EVENT_PREFIX + name: table for name, table in work.parser.vocabularies.items()}
+    for prefix, sides in ((schema.USER_PREFIX, user_sides), (schema.ITEM_PREFIX, item_sides)):
+        tables |= {prefix + name: table for side in sides for name, table in side.vocabularies().items()}
+    folder = work.folder / "vocabularies"
+    files = []
+    for column, table in tables.items():
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{column}.parquet"
+        ids = np.arange(1, len(table) + 1, dtype=np.int64)
+        pq.write_table(pa.table({"id": pa.array(ids), "key": table.all_keys()}), path, compression="zstd")
+        files.append(describe_file(work.folder, path, len(table)))
+    return files
+
+
+def _card(work: Assembly, kept: Kept, user_features: tuple[Feature, ...], item_features: tuple[Feature, ...]) -> Card:
+    num_events = int(kept.user_counts[kept.users].sum())
+    num_dropped = work.num_duplicates if work.drops_duplicates else 0
+    num_below = work.parser.num_below_rating
+    num_rare = work.num_rows_read - work.num_bad_events - num_below - num_dropped - num_events
+    filtered = {"min_rating": num_below, "rare users and items": num_rare}
+    return Card(
+        kind="sequences",
+        name=work.source.name,
+        source_format=work.source.format,
+        counts=Counts(
+            users=int(kept.users.sum()),
+            items=int(kept.items.sum()),
+            events=num_events,
+            rows_read=work.num_rows_read,
+            duplicates_dropped=num_dropped,
+            duplicates_kept=work.num_duplicates - num_dropped,
+            filtered={name: count for name, count in filtered.items() if count},
+            quarantined=dict(sorted(work.quarantine.reasons.items())),
+        ),
+        has_timestamps="time" in work.parser.field_names,
+        action_bits=work.parser.columns.action_bits,
+        event_features=work.parser.features(),
+        user_features=user_features,
+        item_features=item_features,
+        options=to_plain(work.options),
+    )
+
+
+def _grown(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    if size <= counts.size:
+        return counts
+    return np.concatenate([counts, np.zeros(max(size, 2 * counts.size) - counts.size, dtype=np.int64)])

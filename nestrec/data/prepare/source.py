@@ -1,0 +1,74 @@
+"""What a format gives to `assemble`: raw rows, the meaning of their columns, and side tables."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nestrec.base.errors import DataError
+from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.raw import Delimited, RawBatch, read_delimited, read_parquet
+from nestrec.data.prepare.side import SideSource
+
+Batches = Callable[[], Iterator[tuple[RawBatch, float]]]
+"""A pass over the input: batches with the share of the whole input that has been read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSource:
+    """A log of events in some format."""
+
+    name: str
+    format: str
+    columns: EventColumns
+    batches: Batches
+    drops_duplicates: bool = False
+    users: tuple[SideSource, ...] = ()
+    items: tuple[SideSource, ...] = ()
+
+
+def over_files(files: Sequence[Path], read: Callable[[Path], Iterator[RawBatch]]) -> Batches:
+    """A pass over several files in order; progress is by their bytes."""
+
+    def batches() -> Iterator[tuple[RawBatch, float]]:
+        sizes = [max(1, path.stat().st_size) for path in files]
+        for i, path in enumerate(files):
+            for batch in read(path):
+                yield batch, (sum(sizes[:i]) + batch.done * sizes[i]) / sum(sizes)
+
+    return batches
+
+
+def delimited_files(files: Sequence[Path], how: Delimited) -> Batches:
+    """A pass over delimited text files."""
+    return over_files(files, lambda path: read_delimited(path, how))
+
+
+def side_files(files: Sequence[Path], how: Delimited) -> Callable[[], Iterator[RawBatch]]:
+    """The rows of the files of a side table."""
+
+    def batches() -> Iterator[RawBatch]:
+        for path in files:
+            yield from (read_parquet(path) if path.suffix == ".parquet" else read_delimited(path, how))
+
+    return batches
+
+
+def plain_name(path: Path) -> str:
+    """File name without `.gz`."""
+    return path.name.removesuffix(".gz")
+
+
+def find_file(folder: Path, *names: str) -> Path | None:
+    """The first of the names that exists in the folder, plain or gzip."""
+    for name in names:
+        for candidate in (folder / name, folder / f"{name}.gz"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def require_input(path: Path) -> Path:
+    """The path, or an error if nothing is there."""
+    if not path.exists():
+        raise DataError("does not exist", field="input", value=str(path), remedy="name a file or folder that exists")
+    return path

@@ -1,0 +1,166 @@
+"""Samples of multi-task ranking: interleaved item and action tokens, an event's labels predicted before its action.
+
+An event gives two tokens, content then action. The labels are bits of the event's own action; they enter the input only
+behind the content token that predicts them. Columns that tell how the user reacted to the event (such as the play time)
+are refused as features of its content.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.bounds import Count
+from nestrec.base.config import config
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
+from nestrec.data.card import Card, Feature
+from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.samples.retrieval import sequence_tensors
+from nestrec.data.samples.split import Part, Split
+from nestrec.data.samples.windows import sample_keys, token_keys, window_index
+
+
+@config
+class RankingInputConfig:
+    labels: tuple[str, ...] = ("click",)
+    """action bits that are predicted, one task each"""
+    event_features: tuple[str, ...] = ()
+    """categories of the event that are known before the user reacts"""
+    user_features: tuple[str, ...] = ()
+    """categories of the user"""
+    item_features: tuple[str, ...] = ()
+    """categories of the item"""
+    max_events: Count = 100
+    """longest history; each event gives two tokens"""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A category that is looked up for each event."""
+
+    name: str
+    """feature and table name, such as `event_tab`"""
+    vocabulary_size: int
+    """rows of its table"""
+
+
+class RankingInputs:
+    """Turns windows of users' events into arrays; shared by training and evaluation."""
+
+    def __init__(self, dataset: Dataset, cfg: RankingInputConfig, *, seed: int):
+        self._dataset, self._cfg, self._seed = dataset, cfg, seed
+        self.columns = checked_columns(dataset.card, cfg)
+        self._label_bit = [_bit(dataset.card, name) for name in cfg.labels]
+        self._item_columns = {f"item_{n}": item_column(dataset.items(), f"item_{n}") for n in cfg.item_features}
+
+    def read(self, users: NDArray[np.int64]) -> Rows:
+        return self._dataset.rows(users)
+
+    def windows(self, rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
+        """Events [first, end) of each user. Tensors: action (E,), label (E, K), and the layout of the 2E tokens."""
+        users = rows.indices
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = window_index(row_offsets[:-1] + first, row_offsets[:-1] + end)
+        token_offsets = 2 * offsets
+        key_T = token_keys(sample_keys(self._seed, epoch, users), token_offsets)
+        action = rows.lists["actions"][0][index].astype(np.int64)
+        label = np.stack([(action >> bit) & 1 for bit in self._label_bit], axis=1)
+        time_s = np.repeat(rows.lists["timestamps_ms"][0][index] / 1000.0, 2)
+        tensors = sequence_tensors(token_offsets, key_T) | {
+            "action": torch.from_numpy(action),
+            "label": torch.from_numpy(label),
+            "time": torch.from_numpy(time_s),
+            "query_time": torch.from_numpy(time_s),
+        }
+        keys = {"item": items[index]} | self._feature_keys(rows, items[index], index, np.diff(offsets))
+        longest = int(np.diff(token_offsets).max(initial=0))
+        return MicroBatch(users, keys, tensors, max_length=longest, num_tokens=int(token_offsets[-1]))
+
+    def _feature_keys(
+        self, rows: Rows, items: NDArray[np.int64], index: NDArray[np.int64], events: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
+        keys: dict[str, NDArray[np.int64]] = {}
+        for column in self.columns:
+            if column.name in self._item_columns:
+                keys[column.name] = self._item_columns[column.name][items]
+            elif column.name in rows.lists:
+                keys[column.name] = rows.lists[column.name][0][index].astype(np.int64)
+            else:
+                keys[column.name] = np.repeat(rows.scalars[column.name].astype(np.int64), events)
+        return keys
+
+
+class RankingAssembler(Assembler):
+    """Training samples: the last events of each user's training part, all of them predicted."""
+
+    def __init__(self, inputs: RankingInputs, split: Split, max_events: int):
+        self._inputs = inputs
+        self._users = np.flatnonzero(split.train_end >= 1)
+        self._end = split.train_end[self._users]
+        self._first = np.maximum(0, self._end - max_events)
+        self.weights = (self._end - self._first).astype(np.float64)
+        self.tokens = 2 * (self._end - self._first)
+
+    def read(self, samples: NDArray[np.int64]) -> Rows:
+        return self._inputs.read(self._users[samples])
+
+    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = window_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
+        return items[index], offsets
+
+    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+        return self._inputs.windows(rows, self._first[samples], self._end[samples], epoch)
+
+
+def held_out_windows(split: Split, part: Part, max_events: int) -> NDArray[np.int64]:
+    """(W, 4) rows (user, first, end, scored from): windows that cover every held-out event once as scored.
+
+    A window holds at most `max_events` events and scores at most half of them, so that each scored event has history.
+    """
+    held_from, held_end = split.held_out(part)
+    windows = []
+    for user in split.users_with(part):
+        scored = int(held_from[user])
+        while scored < held_end[user]:
+            end = min(int(held_end[user]), max(scored + max(1, max_events // 2), min(int(held_end[user]), max_events)))
+            windows.append((user, max(0, end - max_events), end, scored))
+            scored = end
+    return np.array(windows, dtype=np.int64).reshape(-1, 4)
+
+
+def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
+    """The category columns that the config asks for, or an error that names what the dataset has."""
+    groups: Mapping[str, tuple[tuple[str, ...], tuple[Feature, ...]]] = {
+        "event": (cfg.event_features, card.event_features),
+        "user": (cfg.user_features, card.user_features),
+        "item": (cfg.item_features, card.item_features),
+    }
+    columns = []
+    for prefix, (wanted, known) in groups.items():
+        usable = {f.name: f for f in known if f.kind == "category"}
+        for name in wanted:
+            if name not in usable:
+                raise UserError(
+                    "is not a category of this dataset that is known before the user reacts",
+                    field=f"task.inputs.{prefix}_features", value=name, remedy=did_you_mean(name, usable),
+                )  # fmt: skip
+            columns.append(Column(f"{prefix}_{name}", usable[name].vocabulary_size))
+    return tuple(columns)
+
+
+def item_column(items: pa.Table, name: str) -> NDArray[np.int64]:
+    """Category of each item id; row 0 (unknown item) is 0."""
+    values = items.column(name).to_numpy().astype(np.int64)
+    return np.concatenate([[0], values])
+
+
+def _bit(card: Card, label: str) -> int:
+    if label not in card.action_bits:
+        remedy = did_you_mean(label, card.action_bits)
+        raise UserError("is no action of this dataset", field="task.inputs.labels", value=label, remedy=remedy)
+    return int(card.action_bits[label]).bit_length() - 1

@@ -1,0 +1,159 @@
+"""Samples of next-item retrieval: each user's history, every position predicting the next item."""
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.bounds import Bound, Count
+from nestrec.base.config import config
+from nestrec.base.random import as_int64
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
+from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.samples.negatives import Sampler, shared_tokens
+from nestrec.data.samples.split import Part, Split
+from nestrec.data.samples.stochastic_length import kept_events, kept_length
+from nestrec.data.samples.windows import positions, sample_keys, token_keys, window_index
+
+
+@config
+class HistoryConfig:
+    max_length: Count = 200
+    """longest sequence; the most recent events are kept"""
+    query_time: Literal["next", "own"] = "next"
+    """the time a token asks for: "next" is that of the event it predicts (as published), "own" that of its own event"""
+    stochastic_length_alpha: Annotated[float, Bound(1, 2, above=True)] | None = None
+    """cost exponent of stochastic length in (1, 2]; none keeps every event"""
+
+
+class RetrievalAssembler(Assembler):
+    """Training samples. Sample numbers count the users that have something to predict."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: Split,
+        history: HistoryConfig,
+        *,
+        seed: int,
+        sampler: Sampler | None,
+        sharing: int = 1,
+        use_times: bool,
+    ):
+        """sampler: of negatives; none compares with the whole catalogue. sharing: tokens whose negatives one meets."""
+        self._dataset, self._split, self._history, self._seed = dataset, split, history, seed
+        self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
+        self._users = np.flatnonzero(split.train_end >= 2)
+        self.tokens = np.minimum(split.train_end[self._users] - 1, history.max_length)
+        self.weights = self.tokens.astype(np.float64)
+
+    def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        return self._kept(self._users[samples], epoch) - 1
+
+    def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
+        return float(self.tokens_in(samples, epoch).sum())
+
+    def read(self, samples: NDArray[np.int64]) -> Rows:
+        return self._dataset.rows(self._users[samples])
+
+    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self._event_index(rows.indices, row_offsets, epoch)
+        return items[index], offsets
+
+    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+        users = rows.indices
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self._event_index(users, row_offsets, epoch)
+        is_input = np.ones(len(index), dtype=bool)
+        is_input[offsets[1:] - 1] = False
+        is_target = np.ones(len(index), dtype=bool)
+        is_target[offsets[:-1]] = False
+        offsets = offsets - np.arange(len(offsets))
+        key_T = token_keys(sample_keys(self._seed, epoch, users), offsets)
+        target = items[index[is_target]]
+        times = rows.lists["timestamps_ms"][0][index] if self._use_times else None
+        tensors = sequence_tensors(offsets, key_T) | {"target": torch.from_numpy(target)}
+        if times is not None:
+            tensors |= time_tensors(times[is_input], times[is_target], self._history)
+        keys = {"history": items[index[is_input]], "positive": target}
+        if self._sampler is None:
+            keys["catalogue"] = np.arange(1, self._dataset.card.counts.items + 1)
+        else:
+            drawn = self._sampler.draw(key_T, target)
+            keys |= drawn.keys
+            tensors |= drawn.tensors
+            if self._sharing > 1:
+                tensors["shared_token"] = torch.from_numpy(shared_tokens(key_T, self._sharing - 1))
+        return MicroBatch(users, keys, tensors, max_length=_longest(offsets), num_tokens=int(offsets[-1]))
+
+    def _kept(self, users: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        """Events of each user that take part in this epoch."""
+        end = self._split.train_end[users]
+        if self._history.stochastic_length_alpha is not None:
+            key = sample_keys(self._seed, epoch, users)
+            longest = self._history.max_length
+            end = kept_length(end, key, alpha=self._history.stochastic_length_alpha, longest=longest)
+        return np.minimum(end, self._history.max_length + 1)
+
+    def _event_index(
+        self, users: NDArray[np.int64], row_offsets: NDArray[np.int64], epoch: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Index into the concatenated rows of every event that takes part, and the offsets of the users."""
+        start, end = row_offsets[:-1], row_offsets[:-1] + self._split.train_end[users]
+        kept = self._kept(users, epoch)
+        if self._history.stochastic_length_alpha is None:
+            return window_index(end - kept, end)
+        key = sample_keys(self._seed, epoch, users)
+        picked = [s + kept_events(int(e - s), int(n), int(k)) for s, e, n, k in zip(start, end, kept, key, strict=True)]
+        return np.concatenate(picked) if picked else np.empty(0, np.int64), np.concatenate([[0], np.cumsum(kept)])
+
+
+class RetrievalQueries:
+    """Evaluation: the history of each user up to a held-out event, and that event as the target."""
+
+    def __init__(self, dataset: Dataset, split: Split, history: HistoryConfig, part: Part, *, use_times: bool):
+        self._dataset, self._history, self._use_times = dataset, history, use_times
+        first, _ = split.held_out(part)
+        self.users = split.users_with(part)
+        self._target_at = first
+
+    def assemble(self, users: NDArray[np.int64]) -> MicroBatch:
+        """Tensors also hold `target` (B,) item ids, and `seen`/`seen_offsets`, all items before the target."""
+        rows = self._dataset.rows(users)
+        items, row_offsets = rows.lists["item_ids"]
+        target_at = row_offsets[:-1] + self._target_at[users]
+        first = np.maximum(row_offsets[:-1], target_at - self._history.max_length)
+        index, offsets = window_index(first, target_at)
+        seen, seen_offsets = window_index(row_offsets[:-1], target_at)
+        key_T = token_keys(sample_keys(0, 0, users), offsets)
+        tensors = sequence_tensors(offsets, key_T) | {
+            "target": torch.from_numpy(items[target_at]),
+            "seen": torch.from_numpy(items[seen]),
+            "seen_offsets": torch.from_numpy(seen_offsets),
+        }
+        if self._use_times:
+            times = rows.lists["timestamps_ms"][0]
+            tensors |= time_tensors(times[index], times[index + 1], self._history)
+        return MicroBatch(users, {"history": items[index]}, tensors, _longest(offsets), int(offsets[-1]))
+
+
+def sequence_tensors(offsets: NDArray[np.int64], key_T: NDArray[np.uint64]) -> dict[str, torch.Tensor]:
+    return {
+        "offsets": torch.from_numpy(offsets),
+        "position": torch.from_numpy(positions(offsets)),
+        "token_key": as_int64(key_T),
+    }
+
+
+def time_tensors(
+    own_ms: NDArray[np.int64], next_ms: NDArray[np.int64], history: HistoryConfig
+) -> dict[str, torch.Tensor]:
+    """Seconds of the events and of the questions; the target's time is an input, as published."""
+    asked = next_ms if history.query_time == "next" else own_ms
+    return {"time": torch.from_numpy(own_ms / 1000.0), "query_time": torch.from_numpy(asked / 1000.0)}
+
+
+def _longest(offsets: NDArray[np.int64]) -> int:
+    return int(np.diff(offsets).max(initial=0))

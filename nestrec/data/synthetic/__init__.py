@@ -1,0 +1,1 @@
+"""Synthetic logs, a pure function of a seed."""

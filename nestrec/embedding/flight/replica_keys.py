@@ -1,0 +1,157 @@
+"""Which rows the holders of a shard have in common business with: the union of their keys (rule 11).
+
+gradients    The working set of a step is the union of what all holders are asked for; each gradient crosses to the
+             other holders after the micro-batch that completes it in its own group.
+weights      A step has the keys of its own group. Before an average, the rows that any holder touched since the last
+             one join them: they are fetched, averaged and written back, but not updated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.distributed.exchange import all_gather_equal, gather_rows_from_all
+from nestrec.distributed.topology import Communicator
+from nestrec.embedding.flight.dedup import Deduplicated, dedup
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
+
+Keys = NDArray[np.int64]
+Places = NDArray[np.int32]
+_STEPS_AHEAD = 8
+"""More steps than any schedule exchanges keys ahead of the one that trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The keys of a batch and table that this shard owns."""
+
+    keys: Keys
+    slots: list[Places] | None
+    """For each part the places of the asked keys among them, in order of source; none: 0, 1, 2, ..."""
+    crossing: list[list[Places]] | None = None
+    """[part][holder] places of the rows whose gradient then crosses to the other holders; none: nothing crosses."""
+    num_touched: int | None = None
+    """Only the first so many rows belong to the batch; none: all."""
+    averaged: NDArray[np.int64] | None = None
+    """Places of the rows that are averaged after the update, in the same order on every holder."""
+
+    def explicit_slots(self) -> list[Places]:
+        return self.slots or [np.arange(len(self.keys), dtype=np.int32)]
+
+
+class ReplicaKeys:
+    """The keys that the holders of a shard use, step by step. Used by the one thread that issues collectives."""
+
+    def __init__(self, sync: ReplicaSyncConfig, holders: Communicator) -> None:
+        self._sync, self._holders = sync, holders
+        self._touched: dict[int, list[Keys]] = {}
+
+    def join(self, owned: list[Owned], last_parts: list[Places], num_parts: int, step: int) -> list[Owned]:
+        """What the working sets of a step hold, for each table. Collective.
+
+        last_parts: for each table and key the micro-batch that brings its last gradient.
+        """
+        if self._sync.mode == "gradients":
+            return self._joined_gradients(owned, last_parts, num_parts)
+        assert step >= 1, "the step of a batch must be known where weights are averaged"
+        self._remember(step, [table.keys for table in owned])
+        if self._sync.averaged_at(step) is None:
+            return owned
+        older = [s for s in self._sync.window(step) if s != step]
+        unions = self._unions([self._first(table.keys, t, older) for t, table in enumerate(owned)])
+        joined = []
+        for table, (union, starts) in zip(owned, unions, strict=True):
+            start = starts[self._holders.rank]
+            joined.append(_with_averaged(table, union.keys, union.inverse[start : start + len(table.keys)]))
+        return joined
+
+    def is_settled_after(self, step: int) -> bool:
+        """Whether no copies can differ after a step."""
+        return self._sync.mode == "gradients" or not self._sync.open_window(step)
+
+    def unsettled(self, step: int, num_tables: int) -> list[Keys] | None:
+        """For each table the keys whose copies may differ after a step, the same on every holder; none: they cannot.
+
+        Collective unless none.
+        """
+        if self.is_settled_after(step):
+            return None
+        none = np.empty(0, np.int64)
+        mine = [self._first(none, t, self._sync.open_window(step)) for t in range(num_tables)]
+        return [union.keys for union, _ in self._unions(mine)]
+
+    def _joined_gradients(self, owned: list[Owned], last_parts: list[Places], num_parts: int) -> list[Owned]:
+        unions = self._unions([table.keys for table in owned])
+        counts = [np.diff(starts) for _, starts in unions]
+        lasts = self._gathered(last_parts, counts) if num_parts > 1 else None
+        joined = []
+        for t, (union, starts) in enumerate(unions):
+            held = np.split(union.inverse, starts[1:-1])
+            mine = held[self._holders.rank]
+            crossing = [held] if lasts is None else _by_part(held, [rank[t] for rank in lasts], num_parts)
+            joined.append(Owned(union.keys, [mine[part] for part in owned[t].explicit_slots()], crossing))
+        return joined
+
+    def _unions(self, keys: list[Keys]) -> list[tuple[Deduplicated, NDArray[np.int64]]]:
+        """For each table the distinct keys of all holders, and where each holder's begin in the sequence."""
+        mine = torch.tensor([len(k) for k in keys])
+        counts = torch.stack(all_gather_equal(self._holders, mine)).numpy()
+        everyone = self._gathered(keys, list(counts.T))
+        unions = []
+        for t in range(len(keys)):
+            starts = np.concatenate([[0], np.cumsum(counts[:, t])])
+            unions.append((dedup(np.concatenate([holder[t] for holder in everyone])), starts))
+        return unions
+
+    def _gathered(
+        self, values: Sequence[NDArray[Any]], counts: Sequence[NDArray[np.int64]]
+    ) -> list[list[NDArray[Any]]]:
+        """[holder][table] values of all holders; counts: for each table those of the holders."""
+        flat = torch.from_numpy(np.concatenate(values))
+        of_holders = np.sum(counts, axis=0)
+        found = gather_rows_from_all(self._holders, flat, of_holders.tolist())
+        cuts = [np.cumsum([c[h] for c in counts])[:-1] for h in range(self._holders.size)]
+        return [np.split(part.numpy(), cut) for part, cut in zip(found, cuts, strict=True)]
+
+    def _remember(self, step: int, keys: list[Keys]) -> None:
+        self._touched[step] = keys
+        oldest = step - self._sync.every * self._sync.state_every - _STEPS_AHEAD
+        for old in [s for s in self._touched if s < oldest]:
+            del self._touched[old]
+
+    def _first(self, keys: Keys, table: int, steps: Sequence[int]) -> Keys:
+        """These keys, then those of the given steps that are not among them."""
+        older = [self._touched[s][table] for s in steps if s in self._touched]
+        if not older:
+            return keys
+        distinct = np.unique(np.concatenate(older))
+        return np.concatenate([keys, distinct[~np.isin(distinct, keys)]])
+
+
+def last_part_of(slots: list[Places], num_keys: int, sent_in: list[NDArray[np.int16]] | None) -> Places:
+    """The part that brings the last gradient of each key; sent_in: that of each asked key, if not where it is asked."""
+    last = np.zeros(num_keys, np.int32)
+    for part, places in enumerate(slots):
+        if sent_in is None:
+            last[places] = part
+        else:
+            np.maximum.at(last, places, sent_in[part].astype(np.int32))
+    return last
+
+
+def _by_part(held: list[Places], lasts: list[Places], num_parts: int) -> list[list[Places]]:
+    return [[places[last == p] for places, last in zip(held, lasts, strict=True)] for p in range(num_parts)]
+
+
+def _with_averaged(owned: Owned, union: Keys, mine: Places) -> Owned:
+    """The batch's own keys first, then the others of the union; mine: places of the own keys in the union."""
+    place = np.full(len(union), -1, np.int64)
+    place[mine] = np.arange(len(mine))
+    others = np.flatnonzero(place < 0)
+    place[others] = np.arange(len(mine), len(union))
+    keys = np.concatenate([owned.keys, union[others]])
+    return Owned(keys, owned.explicit_slots(), num_touched=len(mine), averaged=place)

@@ -1,0 +1,1 @@
+"""Attention over jagged sequences: the definitions, Triton kernels, and the paths that serving takes."""

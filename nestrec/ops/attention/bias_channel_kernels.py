@@ -1,0 +1,182 @@
+"""Triton kernels of attention by bias alone. Imported only where CUDA or Triton's interpreter is used.
+
+weights          values of a time table, for blocks of rows and all tokens these see, written to memory
+product          sums of rows by such weights and by those of a strip: a program owns BM rows and BW channels
+position, time   gradients of the tables, sums over tiles of pairs: a program owns tiles at one distance in blocks, or
+                 tiles of one block of queries
+
+Rows are queries and see earlier tokens, or, where it is reversed, keys and see later ones. Every sum is made by one
+program in a fixed order, so that runs agree to the bit.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0917
+
+import triton
+import triton.language as tl
+
+from nestrec.ops.attention.time_buckets import time_bucket
+
+
+@triton.jit
+def _block_of(schedule, item, BM: tl.constexpr, REVERSED: tl.constexpr):
+    """Sequence of an item, first of its rows, and the tokens that these see. Most work of a sequence comes first."""
+    entry = schedule + 4 * item
+    start, length = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    first = (item - tl.load(entry + 2)) * BM
+    if REVERSED:
+        return start, length, first, first, length
+    else:
+        first = (tl.cdiv(length, BM) - 1) * BM - first
+        return start, length, first, 0, tl.minimum(first + BM, length)
+
+
+@triton.jit(do_not_specialize=["first_item", "num_buckets", "num_splits"])
+def bias_weights_kernel(
+    out, table, schedule, state, query_time, time, edges, first_item, columns, num_buckets, num_splits,
+    BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y."""
+    slot = tl.program_id(0)
+    item = first_item + slot
+    if item >= tl.load(state):
+        return
+    start, length, first, begin, end = _block_of(schedule, item, BM, REVERSED)
+    end = tl.cdiv(end, BM) * BM  # others read whole tiles
+    row = tl.arange(0, BM)
+    x = first + row
+    own = tl.load((time if REVERSED else query_time) + start + x, mask=x < length, other=0.0)
+    place = out + (slot * BM + row)[:, None] * columns
+    for low in range(begin + tl.program_id(1) * BN, end, num_splits * BN):
+        y = low + tl.arange(0, BN)
+        other = tl.load((query_time if REVERSED else time) + start + y, mask=y < length, other=0.0)
+        if REVERSED:
+            delta = other[None, :] - own[:, None]
+            seen = (x[:, None] <= y[None, :]) & (y < length)[None, :]
+        else:
+            delta = own[:, None] - other[None, :]
+            seen = (y[None, :] <= x[:, None]) & (x < length)[:, None]
+        value = tl.load(table + tl.where(seen, time_bucket(delta, edges, num_buckets), num_buckets + 1))
+        tl.store(place + y[None, :], value.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _rows(x, start, first, row, length, step, low, channel, WIDTH: tl.constexpr):
+    """Rows from `first` on of the sequence at `start`, channels from `low` on; zeros behind their ends.
+
+    An address is one number and an offset that no loop changes.
+    """
+    place = x + (start + first) * step + low
+    mask = (row < length - first)[:, None] & (channel < WIDTH - low)[None, :]
+    return tl.load(place + (row[:, None] * step + channel[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["first_item", "origin"])
+def bias_product_kernel(
+    by_position, by_time, out, strip, weights, schedule, state, first_item, origin, columns, position_step, time_step,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, REVERSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[x] = sum_y strip[x - y] by_position[y] + weights[x, y] by_time[y]."""
+    chunks: tl.constexpr = (WIDTH + BW - 1) // BW
+    slot = tl.program_id(0) // chunks  # channels of one block are neighbours, and share its weights in the cache
+    item = first_item + slot
+    if item >= tl.load(state):
+        return
+    start, length, first, begin, end = _block_of(schedule, item, BM, REVERSED)
+    row, column = tl.arange(0, BM), tl.arange(0, BN)
+    low_w, channel = tl.program_id(0) % chunks * BW, tl.arange(0, BW)
+    total = tl.zeros((BM, BW), tl.float32)
+    if HAS_POSITION:
+        for low in range(begin, end, BN):
+            left = tl.load(strip + (origin + first - low) * BN + (row[:, None] * BN + column[None, :]))
+            right = _rows(by_position, start, low, column, length, position_step, low_w, channel, WIDTH)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    if HAS_TIME:
+        for low in range(begin, end, BN):
+            left = tl.load(weights + slot * BM * columns + low + (row[:, None] * columns + column[None, :]))
+            right = _rows(by_time, start, low, column, length, time_step, low_w, channel, WIDTH)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    place = out + (start + first) * WIDTH + low_w + (row[:, None] * WIDTH + channel[None, :])
+    mask = (row < length - first)[:, None] & (channel < WIDTH - low_w)[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_products(products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    left = _rows(grad, start, i0, row, length, WIDTH, low, channel, WIDTH)
+    right = _rows(v, start, j0, row, length, v_step, low, channel, WIDTH)
+    return tl.dot(left, right.T, products, input_precision=PRECISION)
+
+
+@triton.jit
+def _by_bucket(products, bucket, unseen, SLOTS: tl.constexpr):
+    """Sums of a tile; it holds few buckets, since times are far apart or alike."""
+    total = tl.zeros((SLOTS,), tl.float32)
+    most = tl.max(tl.where(bucket == unseen, -1, bucket))
+    for b in range(tl.min(bucket), most + 1):
+        total += tl.where(tl.arange(0, SLOTS) == b, tl.sum(tl.where(bucket == b, products, 0.0)), 0.0)
+    return total
+
+
+@triton.jit(do_not_specialize=["first_item", "unseen"])
+def bias_time_kernel(
+    grad, v, buckets, out, schedule, state, first_item, columns, v_step, unseen,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[item, split, bucket] = sums of grad[i] . v[j] over the pairs of a bucket, i of an item."""
+    slot, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    item = first_item + slot
+    row, channel = tl.arange(0, BM), tl.arange(0, BW)
+    total = tl.zeros((SLOTS,), tl.float32)
+    if item < tl.load(state):
+        start, length, i0, _, end = _block_of(schedule, item, BM, False)
+        for j0 in range(split * BM, end, SPLITS * BM):
+            products = tl.zeros((BM, BM), tl.float32)
+            for low in range(0, WIDTH, BW):
+                products = _add_products(
+                    products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH, PRECISION
+                )
+            bucket = tl.load(buckets + slot * BM * columns + j0 + (row[:, None] * columns + row[None, :]))
+            total += _by_bucket(products, bucket.to(tl.int32), unseen, SLOTS)
+    tl.store(out + (item * SPLITS + split) * SLOTS + tl.arange(0, SLOTS), total)
+
+
+@triton.jit
+def _by_diagonal(products, BM: tl.constexpr):
+    """Element (r, c) of a tile lies on the diagonal r - c: column BM + r - c of the skewed tile."""
+    column = tl.arange(0, BM)[:, None] + BM - tl.arange(0, 2 * BM)[None, :]
+    inside = (column >= 0) & (column < BM)
+    skewed = tl.gather(products, tl.where(inside, column, 0), 1)
+    return tl.sum(tl.where(inside, skewed, 0.0), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
+def bias_position_kernel(
+    grad, v, out, offsets, num_sequences, num_splits, v_step,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums of grad[i] . v[j] over the tiles whose key block lies program_id(0) blocks before their queries.
+
+    out[split, distance, :]: by the 2 BM diagonals of a tile, the one with i - j = distance * BM at BM. All such tiles
+    have the same diagonals: they are added before these are.
+    """
+    distance, split = tl.program_id(0), tl.program_id(1)
+    chunks: tl.constexpr = (WIDTH + BW - 1) // BW
+    row, channel = tl.arange(0, BM), tl.arange(0, BW)
+    products = tl.zeros((BM, BM), tl.float32)
+    for sequence in range(split, num_sequences, num_splits):
+        start = tl.load(offsets + sequence)
+        length = (tl.load(offsets + sequence + 1) - start).to(tl.int32)
+        for step in range(0, (tl.cdiv(length, BM) - distance) * chunks):
+            j0 = step // chunks * BM
+            i0 = j0 + distance * BM
+            low = step % chunks * BW
+            products = _add_products(
+                products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH, PRECISION
+            )
+    seen = row[None, :] - distance * BM <= row[:, None]
+    total = _by_diagonal(tl.where(seen, products, 0.0), BM)
+    tl.store(out + (split * tl.num_programs(0) + distance) * 2 * BM + tl.arange(0, 2 * BM), total)

@@ -1,0 +1,120 @@
+"""Attention whose weights are learned values of the distance or the time between tokens: FuXi's further channels.
+
+    positional[i] = sum_{j <= i} position[j - i + centre] * v[j]
+    temporal[i]   = sum_{j <= i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
+
+Weights are shared by the heads, so the values are taken as plain rows.
+
+Legend: T tokens, W channels of all heads, B sequences, N longest length.
+"""
+
+# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nestrec.ops.attention.bias_products import BLOCK, bias_position_gradient, bias_product, bias_time_gradient
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.kernel_op import runs_kernels
+from nestrec.ops.padding import padded_slots
+
+
+def bias_attention_reference(v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias) -> list[torch.Tensor]:
+    """The definition: (positional, and temporal where the bias has a time table), a loop over sequences."""
+    found = []
+    for channel in _channels(bias):
+        outputs = []
+        for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            own = channel if channel.time_table is None else _of_tokens(channel, slice(start, end))
+            weights_NN = own.dense(offsets[b : b + 2] - start, end - start)[0].tril()
+            outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
+        found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
+    return found
+
+
+def bias_attention_padded(
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int
+) -> list[torch.Tensor]:
+    """The same on padded blocks."""
+    slot_T, shape = padded_slots(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
+    flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, slot_T, v_TW)
+    found = []
+    for channel in _channels(bias):
+        weights_BNN = channel.dense(offsets, max_length).tril().to(v_TW.dtype)
+        found.append((weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, slot_T))
+    return found
+
+
+def bias_attention(
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int
+) -> list[torch.Tensor]:
+    """(positional, and temporal where the bias has a time table), by kernels where there are any.
+
+    bias: has a position table. max_length: the longest sequence of the batch or more, known on the host.
+    """
+    assert bias.position_table is not None
+    if not runs_kernels(v_TW):
+        return bias_attention_padded(v_TW, offsets, bias, max_length=max_length)
+    found = _BiasAttention.apply(
+        v_TW, bias.position_table, bias.time_table, offsets, bias.time_T, bias.query_time_T, max_length
+    )
+    return list(found)
+
+
+def _channels(bias: RelativeBias) -> list[RelativeBias]:
+    by_position = RelativeBias(position_table=bias.position_table)
+    return [by_position] if bias.time_table is None else [by_position, replace(bias, position_table=None)]
+
+
+def _of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
+    assert bias.time_T is not None
+    assert bias.query_time_T is not None
+    return replace(bias, time_T=bias.time_T[tokens], query_time_T=bias.query_time_T[tokens])
+
+
+class _BiasAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, v: torch.Tensor, position: torch.Tensor, time_table: torch.Tensor | None, offsets: torch.Tensor,
+        time: torch.Tensor | None, query_time: torch.Tensor | None, max_length: int,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(v, position, time_table, offsets, time, query_time)
+        ctx.max_length = max_length
+        shared = (position, time_table, offsets, time, query_time, max_length, False)
+        by_position = bias_product(v, None, *shared)
+        return (by_position,) if time_table is None else (by_position, bias_product(None, v, *shared))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        v, position, time_table, offsets, time, query_time = ctx.saved_tensors
+        by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
+        own_time = by_time[0] if by_time else None
+        grad_v = bias_product(
+            by_position, own_time, position, time_table, offsets, time, query_time, ctx.max_length, True
+        )
+        grad_position = _position_gradient(by_position, v, position, offsets, ctx.max_length)
+        grad_time = None
+        if own_time is not None:
+            found = bias_time_gradient(own_time, v, offsets, time, query_time, ctx.max_length, len(time_table))
+            grad_time = found.to(time_table.dtype)
+        return grad_v, grad_position, grad_time, None, None, None, None
+
+
+def _position_gradient(
+    grad: torch.Tensor, v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, max_length: int
+) -> torch.Tensor:
+    """Diagonals of tiles to places of the table: that of distance d is centre - d."""
+    by_distance = bias_position_gradient(grad, v, offsets, max_length)
+    num_blocks = len(by_distance)
+    upper = torch.zeros(num_blocks + 1, BLOCK, dtype=torch.float32, device=grad.device)
+    # Slot BLOCK + e of block k is the distance k * BLOCK + e, for e from -BLOCK to BLOCK - 1.
+    upper[:num_blocks] += by_distance[:, BLOCK:]
+    upper[: num_blocks - 1] += by_distance[1:, :BLOCK]
+    centre = (len(table) - 1) // 2
+    count = min(upper.numel(), centre + 1)
+    found = torch.zeros(len(table), dtype=torch.float32, device=grad.device)
+    found[centre - count + 1 : centre + 1] = upper.flatten()[:count].flip(0)
+    return found.to(table.dtype)

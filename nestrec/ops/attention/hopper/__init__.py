@@ -1,0 +1,1 @@
+"""HSTU attention on Hopper GPUs: persistent, warp-specialised kernels and their launches."""

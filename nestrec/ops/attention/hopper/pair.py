@@ -1,0 +1,176 @@
+"""d k and d v of HSTU attention on Hopper in one kernel: four matrix products, where two passes would need five.
+
+    for a block of keys, over blocks of queries:
+    S = K Q^T    dP = V dO^T    W = SiLU(S)    G = SiLU'(S) dP
+    dV += W dO    dK += G Q
+
+Two warp groups hold 64 keys each, with d k and d v in registers: wide enough for heads of up to 128.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0915, PLR0917
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nestrec.ops.attention.hopper.bias import add_bias, load_buckets
+from nestrec.ops.attention.hopper.pieces import (
+    FIELDS,
+    ROWS,
+    barriers,
+    get_item,
+    is_whole,
+    next_stage,
+    places,
+    producer,
+    row_of_block,
+    seen_pairs,
+    silu_and_gradient,
+    skipped_blocks,
+    store_rows,
+)
+
+
+@gluon.jit
+def _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES: gl.constexpr, FAST: gl.constexpr,
+              LAYOUT: gl.constexpr, YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+    """Weights and their gradients."""
+    i, j = places(x0, y0, LAYOUT, True, YB)
+    s = add_bias(s, words, x0, y0, history, rules, bias, True, HAS_RULES, LAYOUT, YB)
+    w, g = silu_and_gradient(s, FAST)
+    g *= dp
+    if not is_whole(x0, y0, history, rules, True, HAS_RULES, YB):
+        seen = seen_pairs(i, j, history, rules, HAS_RULES)
+        w = gl.where(seen, w, 0.0)
+        g = gl.where(seen, g, 0.0)
+    return w.to(DTYPE), g.to(DTYPE)
+
+
+@gluon.jit
+def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr, HAS_RULES: gl.constexpr,
+              IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+              FAST: gl.constexpr):  # fmt: skip
+    k_smem, v_smem, q_smem, do_smem, item_smem = smem
+    x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
+    DTYPE: gl.constexpr = k_smem.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, YB, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    W_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    XTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    YTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([YB, D], DTYPE)
+    xp = 0
+    ys, yp = 0, 0
+    its, itp = 0, 0
+    zeros = gl.zeros([ROWS, YB], gl.float32, S_LAYOUT)
+    k_tile = k_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
+    v_tile = v_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
+    mbarrier.wait(item_full.index(its), itp)
+    start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
+    mbarrier.arrive(item_empty.index(its), count=1)
+    its, itp = next_stage(its, itp, 2)
+    while length >= 0:
+        count = high - low + prefix
+        x0 += C * ROWS
+        skipped = skipped_blocks(x0, length, low, high, prefix, True, HAS_RULES, YB)
+        for _ in range(skipped):
+            mbarrier.wait(q_full.index(ys), yp)
+            mbarrier.arrive(q_empty.index(ys), count=1)
+            mbarrier.wait(do_full.index(ys), yp)
+            mbarrier.arrive(do_empty.index(ys), count=1)
+            ys, yp = next_stage(ys, yp, STAGES)
+        mbarrier.wait(x_full.index(0), xp)
+        if skipped < count:
+            dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+            dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+            mbarrier.wait(q_full.index(ys), yp)
+            q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+            s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(do_full.index(ys), yp)
+            do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+            dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            for n in range(skipped, count - 1):
+                y0 = row_of_block(n, low, high, prefix, True, HAS_RULES, YB)
+                words = load_buckets(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB)
+                s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+                w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
+                q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+                do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+                dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
+                dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
+                last = ys
+                ys, yp = next_stage(ys, yp, STAGES)
+                # The next scores start before these products end; for more than that the registers do not reach.
+                mbarrier.wait(q_full.index(ys), yp)
+                q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+                s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+                mbarrier.arrive(q_empty.index(last), count=1)
+                mbarrier.arrive(do_empty.index(last), count=1)
+                mbarrier.wait(do_full.index(ys), yp)
+                do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+                dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            y0 = row_of_block(count - 1, low, high, prefix, True, HAS_RULES, YB)
+            words = load_buckets(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB)
+            s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+            w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
+            q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+            do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+            dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
+            dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+            mbarrier.arrive(q_empty.index(ys), count=1)
+            mbarrier.arrive(do_empty.index(ys), count=1)
+            ys, yp = next_stage(ys, yp, STAGES)
+            k_tile.store((dk * scale).to(DTYPE))
+            v_tile.store((dv * scale).to(DTYPE))
+            fence_async_shared()
+            gl.thread_barrier()
+            store_rows(dk_desc, start, length, x0, head * D, k_smem.index(C))
+            store_rows(dv_desc, start, length, x0, head * D, v_smem.index(C))
+            tma.store_wait(0)
+        mbarrier.arrive(x_empty.index(0), count=1)
+        xp ^= 1
+        mbarrier.wait(item_full.index(its), itp)
+        start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
+        mbarrier.arrive(item_empty.index(its), count=1)
+        its, itp = next_stage(its, itp, 2)
+
+
+@gluon.jit(do_not_specialize=["heads", "num_context", "window", "centre"])
+def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, table, state, heads, scale, targets, num_context,
+                window, position_table, centre, time_table, tiles, first_tile, COUNTER: gl.constexpr,
+                HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr,
+                STAGES: gl.constexpr, FAST: gl.constexpr):  # fmt: skip
+    DTYPE: gl.constexpr = k_desc.dtype
+    k_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, D], do_desc.layout)
+    item_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem = (k_smem, v_smem, q_smem, do_smem, item_smem)
+    bars = (
+        barriers(1, 1), barriers(1, 2), barriers(STAGES, 1), barriers(STAGES, 2),
+        barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1), barriers(2, 2),
+    )  # fmt: skip
+    fence_async_shared()
+    gl.thread_barrier()
+    rules = (targets, num_context, window)
+    bias = (position_table, centre, time_table, tiles, first_tile)
+    descs = (k_desc, v_desc, q_desc, do_desc)
+    # fmt: off
+    gl.warp_specialize([
+        (_consumer, (dk_desc, dv_desc, smem, bars, scale, rules, bias,
+                     0, HAS_RULES, IS_SQUARE, YB, D, STAGES, FAST)),
+        (_consumer, (dk_desc, dv_desc, smem, bars, scale, rules, bias,
+                     1, HAS_RULES, IS_SQUARE, YB, D, STAGES, FAST)),
+        (producer, (descs, smem, bars, table, state, heads, rules, bias,
+                    COUNTER, HAS_RULES, True, True, 2, YB, D, STAGES, 1)),
+    ], [4, 1], [240, 24])
+    # fmt: on

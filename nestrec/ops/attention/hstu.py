@@ -1,0 +1,158 @@
+"""HSTU attention over jagged sequences.
+
+    out[i] = sum_{j seen by i} SiLU(q[i] . k[j] + bias[i, j]) / normaliser * v[j]        within each sequence
+
+No softmax; the normaliser is a constant of the recipe. Plain causality sees j <= i; attention_mask.py defines the
+rest. `hstu_attention_reference` is the definition, one sequence at a time; `hstu_attention_padded` computes the same
+on padded blocks; `hstu_attention` takes the kernels where there is a GPU, and those blocks otherwise.
+
+Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N longest length.
+"""
+
+import itertools
+
+import torch
+from torch.nn.functional import silu
+
+from nestrec.base.errors import UserError
+from nestrec.ops.attention.hstu_op import KERNEL_DTYPES, LARGEST_HEAD, hstu_attention_kernel
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, seen_mask
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.registry import runs_triton
+
+LARGE_PAIRS = 1 << 20
+"""Below so many pairs of tokens, padding costs less than a loop over sequences."""
+LONG = 512
+"""From this length on, one sequence alone keeps a core busy."""
+NO_BIAS = RelativeBias()
+
+
+def hstu_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    max_length: int,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """(T, H, D) attention of every token.
+
+    offsets: (B + 1,) int64 bounds of the sequences, from 0 to T. max_length: the longest sequence of the batch or
+    more, known on the host. Outputs and gradients are the same bits on every run, on every device.
+    """
+    _check(q_THD, k_THD, v_THD, offsets)
+    _check_table(bias, max_length)
+    if runs_triton(q_THD) and q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD:
+        return hstu_attention_kernel(
+            q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+        )
+    if not q_THD.is_cuda and _better_one_by_one(offsets, max_length):
+        return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
+    return hstu_attention_padded(
+        q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+    )
+
+
+def hstu_attention_reference(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """The definition: a loop over sequences."""
+    outputs = []
+    for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
+        own_offsets, own_rules = offsets[b : b + 2] - start, _of_sequence(rules, b)
+        if not bias.is_empty:
+            dense = _bias_of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
+            scores_HNN = scores_HNN + dense.to(scores_HNN.dtype)
+        weights_HNN = _seen(silu(scores_HNN), own_offsets, own_rules) / normaliser
+        outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
+    return torch.cat(outputs) if outputs else torch.zeros_like(v_THD)
+
+
+def hstu_attention_padded(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    max_length: int,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """The same on padded blocks of `max_length`.
+
+    Padding stands behind each sequence, where no token of it looks, so it needs no mask of its own.
+    """
+    slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
+    q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
+    scores_BHNN = q @ k.transpose(2, 3)
+    if not bias.is_empty:
+        scores_BHNN = scores_BHNN + bias.dense(offsets, max_length, rules).to(scores_BHNN.dtype)[:, None]
+    weights_BHNN = _seen(silu(scores_BHNN), offsets, rules) / normaliser
+    return from_blocks(weights_BHNN @ v, slot_T)
+
+
+def _seen(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+    """Weights, zero where a query does not look. (H, N, N) of one sequence or (B, H, N, N)."""
+    if rules.is_plain:
+        return weights.tril()
+    seen_BNN = seen_mask(offsets, weights.shape[-1], rules)
+    return weights.masked_fill(~(seen_BNN if weights.dim() == 3 else seen_BNN[:, None]), 0.0)
+
+
+def _of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
+    return AttentionRules(
+        num_targets_B=None if rules.num_targets_B is None else rules.num_targets_B[b : b + 1],
+        num_context=rules.num_context, max_attention_length=rules.max_attention_length,
+    )  # fmt: skip
+
+
+def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
+    return RelativeBias(
+        position_table=bias.position_table, time_table=bias.time_table,
+        time_T=None if bias.time_T is None else bias.time_T[tokens],
+        query_time_T=None if bias.query_time_T is None else bias.query_time_T[tokens],
+    )  # fmt: skip
+
+
+def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offsets: torch.Tensor) -> None:
+    shapes = [tuple(x.shape) for x in (q_THD, k_THD, v_THD)]
+    if q_THD.dim() != 3 or len(set(shapes)) > 1:
+        raise UserError(
+            "queries, keys and values have one shape, (tokens, heads, head dimension)", field="q, k, v", value=shapes
+        )
+    if len({x.dtype for x in (q_THD, k_THD, v_THD)}) > 1:
+        raise UserError("queries, keys and values have one dtype", field="q, k, v",
+                        value=[x.dtype for x in (q_THD, k_THD, v_THD)])  # fmt: skip
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int64:
+        raise UserError(
+            "offsets are int64 bounds, one more than sequences", field="offsets", value=(offsets.shape, offsets.dtype)
+        )
+
+
+def _check_table(bias: RelativeBias, max_length: int) -> None:
+    table = bias.position_table
+    if table is not None and table.numel() < 2 * max_length - 1:
+        raise UserError(
+            f"the table has no value for distances of sequences of {max_length} tokens", field="position_table",
+            value=table.numel(), remedy=f"give at least {2 * max_length - 1} values",
+        )  # fmt: skip
+
+
+def _better_one_by_one(offsets: torch.Tensor, max_length: int) -> bool:
+    """Whether blocks are large, and sequences are long or less than half of the blocks' pairs belong to them."""
+    padded = (offsets.numel() - 1) * max_length**2
+    is_large = padded > LARGE_PAIRS
+    return is_large and (max_length >= LONG or padded > 2 * int(offsets.diff().square().sum()))

@@ -1,0 +1,140 @@
+"""HSTU attention as an operator of torch: opaque to torch.compile, with shapes and gradients declared.
+
+The kernels are imported on the first call, so that nothing here needs Triton.
+"""
+
+from typing import Any
+
+import torch
+
+from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.registry import define_op
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+
+
+def hstu_attention_kernel(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    max_length: int,
+    normaliser: float,
+    bias: RelativeBias,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
+    attended: torch.Tensor = _forward_op(
+        q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_T, bias.query_time_T,
+        rules.num_targets_B, rules.num_context, rules.max_attention_length, max_length, normaliser,
+    )  # fmt: skip
+    return attended
+
+
+def _forward(  # noqa: PLR0917
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    position_table: torch.Tensor | None,
+    time_table: torch.Tensor | None,
+    time_T: torch.Tensor | None,
+    query_time_T: torch.Tensor | None,
+    num_targets_B: torch.Tensor | None,
+    num_context: int,
+    max_attention_length: int | None,
+    max_length: int,
+    normaliser: float,
+) -> torch.Tensor:
+    from nestrec.ops.attention.hstu_passes import forward_pass
+
+    bias, rules = _options(
+        position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
+    )
+    with torch.cuda.device_of(q_THD):
+        return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
+
+
+def _backward(  # noqa: PLR0917
+    grad_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    position_table: torch.Tensor | None,
+    time_table: torch.Tensor | None,
+    time_T: torch.Tensor | None,
+    query_time_T: torch.Tensor | None,
+    num_targets_B: torch.Tensor | None,
+    num_context: int,
+    max_attention_length: int | None,
+    max_length: int,
+    normaliser: float,
+) -> tuple[torch.Tensor, ...]:
+    from nestrec.ops.attention.hstu_passes import backward_pass
+
+    bias, rules = _options(
+        position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
+    )
+    with torch.cuda.device_of(q_THD):
+        inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
+        found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
+    # An operator returns tensors only: an absent table has an empty gradient.
+    return tuple(grad_THD.new_empty(0) if x is None else x for x in found)
+
+
+def _options(  # noqa: PLR0917
+    position_table: torch.Tensor | None,
+    time_table: torch.Tensor | None,
+    time_T: torch.Tensor | None,
+    query_time_T: torch.Tensor | None,
+    num_targets_B: torch.Tensor | None,
+    num_context: int,
+    max_attention_length: int | None,
+) -> tuple[RelativeBias, AttentionRules]:
+    bias = RelativeBias(position_table=position_table, time_table=time_table, time_T=time_T, query_time_T=query_time_T)
+    rules = AttentionRules(
+        num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length
+    )
+    return bias, rules
+
+
+def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
+    return q_THD.new_empty(q_THD.shape)
+
+
+def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    vectors, tables = inputs[:3], inputs[4:6]
+    return tuple(grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*vectors, *tables))
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? position_table, Tensor? time_table, Tensor? times, "
+    "Tensor? query_times, Tensor? num_targets, int num_context, int? max_attention_length, SymInt max_length, "
+    "float normaliser"
+)
+_forward_op = define_op(f"hstu_attention({_INPUTS}) -> Tensor", _forward, _forward_shape)
+_backward_op = define_op(
+    f"hstu_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_shapes,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:9])
+    ctx.constants = inputs[9:]
+
+
+def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    dq, dk, dv, *tables = _backward_op(grad_THD, *ctx.saved_tensors, *ctx.constants)
+    given = ctx.saved_tensors[4:6]
+    by_table = (None if table is None else grad for table, grad in zip(given, tables, strict=True))
+    return dq, dk, dv, None, *by_table, *(None,) * 7
+
+
+torch.library.register_autograd("nestrec::hstu_attention", _gradients, setup_context=_save)

@@ -1,0 +1,83 @@
+"""Forward and backward pass of HSTU attention: which kernel computes which tensor.
+
+The Hopper kernel takes what it was written for, the plain Triton kernel everything else; both fill the same roles
+(see the head of either file). No pass waits for the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nestrec.ops.attention import hstu_triton as plain
+from nestrec.ops.attention.bias_tables import table_gradients
+from nestrec.ops.attention.bucket_tiles import fits
+from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.attention.work_order import Schedule, make_schedule
+from nestrec.ops.registry import IS_INTERPRETED
+
+
+class Gradients(NamedTuple):
+    """An absent table has none."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    position_table: torch.Tensor | None
+    time_table: torch.Tensor | None
+
+
+def forward_pass(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
+) -> torch.Tensor:
+    """(T, H, D) attention."""
+    if q_THD.shape[0] == 0:
+        return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    if _suits_hopper(q_THD, inputs):
+        from nestrec.ops.attention.hopper import launches as hopper
+
+        return hopper.forward_pass(q_THD, k_THD, v_THD, inputs)
+    return plain.weights((q_THD, k_THD, v_THD), _plain_schedule(q_THD, inputs), inputs, is_reversed=False)
+
+
+def backward_pass(
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
+) -> Gradients:
+    """Gradients of queries, keys, values and tables."""
+    if q_THD.shape[0] == 0:
+        return _no_gradients(q_THD, inputs.bias)
+    tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if not inputs.bias.is_empty:
+        tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)
+    if _suits_hopper(q_THD, inputs):
+        from nestrec.ops.attention.hopper import launches as hopper
+
+        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs), *tables)
+    schedule = _plain_schedule(q_THD, inputs)
+    dq = plain.gradient((q_THD, grad_THD), (k_THD, v_THD), schedule, inputs, is_reversed=False)
+    dk = plain.gradient((k_THD, v_THD), (q_THD, grad_THD), schedule, inputs, is_reversed=True)
+    dv = plain.weights((k_THD, q_THD, grad_THD), schedule, inputs, is_reversed=True)
+    return Gradients(dq, dk, dv, *tables)
+
+
+def _no_gradients(q_THD: torch.Tensor, bias: RelativeBias) -> Gradients:
+    dq, dk, dv = (torch.empty_like(q_THD, memory_format=torch.contiguous_format) for _ in range(3))
+    position, time = (None if t is None else torch.zeros_like(t) for t in (bias.position_table, bias.time_table))
+    return Gradients(dq, dk, dv, position, time)
+
+
+def _plain_schedule(q_THD: torch.Tensor, inputs: AttentionInputs) -> Schedule:
+    return make_schedule(inputs.offsets, q_THD.shape[0], plain.blocks_for(q_THD.shape[2], q_THD.dtype).x)
+
+
+def _suits_hopper(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    return (
+        not IS_INTERPRETED
+        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and q_THD.shape[2] in (64, 128, 256)
+        and (
+            inputs.bias.time_table is None
+            or fits(inputs.bias, inputs.offsets, inputs.max_length, is_square=inputs.is_square)
+        )
+    )

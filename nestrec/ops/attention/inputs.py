@@ -1,0 +1,44 @@
+"""What the launches of HSTU attention over one batch share, whichever kernel they launch."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges
+
+
+class AttentionInputs(NamedTuple):
+    """Everything but queries, keys and values."""
+
+    offsets: torch.Tensor
+    max_length: int
+    """the longest sequence of the batch or more, known on the host"""
+    normaliser: float
+    bias: RelativeBias
+    rules: AttentionRules
+
+    @property
+    def is_square(self) -> bool:
+        """Whether tokens look at later ones too."""
+        return self.rules.num_context > 0
+
+    def scalars(self, x_THD: torch.Tensor) -> tuple[Any, ...]:
+        """Heads, scale and rules, as kernels take them; the last is the number of tokens that one may look back."""
+        rules = self.rules
+        tokens, heads, _ = x_THD.shape
+        return (
+            heads, 1.0 / self.normaliser, rules.num_targets_B, rules.num_context,
+            rules.max_attention_length or tokens + 1,
+        )  # fmt: skip
+
+    @property
+    def biases(self) -> tuple[Any, ...]:
+        """Both tables and the times, as kernels take them that find the bucket of a pair themselves."""
+        bias = self.bias
+        position, time = bias.position_table, bias.time_table
+        return (
+            position, 0 if position is None else (position.numel() - 1) // 2,
+            time, None if time is None else bucket_edges(time.numel() - 1, time.device),
+            0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T,
+        )  # fmt: skip

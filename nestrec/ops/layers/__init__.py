@@ -1,0 +1,1 @@
+"""What stands around attention in a layer: norms, projections, gates, dropout, inputs."""

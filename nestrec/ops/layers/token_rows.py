@@ -1,0 +1,49 @@
+"""Input vectors of the rows of a serving batch from the records of its events and candidates, in one pass on a GPU.
+
+    x[t] = factor * (content of the record  or  sum of the vectors of its action bits) + position
+
+Legend: T rows, R records, B action bits, D model width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nestrec.ops.layers.row_tiles import part_grid, part_tile
+
+
+@triton.jit
+def _token_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    content, actions, vectors, position, tokens, positions, out, num_rows, factor,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_row, is_channel = row < num_rows, channel < WIDTH
+    is_here = is_row[:, None] & is_channel[None, :]
+    token = tl.load(tokens + row, mask=is_row, other=0).to(tl.int64)
+    place = tl.load(positions + row, mask=is_row, other=0).to(tl.int64)
+    record, is_content, is_action = token >> 1, (token & 1) == 0, (token & 1) == 1
+    own = content + record[:, None] * WIDTH + channel[None, :]
+    x = tl.load(own, mask=is_here & is_content[:, None], other=0.0).to(tl.float32)
+    bits = tl.load(actions + record, mask=is_row & is_action, other=0)
+    for bit in tl.static_range(BITS):
+        weight = tl.load(vectors + bit * WIDTH + channel, mask=is_channel, other=0.0).to(tl.float32)
+        x += tl.where(((bits >> bit) & 1 == 1)[:, None], weight[None, :], 0.0)
+    moved = tl.load(position + place[:, None] * WIDTH + channel[None, :], mask=is_here, other=0.0).to(tl.float32)
+    x = x * factor + moved
+    tl.store(out + row[:, None].to(tl.int64) * WIDTH + channel[None, :], x.to(out.dtype.element_ty), mask=is_here)
+
+
+def token_rows(  # noqa: PLR0917
+    content_RD: torch.Tensor, action_R: torch.Tensor, vector_BD: torch.Tensor, position_PD: torch.Tensor,
+    token_T: torch.Tensor, position_T: torch.Tensor, *, factor: float,
+) -> torch.Tensor:  # fmt: skip
+    """(T, D). action_R: int32 bits. vector_BD: of each bit. token_T: twice a row's record, one more for the action
+    token of an event."""
+    out = content_RD.new_empty(len(token_T), content_RD.shape[1])
+    _token_rows_kernel[part_grid(out)](
+        content_RD, action_R, vector_BD, position_PD, token_T, position_T, out, len(out), factor,
+        BITS=len(vector_BD), **part_tile(out.shape[1]),
+    )  # fmt: skip
+    return out

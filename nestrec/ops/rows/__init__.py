@@ -1,0 +1,1 @@
+"""Rows of tables on the device: deduplicate, gather, sum, update, move."""

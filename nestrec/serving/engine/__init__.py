@@ -1,0 +1,1 @@
+"""The engine: plan, launch, complete, on one thread that owns the device."""

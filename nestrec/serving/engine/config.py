@@ -1,0 +1,24 @@
+"""Options of an engine."""
+
+from nestrec.base.bounds import Count, NonNegative
+from nestrec.base.config import config
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
+
+
+@config
+class EngineConfig:
+    tiers: TiersConfig = TiersConfig()
+    """where prefixes are kept"""
+    max_batch_tokens: Count = 4096
+    """new tokens of requests in a batch, candidates included; signals may add as many"""
+    max_batch_requests: Count = 32
+    """requests and signals of a batch"""
+    chunk_ms: NonNegative | None = None
+    """device milliseconds of a batch up to which signals fill it, by the learned costs (beside many requests a quarter
+    of that all the same); none: a quarter of `trigger.budget_ms`, since a request waits for the rest of one batch and
+    then for its own; 0: the tokens alone bound them"""
+    max_queue_s: NonNegative = 0.25
+    """device seconds of work that may wait; beyond it requests are refused"""
+    trigger: TriggerConfig = TriggerConfig()
+    """what is computed ahead"""

@@ -1,0 +1,361 @@
+"""The engine: one thread that owns the device and repeats plan, launch, complete.
+
+What is in a batch is decided by the planner. On a GPU the next batch is planned and launched while the device is busy
+with the one before: batches run in order, so a prefix counts as kept as soon as the batch that computes it is launched,
+while answers, holds and copies to DRAM wait for its end.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nestrec.base.clock import Clock, RealClock
+from nestrec.serving.engine.config import EngineConfig
+from nestrec.serving.engine.cost_model import CostModel, work_of
+from nestrec.serving.engine.pace import Pace
+from nestrec.serving.engine.planner import Planner, Step
+from nestrec.serving.engine.runner import BatchRunner, Launched, Scored
+from nestrec.serving.engine.runners import make_runner
+from nestrec.serving.engine.warm_up import warm_up
+from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.model.forms import Form, Tokens
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.prefix.cache import CacheKey, Entry
+from nestrec.serving.prefix.tiers import PrefixTiers
+from nestrec.serving.prefix.trigger import Decision, Trigger
+
+__all__ = ["Engine", "EngineConfig"]
+
+_LOG = logging.getLogger(__name__)
+_SMOOTH = 0.05
+_NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    steps: list[Step]
+    launched: Launched
+    work: tuple[int, int]
+    """(tokens, pairs)"""
+
+
+class Engine:
+    """Submit from any thread. `close` ends the thread."""
+
+    def __init__(
+        self, form: Form, cfg: EngineConfig, *, keyed: KeyedHash | None = None, clock: Clock | None = None,
+        runner: BatchRunner | None = None,
+    ):  # fmt: skip
+        """runner: one of an engine that has been closed, with its memory and graphs."""
+        self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
+        self._version, self._slide = form.servable.version, f"slide={form.slide_events}"
+        self.counts: dict[str, int] = {}
+        self.device_s = 0.0
+        """seconds for which the device has been at work"""
+        self.costs = CostModel()
+        self.tiers = PrefixTiers(
+            form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
+            pool=runner.pool if runner is not None else None,
+        )  # fmt: skip
+        self._runner = runner or make_runner(form, self.tiers.pool, cfg)
+        self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
+        self._planner = Planner(
+            cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event,
+            row_step=self._runner.row_step, end=self._finish,
+            signal_done=self._signal_done, count=self._count, queued_s=lambda: self._queued_s,
+        )  # fmt: skip
+        self._condition = threading.Condition()
+        self._inbox: deque[Work] = deque()
+        self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
+        self._in_flight: deque[_Batch] = deque()
+        self._pace = Pace(spins=self._runner.spins)
+        self._queued_s = 0.0
+        self._usual_s = 0.0  # of a ranking request, of late
+        self._num_pending = 0
+        self._is_draining = self._is_closed = self._has_ended = False
+        self._is_warm = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
+        self._thread.start()
+        self._is_warm.wait()
+
+    # Submitting: any thread.
+
+    def rank(self, user: str, history: History, candidates: Candidates, *, timeout_s: float) -> Work:
+        """Queue a ranking request; `work.future` gives its answer. Refused at once where it could not be in time."""
+        tokens = self.form.tokens(history, candidates.now_ms)
+        work = self._work(user, tokens, candidates.copied(), timeout_s)
+        with self._condition:
+            self._check_open()
+            self._usual_s += _SMOOTH * (work.estimate_s - self._usual_s)
+            if self._num_pending and self._queued_s + work.estimate_s > min(timeout_s, self.cfg.max_queue_s):
+                raise self.refuse()
+            self._enqueue(work)
+        return work
+
+    @property
+    def is_full(self) -> bool:
+        """A request of the usual size would be refused."""
+        return self._num_pending > 0 and self._queued_s + self._usual_s > self.cfg.max_queue_s
+
+    def refuse(self) -> OverloadedError:
+        """Count a refusal, and say when to come back."""
+        self._count("refused_overload")
+        return OverloadedError("more work waits than can be done in time", max(0.05, self._queued_s))
+
+    def preinfer(
+        self, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+    ) -> tuple[Decision, Work | None]:
+        """Decide on a signal, and queue it where it is admitted."""
+        tokens = self.form.tokens(history, now_ms)
+        work = self._work(user, tokens, None, timeout_s)
+        cached = tokens.num_cacheable
+        with self._condition:
+            self._check_open()
+            decision = self.trigger.decide(
+                work.key, tail=self.costs.tail, wait_s=self._queued_s, preinfer_s=work.estimate_s,
+                full_rank_s=self.costs.predict_s(*work_of(0, tokens.length, num_candidates)),
+                num_bytes=cached * self.tiers.bytes_a_token,
+            )  # fmt: skip
+            self._count(f"signal_{decision.reason}")
+            if not decision.is_admitted or not cached or not self.cfg.tiers.keeps_prefix:
+                return decision, None
+            self._enqueue(work)
+        return decision, work
+
+    def forget(self, user: str) -> None:
+        """Drop what is kept of a user, in both tiers."""
+
+        self._post(lambda: self.tiers.drop(self._key(user)))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new work and wait for what was accepted; whether all of it was done."""
+        with self._condition:
+            self._is_draining = True
+        return self.wait_until_idle(timeout_s)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Whether all accepted work was done in time."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._num_pending == 0, timeout_s)
+
+    def close(self) -> None:
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._thread.join()
+        self.tiers.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Asked with every request, so not of the thread, which answers slowly."""
+        return not self._has_ended
+
+    @property
+    def spins(self) -> bool:
+        """Whether its thread keeps a core busy while there is work."""
+        return self._pace.spins
+
+    @property
+    def queued_s(self) -> float:
+        """Estimated device seconds of the work that waits or runs."""
+        return self._queued_s
+
+    def _check_open(self) -> None:
+        if self._is_draining or self._is_closed:
+            raise UnavailableError("the engine is stopping", 1.0)
+
+    def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float) -> Work:
+        key = self._key(user)
+        prefix = min(self.tiers.device.length_of(key), tokens.num_cacheable) if tokens.num_cacheable else 0
+        end = tokens.num_cacheable if candidates is None else tokens.length
+        work = work_of(min(prefix, end), end - min(prefix, end), len(candidates) if candidates is not None else 0)
+
+        return Work(
+            key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
+            estimate_s=self.costs.share_s(*work),
+        )  # fmt: skip
+
+    def _key(self, user: str) -> CacheKey:
+        return CacheKey(user, self._version, self._slide)
+
+    def _enqueue(self, work: Work) -> None:
+        self._queued_s += work.estimate_s
+        self._num_pending += 1
+        self._inbox.append(work)
+        self._condition.notify_all()
+
+    def _post(self, message: Callable[[], None]) -> None:
+        with self._condition:
+            self._messages.append(message)
+            self._condition.notify_all()
+
+    # The engine's thread.
+
+    def _loop(self) -> None:
+        try:
+            warm_up(self._runner, self.costs)
+            self._is_warm.set()
+            while self._take_new():
+                if self._is_answer_due:
+                    self._complete(self._in_flight.popleft())
+                elif self._planner.has_work and (not self._in_flight or self._pace.turn_in_s <= 0):
+                    self._launch_next()
+        except BaseException:
+            _LOG.exception("an engine failed; its requests go elsewhere")
+            raise
+        finally:
+            self._is_warm.set()
+            self._fail_all()
+
+    def _take_new(self) -> bool:
+        """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
+        if self._in_flight and not self._is_answer_due:
+            self._pace.wait(has_work=self._planner.has_work or bool(self._inbox))
+        self._pace.stay_awake(lambda: self._has_something_to_do)
+        with self._condition:
+            while not self._has_something_to_do:
+                self._condition.wait()
+            if self._is_closed:
+                return False
+            arrived, self._inbox = list(self._inbox), deque()
+            messages, self._messages = list(self._messages), deque()
+        for message in messages:
+            message()
+        for work in arrived:
+            self._planner.add(work)
+        return True
+
+    @property
+    def _is_answer_due(self) -> bool:
+        """The oldest batch has ended, or no other may join it."""
+        flying = self._in_flight
+        return bool(flying) and (len(flying) >= self._runner.depth or flying[0].launched.is_done())
+
+    @property
+    def _has_something_to_do(self) -> bool:
+        return bool(self._in_flight or self._planner.has_work or self._inbox or self._messages or self._is_closed)
+
+    def _launch_next(self) -> None:
+        planned_s = time.perf_counter()
+        steps = self._planner.plan()
+        if not steps:
+            return
+        try:
+            launched = self._runner.launch([step.part for step in steps])
+        except Exception:
+            _LOG.exception("a batch failed")
+            for step in steps:
+                self._fail(step)
+            return
+        launched_s = time.perf_counter()
+        work = _work_of(steps)
+        self._pace.launched(planned_s, launched_s, self.costs.predict_s(*work))
+        for step in steps:
+            step.work.planned_s, step.work.launched_s = planned_s, launched_s
+            self._keep(step)
+            self._planner.launched(step)
+        self._in_flight.append(_Batch(steps, launched, work))
+
+    def _keep(self, step: Step) -> None:
+        """The new tokens are in the pages for every batch after this one."""
+        if step.entry is not None and not step.entry.is_dropped and step.part.store_until > step.part.first:
+            content = step.work.content_of(step.part.store_until)
+            assert content is not None
+            self.tiers.device.commit(step.entry, step.part.store_until, content)
+
+    def _complete(self, batch: _Batch) -> None:
+        try:
+            results, seconds = batch.launched.wait()
+        except Exception:
+            _LOG.exception("a batch failed")
+            for step in batch.steps:
+                self._fail(step)
+            return
+        ended_s = time.perf_counter()
+        self._count("batches")
+        self.device_s += seconds
+        # Before the answers: whoever waits for them needs the interpreter as soon as they are there.
+        self.costs.observe(*batch.work, seconds, len(batch.steps))
+        for step, scored in zip(batch.steps, results, strict=True):
+            if scored is not None:
+                self._answer(step, scored)
+            else:
+                self._signal_advanced(step)
+        self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
+
+    def _answer(self, step: Step, scored: Scored) -> None:
+        work = step.work
+        with self._condition:
+            self.trigger.consumed(work.key)
+        self._count(f"rank_{work.source}")
+        if step.entry is not None:
+            self.tiers.device.hold(step.entry, float("-inf"))
+            if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
+                self.tiers.spill(step.entry, ahead_s=self._queued_s)
+        self._release(step)
+        self._finish(work, Answer(scored.items, scored.scores, work.key.version, work.source, step.part.first), None)
+
+    def _signal_advanced(self, step: Step) -> None:
+        if step.is_last and step.entry is not None:
+            self._signal_done(step.work, step.entry)
+        self._release(step)
+
+    def _signal_done(self, work: Work, entry: Entry) -> None:
+        with self._condition:
+            life_s = self.trigger.life_s
+        self.tiers.device.hold(entry, self.clock.now_s() + life_s)
+        self._count("signal_done")
+        self._finish(work, Answer(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
+
+    def _release(self, step: Step) -> None:
+        if step.entry is not None:
+            self.tiers.device.unpin(step.entry)
+
+    def _fail(self, step: Step) -> None:
+        self._planner.drop(step.work)
+        self.tiers.device.drop(step.work.key)
+        self._release(step)
+        self._count("failed")
+        self._finish(step.work, None, RuntimeError("the batch of this request failed"))
+
+    def _finish(self, work: Work, answer: Answer | None, error: Exception | None) -> None:
+        if work.is_finished:
+            return
+        work.is_finished = True
+        with self._condition:
+            self._queued_s = max(0.0, self._queued_s - work.estimate_s)
+            self._num_pending -= 1
+            if self._num_pending == 0:
+                self._queued_s = 0.0
+                self._condition.notify_all()
+        if answer is not None and work.future.set_running_or_notify_cancel():
+            work.future.set_result(answer)
+        elif error is not None and work.future.set_running_or_notify_cancel():
+            work.future.set_exception(error)
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def _fail_all(self) -> None:
+        with self._condition:
+            self._is_closed = self._has_ended = True
+            waiting = [*self._inbox, *self._planner.waiting(), *self.tiers.waiting()]
+            self._inbox.clear()
+        waiting += [step.work for batch in self._in_flight for step in batch.steps]
+        for work in waiting:
+            self._finish(work, None, UnavailableError("the engine has ended", 1.0))
+
+
+def _work_of(steps: list[Step]) -> tuple[int, int]:
+    """(tokens, pairs) for the cost model"""
+    tokens = pairs = 0
+    for step in steps:
+        more_tokens, more_pairs = step.part.work
+        tokens, pairs = tokens + more_tokens, pairs + more_pairs
+    return tokens, pairs

@@ -1,0 +1,65 @@
+"""When the next batch is to be planned, and how the engine's thread waits until then.
+
+Planned as late as keeps the device busy, a batch also holds what came a moment ago: so the host's seconds from plan to
+launch are learned, and the end of the batch before is predicted. One that ends early is seen by looking.
+"""
+
+import time
+from collections.abc import Callable
+
+from nestrec.serving.engine.spin import Spin
+
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
+_SHORTEST_SPIN_S, _LOOKED_FOR = 1e-5, 0.75
+"""how a thread that spins looks for the end of a batch: after so much of the time that is left"""
+_AWAKE_S = 5e-4
+"""for which a thread that spins waits for the next request before it sleeps"""
+_SMOOTH = 0.05
+
+
+class Pace:
+    """Used on the engine's thread."""
+
+    def __init__(self, *, spins: bool):
+        """spins: the thread keeps its core busy while there is work."""
+        self.spins = spins
+        self._spin = Spin() if spins else None
+        self._busy_until_s = 0.0
+        self._lead_s, self._spread_s = 1e-3, 2e-4  # of late, from plan to launch
+
+    def launched(self, planned_s: float, launched_s: float, predicted_s: float) -> None:
+        """A batch is on its way that is expected to take so long on the device."""
+        lead_s = launched_s - planned_s
+        self._spread_s += _SMOOTH * (abs(lead_s - self._lead_s) - self._spread_s)
+        self._lead_s += _SMOOTH * (lead_s - self._lead_s)
+        self._busy_until_s = max(self._busy_until_s, launched_s) + predicted_s
+
+    def ended(self, ended_s: float, predicted_s: float) -> None:
+        """A batch has ended; those after it are expected to take so long."""
+        self._busy_until_s = ended_s + predicted_s
+
+    @property
+    def turn_in_s(self) -> float:
+        """Until the next batch is to be planned, while one is on its way."""
+        return self._busy_until_s - (self._lead_s + 2 * self._spread_s) - time.perf_counter()
+
+    def wait(self, *, has_work: bool) -> None:
+        """A part of the time until the next batch is to be planned, or until one on its way ends: what arrives
+        meanwhile can wait for the next turn."""
+        left_s, turn_in_s = self._busy_until_s - time.perf_counter(), self.turn_in_s
+        has_turn = has_work or turn_in_s > 0
+        if self._spin is not None:
+            self._spin.wait(max(_SHORTEST_SPIN_S, min(_LOOKED_FOR * left_s, turn_in_s if has_turn else left_s)))
+            return
+        wait_s = min(max(_SHORTEST_SLEEP_S, left_s / 2), _LONGEST_SLEEP_S)
+        wait_s = min(wait_s, turn_in_s) if has_turn else wait_s
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+    def stay_awake(self, has_something_to_do: Callable[[], bool]) -> None:
+        """A moment before sleeping: requests come in bursts, and a core that slept is slow for the first of them."""
+        if self._spin is None:
+            return
+        until_s = time.perf_counter() + _AWAKE_S
+        while not has_something_to_do() and time.perf_counter() < until_s:
+            self._spin.wait(_SHORTEST_SPIN_S)

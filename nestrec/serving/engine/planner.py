@@ -1,0 +1,209 @@
+"""Which work makes up the next batch.
+
+Ranking requests go first, in order of arrival; signals to compute a prefix ahead fill what is left of a batch, in
+chunks, so that no request waits behind a long one. A request whose user has a prefix in the cache computes only what is
+missing; any other computes everything, and the scores are the same. At most one request of a user is in a batch, so a
+user's requests keep their order and share what they compute.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nestrec.base.clock import Clock
+from nestrec.serving.engine.config import EngineConfig
+from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.runner import Part
+from nestrec.serving.engine.work import Answer, UnavailableError, Work
+from nestrec.serving.prefix.cache import CacheKey, Entry
+from nestrec.serving.prefix.tiers import PrefixTiers
+
+_CHUNK_SHARE = 0.25
+"""of the budget of ranking: what a batch may take until signals no longer fill it"""
+_LEAST_SHARE = 0.25
+"""of that which signals get beside any number of requests, lest they starve"""
+_FEWEST_TOKENS = 256
+"""of a chunk that time alone would make smaller: less keeps no device busy"""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A work's share of a batch; its entry is pinned until the batch has ended."""
+
+    work: Work
+    part: Part
+    entry: Entry | None
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing is left of a signal after this step."""
+        return self.part.end >= self.work.tokens.num_cacheable
+
+
+End = Callable[[Work, Answer | None, Exception | None], None]
+
+
+class Planner:
+    """The queues of an engine, used on its thread.
+
+    end: answers a work. queued_s: device seconds of everything that waits or runs.
+    """
+
+    def __init__(
+        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int,
+        row_step: int, end: End, signal_done: Callable[[Work, Entry], None], count: Callable[[str], None],
+        queued_s: Callable[[], float],
+    ):  # fmt: skip
+        self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
+        self._costs, self._row_step = costs, row_step
+        chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
+        self._chunk_s = chunk_ms / 1e3 or math.inf
+        self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
+        self._ranks: deque[Work] = deque()
+        self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ranks or self._signals)
+
+    def add(self, work: Work) -> None:
+        """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
+        signal = self._signals.pop(work.key, None)
+        if signal is not None:
+            self._count("signal_superseded")
+            self._end(signal, None, UnavailableError("a later request took over", 0.0))
+        if work.is_rank:
+            self._ranks.append(work)
+        else:
+            self._signals[work.key] = work
+
+    def plan(self) -> list[Step]:
+        """The next batch; empty where all that is left waits for copies."""
+        budget = self._cfg.max_batch_tokens
+        steps: list[Step] = []
+        later: deque[Work] = deque()
+        while self._ranks and budget > 0 and len(steps) < self._cfg.max_batch_requests:
+            work = self._ranks.popleft()
+            if not self._is_wanted(work):
+                continue
+            if any(step.work.key == work.key for step in steps):
+                later.append(work)
+                continue
+            step = self._plan_rank(work)
+            if step is not None:
+                steps.append(step)
+                budget -= step.part.num_new
+        self._ranks.extendleft(reversed(later))
+        return steps + self._plan_signals(steps)
+
+    def launched(self, step: Step) -> None:
+        """The batch is on its way: a signal whose last chunk it holds needs no further one."""
+        if not step.work.is_rank and step.is_last:
+            self._signals.pop(step.work.key, None)
+
+    def drop(self, work: Work) -> None:
+        """Forget a signal that failed."""
+        if self._signals.get(work.key) is work:
+            del self._signals[work.key]
+
+    def waiting(self) -> list[Work]:
+        return [*self._ranks, *self._signals.values()]
+
+    def _is_wanted(self, work: Work) -> bool:
+        if work.future.cancelled():
+            self._count("cancelled")
+            self._end(work, None, None)
+            return False
+        if self._clock.now_s() > work.deadline_s:
+            self._count("refused_deadline")
+            self._end(work, None, UnavailableError("its deadline passed in the queue", 0.05))
+            return False
+        return True
+
+    def _plan_rank(self, work: Work) -> Step | None:
+        """How to compute a request; none where it waits for a copy from DRAM."""
+        entry = self._tiers.find(work)
+        behind = len(self._ranks)
+        if entry is None and self._tiers.reload(work, ahead_s=0.0, behind=behind, resume=self._resume):
+            return None
+        return self._step(work, entry, work.tokens.length)
+
+    def _plan_signals(self, ranked: list[Step]) -> list[Step]:
+        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long.
+        None while requests are left waiting, whose time has come."""
+        if self._ranks:
+            return []
+        busy = {step.work.key for step in ranked}
+        steps: list[Step] = []
+        budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
+        ranked_s = sum(self._costs.predict_s(*step.part.work, steps=0.0) for step in ranked)
+        left_s = max(self._chunk_s - ranked_s, _LEAST_SHARE * self._chunk_s)
+        for work in [w for w in self._signals.values() if w.key not in busy]:
+            if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
+                break
+            if steps and not self._has_time(work, left_s, rows):
+                break
+            step = self._plan_signal(work, budget, left_s, rows)
+            if step is None:
+                del self._signals[work.key]
+            else:
+                steps.append(step)
+                budget, rows = budget - step.part.num_new, rows + step.part.num_new
+                left_s -= self._costs.predict_s(*step.part.work, steps=0.0)
+        return steps
+
+    def _has_time(self, work: Work, left_s: float, rows: int) -> bool:
+        """Whether another chunk is worth beginning: all of it, or as much as keeps the device busy."""
+        missing = work.tokens.num_cacheable - self._tiers.device.length_of(work.key)
+        in_time = self._costs.tokens_within(left_s, 0)
+        least = self._row_step if rows % self._row_step == 0 else 1
+        return in_time >= max(least, min(_FEWEST_TOKENS, missing))
+
+    def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> Step | None:
+        """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
+        if not self._is_wanted(work):
+            return None
+        entry = self._tiers.find(work)
+        if entry is None and self._tiers.reload(work, ahead_s=self._queued_s(), behind=0, resume=self._resume):
+            return None
+        if entry is not None and entry.length >= work.tokens.num_cacheable:
+            self._signal_done(work, entry)
+            return None
+        first = entry.length if entry is not None else 0
+        if not math.isinf(left_s):
+            in_time = self._costs.tokens_within(left_s, first) // _FEWEST_TOKENS * _FEWEST_TOKENS
+            budget = min(budget, max(_FEWEST_TOKENS, in_time))
+        chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
+        end = self._cut(first, min(work.tokens.num_cacheable, first + chunk), rows)
+        step = self._step(work, entry, end)
+        if step.part.store_until < end:  # no room to keep it: nothing to compute ahead
+            if step.entry is not None:
+                self._tiers.device.unpin(step.entry)
+            self._end(work, None, UnavailableError("no room in the cache", 0.0))
+            return None
+        return step
+
+    def _cut(self, first: int, end: int, rows: int) -> int:
+        """Where a chunk best ends: the rows beyond the last whole step would cost as much as a step."""
+        beyond = (rows + end - first) % self._row_step // self._tokens_an_event * self._tokens_an_event
+        return end - beyond if end - first - beyond >= _FEWEST_TOKENS else end
+
+    def _resume(self, work: Work) -> None:
+        """The copy that a work waited for has ended."""
+        if work.is_rank:
+            self._ranks.appendleft(work)
+        elif work.key not in self._signals:
+            self._signals[work.key] = work
+        else:
+            self._end(work, None, UnavailableError("a later request took over", 0.0))
+
+    def _step(self, work: Work, entry: Entry | None, end: int) -> Step:
+        """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
+        first = entry.length if entry is not None else 0
+        entry, store_until = self._tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
+        pages = list(entry.pages) if entry is not None else []
+        part = Part(
+            tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=work.candidates
+        )
+        return Step(work, part, entry)

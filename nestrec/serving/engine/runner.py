@@ -1,0 +1,161 @@
+"""One batch of serving work on the device: new tokens of many users against their prefixes."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.models.hstu_cached import KeysAndValues, Segment, cached_forward
+from nestrec.serving.engine.cost_model import work_of
+from nestrec.serving.model.forms import Form, Tokens
+from nestrec.serving.model.inputs import Candidates
+from nestrec.serving.prefix.page_pool import PagePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is computed for one user in a batch."""
+
+    tokens: Tokens
+    first: int
+    """tokens that the pages hold already"""
+    end: int
+    """tokens that will have been computed"""
+    pages: list[int]
+    """of the user's entry"""
+    store_until: int
+    """new tokens before this one are written to the pages"""
+    candidates: Candidates | None = None
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.candidates) if self.candidates is not None else 0
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that are computed, candidates included."""
+        return self.end - self.first + self.num_candidates
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """(tokens, pairs) for the cost model"""
+        return work_of(self.first, self.end - self.first, self.num_candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores of a part's candidates, on the host."""
+
+    items: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    """(items, outputs)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch on its way."""
+
+    wait: Callable[[], tuple[list[Scored | None], float]]
+    """its results, once the device is done with it, and the seconds that it took there"""
+    is_done: Callable[[], bool] = lambda: True
+    """whether `wait` would return at once"""
+
+
+class BatchRunner(Protocol):
+    """Runs batches one after the other."""
+
+    @property
+    def form(self) -> Form: ...
+
+    @property
+    def pool(self) -> PagePool: ...
+
+    depth: int
+    """batches that may be on their way at once"""
+    warm_events: int
+    """longest history to warm up with"""
+    row_step: int
+    """rows of a batch that cost no more than fewer: whole multiples of it are best"""
+    spins: bool
+    """whether a thread that waits for batches keeps its core busy"""
+
+    def launch(self, parts: Sequence[Part]) -> Launched: ...
+
+
+class Runner:
+    """Runs any model anywhere, sequence by sequence inside a batch: the twin of the faster runners."""
+
+    depth: int = 1
+    warm_events: int = 256
+    row_step: int = 1
+    spins: bool = False
+
+    def __init__(self, form: Form, pool: PagePool):
+        self.form, self.pool = form, pool
+
+    def launch(self, parts: Sequence[Part]) -> Launched:
+        start_s = time.perf_counter()
+        results = self.run(parts)
+        if self.form.encoder.position.is_cuda:  # a batch of signals returns before the device is done
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start_s
+        return Launched(lambda: (results, seconds))
+
+    @torch.inference_mode()
+    def run(self, parts: Sequence[Part]) -> list[Scored | None]:
+        """Scores of each part with candidates; none for the others."""
+        appended = int(self.form.appends_candidates)
+        counts = [part.end - part.first + appended * part.num_candidates for part in parts]
+        bounds, made = list(itertools.accumulate(counts, initial=0)), list[KeysAndValues]()
+        state_TD = self.form.encoder.position[:0]
+        if bounds[-1]:
+            segments = [self._segment(part, count) for part, count in zip(parts, counts, strict=True)]
+            state_TD, made = cached_forward(
+                self.form.encoder, torch.cat([self._vectors(part) for part in parts]), segments,
+                lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
+            )  # fmt: skip
+        results = []
+        for part, start, end in zip(parts, bounds[:-1], bounds[1:], strict=True):
+            self._store(part, start, made)
+            results.append(self._scores(part, state_TD[start:end]))
+        return results
+
+    def _vectors(self, part: Part) -> torch.Tensor:
+        history = self.form.vectors(part.tokens, part.first, part.end)
+        if part.candidates is None:
+            return history
+        return torch.cat([history, self.form.candidate_tokens(part.candidates)])
+
+    def _segment(self, part: Part, num_tokens: int) -> Segment:
+        device = self.form.encoder.position.device
+        num_history = part.end - part.first
+        return Segment(
+            prefix_length=part.first, num_history=num_history, num_candidates=num_tokens - num_history,
+            time_K=part.tokens.time_T[: part.end].to(device),
+            query_time_S=part.tokens.query_time_T[part.first : part.end].to(device),
+            candidate_time_s=part.candidates.now_ms / 1000.0 if part.candidates is not None else 0.0,
+        )  # fmt: skip
+
+    def _store(self, part: Part, start: int, made: list[KeysAndValues]) -> None:
+        count = min(part.store_until, part.end) - part.first
+        if count > 0:
+            for layer, (keys, values) in enumerate(made):
+                self.pool.write(
+                    layer, part.pages, part.first, keys[start : start + count], values[start : start + count]
+                )
+
+    def _scores(self, part: Part, state_ND: torch.Tensor) -> Scored | None:
+        candidates = part.candidates
+        if candidates is None:
+            return None
+        num_history = part.end - part.first
+        last = state_ND[num_history - 1] if num_history else None
+        if candidates.num_best:
+            items, scores = self.form.best(candidates, last)
+            return Scored(items, scores)
+        return Scored(candidates.items, self.form.scores(candidates, last, state_ND[num_history:]).cpu().numpy())

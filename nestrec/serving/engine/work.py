@@ -1,0 +1,80 @@
+"""What waits for an engine: requests to rank and signals to compute a prefix ahead."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.serving.model.forms import Tokens
+from nestrec.serving.model.inputs import Candidates
+from nestrec.serving.prefix.cache import CacheKey
+
+Source = Literal["none", "device", "dram"]
+
+
+class RefusedError(Exception):
+    """A request that is not served now; the caller may come back after a while."""
+
+    def __init__(self, reason: str, retry_after_s: float):
+        super().__init__(reason)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+
+class OverloadedError(RefusedError):
+    """More work waits than can be done in time."""
+
+
+class UnavailableError(RefusedError):
+    """The engine is stopping or has failed, or the deadline passed before the work began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Scores of a ranking request."""
+
+    items: NDArray[np.int64]
+    """what was scored"""
+    scores: NDArray[np.float32]
+    """(items, outputs)"""
+    version: str
+    """of the model that computed all of them"""
+    source: Source
+    """where the prefix came from"""
+    num_cached: int
+    """tokens that were not computed again"""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Work:
+    """One request inside an engine; without candidates it is a pre-infer signal."""
+
+    key: CacheKey
+    tokens: Tokens
+    candidates: Candidates | None
+    deadline_s: float
+    estimate_s: float
+    """device seconds that it was admitted with"""
+    future: "Future[Answer]" = field(default_factory=Future)
+    source: Source = "none"
+    is_finished: bool = False
+    """answered, refused or cancelled"""
+    planned_s: float = 0.0
+    """`perf_counter` when its last batch began to be put together"""
+    launched_s: float = 0.0
+    """`perf_counter` when that batch had been given to the device"""
+    _content: tuple[int, bytes] = (0, b"")
+    """of how many tokens, and what it is: asked for at every chunk of a signal"""
+
+    @property
+    def is_rank(self) -> bool:
+        return self.candidates is not None
+
+    def content_of(self, num_tokens: int) -> bytes | None:
+        """None beyond what can be cached: an entry of more tokens belongs to another history."""
+        if num_tokens > self.tokens.num_cacheable:
+            return None
+        if num_tokens != self._content[0]:
+            self._content = (num_tokens, self.tokens.content(num_tokens))
+        return self._content[1]

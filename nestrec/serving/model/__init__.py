@@ -1,0 +1,1 @@
+"""A servable model: export, folder, tables, inputs, and how each kind reads them."""

@@ -1,0 +1,172 @@
+"""`nestrec export`: a trained run as a folder that can be served.
+
+Weights, tables and the retrieval index as safetensors, everything else as JSON, one manifest with the digest of each
+file. Nothing in it is executable. The folder appears whole or not at all.
+"""
+
+import json
+import mmap
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nestrec.base.config import dumps
+from nestrec.base.errors import DataError, UserError
+from nestrec.checkpoint import Checkpoints, Restored
+from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
+from nestrec.data.samples.ranking import checked_columns, item_column
+from nestrec.distributed import Topology
+from nestrec.models.ranking import RankingModel
+from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import (
+    COLUMNS_FILE,
+    INDEX_FILE,
+    ITEMS_FILE,
+    MANIFEST_FILE,
+    SPEC_FILE,
+    WEIGHTS_FILE,
+    ColumnSpec,
+    FileDigest,
+    ServableManifest,
+    ServableSpec,
+    table_file,
+)  # fmt: skip
+from nestrec.serving.model.tables import ResidentTable, Table
+from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.rows import RowsTaskConfig
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.session import Session
+
+_CHUNK_ROWS = 1 << 16
+
+
+def export_run(run: Path, output: Path, *, best: bool = True) -> ServableManifest:
+    """Write the best (or last) weights of a run as a servable folder."""
+    cfg = RunFolder(run).config()
+    if isinstance(cfg.task, RowsTaskConfig):
+        raise UserError("has no sequences to serve", field="RUN", value=str(run), remedy="export a sequence model")
+    session = Session.open(cfg, Topology.from_environment("cpu"))
+    restored = _newest(RunFolder(run), best)
+    session.restore(restored)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return write_servable(_servable(session, restored.step, output.parent), output)
+
+
+def write_servable(servable: Servable, output: Path) -> ServableManifest:
+    """Write a model as a servable folder, which must not exist yet."""
+    if output.exists():
+        raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
+    partial = output.with_name(output.name + ".partial")
+    remove_folder(partial)
+    partial.mkdir(parents=True)
+    manifest = _write(partial, servable)
+    rename_folder(partial, output)
+    return manifest
+
+
+def _newest(folder: RunFolder, best: bool) -> Restored:
+    found = Checkpoints(folder.best, keep=1).restore_latest() if best else None
+    found = found or Checkpoints(folder.checkpoints).restore_latest()
+    if found is None:
+        raise UserError("has no checkpoint yet", field="RUN", value=str(folder.path), remedy="train it first")
+    return found
+
+
+def _servable(session: Session, step: int, scratch: Path) -> Servable:
+    task, dataset, model = session.cfg.task, session.dataset, session.task.model
+    assert isinstance(task, RankingTaskConfig | RetrievalTaskConfig)
+    assert isinstance(model, RankingModel | RetrievalModel)
+    columns: tuple[ColumnSpec, ...] = ()
+    if isinstance(task, RankingTaskConfig):
+        columns = tuple(
+            ColumnSpec(name=c.name, keys=_vocabulary(session, c.name), num_rows=c.vocabulary_size)
+            for c in checked_columns(dataset.card, task.inputs)
+        )
+    spec = ServableSpec(
+        name=session.cfg.name, step=step, task=task, num_items=dataset.num_items, columns=columns,
+        action_bits=dict(dataset.card.action_bits),
+    )  # fmt: skip
+    tables = {name: ResidentTable(_table(session, name, scratch)) for name in session.engine.tables}
+    of_items = [c.name for c in columns if c.name.startswith("item_")]
+    return Servable(
+        spec=spec, version="", model=model, tables=tables,
+        item_keys=tuple(dataset.items().column("item_key").to_pylist()),
+        index=_index(model, tables["items"].weight, scratch) if isinstance(model, RetrievalModel) else None,
+        item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
+    )  # fmt: skip
+
+
+def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:
+    try:
+        return tuple(session.dataset.vocabulary(column).column("key").to_pylist())
+    except DataError:
+        return None
+
+
+def _write(folder: Path, servable: Servable) -> ServableManifest:
+    files = [
+        _write_json(folder, SPEC_FILE, dumps(servable.spec)),
+        _write_json(folder, ITEMS_FILE, json.dumps(servable.item_keys)),
+        _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
+    ]
+    files += [
+        _write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in servable.tables.items()
+    ]
+    if servable.index is not None:
+        ids = torch.arange(1, servable.spec.num_items + 1)
+        files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))
+    else:
+        files.append(_write_tensors(folder, COLUMNS_FILE, servable.item_columns))
+    manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)))
+    _write_json(folder, MANIFEST_FILE, dumps(manifest))
+    sync_folder(folder)
+    return manifest
+
+
+def _weight(table: Table) -> torch.Tensor:
+    assert isinstance(table, ResidentTable)
+    return table.weight
+
+
+def _index(model: RetrievalModel, items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
+    vectors = _mapped(scratch, len(items_ND) - 1, items_ND.shape[1], items_ND.dtype)
+    for start in range(0, len(vectors), _CHUNK_ROWS):
+        end = min(start + _CHUNK_ROWS, len(vectors))
+        vectors[start:end] = model.item_vectors(items_ND[start + 1 : end + 1])
+    return ResidentTable(vectors)
+
+
+def _mapped(scratch: Path, num_rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that the system may write out: a table may be larger than the host's."""
+    num_bytes = num_rows * dim * dtype.itemsize
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        file.truncate(num_bytes)
+        memory = mmap.mmap(file.fileno(), num_bytes)
+    return torch.frombuffer(memory, dtype=dtype).view(num_rows, dim)
+
+
+def _table(session: Session, name: str, scratch: Path) -> torch.Tensor:
+    """(num_rows, D) every row as evaluation reads it: keys that never trained have their initial vector."""
+    table = session.engine.tables[name]
+    assert table.num_rows is not None
+    rows = _mapped(scratch, table.num_rows, table.dim, table.weight_dtype)
+    feature = table.feature_names[0]
+    for start in range(0, table.num_rows, _CHUNK_ROWS):
+        keys = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
+        rows[start : start + len(keys)] = session.engine.lookup_readonly({feature: keys})[feature]
+    return rows
+
+
+def _write_json(folder: Path, name: str, text: str) -> FileDigest:
+    size, digest = write_file(folder / name, iter([memoryview(text.encode())]))
+    return FileDigest(name=name, bytes=size, sha256=digest)
+
+
+def _write_tensors(folder: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigest:
+    size, digest = write_file(folder / name, safetensors_content(tensors))
+    return FileDigest(name=name, bytes=size, sha256=digest)

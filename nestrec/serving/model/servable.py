@@ -1,0 +1,142 @@
+"""A servable folder in memory. Every file is checked against its digest before anything is read from it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from nestrec.base.config import from_plain
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.checkpoint.durable import sha256_of
+from nestrec.models.hstu import HSTU
+from nestrec.models.ranking import RankingModel
+from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.model.item_ids import ItemIds
+from nestrec.serving.model.spec import (
+    COLUMNS_FILE,
+    FORMAT,
+    INDEX_FILE,
+    ITEMS_FILE,
+    MANIFEST_FILE,
+    SPEC_FILE,
+    WEIGHTS_FILE,
+    ColumnSpec,
+    ServableManifest,
+    ServableSpec,
+    table_file,
+)  # fmt: skip
+from nestrec.serving.model.tables import ResidentTable, Table, TablesConfig, open_table
+from nestrec.tasks.ranking import RankingTaskConfig
+
+
+@dataclass(frozen=True)
+class Servable:
+    """A model with its tables, ready to score. Nothing of it is ever changed."""
+
+    spec: ServableSpec
+    version: str
+    model: RetrievalModel | RankingModel
+    tables: Mapping[str, Table]
+    """by name"""
+    item_keys: tuple[str, ...]
+    """source id of item 1, 2, ..."""
+    index: Table | None
+    """vectors of items 1 to N, in rows 0 to N - 1, as the similarity sees them (retrieval)"""
+    item_columns: Mapping[str, torch.Tensor]
+    """category of each item id (ranking), where ids are looked up"""
+
+    @cached_property
+    def item_ids(self) -> ItemIds:
+        return ItemIds(self.item_keys)
+
+    @cached_property
+    def columns(self) -> dict[str, ColumnSpec]:
+        """by name"""
+        return {c.name: c for c in self.spec.columns}
+
+    @cached_property
+    def column_ids(self) -> dict[str, dict[str, int]]:
+        return {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
+
+    @property
+    def reads_times(self) -> bool:
+        """Scores depend on when events happened."""
+        return isinstance(self.model.encoder, HSTU) and self.model.encoder.cfg.time_bias
+
+    @property
+    def is_resident(self) -> bool:
+        """All of its tables lie on the device."""
+        return all(isinstance(table, ResidentTable) for table in self.tables.values())
+
+    @property
+    def lookup_device(self) -> torch.device:
+        """Where ids are when they are looked up: a cache is asked by the host."""
+        return next(self.model.parameters()).device if self.is_resident else torch.device("cpu")
+
+    def ids_of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
+        """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
+        return self.item_ids.of(keys)
+
+    @staticmethod
+    def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
+        """Verify and load; `DamagedError` where a file is missing, changed or foreign."""
+        manifest = verified_manifest(folder)
+        spec = from_plain(ServableSpec, json.loads((folder / SPEC_FILE).read_text()))
+        weights = load_file(folder / WEIGHTS_FILE)
+        model, device, cfg = _model(spec), torch.device(device), tables or TablesConfig()
+        model.load_state_dict(weights)
+        model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
+        names = ("items", *(c.name for c in spec.columns))
+        is_ranking = isinstance(spec.task, RankingTaskConfig)
+        columns = load_file(folder / COLUMNS_FILE) if is_ranking else {}
+        index = None if is_ranking else open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True)
+        servable = Servable(
+            spec=spec, version=manifest.version, model=model, index=index, item_columns=columns,
+            tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
+            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
+        )  # fmt: skip
+        place = servable.lookup_device
+        return replace(servable, item_columns={name: column.to(place) for name, column in columns.items()})
+
+
+def verified_manifest(folder: Path) -> ServableManifest:
+    """The manifest of a folder whose files are exactly those that were exported."""
+    if not (folder / MANIFEST_FILE).exists():
+        remedy = "name a folder that `nestrec export RUN OUT` wrote"
+        raise DamagedError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
+    try:
+        plain = json.loads((folder / MANIFEST_FILE).read_bytes())
+        if plain["format"] != FORMAT:
+            raise _damaged(MANIFEST_FILE, f"has format {plain['format']!r}; this version reads {FORMAT}")
+        manifest = from_plain(ServableManifest, plain)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(str(folder / MANIFEST_FILE), "is no manifest of an exported model") from error
+    except UserError as error:
+        raise _damaged(MANIFEST_FILE, str(error)) from error
+    listed = {entry.name for entry in manifest.files}
+    present = {path.name for path in folder.iterdir()} - {MANIFEST_FILE}
+    if listed != present:
+        raise _damaged(", ".join(sorted(listed ^ present)), "is missing, or was not exported")
+    for entry in manifest.files:
+        path = folder / entry.name
+        if path.is_symlink() or path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
+            raise _damaged(entry.name, "does not match its digest")
+    return manifest
+
+
+def _model(spec: ServableSpec) -> RetrievalModel | RankingModel:
+    task = spec.task
+    if isinstance(task, RankingTaskConfig):
+        num_bits = max(spec.action_bits.values()).bit_length()
+        return RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
+    return RetrievalModel(task.encoder, task.similarity)
+
+
+def _damaged(name: str, problem: str) -> DamagedError:
+    return DamagedError(problem, field="servable file", value=name, remedy="export the run again")

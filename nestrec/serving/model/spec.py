@@ -1,0 +1,69 @@
+"""What a servable folder says of itself: the model, its inputs, and its files with their digests."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from nestrec.base.config import config, to_plain
+from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.tasks.retrieval import RetrievalTaskConfig
+
+FORMAT = 1
+SPEC_FILE, MANIFEST_FILE = "spec.json", "manifest.json"
+WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
+ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
+
+
+@config
+class ColumnSpec:
+    name: str
+    """feature and table name, such as `event_tab`"""
+    keys: tuple[str, ...] | None
+    """key of each category from 1; none where the dataset has numbers only, which are then given as they are"""
+    num_rows: int
+    """rows of its table, row 0 for unknown"""
+
+
+@config
+class ServableSpec:
+    name: str
+    """recipe that was trained"""
+    step: int
+    """training step of the weights"""
+    task: RetrievalTaskConfig | RankingTaskConfig
+    """the model and its inputs"""
+    num_items: int
+    """item ids run from 1 to it; 0 is an unknown item"""
+    action_bits: Mapping[str, int]
+    """action name to its bit value"""
+    columns: tuple[ColumnSpec, ...] = ()
+    """categories beside the item (ranking)"""
+    format: int = FORMAT
+    """version of this layout"""
+
+
+@config
+class FileDigest:
+    name: str
+    """inside the folder"""
+    bytes: int
+    """size"""
+    sha256: str
+    """of its content, in hexadecimal"""
+
+
+@config
+class ServableManifest:
+    files: tuple[FileDigest, ...]
+    """every other file of the folder, by name"""
+    format: int = FORMAT
+    """version of this layout"""
+
+    @property
+    def version(self) -> str:
+        """Identity of the model: two folders with the same version give the same scores."""
+        return hashlib.sha256(json.dumps(to_plain(self), sort_keys=True).encode()).hexdigest()
+
+
+def table_file(table: str) -> str:
+    return f"table-{table}.safetensors"

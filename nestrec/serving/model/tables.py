@@ -1,0 +1,167 @@
+"""Tables of a model that is served: whole on the device, or in DRAM or on disk behind a bounded cache of rows there.
+
+Both give the same rows to the bit. Serving never inserts into a table: an id is a row of the export, and 0 is the row
+that evaluation gives to whatever it does not know.
+"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from nestrec.base.bounds import Natural
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.embedding.key_table import KeyTable
+from nestrec.embedding.transfer import sent_to_device, to_device
+from nestrec.serving.model.row_sources import DiskRows, DramRows, RowSource
+
+_PART_ROWS = 1 << 16
+_NOT_USED, _USED, _CHOSEN = 0, 1, 2
+
+
+@config
+class TablesConfig:
+    store: Literal["device", "dram", "disk"] = "device"
+    """where tables lie: whole on the device, or in host memory or the exported files behind a cache on the device"""
+    cache_rows: Natural = 1 << 20
+    """rows of each table that the device keeps; a table of no more rows lies there whole"""
+
+
+class Table(Protocol):
+    """Rows by id."""
+
+    num_rows: int
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """(ids, D) on the device, free to be changed"""
+        ...
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """All rows in order, as pieces on the device with the number of their first row; not to be changed"""
+        ...
+
+    def statistics(self) -> dict[str, int]:
+        """Rows on the device, and distinct rows that were asked for and were not there."""
+        ...
+
+
+class ResidentTable:
+    """Whole on the device."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.num_rows = weight, len(weight)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, ids.to(self.weight.device))
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self.weight
+
+    def statistics(self) -> dict[str, int]:
+        return {"rows": self.num_rows, "device_rows": self.num_rows, "asked": 0, "missed": 0}
+
+
+class CachedTable:
+    """At most `cache_rows` rows on the device, for any number of threads of one stream.
+
+    A row stays until the hand of a clock finds it unused since its last turn. What one call asks for need not fit: rows
+    are handed out as copies, and those that were missing are kept afterwards, as far as there is room.
+    """
+
+    def __init__(self, source: RowSource, device: torch.device, cache_rows: int):
+        self._source, self._device, self.num_rows = source, device, source.num_rows
+        self._cache = torch.empty(cache_rows, source.dim, dtype=source.dtype, device=device)
+        self._slots = KeyTable()
+        self._use = np.zeros(cache_rows, np.uint8)
+        self._hand = 0
+        self._lock = threading.Lock()
+        self._num_asked = self._num_missed = 0
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        keys, place = np.unique(ids.numpy(), return_inverse=True)
+        return self._distinct(keys).index_select(0, to_device(place, self._device))
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(0, self.num_rows, _PART_ROWS):
+            yield first, self._source.read_range(first, min(first + _PART_ROWS, self.num_rows)).to(self._device)
+
+    def statistics(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "rows": self.num_rows, "device_rows": self._slots.num_keys, "asked": self._num_asked,
+                "missed": self._num_missed,
+            }  # fmt: skip
+
+    def _distinct(self, keys: NDArray[np.int64]) -> torch.Tensor:
+        with self._lock:
+            slots = self._slots.find(keys)
+            is_here = slots >= 0
+            self._use[slots[is_here]] = _USED
+            self._num_asked += len(keys)
+            self._num_missed += len(keys) - int(is_here.sum())
+            # A copy, before anyone can put other rows into these slots: work on the device keeps this order.
+            here = self._cache.index_select(0, to_device(slots[is_here], self._device))
+        if is_here.all():
+            return here
+        missing = keys[~is_here]
+        fresh = sent_to_device(self._source.read(missing), self._device)
+        self._keep(missing, fresh)
+        rows = torch.empty(len(keys), *fresh.shape[1:], dtype=fresh.dtype, device=self._device)
+        rows[to_device(is_here, self._device)], rows[to_device(~is_here, self._device)] = here, fresh
+        return rows
+
+    def _keep(self, keys: NDArray[np.int64], fresh: torch.Tensor) -> None:
+        """Put rows into the cache, instead of others where it is full."""
+        with self._lock:
+            is_new = self._slots.find(keys) < 0  # another thread may have brought some of them meanwhile
+            chosen = np.flatnonzero(is_new)[: len(self._use)]
+            if not len(chosen):
+                return
+            self._make_room(len(chosen))
+            none = np.zeros(len(chosen), np.int64)
+            slots = self._slots.insert(keys[chosen], none, none)
+            self._use[slots] = _NOT_USED
+            index, source = to_device(slots, self._device), to_device(chosen, self._device)
+            self._cache.index_copy_(0, index, fresh.index_select(0, source))
+
+    def _make_room(self, count: int) -> None:
+        surplus = self._slots.num_keys + count - len(self._use)
+        if surplus > 0:
+            leaving = np.empty(surplus, np.int64)
+            self._hand = _turn(self._use, self._slots.is_live, self._hand, leaving)
+            self._slots.remove(leaving)
+
+
+def open_table(path: Path, tensor: str, device: torch.device, cfg: TablesConfig, *, is_streamed: bool = False) -> Table:
+    """The table in a safetensors file. is_streamed: it is read from end to end, which no cache can help."""
+    if cfg.cache_rows < 0:
+        raise UserError("is negative", field="tables.cache_rows", value=cfg.cache_rows, remedy="give 0 or more rows")
+    rows = DiskRows(path, tensor)
+    if cfg.store == "device" or rows.num_rows <= cfg.cache_rows:
+        return ResidentTable(rows.read_range(0, rows.num_rows).to(device))
+    source: RowSource = DramRows(rows.read_range(0, rows.num_rows)) if cfg.store == "dram" else rows
+    return CachedTable(source, device, 0 if is_streamed else cfg.cache_rows)
+
+
+@njit(cache=True, nogil=True)
+def _turn(use, is_live, hand, leaving):  # type: ignore[no-untyped-def]
+    """Fill `leaving` with slots that were not used since the hand last passed them; where the hand stands then."""
+    found = 0
+    while found < len(leaving):
+        slot = hand
+        hand = (hand + 1) % len(use)
+        if slot >= len(is_live) or not is_live[slot] or use[slot] == _CHOSEN:
+            continue
+        if use[slot] == _USED:
+            use[slot] = _NOT_USED
+        else:
+            use[slot] = _CHOSEN
+            leaving[found] = slot
+            found += 1
+    return hand

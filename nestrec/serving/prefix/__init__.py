@@ -1,0 +1,1 @@
+"""Prefixes kept for a later request: pages, tiers, trigger and expander."""

@@ -1,0 +1,73 @@
+"""Copies between device pages and DRAM on a thread of their own, and what they cost.
+
+Each direction has a copier: a link carries both at once, and what comes back is waited for. On a GPU they also have a
+stream of their own, so that batches go on beside them. A copy begins after the engine has
+seen the end of whatever wrote its pages, and ends before the engine hears of it: no stream needs to wait for another.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from nestrec.serving.engine.cost_model import CostModel, work_of
+
+_LOG = logging.getLogger(__name__)
+_SMOOTH = 0.1
+
+
+class Copier:
+    """One copy after the other; `done` is called on the copier's thread, with whether the copy was made."""
+
+    def __init__(self, device: torch.device, link_gb_per_s: float = 0.0) -> None:
+        """link_gb_per_s: emulates a slower link; 0 copies as fast as the machine can."""
+        self._link_s_a_byte = 1e-9 / link_gb_per_s if link_gb_per_s else 0.0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nestrec-copier")
+        self._lock = threading.Lock()
+        self._seconds_a_byte = 1e-9
+        self._queued_bytes = 0
+
+    def submit(self, copy: Callable[[], None], num_bytes: int, done: Callable[[bool], None]) -> None:
+        def run() -> None:
+            start_s, is_made = time.perf_counter(), True
+            try:
+                with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+                    copy()
+            except Exception:
+                _LOG.exception("a copy between device and DRAM failed; the prefix is forgotten")
+                is_made = False
+            time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
+            seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
+            with self._lock:
+                self._seconds_a_byte += _SMOOTH * (seconds - self._seconds_a_byte)
+                self._queued_bytes -= num_bytes
+            done(is_made)
+
+        with self._lock:
+            self._queued_bytes += num_bytes
+        self._pool.submit(run)
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Expected seconds of a copy."""
+        return num_bytes * self._seconds_a_byte
+
+    @property
+    def wait_s(self) -> float:
+        """Expected seconds of the copies that were begun and have not ended."""
+        return self.copy_s(self._queued_bytes)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def break_even_tokens(costs: CostModel, copier: Copier, bytes_a_token: int, longest: int) -> int | None:
+    """Prefixes from this length on are reloaded faster than computed again; none where none is."""
+    for length in [1 << i for i in range(longest.bit_length() + 1)]:
+        if copier.copy_s(length * bytes_a_token) < costs.predict_s(*work_of(0, length, 0)):
+            return length
+    return None

@@ -1,0 +1,188 @@
+"""The two tiers of prefixes of an engine: pages on the device, and DRAM behind them.
+
+Used on the engine's thread; copies run on a thread of their own and report back through `post`.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from nestrec.base.bounds import Count, Natural, NonNegative
+from nestrec.base.clock import Clock
+from nestrec.base.config import config
+from nestrec.serving.engine.cost_model import CostModel, work_of
+from nestrec.serving.engine.work import Work
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.model.forms import Form
+from nestrec.serving.prefix.cache import CacheKey, Entry, PrefixCache
+from nestrec.serving.prefix.copier import Copier, break_even_tokens
+from nestrec.serving.prefix.expander import Expander, Kept
+from nestrec.serving.prefix.host_pages import HostPages
+from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token
+
+_MOST_SPILL_WAIT_S = 0.1
+Post = Callable[[Callable[[], None]], None]
+
+
+@config
+class TiersConfig:
+    cache_bytes: Natural = 1 << 30
+    """device memory for prefixes"""
+    dram_bytes: Natural = 1 << 30
+    """host memory for prefixes that left the device; 0 keeps none"""
+    cache_ttl_s: NonNegative = 600.0
+    """life of a prefix on the device"""
+    dram_ttl_s: NonNegative = 600.0
+    """life of a prefix in DRAM"""
+    spill_above: NonNegative = 0.5
+    """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
+    page_tokens: Count = 64
+    """tokens of a page"""
+    dram_link_gb_per_s: NonNegative = 0.0
+    """emulates DRAM behind a slower link, for benchmarks; 0: this machine's own"""
+    keeps_prefix: bool = True
+    """prefixes are stored and used; without it every request is computed in full"""
+    keeps_on_device: bool = True
+    """a prefix stays on the device after ranking; without it only DRAM keeps it"""
+    reload: Literal["worth", "always"] = "worth"
+    """what DRAM has comes back where that is sooner than computing it, or always"""
+
+
+class PrefixTiers:
+    """Finds, makes, keeps, spills and reloads the prefixes of works."""
+
+    def __init__(
+        self, form: Form, cfg: TiersConfig, *, keyed: KeyedHash, clock: Clock, costs: CostModel, post: Post,
+        count: Callable[[str], None], pool: PagePool | None = None,
+    ):  # fmt: skip
+        """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""
+        self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
+        weights = form.encoder.position
+        self.bytes_a_token = bytes_a_token(form.encoder.cfg, weights.dtype)
+        self._longest = form.encoder.cfg.max_length
+        num_pages = max(1, cfg.cache_bytes // (self.bytes_a_token * cfg.page_tokens)) if cfg.keeps_prefix else 1
+        self.pool = pool or PagePool(
+            form.encoder.cfg, num_pages=num_pages, page_tokens=cfg.page_tokens, device=weights.device,
+            dtype=weights.dtype,
+        )  # fmt: skip
+        num_pages = min(num_pages, self.pool.num_pages)
+        self.num_bytes = num_pages * self.bytes_a_token * self.pool.page_tokens
+        self.device = PrefixCache(
+            num_pages=num_pages, page_tokens=self.pool.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
+            slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
+        )  # fmt: skip
+        self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes if cfg.keeps_prefix else 0)
+        self.dram: Expander[list[int]] = Expander(
+            max_bytes=self._host.num_pages * self._host.page_bytes, ttl_s=cfg.dram_ttl_s, clock=clock,
+            give=self._host.give,
+        )  # fmt: skip
+        self._out, self._in = (Copier(weights.device, cfg.dram_link_gb_per_s) for _ in range(2))
+        self._reloading: dict[CacheKey, list[Work]] = {}
+
+    def find(self, work: Work) -> Entry | None:
+        """The prefix of a work on the device, without a pin."""
+        if not self.cfg.keeps_prefix or work.tokens.num_cacheable == 0:
+            return None
+        entry = self.device.find(work.key, work.content_of)
+        if entry is not None and work.source == "none":
+            work.source = "device"
+        return entry
+
+    def reserve(self, work: Work, entry: Entry | None, num_tokens: int) -> tuple[Entry | None, int]:
+        """Pin the entry, or make one, with room for so many tokens; and how many tokens there is room for."""
+        first = entry.length if entry is not None else 0
+        if entry is not None:
+            self.device.pin(entry)
+        elif self.cfg.keeps_prefix and num_tokens:
+            entry = self.device.create(work.key)
+        has_room = entry is not None and self.device.grow(entry, num_tokens)
+        return entry, num_tokens if has_room else first
+
+    def drop(self, key: CacheKey) -> None:
+        self.device.drop(key)
+        self.dram.drop(key)
+
+    def spill(self, entry: Entry, *, ahead_s: float) -> None:
+        """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself.
+
+        Only what would be worth a reload now, and not where the link is behind: what waits for it could not leave the
+        device.
+        """
+        used = 1.0 - self.device.num_free_pages / self.device.num_pages
+        stays = self.cfg.keeps_on_device
+        if self.dram.max_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
+            return
+        num_bytes, kept = self._host.bytes_of(entry.length), None
+        is_worth = self._is_copy_worth(entry.length, ahead_s, behind=0)
+        if is_worth and self._out.wait_s <= _MOST_SPILL_WAIT_S:
+            kept = self.dram.begin_spill(entry.key, length=entry.length, content=entry.content, num_bytes=num_bytes)
+        if kept is not None:
+            self.device.pin(entry)
+            pages, held = list(entry.pages), self._host.take(num_bytes)
+            finish = lambda is_made: self._post(lambda: self._spilled(kept, entry, held, is_made))  # noqa: E731
+            self._out.submit(lambda: self._host.copy_out(pages, held), num_bytes, finish)
+        if not stays:
+            self.device.drop(entry.key)
+
+    def reload(self, work: Work, *, ahead_s: float, behind: int, resume: Callable[[Work], None]) -> bool:
+        """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end.
+
+        ahead_s: device seconds until the prefix could be computed instead. behind: works that would wait for that.
+        """
+        if work.source == "dram" or not self.cfg.keeps_prefix:  # came back once already
+            return False
+        if work.key in self._reloading:
+            self._reloading[work.key].append(work)
+            return True
+        kept = self.dram.find(work.key, work.content_of)
+        if kept is None or kept.payload is None or not self._is_copy_worth(kept.length, ahead_s, behind):
+            return False
+        entry = self.device.create(work.key)
+        if entry is None or not self.device.grow(entry, kept.length):
+            if entry is not None:
+                self.device.unpin(entry)
+            return False
+        self._reloading[work.key] = [work]
+        self.dram.begin_reload(kept)
+        pages, held = list(entry.pages), kept.payload
+        finish = lambda is_made: self._post(lambda: self._reloaded(kept, entry, resume, is_made))  # noqa: E731
+        self._in.submit(lambda: self._host.copy_in(pages, held), kept.num_bytes, finish)
+        return True
+
+    def waiting(self) -> list[Work]:
+        """Works that wait for a copy."""
+        return [work for works in self._reloading.values() for work in works]
+
+    def break_even_tokens(self) -> int | None:
+        """Prefixes from this length on are reloaded from DRAM faster than computed."""
+        return break_even_tokens(self._costs, self._in, self.bytes_a_token, self._longest)
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+
+    def _is_copy_worth(self, length: int, ahead_s: float, behind: int) -> bool:
+        """Back sooner than computed. A device that is busy makes both of them wait who come before and after."""
+        compute_s = self._costs.predict_s(*work_of(0, length, 0))
+        copy_s = self._in.wait_s + self._in.copy_s(self._host.bytes_of(length))
+        return self.cfg.reload == "always" or copy_s < ahead_s + compute_s * (1 + behind)
+
+    def _spilled(self, kept: Kept[list[int]], entry: Entry, held: list[int], is_made: bool) -> None:
+        self.dram.finish_spill(kept, held)
+        if not is_made:
+            self.dram.drop_entry(kept)
+        self.device.unpin(entry)
+        self._count("spilled")
+
+    def _reloaded(self, kept: Kept[list[int]], entry: Entry, resume: Callable[[Work], None], is_made: bool) -> None:
+        is_good = self.dram.finish_reload(kept) and is_made
+        if not is_made:
+            self.dram.drop_entry(kept)
+        if is_good and not entry.is_dropped:
+            self.device.commit(entry, kept.length, kept.content)
+        elif not entry.is_dropped:
+            self.device.drop(entry.key)
+        self.device.unpin(entry)
+        self._count("reloaded")
+        for work in self._reloading.pop(kept.key):
+            work.source = "dram"
+            resume(work)

@@ -1,0 +1,133 @@
+"""Which requests are worth computing ahead: those whose full ranking would miss its budget, within two bounds.
+
+    at risk    wait + tail * t_full(n, m) + w99 > budget          w99 = t_full ln(100 load) / (2 (1 - load))
+    live cap   bytes of admitted prefixes that ranking has not consumed yet   <= rho * bytes of the device cache
+    rate cap   device seconds of pre-inference, as a token bucket filled with u_pre a second
+
+A prefix counts as live until it is consumed or until T_life = P99(ready to consumed) + margin has passed. By Little's
+law the live cap is the bound on admissions a second of the formulas that this follows. `load` is the share of the
+device that ranking the others in full would have taken of late, and w99 what one then waits at the 99th percentile (a
+queue with random arrivals and equal work).
+"""
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from nestrec.base.bounds import NonNegative
+from nestrec.base.clock import Clock
+from nestrec.base.config import config
+from nestrec.serving.prefix.cache import CacheKey
+
+_LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
+_FEWEST_LIVES, _REFRESH_EVERY = 16, 8
+
+
+@config
+class TriggerConfig:
+    policy: str = "at_risk"
+    """`at_risk`: as above; `all`: every request within the bounds; `never`"""
+    budget_ms: NonNegative = 50.0
+    """what ranking may take at the 99th percentile"""
+    cache_share: NonNegative = 0.8
+    """rho: share of the device cache that may wait for ranking"""
+    compute_share: NonNegative = 0.5
+    """u_pre: device seconds of pre-inference a second"""
+    burst_s: NonNegative = 0.5
+    """device seconds of pre-inference that may be saved up"""
+    first_life_s: NonNegative = 1.0
+    """T_life before anything has been measured"""
+    life_margin_s: NonNegative = 0.2
+    """added to the measured time from ready to consumed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    is_admitted: bool
+    reason: str
+    """`admitted`, `safe`, `never`, `live_cap` or `rate_cap`"""
+
+
+class Trigger:
+    """Decisions of one instance. One thread, or one lock of the caller, uses it."""
+
+    def __init__(self, cfg: TriggerConfig, clock: Clock, *, cache_bytes: int):
+        self.cfg, self._clock, self._cache_bytes = cfg, clock, cache_bytes
+        self._live: OrderedDict[CacheKey, tuple[int, float]] = OrderedDict()  # bytes, admitted at
+        self._live_bytes = 0
+        self._saved_s = cfg.burst_s
+        self._filled_at_s = clock.now_s()
+        self._lives: deque[float] = deque(maxlen=256)
+        self._num_lives = 0
+        self._life_s = cfg.first_life_s
+        self._offered: deque[tuple[float, float]] = deque()  # when, device seconds in full
+        self._offered_s = 0.0
+
+    def decide(
+        self, key: CacheKey, *, full_rank_s: float, tail: float, wait_s: float, preinfer_s: float, num_bytes: int
+    ) -> Decision:
+        """Whether to compute ahead; an admission is charged at once."""
+        self._advance()
+        if self.cfg.policy == "never":
+            return Decision(False, "never")
+        late_s = wait_s + full_rank_s * tail + self._queue_tail_s(full_rank_s)
+        if self.cfg.policy == "at_risk" and late_s * 1e3 <= self.cfg.budget_ms:
+            return Decision(False, "safe")
+        if self._live_bytes + num_bytes > self.cfg.cache_share * self._cache_bytes:
+            return Decision(False, "live_cap")
+        if preinfer_s > self._saved_s:
+            return Decision(False, "rate_cap")
+        self._saved_s -= preinfer_s
+        self._end(key)
+        self._live[key] = (num_bytes, self._clock.now_s())
+        self._live_bytes += num_bytes
+        return Decision(True, "admitted")
+
+    def _queue_tail_s(self, full_rank_s: float) -> float:
+        """w99; the request joins the load of those after it."""
+        now_s = self._clock.now_s()
+        while self._offered and self._offered[0][0] < now_s - _LOAD_WINDOW_S:
+            self._offered_s -= self._offered.popleft()[1]
+        span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
+        self._offered_s = self._offered_s if self._offered else 0.0  # rounding does not pile up
+        load = min(0.99, self._offered_s / span_s)
+        self._offered.append((now_s, full_rank_s))
+        self._offered_s += full_rank_s
+        return full_rank_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
+
+    def consumed(self, key: CacheKey) -> None:
+        """Ranking has read the prefix, or it is gone: it no longer counts as live."""
+        known = self._live.get(key)
+        if known is not None:
+            self._lives.append(self._clock.now_s() - known[1])
+            self._num_lives += 1
+            if self._num_lives >= _FEWEST_LIVES and self._num_lives % _REFRESH_EVERY == 0:
+                self._life_s = float(np.quantile(self._lives, 0.99)) + self.cfg.life_margin_s
+            self._end(key)
+
+    @property
+    def life_s(self) -> float:
+        """T_life"""
+        return self._life_s
+
+    @property
+    def live_bytes(self) -> int:
+        return self._live_bytes
+
+    def _end(self, key: CacheKey) -> None:
+        known = self._live.pop(key, None)
+        if known is not None:
+            self._live_bytes -= known[0]
+
+    def _advance(self) -> None:
+        now_s = self._clock.now_s()
+        self._saved_s = min(self.cfg.burst_s, self._saved_s + (now_s - self._filled_at_s) * self.cfg.compute_share)
+        self._filled_at_s = now_s
+        life_s = self.life_s
+        while self._live:
+            key, (_, since_s) = next(iter(self._live.items()))
+            if now_s - since_s < life_s:
+                return
+            self._end(key)

@@ -1,0 +1,194 @@
+"""Multi-task ranking over action bits, measured by AUC and normalised entropy on the events after a point in time."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from nestrec.base.bounds import Count, Natural
+from nestrec.base.config import config
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.data.batches import MicroBatch
+from nestrec.data.dataset import Dataset
+from nestrec.data.samples.ranking import RankingAssembler, RankingInputConfig, RankingInputs, held_out_windows
+from nestrec.data.samples.split import Part, by_time
+from nestrec.data.samples.windows import window_index
+from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.models.hstu import HSTUConfig
+from nestrec.models.ranking import HeadConfig, RankingModel
+from nestrec.models.retrieval import EncoderConfig
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.tasks.logistic import LogisticBaseline
+from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy
+from nestrec.tasks.task import Evaluation, Task, on_device, sequence_info, share_of_ranks, sum_over_ranks
+
+
+@config
+class RankingTaskConfig:
+    kind: Literal["ranking"] = "ranking"
+    """multi-task ranking over action bits"""
+    encoder: EncoderConfig = HSTUConfig()
+    """the backbone"""
+    head: HeadConfig = HeadConfig()
+    """from states to logits"""
+    inputs: RankingInputConfig = RankingInputConfig()
+    """what the model sees and predicts"""
+    valid_from_ms: Natural = 0
+    """events from this time on validate (Unix milliseconds)"""
+    test_from_ms: Natural = 0
+    """events from this time on test (Unix milliseconds)"""
+    table_init: InitConfig = InitConfig(scale=0.02)
+    """first values of all vectors"""
+    table_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="adam", beta2=0.98)
+    """row optimiser of all tables"""
+    item_store: StoreConfig = StoreConfig()
+    """where the item table lives"""
+    baseline_category: str = ""
+    """event feature that the logistic baseline uses beside the rates of items and users"""
+    batch_windows: Count = 256
+    """windows scored at a time"""
+
+
+class RankingTask(Task):
+    remedy_if_empty = "cut where there are events on both sides: --task.valid_from_ms, --task.test_from_ms"
+
+    def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
+        self.cfg, self._dataset = cfg, dataset
+        _check(cfg, dataset)
+        rows = dataset.rows(np.arange(dataset.num_samples))
+        times, self._offsets = rows.lists["timestamps_ms"]
+        self._split = by_time(times, self._offsets, valid_from_ms=cfg.valid_from_ms, test_from_ms=cfg.test_from_ms)
+        self._events: dict[str, NDArray[Any]] = {name: values for name, (values, _) in rows.lists.items()}
+        self._inputs = RankingInputs(dataset, cfg.inputs, seed=seed)
+        num_bits = max(dataset.card.action_bits.values()).bit_length()
+        self.model = RankingModel(cfg.encoder, cfg.head, num_tasks=len(cfg.inputs.labels), num_action_bits=num_bits)
+        items = TableConfig(
+            name="items", dim=cfg.encoder.dim, num_rows=dataset.card.counts.items + 1, features=("item",), dtype=dtype,
+            seed=seed, init=cfg.table_init, optimizer=cfg.table_optimizer, store=cfg.item_store,
+        )  # fmt: skip
+        category = replace(items, features=(), store=StoreConfig())
+        self.tables = (
+            items,
+            *(replace(category, name=c.name, num_rows=c.vocabulary_size, seed=seed + 1 + i)
+              for i, c in enumerate(self._inputs.columns)),
+        )  # fmt: skip
+        self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
+        self._baseline: dict[Part, dict[str, Interval]] = {}
+
+    def num_held_out(self, part: Part) -> int:
+        first, end = self._split.held_out(part)
+        return int((end - first).sum())
+
+    def loss(
+        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        vectors = [gather_rows(rows["items"], index["item"])]
+        vectors += [gather_rows(rows[c.name], index[c.name]) for c in self._inputs.columns]
+        logit_EK = self.model(torch.stack(vectors).sum(0), batch.tensors["action"], sequence_info(batch))
+        return binary_cross_entropy_with_logits(logit_EK, batch.tensors["label"].to(logit_EK.dtype), reduction="sum")
+
+    def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
+        logit_EK, label_EK, user_E = self._scores(engine, part)
+        metrics: dict[str, Interval] = {}
+        for k, name in enumerate(self.cfg.inputs.labels):
+            metrics[f"auc/{name}"] = bootstrap_auc(label_EK[:, k], logit_EK[:, k], user_E)
+            entropy = normalised_entropy(label_EK[:, k], logit_EK[:, k])
+            metrics[f"ne/{name}"] = Interval(entropy, float("nan"), float("nan"))
+        systems: dict[str, Mapping[str, Interval]] = {"model": metrics}
+        if self.cfg.baseline_category:
+            if part not in self._baseline:
+                self._baseline[part] = self._logistic(part)
+            systems["logistic"] = self._baseline[part]
+        details = {"logit": logit_EK, "label": label_EK, "users": user_E}
+        return Evaluation(part, f"auc/{self.cfg.inputs.labels[0]}", systems, details)
+
+    def _scores(
+        self, engine: EmbeddingEngine, part: Part
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+        """Logits and labels (E, K) and users (E,) of every held-out event, in order of (user, event)."""
+        windows = held_out_windows(self._split, part, self.cfg.inputs.max_events)
+        first, end = self._split.held_out(part)
+        place_of = np.concatenate([[0], np.cumsum(end - first)])
+        num_tasks = len(self.cfg.inputs.labels)
+        logits, labels = np.zeros((place_of[-1], num_tasks)), np.zeros((place_of[-1], num_tasks), dtype=np.int64)
+        topology = engine.topology
+        for chosen in share_of_ranks(np.arange(len(windows)), self.cfg.batch_windows, topology.rank, topology.world):
+            user, window_first, window_end, scored_from = windows[chosen].T
+            batch = self._inputs.windows(self._inputs.read(user), window_first, window_end, epoch=0)
+            logit_EK = self._logits(engine, batch)
+            scored, counts = window_index(scored_from - window_first, window_end - window_first)
+            event_offsets = np.concatenate([[0], np.cumsum(window_end - window_first)])
+            at = scored + np.repeat(event_offsets[:-1], np.diff(counts))
+            place, _ = window_index(
+                place_of[user] + scored_from - first[user], place_of[user] + window_end - first[user]
+            )
+            logits[place] = logit_EK[at]
+            labels[place] = batch.tensors["label"].numpy()[at]
+        users = np.repeat(np.arange(len(first)), end - first)
+        return sum_over_ranks(topology, logits), sum_over_ranks(topology, labels), users
+
+    def _logits(self, engine: EmbeddingEngine, batch: MicroBatch) -> NDArray[np.float64]:
+        vectors = engine.lookup_readonly(batch.keys)
+        if batch.num_tokens == 0:
+            return np.zeros((0, len(self.cfg.inputs.labels)))
+        moved = on_device(batch, engine.device)
+        self.model.eval()
+        with torch.no_grad():
+            content = torch.stack([vectors[name] for name in ("item", *(c.name for c in self._inputs.columns))]).sum(0)
+            logits: torch.Tensor = self.model(content, moved.tensors["action"], sequence_info(moved))
+        self.model.train()
+        return logits.double().cpu().numpy()
+
+    def _logistic(self, part: Part) -> dict[str, Interval]:
+        """The baseline, fitted on the same training events and measured on the same held-out ones."""
+        train, _ = window_index(self._offsets[:-1], self._offsets[:-1] + self._split.train_end)
+        first, end = self._split.held_out(part)
+        held, _ = window_index(self._offsets[:-1] + first, self._offsets[:-1] + end)
+        user = np.repeat(np.arange(len(first)), np.diff(self._offsets))
+        item = self._events["item_ids"]
+        category = self._events[f"event_{self.cfg.baseline_category}"].astype(np.int64)
+        result: dict[str, Interval] = {}
+        for name in self.cfg.inputs.labels:
+            label = (self._events["actions"].astype(np.int64) & self._dataset.card.action_bits[name] > 0).astype(
+                np.int64
+            )
+            model = LogisticBaseline(
+                item[train], user[train], category[train], label[train], num_items=self._dataset.card.counts.items + 1,
+                num_users=len(first), num_categories=int(category.max()) + 1,
+            )  # fmt: skip
+            logit = model.logits(item[held], user[held], category[held])
+            result[f"auc/{name}"] = bootstrap_auc(label[held], logit, user[held])
+            entropy = normalised_entropy(label[held], logit)
+            result[f"ne/{name}"] = Interval(entropy, float("nan"), float("nan"))
+        return result
+
+
+def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
+    if not dataset.card.has_timestamps or not dataset.card.action_bits:
+        raise UserError(
+            "ranking needs timestamps and actions", field="data.folder", value=str(dataset.folder),
+            remedy="prepare the data from a log that has both",
+        )  # fmt: skip
+    if not cfg.inputs.labels:
+        remedy = did_you_mean("", dataset.card.action_bits)
+        raise UserError("names nothing to predict", field="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy)
+    categories = [feature.name for feature in dataset.card.event_features if feature.kind == "category"]
+    if cfg.baseline_category and cfg.baseline_category not in categories:
+        raise UserError(
+            "is no category of the dataset's events", field="task.baseline_category", value=cfg.baseline_category,
+            remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' leaves the baseline out",
+        )  # fmt: skip
+    if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
+        raise UserError(
+            f"must be twice task.inputs.max_events = {cfg.inputs.max_events}", field="task.encoder.max_length",
+            value=cfg.encoder.max_length, remedy="an event gives two tokens",
+        )  # fmt: skip
+    if not 0 < cfg.valid_from_ms <= cfg.test_from_ms:
+        raise UserError(
+            "must hold 0 < valid_from_ms <= test_from_ms", field="task.valid_from_ms", value=cfg.valid_from_ms,
+            remedy="give both in Unix milliseconds",
+        )  # fmt: skip

@@ -1,0 +1,220 @@
+"""Next-item retrieval: trained on every position, measured by ranking the whole catalogue."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.bounds import Count
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.data.batches import MicroBatch
+from nestrec.data.dataset import Dataset
+from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
+from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
+from nestrec.data.samples.split import Part, leave_one_out
+from nestrec.data.samples.windows import window_index
+from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.models.fuxi import FuXiConfig
+from nestrec.models.hstu import HSTUConfig
+from nestrec.models.negatives import NegativesConfig, candidates_of
+from nestrec.models.retrieval import EncoderConfig, RetrievalModel, SimilarityConfig
+from nestrec.ops.losses.grouped import grouped_loss
+from nestrec.ops.losses.sampled import Variant, sampled_loss
+from nestrec.ops.losses.softmax import full_cross_entropy
+from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.tasks.baselines import LastItem, Popularity
+from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
+from nestrec.tasks.metrics import bootstrap, ranking_metrics
+from nestrec.tasks.task import Evaluation, Task, sequence_info
+
+
+@config
+class RetrievalTaskConfig:
+    kind: Literal["retrieval"] = "retrieval"
+    """next-item retrieval"""
+    encoder: EncoderConfig = HSTUConfig()
+    """the backbone"""
+    similarity: SimilarityConfig = SimilarityConfig()
+    """how states and items meet"""
+    history: HistoryConfig = HistoryConfig()
+    """what of a user's history the model sees"""
+    loss: Literal["sampled_softmax", "full", "bce"] = "sampled_softmax"
+    """over sampled negatives, the whole catalogue, or pairs"""
+    num_negatives: Count = 128
+    """negatives drawn for a token, with replacement"""
+    negatives: NegativesConfig = NegativesConfig()
+    """where they are drawn from, and what they cost (docs/negatives.md)"""
+    item_init: InitConfig = InitConfig(scale=0.02)
+    """first values of item vectors"""
+    item_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="adam", beta2=0.98)
+    """row optimiser of the item table"""
+    item_store: StoreConfig = StoreConfig()
+    """where the item table lives"""
+    evaluation: RetrievalEvaluationConfig = RetrievalEvaluationConfig()
+    """how the model is measured"""
+
+    def __post_init__(self) -> None:
+        options = {"sampler": "uniform", "sharing": 1, "lookup": "full"}
+        for name, usual in options.items() if self.loss == "full" else ():
+            if getattr(self.negatives, name) != usual:
+                raise UserError(
+                    "means nothing to task.loss = 'full', which meets the whole catalogue",
+                    field=f"task.negatives.{name}", value=getattr(self.negatives, name),
+                    remedy=f"leave it at {usual}, or take --task.loss sampled_softmax",
+                )  # fmt: skip
+
+
+class RetrievalTask(Task):
+    model: RetrievalModel
+    remedy_if_empty = "give it users with three events and more: two are held out (nestrec prepare ... --user_core 3)"
+
+    def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
+        self.cfg, self._dataset = cfg, dataset
+        self._use_times = cfg.encoder.uses_times
+        _check(cfg, dataset, self._use_times)
+        self._split = leave_one_out(dataset.lengths)
+        self._baselines: dict[Part, dict[str, NDArray[np.int64]]] = {}
+        self.model = RetrievalModel(cfg.encoder, cfg.similarity)
+        self.variant: Variant = "plain" if cfg.negatives.variant == "auto" else cfg.negatives.variant
+        """how the loss is computed; where the config says auto, set when a run begins"""
+        self.tables = (
+            TableConfig(
+                name="items", dim=cfg.encoder.dim, num_rows=dataset.num_items + 1, features=_features(cfg), dtype=dtype,
+                seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store, **_half(cfg),
+            ),
+        )  # fmt: skip
+        self._seed = seed
+        if _meets_others(cfg):
+            self.couples_samples = cfg.negatives.reach
+        self.assembler = self.assembler_of(cfg.num_negatives)
+
+    def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
+        """Samples with so many negatives a token."""
+        return RetrievalAssembler(
+            self._dataset, self._split, self.cfg.history, seed=self._seed, use_times=self._use_times,
+            sampler=self._sampler(num_negatives), sharing=self.cfg.negatives.sharing,
+        )  # fmt: skip
+
+    def num_held_out(self, part: Part) -> int:
+        return len(self._split.users_with(part))
+
+    def loss(
+        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        row_UD = rows["items"]
+        query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
+        if self.cfg.loss == "full":
+            catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
+            cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
+            return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
+        if self.cfg.negatives.sampler == "groups":
+            return grouped_loss(
+                query_TD, self.model.item_vectors(row_UD), index["positive"], batch.tensors["group_token"],
+                self.cfg.loss, bias_T=batch.tensors.get("target_bias"),
+            ).sum()  # fmt: skip
+        return sampled_loss(
+            query_TD, self.model.item_vectors(row_UD), candidates_of(index, batch.tensors), self.cfg.loss,
+            variant=self.variant, segment_tokens=self.cfg.negatives.segment_tokens,
+        ).sum()  # fmt: skip
+
+    def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
+        queries = RetrievalQueries(self._dataset, self._split, self.cfg.history, part, use_times=self._use_times)
+        measure = CatalogueRanks(self.model, engine, queries, self.cfg.evaluation, self._dataset.num_items)
+        if part not in self._baselines:
+            self._baselines[part] = self._baseline_ranks(measure)
+        rank = {"model": measure.of_model(), **self._baselines[part]}
+        if self.cfg.evaluation.sampled_negatives:
+            rank["model, sampled"] = measure.among_sampled()
+        # A validation is one of many and only its mean decides; the test is the figure that people quote.
+        num_draws = 1000 if part == "test" else 100
+        metrics = {
+            system: bootstrap(ranking_metrics(r, self.cfg.evaluation.ks), num_draws=num_draws)
+            for system, r in rank.items()
+        }
+        notes = self._notes(measure, len(queries.users)) if part == "test" else ()
+        details = {"users": queries.users, **{f"rank/{system}": r for system, r in rank.items()}}
+        return Evaluation(part, self.cfg.evaluation.headline, metrics, details, notes)
+
+    def _notes(self, measure: CatalogueRanks, num_users: int) -> tuple[str, ...]:
+        """Targets that nothing could find: in logs where users return to items they pull every metric down."""
+        num_barred = measure.num_barred_targets()
+        if num_barred == 0:
+            return ()
+        return (
+            f"{num_barred:,} of {num_users:,} targets ({num_barred / num_users:.1%}) are items that filter_seen bars "
+            "because the user had them before: they count as misses, for the model and its baselines. "
+            "--task.evaluation.filter_seen none lets them be found",
+        )
+
+    def _sampler(self, num_negatives: int) -> Sampler | None:
+        """What draws the negatives; none for the whole catalogue."""
+        cfg, options, num_items = self.cfg, self.cfg.negatives, self._dataset.num_items
+        if cfg.loss == "full":
+            return None
+        if options.sampler == "uniform":
+            _check_enough(num_negatives, num_items, "items")
+            return Uniform(num_negatives, num_items)
+        counts_N = np.bincount(self._training_events()[0], minlength=num_items + 1)[1:]
+        if options.sampler in ("in_batch", "groups"):
+            kind = InBatch if options.sampler == "in_batch" else Groups
+            return kind(counts_N if options.log_q else None, num_negatives)
+        _check_enough(num_negatives, int((counts_N > 0).sum()), "items with events")
+        return ByPopularity(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
+
+    def _training_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Items of the training events of all users, and the offsets of the users."""
+        items, offsets = self._dataset.rows(np.arange(self._dataset.num_samples)).lists["item_ids"]
+        index, train_offsets = window_index(offsets[:-1], offsets[:-1] + self._split.train_end)
+        return items[index], train_offsets
+
+    def _baseline_ranks(self, measure: CatalogueRanks) -> dict[str, NDArray[np.int64]]:
+        items, train_offsets = self._training_events()
+        popularity = Popularity(items, self._dataset.num_items)
+        last_item = LastItem(items, train_offsets, popularity)
+        return {"popularity": measure.of_baseline(popularity), "last item": measure.of_baseline(last_item)}
+
+
+def _meets_others(cfg: RetrievalTaskConfig) -> bool:
+    """Whether the loss of a token depends on other tokens' targets or negatives."""
+    return cfg.loss != "full" and (cfg.negatives.sampler in ("in_batch", "groups") or cfg.negatives.sharing > 1)
+
+
+def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:
+    """What reads the item table; negatives that are targets of other tokens read nothing."""
+    if cfg.loss == "full":
+        return "history", "positive", "catalogue"
+    draws_targets = cfg.negatives.sampler in ("in_batch", "groups")
+    return ("history", "positive") if draws_targets else ("history", "positive", "negative")
+
+
+def _half(cfg: RetrievalTaskConfig) -> dict[str, Any]:
+    """Fields of the item table for negatives that cross in half precision."""
+    if cfg.negatives.lookup == "full" or "negative" not in _features(cfg):
+        return {}
+    return {"half_features": ("negative",), "half_dtype": cfg.negatives.lookup}
+
+
+def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
+    if num_items <= num_negatives:
+        raise UserError(
+            f"needs more than so many {what} to draw from, and there are {num_items}", field="task.num_negatives",
+            value=num_negatives, remedy="take fewer negatives, or the whole catalogue with task.loss=full",
+        )  # fmt: skip
+
+
+def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
+    if use_times and not dataset.card.has_timestamps:
+        field = f"task.encoder.{'time_channel' if isinstance(cfg.encoder, FuXiConfig) else 'time_bias'}"
+        raise UserError(
+            "needs timestamps, and the dataset has none", field=field, value=True,
+            remedy=f"set {field}=false, or prepare the data from files with timestamps",
+        )  # fmt: skip
+    if cfg.history.max_length != cfg.encoder.max_length:
+        raise UserError(
+            f"differs from task.encoder.max_length = {cfg.encoder.max_length}", field="task.history.max_length",
+            value=cfg.history.max_length, remedy="give both the same value",
+        )  # fmt: skip

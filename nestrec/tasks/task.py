@@ -1,0 +1,111 @@
+"""What a task brings to training: samples, tables, a model, a loss, and a way to measure it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from nestrec.data.batches import Assembler, MicroBatch
+from nestrec.data.samples.split import Part
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding.transfer import sent_to_device
+from nestrec.models import SequenceInfo
+from nestrec.pipeline import Coupling
+from nestrec.tasks.metrics import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results on one part of the data, of the model and of its baselines."""
+
+    part: Part
+    headline: str
+    """name of the metric that chooses the best epoch; larger is better"""
+    metrics: Mapping[str, Mapping[str, Interval]]
+    """name of the system ("model", "popularity", ...) to metric to value"""
+    details: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """values of each user or event, for paired comparisons"""
+    notes: tuple[str, ...] = ()
+    """what a reader of the figures must know"""
+
+    @property
+    def score(self) -> float:
+        return self.metrics["model"][self.headline].mean
+
+    def to_plain(self) -> dict[str, Any]:
+        systems = {s: {m: [v.mean, v.low, v.high] for m, v in values.items()} for s, values in self.metrics.items()}
+        notes = {"notes": list(self.notes)} if self.notes else {}
+        return {"part": self.part, "headline": self.headline, "metrics": systems, **notes}
+
+
+class Task(ABC):
+    """One small subclass for each thing that can be learned."""
+
+    model: nn.Module
+    tables: tuple[TableConfig, ...]
+    assembler: Assembler
+    couples_samples: Coupling = "micro_batch"
+    """`batch` where the loss of a sample depends on all others of a rank's batch: it is then never cut into several
+    micro-batches"""
+    remedy_if_empty: str
+    """what to do about a dataset that gives no samples, or none to measure by"""
+
+    @abstractmethod
+    def num_held_out(self, part: Part) -> int:
+        """Users, events or rows that a part is measured on."""
+
+    @abstractmethod
+    def loss(
+        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Sum of the losses of a micro-batch on the device.
+
+        rows: for each table the (U, D) unique rows of the micro-batch; index: for each feature the places of its keys
+        in the rows of its table.
+        """
+
+    @abstractmethod
+    def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
+        """Measure the model on held-out data; inserts no row."""
+
+
+def sequence_info(batch: MicroBatch) -> SequenceInfo:
+    tensors = batch.tensors
+    return SequenceInfo(
+        offsets=tensors["offsets"],
+        max_length=batch.max_length,
+        position_T=tensors["position"],
+        token_key_T=tensors["token_key"],
+        time_T=tensors.get("time"),
+        query_time_T=tensors.get("query_time"),
+    )
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch with its tensors on `device`; copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return batch
+    moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
+    return MicroBatch(batch.sample_ids, batch.keys, moved, batch.max_length, batch.num_tokens)
+
+
+def share_of_ranks(users: NDArray[np.int64], batch_users: int, rank: int, world: int) -> list[NDArray[np.int64]]:
+    """The batches of users that this rank measures: every rank gets equally many, the last ones maybe empty."""
+    num_batches = -(-len(users) // batch_users)
+    rounds = -(-num_batches // world)
+    starts = [(r * world + rank) * batch_users for r in range(rounds)]
+    return [users[s : s + batch_users] for s in starts]
+
+
+def sum_over_ranks(topology: Topology, values: NDArray[Any]) -> NDArray[Any]:
+    """Elementwise sum over all ranks, on every rank."""
+    total = torch.from_numpy(values.copy())
+    all_reduce_sum(topology.control, total)
+    return total.numpy()

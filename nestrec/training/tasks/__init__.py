@@ -1,1 +1,0 @@
-"""What can be learned: one small file a task."""

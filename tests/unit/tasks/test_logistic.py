@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+
+from nestrec.tasks.logistic import SMOOTHING, LogisticBaseline, Rates, fit
+
+
+def fit_by_lbfgs(features: np.ndarray, label: np.ndarray, ridge: float) -> np.ndarray:
+    """The same objective through torch's optimiser."""
+    x, y = torch.from_numpy(features), torch.from_numpy(label).double()
+    weight = torch.zeros(features.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weight], max_iter=500, tolerance_grad=1e-11, tolerance_change=0.0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(x @ weight, y, reduction="sum")
+        loss = loss + ridge / 2 * (weight**2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return weight.detach().numpy()
+
+
+@pytest.mark.parametrize("ridge", [0.1, 1.0])
+def test_newton_finds_what_lbfgs_finds(ridge: float) -> None:
+    draw = np.random.default_rng(0)
+    features = np.concatenate([draw.normal(size=(300, 3)), np.eye(4)[draw.integers(0, 4, 300)]], axis=1)
+    chance = 1 / (1 + np.exp(-(features @ draw.normal(size=7))))
+    label = (draw.random(300) < chance).astype(np.int64)
+    np.testing.assert_allclose(fit(features, label, ridge=ridge), fit_by_lbfgs(features, label, ridge), atol=1e-8)
+
+
+def test_separable_labels_do_not_blow_up() -> None:
+    features = np.array([[-2.0], [-1.0], [1.0], [2.0]])
+    assert np.isfinite(fit(features, np.array([0, 0, 1, 1]))).all()
+
+
+def test_rates_are_smoothed_and_leave_out_the_event_itself() -> None:
+    ids, label = np.array([0, 0, 0, 1]), np.array([1, 1, 0, 0])
+    rates = Rates.of(ids, label, 3)
+    assert rates.overall == 0.5
+    with_all = (2 + SMOOTHING * 0.5) / (3 + SMOOTHING)
+    without_own = (1 + SMOOTHING * 0.5) / (2 + SMOOTHING)
+    assert rates.logit(np.array([0])) == pytest.approx(np.log(with_all / (1 - with_all)))
+    assert rates.logit(np.array([0]), np.array([1])) == pytest.approx(np.log(without_own / (1 - without_own)))
+    assert rates.logit(np.array([2])) == pytest.approx(0.0)
+
+
+def test_the_baseline_learns_good_items_and_is_not_fooled_by_its_own_labels() -> None:
+    draw = np.random.default_rng(1)
+    item, user, tab = draw.integers(0, 20, 4000), draw.integers(0, 2000, 4000), draw.integers(0, 3, 4000)
+    label = (draw.random(4000) < np.where(item < 10, 0.8, 0.2)).astype(np.int64)
+    sizes = {"num_items": 20, "num_users": 2000, "num_categories": 3}
+    model = LogisticBaseline(item, user, tab, label, **sizes)
+    good, bad = (model.logits(np.full(1, i), np.full(1, 0), np.full(1, 0))[0] for i in (3, 15))
+    assert good > 0.5
+    assert bad < -0.5
+    noise = draw.integers(0, 2, 4000)
+    fooled = LogisticBaseline(item, user, tab, noise, **sizes).logits(item, user, tab)
+    assert np.abs(fooled).mean() < 0.25
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_labels_that_are_all_alike_give_finite_scores(only: int) -> None:
+    ids, label = np.arange(6) % 3, np.full(6, only)
+    model = LogisticBaseline(ids, ids, np.zeros(6, np.int64), label, num_items=3, num_users=3, num_categories=1)
+    assert np.isfinite(model.logits(ids, ids, np.zeros(6, np.int64))).all()

@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestrec.tasks.metrics import (
+    Interval,
+    auc,
+    bootstrap,
+    bootstrap_auc,
+    log_loss,
+    normalised_entropy,
+    ranking_metrics,
+)
+
+scored = st.lists(st.tuples(st.integers(0, 1), st.integers(-3, 3), st.integers(0, 3)), min_size=1, max_size=30)
+
+
+def test_ranking_metrics_by_hand() -> None:
+    """Found first, third, eleventh, and not at all."""
+    metrics = ranking_metrics(np.array([1, 3, 11, 0]), (1, 3, 20))
+    assert metrics["hr@1"].tolist() == [1, 0, 0, 0]
+    assert metrics["hr@3"].tolist() == [1, 1, 0, 0]
+    assert metrics["ndcg@3"] == pytest.approx([1, 0.5, 0, 0])
+    assert metrics["ndcg@20"] == pytest.approx([1, 0.5, 1 / np.log2(12), 0])
+    assert metrics["mrr@3"] == pytest.approx([1, 1 / 3, 0, 0])
+    assert metrics["mrr@20"] == pytest.approx([1, 1 / 3, 1 / 11, 0])
+    assert list(metrics) == [f"{name}@{k}" for k in (1, 3, 20) for name in ("hr", "ndcg", "mrr")]
+
+
+@given(scored)
+def test_auc_is_the_share_of_pairs_in_the_right_order(events: list[tuple[int, int, int]]) -> None:
+    """Against the quadratic definition, with ties and with events that count several times or not at all."""
+    label, score, weight = (np.array(column) for column in zip(*events, strict=True))
+    pairs = right = 0.0
+    for i in np.flatnonzero(label == 1):
+        for j in np.flatnonzero(label == 0):
+            pairs += weight[i] * weight[j]
+            right += weight[i] * weight[j] * ((score[i] > score[j]) + (score[i] == score[j]) / 2)
+    found = auc(label, score.astype(float), weight.astype(float))
+    assert found == pytest.approx(right / pairs if pairs else float("nan"), nan_ok=True)
+    repeated = np.repeat(np.arange(len(label)), weight)
+    assert auc(label[repeated], score[repeated].astype(float)) == pytest.approx(found, nan_ok=True)
+
+
+def test_bootstrap_means_are_the_means_and_metrics_share_their_draws() -> None:
+    values = np.random.default_rng(0).random(50)
+    found = bootstrap({"a": values, "b": 2 * values + 1}, num_draws=200)
+    assert found["a"].mean == pytest.approx(values.mean())
+    assert found["b"].low == pytest.approx(2 * found["a"].low + 1)
+    assert found["b"].high == pytest.approx(2 * found["a"].high + 1)
+    assert found["a"].low < found["a"].mean < found["a"].high
+    assert bootstrap({"a": values, "b": 2 * values + 1}, num_draws=200) == found
+
+
+def test_bootstrap_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    draw = np.random.default_rng(1)
+    samples = [draw.random(60) < 0.3 for _ in range(200)]
+    hits = 0
+    for i, sample in enumerate(samples):
+        interval = bootstrap({"x": sample.astype(float)}, num_draws=200, seed=i)["x"]
+        hits += interval.low <= 0.3 <= interval.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_bootstrap_auc_resamples_users_and_not_events() -> None:
+    """A user's copies add nothing: an interval over events would shrink with them."""
+    draw = np.random.default_rng(2)
+    label, users = draw.integers(0, 2, 60), np.arange(60)
+    score = label + draw.normal(size=60)
+    once = bootstrap_auc(label, score, users)
+    copies = np.tile(np.arange(60), 9)
+    often = bootstrap_auc(label[copies], score[copies], users[copies])
+    by_event = bootstrap_auc(label[copies], score[copies], np.arange(540))
+    assert often.mean == pytest.approx(once.mean)
+    assert (often.low, often.high) == pytest.approx((once.low, once.high))
+    assert by_event.high - by_event.low < 0.6 * (once.high - once.low)
+
+
+def test_log_loss_and_normalised_entropy_by_hand() -> None:
+    label, logit = np.array([1, 0, 0, 0]), np.array([0.0, 0.0, 2.0, -800.0])
+    expected = [np.log(2), np.log(2), np.log1p(np.exp(2.0)), 0.0]
+    assert log_loss(label, logit) == pytest.approx(expected)
+    base = -(0.25 * np.log(0.25) + 0.75 * np.log(0.75))
+    assert normalised_entropy(label, logit) == pytest.approx(np.mean(expected) / base)
+    assert normalised_entropy(label, np.full(4, np.log(1 / 3))) == pytest.approx(1.0)
+
+
+def test_nothing_to_measure_gives_nan_and_no_warning() -> None:
+    nothing, none = np.zeros(0, np.int64), np.zeros(0)
+    assert np.isnan(bootstrap({"a": none})["a"].mean)
+    assert np.isnan(auc(nothing, none))
+    assert np.isnan(normalised_entropy(nothing, none))
+    assert np.isnan(bootstrap_auc(nothing, none, nothing).low)
+    only_positive = bootstrap_auc(np.ones(3, np.int64), np.arange(3.0), np.arange(3))
+    assert np.isnan([only_positive.mean, only_positive.low, only_positive.high]).all()
+    assert np.isnan(normalised_entropy(np.ones(3, np.int64), np.arange(3.0)))
+
+
+def test_an_interval_reads_as_mean_and_bounds() -> None:
+    assert str(Interval(0.12345, 0.1, 0.2)) == "0.1235 [0.1000, 0.2000]"

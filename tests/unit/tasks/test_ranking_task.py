@@ -1,0 +1,136 @@
+"""Multi-task ranking learns from what came before an event, and from nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+
+from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserError
+from nestrec.data.batches import BatchConfig
+from nestrec.data.dataset import Dataset
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.preparation import prepare
+from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_windows
+from nestrec.data.samples.split import Split
+from nestrec.data.synthetic import logs as synthetic
+from nestrec.distributed import Topology
+from nestrec.models import HSTUConfig
+from nestrec.tasks.ranking import RankingTask, RankingTaskConfig
+from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.recipes import recipe
+from nestrec.training.trainer import Trainer
+
+ACTIONS = ("click", "like", "long_view")
+CUT_MS = (synthetic.START_MS + synthetic.SPAN_MS // 2, synthetic.START_MS + synthetic.SPAN_MS * 5 // 8)
+
+
+def make_log(folder: Path, *, shuffled: bool) -> Path:
+    """A synthetic log as a dataset; with shuffled labels the actions are dealt anew over all events."""
+    raw, output = folder / "log.csv", folder / f"shuffled-{shuffled}"
+    synthetic.write_csv(synthetic.preset("tiny", num_users=1200), raw)
+    table = pyarrow.csv.read_csv(raw)
+    if shuffled:
+        order = np.random.default_rng(0).permutation(table.num_rows)
+        for name in ACTIONS:
+            table = table.set_column(table.column_names.index(name), name, pa.array(table[name].to_numpy()[order]))
+    table = table.append_column("play_ms", table["click"])
+    pyarrow.csv.write_csv(table, raw)
+    columns = LogColumns(time="time_ms", time_unit="ms", actions={a: a for a in ACTIONS}, numbers=("play_ms",))
+    prepare("log", raw, output, options=PrepareOptions(log=columns))
+    return output
+
+
+def ranking_run(data: Path) -> RunConfig:
+    return RunConfig(
+        name="ranking",
+        task=RankingTaskConfig(
+            encoder=HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=1, max_length=40, dropout=0.1),
+            inputs=RankingInputConfig(labels=("click", "like"), max_events=20),
+            valid_from_ms=CUT_MS[0],
+            test_from_ms=CUT_MS[1],
+        ),
+        data=DataConfig(folder=str(data)),
+        batch=BatchConfig(batch_samples=64),
+        optimizer=OptimizerConfig(learning_rate=5e-3),
+        training=TrainingConfig(epochs=10, evaluate_every_epochs=0, device="cpu"),
+    )
+
+
+def trained_auc(data: Path, run: Path) -> tuple[float, float, float]:
+    trainer = Trainer(ranking_run(data), run, Topology.single())
+    trainer.train()
+    interval = trainer.evaluate("test").metrics["model"]["auc/click"]
+    return interval.mean, interval.low, interval.high
+
+
+def test_true_labels_are_learned_and_shuffled_ones_are_not(tmp_path):
+    """With labels dealt at random over all events nothing can be predicted: a higher AUC would be a leak."""
+    auc, low, _ = trained_auc(make_log(tmp_path, shuffled=False), tmp_path / "true")
+    assert low > 0.55, auc
+    auc, low, high = trained_auc(make_log(tmp_path, shuffled=True), tmp_path / "shuffled-run")
+    assert low < 0.5 < high, (auc, low, high)
+
+
+def test_the_reaction_to_an_event_cannot_be_a_feature_of_its_content(tmp_path):
+    dataset = Dataset.open(make_log(tmp_path, shuffled=False))
+    inputs = RankingInputConfig(labels=("click",), event_features=("play_ms",))
+    with pytest.raises(UserError, match="known before the user reacts"):
+        RankingInputs(dataset, inputs, seed=0)
+
+
+def test_an_unknown_label_is_refused_with_the_known_ones(tmp_path):
+    dataset = Dataset.open(make_log(tmp_path, shuffled=False))
+    with pytest.raises(UserError, match="did you mean 'click'"):
+        RankingInputs(dataset, RankingInputConfig(labels=("clikc",)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("task.valid_from_ms", {"valid_from_ms": CUT_MS[1], "test_from_ms": CUT_MS[0]}),
+        ("task.baseline_category", {"baseline_category": "tab"}),
+        ("task.inputs.labels", {"inputs": RankingInputConfig(labels=(), max_events=20)}),
+    ],
+    ids=["times out of order", "no such category", "nothing to predict"],
+)
+def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(tmp_path, field, changes):
+    cfg = ranking_run(make_log(tmp_path, shuffled=False))
+    with pytest.raises(UserError) as refused:
+        RankingTask(replace(cfg.task, **changes), Dataset.open(cfg.data.folder), seed=0, dtype="float32")
+    assert refused.value.field == field
+
+
+def test_windows_score_every_held_out_event_once_with_history_before_it():
+    generator = np.random.default_rng(0)
+    train = generator.integers(0, 30, 200)
+    valid = train + generator.integers(0, 40, 200)
+    split = Split(train, valid, valid + 3)
+    windows = held_out_windows(split, "valid", max_events=16)
+    scored = [(u, e) for u, _, end, start in windows for e in range(start, end)]
+    assert sorted(scored) == [(u, e) for u in range(200) for e in range(train[u], valid[u])]
+    assert (windows[:, 2] - windows[:, 1] <= 16).all()
+    assert (windows[:, 1] >= 0).all()
+
+
+@pytest.mark.slow
+def test_kuairand_ranking_beats_the_logistic_baseline_on_the_last_day(data_folder, tmp_path):
+    data = tmp_path / "kuairand"
+    prepare("kuairand", data_folder / "kuairand-pure", data)
+    cfg = with_overrides(recipe("kuairand_ranking"), {"data.folder": str(data)})
+    trainer = Trainer(cfg, tmp_path / "run", Topology.single())
+    trainer.train()
+    metrics = trainer.evaluate("test").metrics
+    assert metrics["model"]["auc/click"].low > metrics["logistic"]["auc/click"].mean
+
+
+def test_criteo_rows_beat_the_base_rate(data_folder, tmp_path):
+    prepare("criteo", data_folder / "criteo-sample" / "criteo_first_7000.txt.gz", tmp_path / "criteo")
+    cfg = with_overrides(recipe("criteo_dlrm"), {"data.folder": str(tmp_path / "criteo"), "training.device": "cpu"})
+    trainer = Trainer(cfg, tmp_path / "run", Topology.single())
+    trainer.train()
+    metrics = trainer.evaluate("test").metrics
+    assert metrics["model"]["log_loss"].mean < metrics["base rate"]["log_loss"].mean
