@@ -5,7 +5,7 @@ increasing index order inside a rank, no rank loaded more than the most loaded o
 so every rank computes the same partition from the same lengths; ranks may be empty.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,8 @@ from nestrec.balance.power import power
 from nestrec.balance.refined import refined
 from nestrec.balance.token_threshold import token_threshold
 from nestrec.balance.zigzag import zigzag
-from nestrec.base.bounds import Count
+from nestrec.base.bounds import Count, OneOf
 from nestrec.base.config import config
-from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.order import contiguous_shares
 
 
@@ -48,8 +47,8 @@ EQUAL_COUNTS = frozenset({"fixed", "zigzag", "karmarkar_karp"})
 class BalanceConfig:
     """How the samples of a global batch are dealt to the ranks. One value for all ranks."""
 
-    policy: str = "fixed"
-    """one of POLICIES"""
+    policy: Annotated[str, OneOf(POLICIES)] = "fixed"
+    """how samples are dealt to ranks; `fixed` gives each the same number of them, the others look at their cost"""
     cost: CostModel = CostModel()
     """what a sample costs, until it is fitted"""
     mode: Literal["read", "exchange"] = "read"
@@ -58,14 +57,6 @@ class BalanceConfig:
     """fit the cost to measured times so often, at the next report; none keeps `cost`"""
     replay: tuple[CostChange, ...] = ()
     """changes of the cost that a run has logged, made again at the same batches; then nothing is fitted"""
-
-    def __post_init__(self) -> None:
-        if self.fit_every_steps is not None and self.fit_every_steps < 1:
-            remedy = "give a number of steps, or none"
-            raise UserError("is too few", field="balance.fit_every_steps", value=self.fit_every_steps, remedy=remedy)
-        if self.policy not in POLICIES:
-            remedy = did_you_mean(self.policy, POLICIES)
-            raise UserError("is no balance policy", field="balance.policy", value=self.policy, remedy=remedy)
 
 
 def partition(policy: str, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:

@@ -1,13 +1,15 @@
-"""Numbers that a field of a config may hold: part of its type, so that a value out of range is refused by name.
+"""What a field of a config may hold: part of its type, so that a value out of range is refused by name.
 
 `batch_samples: Count = 128` is an int for a type checker, and 1 or more for everybody who builds the config.
+`policy: Annotated[str, OneOf(POLICIES)]` is a name in a registry that may grow.
 """
 
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import Mistakes, UserError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,16 @@ class Bound:
         return f"more than {self.low:g}" if self.above else f"{self.low:g} or more"
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The names of a registry, as it is when somebody asks."""
+
+    known: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return " | ".join(self.known)
+
+
 Count = Annotated[int, Bound(1)]
 """1 or more."""
 Natural = Annotated[int, Bound(0)]
@@ -52,7 +64,7 @@ Decay = Annotated[float, Bound(0, 1, below=True)]
 
 
 class BoundError(UserError):
-    """A number out of range, named by its field alone until whoever knows the rest of its path adds it."""
+    """A value out of range, named by its field alone until whoever knows the rest of its path adds it."""
 
     def under(self, where: str) -> "BoundError":
         return self if not where else BoundError(
@@ -60,24 +72,34 @@ class BoundError(UserError):
         )  # fmt: skip
 
 
-def bounds_of(cls: type) -> dict[str, Bound]:
-    """Bounds of the fields that have one."""
-    found = ((name, _bound_in(hint)) for name, hint in cls.__annotations__.items())
-    return {name: bound for name, bound in found if bound is not None}
+def limits_of(cls: type) -> dict[str, Bound | OneOf]:
+    """What the fields that are limited may hold."""
+    found = ((name, _limit_in(hint)) for name, hint in cls.__annotations__.items())
+    return {name: limit for name, limit in found if limit is not None}
 
 
-def check_bounds(value: Any, bounds: dict[str, Bound]) -> None:
-    """Raise a BoundError for the first field that is out of range; of a sequence, every element must be in it."""
-    for name, bound in bounds.items():
-        given = getattr(value, name)
-        for number in given if isinstance(given, tuple | list) else (given,):
-            if isinstance(number, int | float) and not bound.holds(number):
-                raise BoundError(f"must be {bound}", field=name, value=given, remedy=f"give {bound}")
+def check_limits(value: Any, limits: dict[str, Bound | OneOf]) -> None:
+    """Raise for the fields that hold what they may not; of a sequence, every element must be allowed."""
+    mistakes = Mistakes()
+    for name, limit in limits.items():
+        with mistakes.noted():
+            _check_limit(name, getattr(value, name), limit)
+    mistakes.raise_all()
 
 
-def _bound_in(hint: Any) -> Bound | None:
+def _check_limit(name: str, given: Any, limit: Bound | OneOf) -> None:
+    for one in given if isinstance(given, tuple | list) else (given,):
+        if isinstance(limit, OneOf):
+            if isinstance(one, str) and one not in limit.known:
+                remedy = did_you_mean(one, limit.known)
+                raise BoundError("is not one of the choices", field=name, value=given, remedy=remedy)
+        elif isinstance(one, int | float) and not limit.holds(one):
+            raise BoundError(f"must be {limit}", field=name, value=given, remedy=f"give {limit}")
+
+
+def _limit_in(hint: Any) -> Bound | OneOf | None:
     for found in getattr(hint, "__metadata__", ()):
-        if isinstance(found, Bound):
+        if isinstance(found, Bound | OneOf):
             return found
-    inner = (_bound_in(part) for part in typing.get_args(hint))
-    return next((bound for bound in inner if bound is not None), None)
+    inner = (_limit_in(part) for part in typing.get_args(hint))
+    return next((limit for limit in inner if limit is not None), None)

@@ -4,8 +4,9 @@ A mistake of the user raises :class:`UserError`, which names the field, the valu
 prints it without a traceback. `assert` is kept for our own invariants.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -20,6 +21,42 @@ class UserError(Exception):
         where = f"{self.field} = {self.value!r}: " if self.field is not None else ""
         what_to_do = f"\n  remedy: {self.remedy}" if self.remedy else ""
         return f"{where}{self.problem}{what_to_do}"
+
+
+class UserErrors(UserError):
+    """Several mistakes, told at once; `errors` holds each of them."""
+
+    def __init__(self, errors: Sequence[UserError]):
+        self.errors = tuple(errors)
+        each = "".join("\n- " + str(error).replace("\n", "\n  ") for error in self.errors)
+        super().__init__(f"{len(self.errors)} mistakes:{each}")
+
+    def __reduce__(self) -> Any:
+        return UserErrors, (self.errors,)
+
+
+class Mistakes:
+    """Gathers errors of parts that do not depend on each other, so that a user need not find them one a try."""
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """An error inside the block is kept for later, and ends only the block."""
+        try:
+            yield
+        except UserErrors as several:
+            self.errors += several.errors
+        except UserError as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raise what was noted: one error as it is, several as one."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise UserErrors(self.errors)
 
 
 class DataError(UserError):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nestrec.base.bounds import Bound
+from nestrec.base.bounds import Bound, OneOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ def docs_of(cls: type) -> dict[str, str]:
 
 def _allowed(hint: Any) -> str:
     """A type as people read it."""
-    for bound in getattr(hint, "__metadata__", ()):
-        if isinstance(bound, Bound):
-            return f"{hint.__origin__.__name__}, {bound}"
+    for limit in getattr(hint, "__metadata__", ()):
+        if isinstance(limit, Bound | OneOf):
+            return str(limit) if isinstance(limit, OneOf) else f"{hint.__origin__.__name__}, {limit}"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " | ".join(str(choice) for choice in arguments)

@@ -4,7 +4,7 @@ import importlib
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nestrec.base.errors import UserError, did_you_mean
@@ -58,7 +58,7 @@ def show_options(words: list[str]) -> None:
         raise UserError("is in no option's name or meaning", field="word", value=wanted, remedy=remedy)
     width = min(shutil.get_terminal_size().columns, 120)
     for field in chosen:
-        print(f"--{field.name} {shlex.quote(_text(field.value))}  ({field.allowed})")
+        print(f"--{field.name} {shlex.quote(option_text(field.value))}  ({field.allowed})")
         print(textwrap.fill(field.meaning, width, initial_indent="    ", subsequent_indent="    "))
 
 
@@ -68,7 +68,10 @@ def _chosen(config: Any, wanted: str) -> Iterator[FieldDoc]:
             yield field
 
 
-def _text(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """As it can be given back to the command."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={option_text(part)}" for name, part in value.items())
     if isinstance(value, tuple | list):
-        return ",".join(_text(part) for part in value)
+        return ",".join(option_text(part) for part in value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.config import config, dumps, from_plain, to_plain, with_overrides
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, UserErrors
 
 
 class Color(enum.Enum):
@@ -192,3 +192,93 @@ def test_configs_are_frozen_keyword_only_and_slotted() -> None:
     with pytest.raises(TypeError):
         Inner(3)  # type: ignore[misc]
     assert not hasattr(value, "__dict__")
+
+
+@config
+class Small:
+    """A member of a union."""
+
+    kind: Literal["small"] = "small"
+    """Its name."""
+    width: int = 1
+    """A number."""
+
+
+@config
+class Large:
+    """Another one."""
+
+    kind: Literal["large"] = "large"
+    """Its name."""
+    width: int = 9
+    """A number."""
+    height: int = 9
+    """Another number."""
+
+
+@config
+class Either:
+    """Holds unions, mappings and sequences."""
+
+    size: Small | Large = Small()
+    """One of two kinds."""
+    often: int | Literal["auto"] | None = "auto"
+    """A number or a word."""
+    actions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts by name."""
+    names: tuple[str, ...] = ("a",)
+    """Texts."""
+    limit: int = 1
+    """A number."""
+
+
+def test_all_mistakes_of_a_config_are_told_at_once() -> None:
+    wrong = {"inner.num_layers": "x", "mode": "meen", "inner.dropuot": "1", "nosuch": "1", "dims": "a,2,b"}
+    with pytest.raises(UserErrors) as caught:
+        with_overrides(Outer(), wrong)
+    fields = [error.field for error in caught.value.errors]
+    assert sorted(map(str, fields)) == ["dims[0]", "dims[2]", "inner.dropuot", "inner.num_layers", "mode", "nosuch"]
+    assert all(str(field) in str(caught.value) for field in fields)
+    with pytest.raises(UserErrors) as caught:
+        from_plain(Outer, {"inner": {"dropout": "x", "name": 3}, "mode": 1})
+    assert [error.field for error in caught.value.errors] == ["inner.dropout", "inner.name", "mode"]
+
+
+def test_an_option_given_without_its_path_is_found() -> None:
+    with pytest.raises(UserError, match=r"did you mean 'inner.num_layers'\?"):
+        with_overrides(Outer(), {"num_layers": "3"})
+
+
+def test_a_value_of_a_union_is_read_as_the_kind_that_it_names() -> None:
+    assert with_overrides(Either(), {"size": '{"kind": "large", "height": 2}'}).size == Large(height=2)
+    for text, message in (
+        ('{"kind": "small", "widht": 3}', "size.widht = 3: Small has no such field\n  remedy: did you mean 'width'"),
+        ('{"kind": "large", "width": "x"}', "size.width = 'x': is not of type int"),
+        ('{"kind": "medium"}', "size.kind = 'medium': is not one of the choices\n  remedy: known names: large, small"),
+    ):
+        with pytest.raises(UserError, match=message):
+            with_overrides(Either(), {"size": text})
+
+
+def test_a_word_that_fits_nothing_names_all_that_would() -> None:
+    with pytest.raises(UserError, match="often = 'ofen'") as caught:
+        with_overrides(Either(), {"often": "ofen"})
+    assert caught.value.remedy == "give an int, or known names: auto, or none"
+
+
+def test_named_texts_need_no_json() -> None:
+    changed = with_overrides(Either(), {"actions": "click=clicked,buy=event:buy"})
+    assert changed.actions == {"click": "clicked", "buy": "event:buy"}
+    assert with_overrides(Either(actions={"a": "b"}), {"actions": ""}).actions == {}
+    with pytest.raises(UserError, match="write name=value,other=value"):
+        with_overrides(Either(), {"actions": "click=clicked,buy"})
+
+
+def test_nothing_between_quotes_is_an_empty_list() -> None:
+    assert with_overrides(Either(), {"names": ""}).names == ()
+    assert with_overrides(Outer(), {"dims": ""}).dims == ()
+
+
+def test_types_are_named_in_english() -> None:
+    with pytest.raises(UserError, match=r"remedy: give an int$"):
+        with_overrides(Either(), {"limit": "x"})

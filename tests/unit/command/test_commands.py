@@ -6,13 +6,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nestrec.base.config import leaves
+from nestrec.balance import POLICIES
+from nestrec.base.config import leaves, with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.field_docs import describe
 from nestrec.base.overrides import PASSED_ON
 from nestrec.bench.app import app as bench_app
 from nestrec.cli.app import app
-from nestrec.cli.options import CONFIGS, config_of
+from nestrec.cli.options import CONFIGS, config_of, option_text
 
 
 def refusal(*arguments: str) -> UserError:
@@ -142,3 +143,21 @@ def test_a_server_that_could_not_serve_is_refused_before_it_starts(tmp_path: Pat
 
 def test_a_folder_without_an_exported_model_is_named(tmp_path: Path) -> None:
     assert refusal("serve", "--model", str(tmp_path), "--port", "0").value == str(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["train demo", "train kuairand_ranking", "train criteo_dlrm", *CONFIGS])
+def test_what_options_prints_can_be_given_back(command: str) -> None:
+    config, _ = config_of(command.split())
+    printed = {field.name: option_text(field.value) for field in describe(config)}
+    assert with_overrides(config, printed) == config
+
+
+def test_the_choices_of_a_balance_policy_are_listed() -> None:
+    printed = CliRunner().invoke(app, ["options", "train", "demo", "balance.policy"]).output
+    assert all(name in printed.splitlines()[0] for name in POLICIES)
+    assert refusal("train", "demo", "--balance.policy", "refind").remedy == "did you mean 'refined'?"
+
+
+def test_an_option_without_its_path_says_where_it_is(tmp_path: Path) -> None:
+    error = refusal("train", "demo", "--epochs", "3", "--output", str(tmp_path / "run"))
+    assert error.remedy == "did you mean 'training.epochs'?"

@@ -1,0 +1,206 @@
+"""Plain data, and text as typed on a command line, to the types of a config's fields: every name and type is checked.
+
+All mistakes are told at once. A value of a union is read as the member whose `kind` it names, where members have one.
+"""
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+from nestrec.base.bounds import BoundError
+from nestrec.base.errors import Mistakes, UserError, UserErrors, did_you_mean
+
+T = TypeVar("T")
+_EXPECTED = {bool: "true or false", int: "an int", float: "a float", str: "a str"}
+
+
+def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
+    """Build a config from JSON-like data; every name and type is checked."""
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cast(Any, cls))
+    names = [field.name for field in fields]
+    mistakes, given = Mistakes(), {}
+    for key, value in data.items():
+        with mistakes.noted():
+            if key not in names:
+                raise UserError(f"{cls.__name__} has no such field", field=join(where, key), value=value,
+                                remedy=did_you_mean(key, names))  # fmt: skip
+            given[key] = convert(value, hints[key], join(where, key))
+    for field in fields:
+        with mistakes.noted():
+            if field.name not in data and not _has_default(field):
+                raise UserError("is required", field=join(where, field.name), value=None, remedy="give it a value")
+    mistakes.raise_all()
+    return built(lambda: cls(**given), where)
+
+
+def built(build: Callable[[], T], where: str) -> T:
+    """What `build` makes of checked values; limits of numbers are named by their whole path."""
+    try:
+        return build()
+    except BoundError as error:
+        raise error.under(where) from None
+    except UserErrors as several:
+        named = [error.under(where) if isinstance(error, BoundError) else error for error in several.errors]
+        raise UserErrors(named) from None
+
+
+def parse(text: str) -> Any:
+    """What a command line's text stands for: a number, true, none, JSON, or itself."""
+    try:
+        return json.loads({"true": "true", "false": "false", "none": "null"}.get(text.lower(), text))
+    except json.JSONDecodeError:
+        return text
+
+
+def convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
+    """`value` as the type `hint`, or an error that names the field. `raw`: the text that `value` was parsed from."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, get_args(hint), where, raw)
+    if origin is Literal:
+        return _convert_choice(value, get_args(hint), where, raw)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return value if isinstance(value, hint) else from_plain(hint, _expect_fields(value, where), where)
+    if origin in (tuple, list):
+        return _convert_sequence(value, hint, where, raw)
+    if origin is not None and issubclass(origin, Mapping):
+        return _convert_mapping(value, get_args(hint)[1], where, raw)
+    return _convert_scalar(value, hint, where, raw)
+
+
+def join(where: str, key: str) -> str:
+    """A dotted name."""
+    return f"{where}.{key}" if where else key
+
+
+def _convert_choice(value: Any, choices: tuple[Any, ...], where: str, raw: str | None) -> Any:
+    if raw in choices:  # such as the choice "none", which reads as null
+        return raw
+    if value not in choices:
+        remedy = did_you_mean(str(value), [str(choice) for choice in choices])
+        if len(choices) == 1 and where.endswith("kind"):  # it decides what other fields there are
+            remedy = f"here it can only be {choices[0]}; take a recipe of the other kind (see `nestrec recipes`)"
+        raise UserError("is not one of the choices", field=where, value=value, remedy=remedy)
+    return value
+
+
+def _convert_union(value: Any, members: tuple[Any, ...], where: str, raw: str | None) -> Any:
+    if value is None and type(None) in members:
+        return None
+    others = [member for member in members if member is not type(None)]
+    if isinstance(value, Mapping) and (kinds := _members_by_kind(others)):
+        return convert(value, _member_named(value, kinds, where), where, raw)
+    errors = []
+    for member in others:
+        try:
+            return convert(value, member, where, raw)
+        except UserError as error:
+            errors.append(error)
+    if len(members) == 1:
+        raise errors[0]
+    remedy = ", or ".join([str(error.remedy) for error in errors] + ["none"] * (len(others) < len(members)))
+    problem = errors[0].problem if len(errors) == 1 else "is nothing that this option takes"
+    raise UserError(problem, field=errors[0].field if len(errors) == 1 else where, value=value, remedy=remedy)
+
+
+def _members_by_kind(members: list[Any]) -> dict[str, type]:
+    """Dataclasses of a union by the one value of their field `kind`; empty where a member has none."""
+    found: dict[str, type] = {}
+    for member in members:
+        hint = typing.get_type_hints(member).get("kind") if dataclasses.is_dataclass(member) else None
+        if get_origin(hint) is not Literal:
+            return {}
+        found |= {str(name): member for name in get_args(hint)}
+    return found
+
+
+def _member_named(value: Mapping[str, Any], kinds: dict[str, type], where: str) -> type:
+    """The member that a value's `kind` names; without a name, the only one that has all the fields given."""
+    if "kind" in value:
+        kind = str(value["kind"])
+        if kind not in kinds:
+            remedy = did_you_mean(kind, kinds)
+            raise UserError("is not one of the choices", field=join(where, "kind"), value=kind, remedy=remedy)
+        return kinds[kind]
+    fitting = [cls for cls in kinds.values() if set(value) <= {field.name for field in dataclasses.fields(cls)}]
+    if not fitting:
+        raise UserError("does not say of which kind it is", field=where, value=dict(value),
+                        remedy=f'add "kind", one of {", ".join(kinds)}')  # fmt: skip
+    return fitting[0]
+
+
+def _convert_sequence(value: Any, hint: Any, where: str, raw: str | None) -> Any:
+    args = get_args(hint)
+    texts: list[str | None] = []
+    if raw is not None and not isinstance(value, list | Mapping):
+        texts = [*raw.split(",")] if raw else []
+        value = [parse(text) for text in texts if text is not None]
+    elif isinstance(value, str):
+        texts = [*value.split(",")]
+        value = [parse(text) for text in value.split(",")]
+    elif not isinstance(value, list | tuple):
+        value = [value]
+    is_fixed = get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis)
+    if is_fixed and len(value) != len(args):
+        raise UserError(f"has {len(value)} values", field=where, value=value, remedy=f"give {len(args)} values")
+    hints = args if is_fixed else [args[0]] * len(value)
+    mistakes, items = Mistakes(), []
+    for i, (item, of_item, text) in enumerate(zip(value, hints, texts or [None] * len(value), strict=True)):
+        with mistakes.noted():
+            items.append(convert(item, of_item, f"{where}[{i}]", text))
+    mistakes.raise_all()
+    return tuple(items) if get_origin(hint) is tuple else items
+
+
+def _convert_mapping(value: Any, hint: Any, where: str, raw: str | None) -> dict[str, Any]:
+    """Named values, on a command line also as `name=value,other=value`; nothing at all is none of them."""
+    if raw is not None and not isinstance(value, Mapping) and (not raw or "=" in raw):
+        pairs = [part.partition("=") for part in raw.split(",")] if raw else []
+        for name, equals, _ in pairs:
+            if not (name and equals):
+                raise UserError("is no list of names and values", field=where, value=raw,
+                                remedy="write name=value,other=value, or JSON")  # fmt: skip
+        return {name: convert(parse(text), hint, join(where, name), text) for name, _, text in pairs}
+    mistakes, found = Mistakes(), {}
+    for name, inner in _expect_fields(value, where).items():
+        with mistakes.noted():
+            found[str(name)] = convert(inner, hint, join(where, str(name)))
+    mistakes.raise_all()
+    return found
+
+
+def _convert_scalar(value: Any, hint: Any, where: str, raw: str | None) -> Any:
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and raw is not None and not isinstance(value, str):
+        return raw
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _convert_enum(value, hint, where)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        remedy = f"give {_EXPECTED.get(hint, hint.__name__)}"
+        raise UserError(f"is not of type {hint.__name__}", field=where, value=value, remedy=remedy)
+    return value
+
+
+def _convert_enum(value: Any, hint: type[enum.Enum], where: str) -> Any:
+    try:
+        return hint(value)
+    except ValueError:
+        remedy = did_you_mean(str(value), [str(member.value) for member in hint])
+        raise UserError("is not one of the choices", field=where, value=value, remedy=remedy) from None
+
+
+def _expect_fields(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError("must hold named fields", field=where, value=value, remedy="give a mapping of field to value")
+    return value
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING

@@ -1,0 +1,87 @@
+"""Dotted overrides of a config (`{"model.num_layers": "4"}`): values as typed, and all mistakes told at once."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast, get_args
+
+from nestrec.base.conversion import built, convert, join, parse
+from nestrec.base.errors import Mistakes, UserError, did_you_mean
+
+ConfigT = TypeVar("ConfigT")
+_Overrides = Mapping[tuple[str, ...], str]
+"""Parts of a dotted name to the text given for it."""
+
+
+def with_overrides(base: ConfigT, overrides: Mapping[str, str]) -> ConfigT:
+    """A copy of `base` with dotted overrides applied, all at once; values are text as typed on a command line."""
+    given = {tuple(path.split(".")): text for path, text in overrides.items()}
+    return cast(ConfigT, _Overriding(base).of_fields(base, given, ""))
+
+
+class _Overriding:
+    def __init__(self, base: Any):
+        self._base = base
+
+    def of_fields(self, node: Any, given: _Overrides, where: str) -> Any:
+        names = [field.name for field in dataclasses.fields(node)]
+        hints = typing.get_type_hints(type(node))
+        mistakes, replaced = Mistakes(), {}
+        for name, inner in _by_first(given).items():
+            with mistakes.noted():
+                if name not in names:
+                    raise self._no_such_option(join(where, name), inner, names)
+                replaced[name] = self._of_one(getattr(node, name), hints[name], inner, join(where, name))
+        mistakes.raise_all()
+        return built(lambda: dataclasses.replace(node, **replaced), where)
+
+    def _of_one(self, current: Any, hint: Any, given: _Overrides, path: str) -> Any:
+        """`current`, of the type `hint`: set as a whole where its own name was given, then the named parts of it."""
+        inner = dict(given)
+        if (text := inner.pop((), None)) is not None:
+            current = convert(parse(text), hint, path, raw=text)
+        if not inner or dataclasses.is_dataclass(current):
+            return self.of_fields(current, inner, path) if inner else current
+        parts, text = next(iter(inner.items()))
+        if not isinstance(current, Mapping):
+            remedy = f"{path} is a single value; drop the part after it"
+            raise UserError("has no fields", field=".".join((path, *parts)), value=text, remedy=remedy)
+        return {**current, **self._of_entries(current, hint, inner, path)}
+
+    def _of_entries(self, current: Mapping[str, Any], hint: Any, given: _Overrides, path: str) -> dict[str, Any]:
+        of_entry = get_args(hint)[1] if get_args(hint) else Any
+        entries = {}
+        for name, inner in _by_first(given).items():
+            if () not in inner and name not in current:
+                parts, text = next(iter(inner.items()))
+                field, remedy = ".".join((path, name, *parts)), did_you_mean(name, current)
+                raise UserError("no such entry", field=field, value=text, remedy=remedy)
+            entries[name] = self._of_one(current.get(name), of_entry, inner, f"{path}.{name}")
+        return entries
+
+    def _no_such_option(self, path: str, inner: _Overrides, siblings: list[str]) -> UserError:
+        """A field of that name further down was probably meant: `epochs` where `training.epochs` is the option."""
+        parts, text = next(iter(inner.items()))
+        whole, last = ".".join((path, *parts)), path.rpartition(".")[2]
+        deeper = [name for name in _field_names(self._base) if f".{name}".endswith(f".{'.'.join((last, *parts))}")]
+        if not 0 < len(deeper) <= 3:
+            return UserError("no such option", field=whole, value=text, remedy=did_you_mean(last, siblings))
+        remedy = f"did you mean {' or '.join(repr(name) for name in deeper)}?"
+        return UserError("no such option", field=whole, value=text, remedy=remedy)
+
+
+def _by_first(given: _Overrides) -> dict[str, dict[tuple[str, ...], str]]:
+    """The overrides of each field, without its name."""
+    found: dict[str, dict[tuple[str, ...], str]] = {}
+    for (first, *rest), text in given.items():
+        found.setdefault(first, {})[tuple(rest)] = text
+    return found
+
+
+def _field_names(value: Any, where: str = "") -> list[str]:
+    """Dotted names of all fields."""
+    found = []
+    for field in dataclasses.fields(value):
+        name, inner = join(where, field.name), getattr(value, field.name)
+        found += [name, *(_field_names(inner, name) if dataclasses.is_dataclass(inner) else [])]
+    return found
