@@ -13,6 +13,7 @@ from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
 from nestrec.report import LiveProgress, evaluation_table, progress_for
+from nestrec.report.evaluations import verdict_on
 from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
@@ -73,7 +74,10 @@ def show_card(card: Card, folder: Path) -> None:
 
 
 def _show(evaluation: Evaluation, title: str) -> None:
-    Console().print(evaluation_table(evaluation.to_plain(), title=title))
+    plain = evaluation.to_plain()
+    Console().print(evaluation_table(plain, title=title))
+    if (verdict := verdict_on(plain["metrics"], plain["headline"])) is not None:
+        print(verdict.sentence)
     for note in evaluation.notes:
         print(f"note: {note}")
 

@@ -1,13 +1,16 @@
-"""Reading plain evaluation records: values, the order of metrics, and ratios to the popularity baseline."""
+"""Reading plain evaluation records: values, the order of metrics, and how the model stands beside its best baseline."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from nestrec.report.formats import as_number
 
 Metrics = Mapping[str, Mapping[str, Any]]
 """system to metric to [mean, low, high]"""
+Outcome = Literal["wins", "unclear", "loses"]
+_SHORT: dict[Outcome, str] = {"unclear": "no clear lead", "loses": "BEHIND"}
 
 
 def as_interval(value: Any) -> tuple[float, float, float]:
@@ -22,19 +25,67 @@ def mean_of_metric(metrics: Metrics, system: str, metric: str) -> float:
     return as_interval(metrics.get(system, {}).get(metric))[0]
 
 
-def popularity_ratio(metrics: Metrics, system: str, metric: str) -> float:
-    """How many times a system's metric is that of the popularity baseline; NaN where either is missing or that is 0.
+def best_baseline(metrics: Metrics, metric: str, system: str = "model") -> str | None:
+    """The baseline with the largest mean of a metric, among those that were measured by the protocol of `system`.
 
-    A system named "model, sampled" was measured by another protocol and is compared with "popularity, sampled" only.
+    A system named "model, sampled" was measured by another protocol than "model" and is not compared with its
+    baselines.
     """
-    _, comma, protocol = system.partition(",")
-    base = mean_of_metric(metrics, f"popularity{comma}{protocol}", metric)
+    known = [name for name in metrics if _protocol(name) == _protocol(system) and not name.startswith("model")]
+    finite = [name for name in known if math.isfinite(mean_of_metric(metrics, name, metric))]
+    return max(finite, key=lambda name: mean_of_metric(metrics, name, metric), default=None)
+
+
+def ratio_to_best(metrics: Metrics, system: str, metric: str) -> float:
+    """How many times a system's metric is that of the best baseline; NaN where there is none or it is 0."""
+    baseline = best_baseline(metrics, metric, system)
+    base = mean_of_metric(metrics, baseline, metric) if baseline is not None else math.nan
     return mean_of_metric(metrics, system, metric) / base if base > 0 else math.nan
 
 
-def has_popularity(metrics: Metrics, metric: str) -> bool:
-    """Whether any system can be compared with popularity."""
-    return any(math.isfinite(popularity_ratio(metrics, system, metric)) for system in metrics)
+def has_baseline(metrics: Metrics, metric: str) -> bool:
+    """Whether any system can be compared with a baseline."""
+    return any(math.isfinite(ratio_to_best(metrics, system, metric)) for system in metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The model beside the best of its baselines."""
+
+    baseline: str
+    ratio: float
+    """of the model's mean to the baseline's; NaN where that is 0"""
+    outcome: Outcome
+    sentence: str
+    """for people; loud where the model does not win"""
+
+    @property
+    def short(self) -> str:
+        """A few words for a line that holds the figures already."""
+        times = f"{self.ratio:.2f}x {self.baseline}" if math.isfinite(self.ratio) else f"over {self.baseline}"
+        return times if self.outcome == "wins" else f"{times}: {_SHORT[self.outcome]}"
+
+
+def verdict_on(metrics: Metrics, metric: str) -> Verdict | None:
+    """Nothing where there is no model or no baseline to compare."""
+    baseline = best_baseline(metrics, metric)
+    mean, low, _ = as_interval(metrics.get("model", {}).get(metric))
+    if baseline is None or not math.isfinite(mean):
+        return None
+    base, _, base_high = as_interval(metrics[baseline][metric])
+    ratio = mean / base if base > 0 else math.nan
+    figures = f"{metric} {mean:.4f} against {base:.4f} of {baseline!r}"
+    if mean <= base:
+        sentence = f"THE MODEL DOES NOT BEAT ITS BEST BASELINE: {figures}"
+        return Verdict(baseline, ratio, "loses", sentence)
+    if math.isfinite(low) and math.isfinite(base_high) and low <= base_high:
+        sentence = f"NO CLEAR LEAD over the best baseline: {figures}, and their 95% intervals overlap"
+        return Verdict(baseline, ratio, "unclear", sentence)
+    return Verdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
+
+
+def _protocol(system: str) -> str:
+    return system.partition(",")[2].strip()
 
 
 def metric_names(metrics: Metrics, headline: str) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.report.evaluations import mean_of_metric, popularity_ratio
+from nestrec.report.evaluations import mean_of_metric, verdict_on
 from nestrec.report.formats import as_number, compact, duration, memory
 from nestrec.report.stages import StageProgress, progress_for
 from nestrec.tasks.task import Evaluation
@@ -78,8 +78,8 @@ class LiveProgress(Listener):
         plain = evaluation.to_plain()
         headline, metrics = plain["headline"], plain["metrics"]
         values = [f"{system} {mean_of_metric(metrics, system, headline):.4f}" for system in metrics]
-        ratio = popularity_ratio(metrics, "model", headline)
-        times = f" ({ratio:.2f}x popularity)" if math.isfinite(ratio) else ""
+        verdict = verdict_on(metrics, headline)
+        times = f" ({verdict.short})" if verdict is not None else ""
         self._print(f"{plain['part']} after epoch {epoch}, {headline}: {', '.join(values)}{times}")
 
     def warned(self, message: str) -> None:

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nestrec.report.evaluations import as_interval, has_popularity, metric_names, popularity_ratio
+from nestrec.report.evaluations import as_interval, best_baseline, has_baseline, metric_names, ratio_to_best
 from nestrec.report.formats import significant
 
 
 def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None, max_metrics: int | None = 6) -> Table:
-    """Systems as rows and metrics as columns; beside the headline metric, how many times that of popularity it is.
+    """Systems as rows and metrics as columns; beside the headline metric, how many times that of the best baseline.
 
     `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high]. Six metrics
     fit into 80 columns; those left out are named below the table.
@@ -24,16 +24,16 @@ def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None,
     metrics, headline = evaluation["metrics"], evaluation["headline"]
     names = metric_names(metrics, headline)
     names, left_out = names[:max_metrics], names[len(names[:max_metrics]) :]
-    with_ratio = has_popularity(metrics, headline)
+    with_ratio = has_baseline(metrics, headline)
     table = Table(title=Text(title or f"{evaluation['part']} part (± half of the 95% interval)"), title_justify="left",
                   caption=Text(f"not shown: {', '.join(left_out)}") if left_out else None, caption_justify="left",
                   box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     table.add_column("", overflow="fold")
-    for head in [*names[:1], *(["over\npopularity"] if with_ratio else []), *names[1:]]:
+    for head in [*names[:1], *([f"over\n{best_baseline(metrics, headline)}"] if with_ratio else []), *names[1:]]:
         table.add_column(Text(head), justify="right", no_wrap=True)
     for system, values in metrics.items():
         cells = [_interval_cell(values.get(name)) for name in names]
-        ratio = [_ratio_cell(popularity_ratio(metrics, system, headline))] if with_ratio else []
+        ratio = [_ratio_cell(ratio_to_best(metrics, system, headline))] if with_ratio else []
         table.add_row(Text(system), *cells[:1], *ratio, *cells[1:], style="bold" if system == "model" else None)
     return table
 

@@ -3,7 +3,16 @@
 import math
 from typing import Any
 
-from nestrec.report.evaluations import as_interval, has_popularity, mean_of_metric, metric_names, popularity_ratio
+from nestrec.report.evaluations import (
+    Verdict,
+    as_interval,
+    best_baseline,
+    has_baseline,
+    mean_of_metric,
+    metric_names,
+    ratio_to_best,
+    verdict_on,
+)
 from nestrec.report.markup import Markup, element
 from nestrec.report.run_folder import Record, RunRecords, best_evaluation, headline_evaluation
 
@@ -14,10 +23,14 @@ def results(run: RunRecords) -> Markup | None:
     if evaluation is None:
         return element("p", "No evaluation yet.", class_="quiet")
     notes = [element("p", f"Note: {note}", class_="quiet") for note in evaluation.get("notes", ())]
-    return element("div", _tiles(run, evaluation), _table(evaluation), _explanation(evaluation), *notes)
+    verdict = verdict_on(evaluation["metrics"], evaluation["headline"])
+    loud = element("p", verdict.sentence, class_="problem") if verdict and verdict.outcome != "wins" else None
+    return element(
+        "div", loud, _tiles(run, evaluation, verdict), _table(evaluation), _explanation(evaluation), *notes
+    )  # fmt: skip
 
 
-def _tiles(run: RunRecords, evaluation: Record) -> Markup:
+def _tiles(run: RunRecords, evaluation: Record, verdict: Verdict | None) -> Markup:
     headline, metrics = evaluation["headline"], evaluation["metrics"]
     tiles = []
     for system in ("model", *(name for name in metrics if name != "model")):
@@ -25,9 +38,10 @@ def _tiles(run: RunRecords, evaluation: Record) -> Markup:
             mean, low, high = as_interval(metrics[system][headline])
             value = element("b", _figure(mean))
             tiles.append(_tile(f"{system}, {headline} ({evaluation['part']})", value, _interval(low, high)))
-    ratio = popularity_ratio(metrics, "model", headline)
-    if math.isfinite(ratio):
-        tiles.insert(1, _tile("model over popularity", element("b", f"{ratio:.2f}x"), f"in {headline}"))
+    if verdict is not None and math.isfinite(verdict.ratio):
+        note = {"wins": "", "unclear": ", no clear lead", "loses": ", BEHIND"}[verdict.outcome]
+        value = element("b", f"{verdict.ratio:.2f}x")
+        tiles.insert(1, _tile(f"model over {verdict.baseline}, its best baseline", value, f"in {headline}{note}"))
     best = best_evaluation(run)
     if best is not None:
         score = mean_of_metric(best["metrics"], "model", best["headline"])
@@ -39,12 +53,12 @@ def _tiles(run: RunRecords, evaluation: Record) -> Markup:
 def _table(evaluation: Record) -> Markup:
     metrics, headline = evaluation["metrics"], evaluation["headline"]
     names = metric_names(metrics, headline)
-    with_ratio = has_popularity(metrics, headline)
-    heads = ["", *names[:1], *(["over popularity"] if with_ratio else []), *names[1:]]
+    with_ratio = has_baseline(metrics, headline)
+    heads = ["", *names[:1], *([f"over {best_baseline(metrics, headline)}"] if with_ratio else []), *names[1:]]
     rows = []
     for system, values in metrics.items():
         cells = [_cell(values.get(name)) for name in names]
-        ratio = [_ratio_cell(popularity_ratio(metrics, system, headline))] if with_ratio else []
+        ratio = [_ratio_cell(ratio_to_best(metrics, system, headline))] if with_ratio else []
         row = [element("th", system), *cells[:1], *ratio, *cells[1:]]
         rows.append(element("tr", row, class_="model" if system == "model" else None))
     head = element("thead", element("tr", [element("th", name) for name in heads]))

@@ -76,7 +76,7 @@ def test_the_page_shows_numbers_curves_and_surroundings(tmp_path: Path) -> None:
     mean, low, high = test["model"]["ndcg@10"]
     assert f"{mean:.4f}" in page.text
     assert f"[{low:.4f}, {high:.4f}]" in page.text
-    assert f"{mean / 0.0312:.2f}x" in page.text
+    assert f"model over last item, its best baseline{mean / 0.0874:.2f}x" in page.text
     for words in ("popularity", "last item", "Training loss", "ndcg@10 (valid)", "Samples a second", "gradients"):
         assert words in page.text
     for words in (
@@ -89,6 +89,16 @@ def test_the_page_shows_numbers_curves_and_surroundings(tmp_path: Path) -> None:
     for words in ("resumed from step 200", "2.13.0+cpu", "nestrec train ml_1m_hstu", '"num_layers": 2'):
         assert words in page.text
     assert "damaged" not in page.text
+
+
+def test_the_page_says_loudly_that_a_model_does_not_beat_its_best_baseline(tmp_path: Path) -> None:
+    won = outline(write_report(write_run(tmp_path / "won")))
+    assert "BASELINE" not in won.text
+    folder = write_run(tmp_path / "lost", num_epochs=1, with_test=False)
+    lost = outline(write_report(folder))
+    assert "THE MODEL DOES NOT BEAT ITS BEST BASELINE: ndcg@10 0.0420 against 0.0874 of 'last item'" in lost.text
+    assert "BEHIND" in lost.text
+    assert "over popularity" not in lost.text, "no factor over a weaker baseline"
 
 
 def test_before_the_test_the_best_validation_result_leads(tmp_path: Path) -> None:

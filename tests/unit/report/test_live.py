@@ -55,7 +55,7 @@ def test_evaluations_and_warnings_are_lines_of_their_own() -> None:
         progress.evaluated(EVALUATION, 40, 2)
         progress.warned("[bold] is not markup here")
     assert file.getvalue().splitlines() == [
-        "valid after epoch 2, ndcg@10: model 0.2000, popularity 0.0500 (4.00x popularity)",
+        "valid after epoch 2, ndcg@10: model 0.2000, popularity 0.0500 (4.00x popularity: no clear lead)",
         "warning: [bold] is not markup here",
     ]
 
@@ -72,7 +72,7 @@ def test_a_terminal_shows_the_newest_figures() -> None:
         progress.evaluated(EVALUATION, 150, 2)
     assert "epoch 2/3  step 150/300" in file.getvalue()
     assert "56.8k tokens/s" in file.getvalue()
-    assert "(4.00x popularity)" in file.getvalue()
+    assert "(4.00x popularity: no clear lead)" in file.getvalue()
 
 
 def test_figures_that_are_missing_or_not_finite_do_not_stop_the_run() -> None:

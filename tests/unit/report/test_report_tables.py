@@ -1,10 +1,12 @@
 from io import StringIO
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
 from nestrec.report import bench_table, evaluation_table, print_rows
+from nestrec.report.evaluations import verdict_on
 
 
 def shown(table: Table, width: int = 160) -> str:
@@ -53,15 +55,38 @@ def test_six_metrics_fit_into_eighty_columns_and_the_others_are_named() -> None:
     assert "not shown: hr@200, ndcg@200, mrr@200" in text
 
 
-def test_without_popularity_there_is_no_ratio() -> None:
+def test_the_ratio_is_to_the_best_baseline() -> None:
+    text = shown(evaluation_table(make_evaluation(**{"last item": {"ndcg@10": [0.25, 0.24, 0.26]}})))
+    assert "ndcg@10  last item" in text
+    assert "0.80x" in line_with(text, "model")
+    assert "0.20x" in line_with(text, "popularity   0.05")
+
+
+def test_without_a_baseline_there_is_no_ratio() -> None:
     evaluation = {
         "part": "test",
         "headline": "auc",
-        "metrics": {"model": {"auc": [0.7, 0.6, 0.8]}, "[b]": {"auc": 0.6}},
+        "metrics": {"model": {"auc": [0.7, 0.6, 0.8]}, "model, [b]": {"auc": 0.6}},
     }
     text = shown(evaluation_table(evaluation))
-    assert "popularity" not in text
+    assert "over" not in text
     assert "[b]" in text
+
+
+@pytest.mark.parametrize(
+    ("best", "outcome", "words"),
+    [
+        ([0.15, 0.14, 0.16], "wins", "leads its best baseline: ndcg@10 0.2000 against 0.1500 of 'last item'"),
+        ([0.199, 0.18, 0.21], "unclear", "NO CLEAR LEAD"),
+        ([0.25, 0.24, 0.26], "loses", "DOES NOT BEAT ITS BEST BASELINE: ndcg@10 0.2000 against 0.2500"),
+    ],
+)
+def test_the_verdict_is_on_the_best_baseline(best: list[float], outcome: str, words: str) -> None:
+    evaluation = make_evaluation(**{"last item": {"ndcg@10": best}})
+    verdict = verdict_on(evaluation["metrics"], "ndcg@10")
+    assert verdict is not None
+    assert (verdict.outcome, verdict.baseline) == (outcome, "last item")
+    assert words in verdict.sentence
 
 
 def test_bench_rows_may_differ_in_fields() -> None:
