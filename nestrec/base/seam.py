@@ -1,0 +1,83 @@
+"""Seams: places where code of others joins in by name, in the same way as ours.
+
+    SCHEDULES = Seam("nestrec.schedules", "schedule", {"serial": "nestrec.pipeline.serial:SERIAL"}, of=ScheduleSpec)
+
+Our own members are explicit entries: the member itself, or `module:attribute`, which is imported when it is asked for.
+Members of other packages come by entry points of the group. A name stands for one member: who brings one twice, or one
+of ours, is told so instead of being believed.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar, cast
+
+from nestrec.base.errors import UserError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Seam(Generic[T]):
+    """Members of one extension point by name."""
+
+    def __init__(self, group: str, noun: str, built_in: Mapping[str, T | str], *, of: Any = object) -> None:
+        """`noun`: what one member is called in messages. `of`: the class that every member must be an instance of."""
+        self.group, self.noun = group, noun
+        self._built_in, self._of = dict(built_in), of
+        self._loaded: dict[str, T] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._built_in or name in self._foreign
+
+    def __iter__(self) -> Iterator[str]:
+        """All names: ours in the order of their entries, then those of other packages."""
+        return iter([*self._built_in, *sorted(self._foreign)])
+
+    def __len__(self) -> int:
+        return len(self._built_in) + len(self._foreign)
+
+    def find(self, name: str, *, field: str | None = None) -> T:
+        """The member of this name; `field` is the option that named it, for the error."""
+        if name not in self._loaded:
+            if name not in self:
+                problem = f"no such {self.noun}"
+                remedy = f"{did_you_mean(name, self)} (other packages add some by entry points of {self.group!r})"
+                raise UserError(problem, field=field or self.noun, value=name, remedy=remedy)
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def package_of(self, name: str) -> str:
+        """The distribution that brings a member; `nestrec` for ours."""
+        point = self._foreign.get(name)
+        return "nestrec" if point is None else point.dist.name if point.dist is not None else point.value
+
+    @cached_property
+    def _foreign(self) -> dict[str, EntryPoint]:
+        found: dict[str, EntryPoint] = {}
+        for point in entry_points(group=self.group):
+            if point.name in self._built_in or (point.name in found and found[point.name].value != point.value):
+                other = found[point.name].value if point.name in found else "nestrec itself"
+                remedy = f"rename it in the package of {point.value!r}, or uninstall one of the two"
+                problem = f"two {self.noun}s of one name: {point.value!r} and that of {other!r}"
+                raise UserError(problem, field=f"entry point of {self.group}", value=point.name, remedy=remedy)
+            found[point.name] = point
+        return found
+
+    def _load(self, name: str) -> T:
+        member: Any = self._built_in[name] if name in self._built_in else self._load_foreign(self._foreign[name])
+        if isinstance(member, str) and name in self._built_in:
+            module, _, attribute = member.partition(":")
+            member = getattr(importlib.import_module(module), attribute)
+        if not isinstance(member, self._of):
+            remedy = f"let its entry point name an instance of {self._of.__module__}.{self._of.__qualname__}"
+            raise UserError(f"is no {self.noun}", field=f"{self.group}: {name}", value=member, remedy=remedy)
+        return cast(T, member)
+
+    def _load_foreign(self, point: EntryPoint) -> Any:
+        try:
+            return point.load()
+        except Exception as error:
+            remedy = f"mend or uninstall the package {self.package_of(point.name)!r}"
+            problem = f"cannot be loaded ({type(error).__name__}: {error})"
+            raise UserError(problem, field=f"{self.group}: {point.name}", value=point.value, remedy=remedy) from error
