@@ -163,10 +163,9 @@ class DynamicResidency:
     def find(self, keys: Keys) -> NDArray[np.int64]:
         slots = self._rows.find(keys)
         ttl = self._store.ttl_steps
-        if ttl is not None and len(slots):
-            found = np.maximum(slots, 0)
-            expired = (slots >= 0) & (self.newest_step - self._rows.last_step[found] > ttl)
-            slots = np.where(expired, -1, slots)
+        if ttl is not None:
+            found = np.flatnonzero(slots >= 0)
+            slots[found[self.newest_step - self._rows.last_step[slots[found]] > ttl]] = -1
         return slots
 
     def admit(self, keys: Keys, step: int) -> Admitted:

@@ -83,6 +83,14 @@ def test_stale_trains_and_is_another_run(tiny_data, tmp_path):
     assert run("hstu", tiny_data, tmp_path / "stale", "stale", pipeline__stale_steps=2) != serial
 
 
+@pytest.mark.parametrize("schedule", ["serial", "stale", "semi_async"])
+def test_a_table_with_a_time_to_live_trains_and_is_measured_while_no_row_is_admitted(tiny_data, tmp_path, schedule):
+    more = {"task__table_store__eviction": "ttl", "task__table_store__ttl_steps": 3, "training__epochs": 1}
+    digest = run("rows", tiny_data, tmp_path, schedule, task__table_store__admission_count=1000, **more)
+    assert digest["table categories"] == "empty"
+    assert '"kind": "evaluation"' in (tmp_path / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize("negatives", ["in_batch", "groups", "popularity"])
 def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tiny_data, tmp_path, negatives):
     sharing = 1 if negatives == "groups" else 3
