@@ -23,7 +23,7 @@ import torch
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import agree, all_to_all_rows, borrow, deliver, gather_rows_from_all
+from nestrec.distributed.exchange import agree, all_gather_equal, all_to_all_rows, borrow, deliver, gather_rows_from_all
 from nestrec.distributed.parcel import Parcel
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
@@ -297,6 +297,13 @@ class EmbeddingEngine:
     def load(self, table: str, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this rank owns out of chunks saved by any number of ranks; how many it took."""
         return self.shards[table].load(chunks)
+
+    def divide_room(self, table: str) -> None:
+        """After a load of what another number of ranks saved: a bound on rows holds over all of them. Collective."""
+        residency, shards = self.shards[table].residency, self.topology.keys
+        if isinstance(residency, DynamicResidency):
+            rows = all_gather_equal(shards, torch.tensor([residency.num_rows]))
+            residency.divide_room([int(count) for count in rows], shards.rank)
 
     def clear(self, table: str) -> None:
         """Forget every row of a table."""

@@ -9,8 +9,12 @@ Dynamic tables decide in `admit`, called once for each training batch in batch o
   free. Keys of this batch and of the one before it are never evicted, so that a pipeline that fetches one batch ahead
   of the write-back takes the same decisions as a serial run. If the bound is still too small, new keys are admitted
   in order of key while there is room, and the others go on reading their initial vectors.
+- A run that goes on with more ranks may find more rows in a shard than its part of the bound. The next training batch
+  first ends those that are too many, used longest ago first (`lfu`: least often). Where nothing is ever evicted they
+  stay, and the other shards leave them room (`room_of_shards`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -168,8 +172,14 @@ class DynamicResidency:
             slots[found[self.newest_step - self._rows.last_step[slots[found]] > ttl]] = -1
         return slots
 
+    def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
+        """After rows were loaded that another number of shards had saved; rows_of_shards: how many each has now."""
+        if self._store.max_rows is not None and self._store.eviction == "none":
+            self._bound = room_of_shards(rows_of_shards, self._store.max_rows)[shard]
+
     def admit(self, keys: Keys, step: int) -> Admitted:
         self.newest_step = step
+        self._end_surplus(step)
         slots = self._rows.find(keys)
         if self._store.ttl_steps is not None:
             self._end_expired(slots[slots >= 0], step, self._store.ttl_steps)
@@ -232,6 +242,12 @@ class DynamicResidency:
             slots = self._rows.live_slots()
         self._evict(slots[step - self._rows.last_step[slots] > ttl], step)
 
+    def _end_surplus(self, step: int) -> None:
+        """Rows past the bound, which only loading brings; no batch is in flight then, so any of them may go."""
+        if self._bound is None or self._rows.num_keys <= self._bound or self._store.eviction == "none":
+            return
+        self._evict(_first_by(self._rows, self._rank(), step, self._rows.num_keys - self._bound), step)
+
     def _admit_missing(self, keys: Keys, step: int) -> NDArray[np.int64]:
         slots = np.full(len(keys), -1, np.int64)
         uses = self._count_candidates(keys, step)
@@ -278,18 +294,33 @@ class DynamicResidency:
         if self._rows.num_keys + wanted > self._bound and self._store.eviction in ("lru", "lfu"):
             surplus = self._rows.num_keys + wanted - (self._bound - self._bound // 16)
             self._evict(_first_by(self._rows, self._rank(), step - 1, surplus), step)
-        return min(wanted, self._bound - self._rows.num_keys)
+        return max(0, min(wanted, self._bound - self._rows.num_keys))
 
     def _rank(self) -> NDArray[np.int64]:
-        if self._store.eviction == "lru":
-            return self._rows.last_step
-        return (self._rows.uses << _STEP_BITS) + self._rows.last_step
+        if self._store.eviction == "lfu":
+            return (self._rows.uses << _STEP_BITS) + self._rows.last_step
+        return self._rows.last_step
 
     def _evict(self, slots: NDArray[np.int64], step: int) -> None:
         if len(slots):
             self._evicted.append((step, self._rows.key[slots]))
             self.counters.evicted += len(slots)
             self._rows.remove(slots)
+
+
+def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
+    """How many rows each shard may hold: those it has, or a part that is equal for all who have fewer.
+
+    A shard that is full stays so, and the others fill up to what they are given: asked again later, the answer is the
+    same, so a run that is resumed goes on with the same bounds.
+    """
+    equal, left = 0, max_rows
+    for place, own in enumerate(sorted(rows, reverse=True)):
+        equal = left // (len(rows) - place)
+        if own <= equal:
+            break
+        left -= own
+    return [max(1, own, equal) for own in rows]
 
 
 def _first_by(table: KeyTable, rank: NDArray[np.int64], protected_from_step: int, count: int) -> NDArray[np.int64]:

@@ -54,11 +54,12 @@ class SavedTables:
                 del keys_at[earlier]
 
     def load(self, restored: Restored) -> None:
-        """Take back what a checkpoint holds for this shard; nothing else remains."""
+        """Take back what a checkpoint holds for this shard; nothing else remains. Collective."""
         for name in self._engine.tables:
             self._engine.clear(name)
             self._engine.load(name, restored.rows(name, shard=self._shard))
             self._engine.load_unsettled(name, self._no_keys(restored.step))
+            self._engine.divide_room(name)
         for name, keys_at in self._waiting.items():
             for chunk in restored.rows(name + WAITING, shard=self._shard):
                 self._engine.load_unsettled(name, {**chunk, "newest_step": torch.tensor([restored.step])})

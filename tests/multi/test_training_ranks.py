@@ -4,6 +4,7 @@ Batches of 13 of 40 users (or of 120 rows) end every epoch with one sample (or t
 none, and most have one more or fewer than the others in every other step.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,33 @@ def test_a_run_goes_on_with_another_number_of_ranks(pools, data: str, tmp_path: 
     ranks = pools[2].run(train, "hstu", data, run, {**more, **BACKGROUND, steps: 24})
     assert largest_difference(ranks, whole) < 1e-9
     assert ranks[0]["state"].consumed == whole["state"].consumed
+
+
+@pytest.mark.parametrize("eviction", ["none", "lru", "ttl"])
+def test_a_bound_on_rows_holds_where_a_run_goes_on_with_more_ranks(
+    pools, data: str, tmp_path: Path, eviction: str
+) -> None:
+    """Hashing gives some of four shards more than a quarter of the rows of one; they must not grow on top of that."""
+    store = {
+        "eviction": eviction,
+        "max_rows": 48,
+        "admission_count": 1,
+        "ttl_steps": 3 if eviction == "ttl" else "none",
+    }
+    more = {"batch.batch_samples": 40, "training.epochs": 9, **{f"task.table_store.{n}": v for n, v in store.items()}}
+    run, steps = str(tmp_path / "run"), "training.max_steps"
+    alone = train(Topology.single(), "rows", data, run, {**more, steps: 4})
+    held = [len(rank["rows"]["categories"][0]["keys"]) for rank in (alone, *pools[4].run(
+        train, "rows", data, run, {**more, steps: 10, "training.checkpoint_every_steps": 7}
+    ))]  # fmt: skip
+    assert held[0] == 48
+    assert 44 <= sum(held[1:]) <= 48, held
+    pools[4].run(train, "rows", data, run, {**more, steps: 14})
+    shutil.copytree(run, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000014")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000010")
+    pools[4].run(train, "rows", data, str(tmp_path / "cut"), {**more, steps: 14})
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "run")
 
 
 def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_path: Path) -> None:
