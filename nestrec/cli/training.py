@@ -37,12 +37,12 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
         except Interrupted:
             print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
             sys.exit(exit_codes.INTERRUPTED)
-    if trainer.session.task.num_held_out("test") == 0:
+    with contextlib.closing(trainer):
+        evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
+    if evaluation is None:
         if topology.is_first:
             print(f"nothing is held out to test on; run folder: {folder}")
-        return
-    evaluation = trainer.evaluate("test")
-    if topology.is_first:
+    elif topology.is_first:
         _show(evaluation, f"{cfg.name}: test part, best validation epoch, 95% intervals")
         print(f"run folder: {folder}")
 
@@ -51,8 +51,7 @@ def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
     cfg = RunFolder(folder).config()
     topology = _topology(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
-    trainer = Trainer(cfg, folder, topology)
-    with progress_for(f"measure {folder}"):
+    with progress_for(f"measure {folder}"), contextlib.closing(Trainer(cfg, folder, topology)) as trainer:
         evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
         weights = "best validation epoch" if best else "last weights"

@@ -113,6 +113,10 @@ class Trainer:
         self.state = self.saving.restore_best() if best else self.saving.restore_last()
         return self.session.task.evaluate(self.session.engine, part)
 
+    def close(self) -> None:
+        """Give back the memory and files of the tables; only after `train` has ended, or without it."""
+        self.session.engine.close()
+
     def _begin(self) -> None:
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []

@@ -1,10 +1,9 @@
 """Rows in a file under a bounded cache of rows in host memory, for tables larger than memory.
 
 The cache is set-associative with least-recently-used replacement inside a set, written back when a row leaves it. The
-file is scratch: it belongs to one run and is removed at its end; checkpoints last.
+file is scratch: it belongs to one store and goes with it; checkpoints last.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -75,11 +74,6 @@ class DiskStore(HostStore):
             remedy = "check the disk and restart from the last checkpoint"
             raise UserError("a row could not be read or written", field="store.folder", value=str(self._folder),
                             remedy=remedy)  # fmt: skip
-
-
-def disk_path(folder: str, table: str, shard: int) -> Path:
-    """A file of its own for each table, shard and process."""
-    return Path(folder) / f"{table}.{shard}.{os.getpid()}.rows"
 
 
 @njit(cache=True, nogil=True)

@@ -1,11 +1,15 @@
 """The store that a table's config names."""
 
+from pathlib import Path
+from urllib.parse import quote
+
 import torch
 
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.stores.device import DeviceStore
-from nestrec.embedding.stores.disk import DiskStore, disk_path
+from nestrec.embedding.stores.disk import DiskStore
 from nestrec.embedding.stores.dram import DramStore
+from nestrec.embedding.stores.row_file import remove_leftovers
 from nestrec.embedding.stores.store import Store
 from nestrec.embedding.table import TableConfig
 
@@ -16,6 +20,8 @@ def make_store(table: TableConfig, layout: RowLayout, device: torch.device, shar
     if config.kind == "dram":
         return DramStore(layout.num_words, device, config.num_threads)
     if config.kind == "disk":
-        path = disk_path(config.folder, table.name, shard)
+        folder, name = Path(config.folder), quote(table.name, safe="")
+        remove_leftovers(folder, name)
+        path = folder / f"{name}.{shard}"
         return DiskStore(path, layout.num_words, device, config.cache_rows, config.num_threads)
     return DeviceStore(layout.num_words, device, config.num_threads)

@@ -4,6 +4,7 @@ Weights, tables and the retrieval index as safetensors, everything else as JSON,
 file. Nothing in it is executable. The folder appears whole or not at all.
 """
 
+import contextlib
 import json
 import mmap
 import tempfile
@@ -52,9 +53,11 @@ def export_run(run: Path, output: Path, *, best: bool = True) -> ServableManifes
         raise UserError("has no sequences to serve", field="RUN", value=str(run), remedy="export a sequence model")
     session = Session.open(cfg, Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
-    session.restore(restored)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return write_servable(_servable(session, restored.step, output.parent), output)
+    with contextlib.closing(session.engine):
+        session.restore(restored)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        servable = _servable(session, restored.step, output.parent)
+    return write_servable(servable, output)
 
 
 def write_servable(servable: Servable, output: Path) -> ServableManifest:
