@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from nestrec.balance import BalanceConfig
 from nestrec.balance.changes import CostChange, CostSchedule
+from nestrec.balance.cost import CostModel
 from nestrec.balance.dealer import make_dealer
 from nestrec.balance.fitting import Measurement, refitted
 from nestrec.balance.measured import measured_steps, per_step, waiting
@@ -57,9 +58,17 @@ class Balancing:
         self._is_warm = False
         self._last_fit = 0
 
-    def resume(self, changes: Iterable[CostChange], step: int) -> tuple[CostChange, ...]:
-        """Deal as a run that stands at `step` did and would have done; the changes that it knows."""
-        self._costs.restore(tuple(changes) or self._cfg.replay)
+    def resume(
+        self, changes: Iterable[CostChange], step: int, *, fitted_from: CostModel | None = None
+    ) -> tuple[CostChange, ...]:
+        """Deal as a run that stands at `step` did and would have done; the changes that it knows.
+
+        What the run fitted binds it only while it fits: without it, or where the cost was another one when the run was
+        saved (fitted_from; none where that is not known), the cost or the replay that is given now counts.
+        """
+        is_fitting = self._cfg.fit_every_steps is not None and fitted_from in (None, self._cfg.cost)
+        taken = tuple(change for change in changes if change.step <= step) if is_fitting else ()
+        self._costs.restore(self._cfg.replay or taken)
         self._last_fit = step
         return tuple(self._costs.changes)
 

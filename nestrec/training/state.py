@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nestrec.balance.changes import CostChange
+from nestrec.balance.cost import CostModel
 from nestrec.base.config import from_plain, to_plain
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
@@ -25,6 +26,8 @@ class TrainState:
     """the step at which it was reached"""
     evaluations_since_best: int = 0
     """for early stopping"""
+    cost: CostModel | None = None
+    """the cost model of samples that the run was configured with, from which the changes begin"""
     cost_changes: tuple[CostChange, ...] = ()
     """changes of the cost model of samples, with the batches from which they hold"""
     window_changes: tuple[WindowChange, ...] = ()

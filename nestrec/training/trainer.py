@@ -132,8 +132,9 @@ class Trainer:
                 self._listener.warned(f"changed since the run was last started: {change}")
         self.state = replace(
             self.state,
-            cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step),
-            window_changes=self.window.resume(self.state.window_changes),
+            cost=self.cfg.balance.cost,
+            cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step, fitted_from=self.state.cost),
+            window_changes=self.window.resume(self.state.window_changes, self.state.step),
             loss_variant=self._settled_variant(self.state.loss_variant),
         )
         self._listener.started(self._total_steps(), self.state.step)

@@ -33,9 +33,13 @@ class WindowChoice:
         first = FEW if batch.micro_batches == "auto" else batch.micro_batches
         self.schedule = WindowSchedule(first, pipeline.replay)
 
-    def resume(self, changes: Iterable[WindowChange]) -> tuple[WindowChange, ...]:
-        """Cut as a run with these changes did and would have done; the changes that it knows."""
-        self.schedule.restore(tuple(changes) or self._replay)
+    def resume(self, changes: Iterable[WindowChange], step: int) -> tuple[WindowChange, ...]:
+        """Cut as a run that stands at `step` with these changes did and would have done; the changes that it knows.
+
+        What the run chose binds it only while the choice is left open: a number or a replay that is given now counts.
+        """
+        taken = tuple(change for change in changes if change.step <= step) if self._is_auto else ()
+        self.schedule.restore(self._replay or taken)
         return self.schedule.changes
 
     def decide(
