@@ -71,6 +71,10 @@ class PeerLostError(UserError):
     """Another rank died or stopped answering; every surviving rank raises this within a bounded time."""
 
 
+class BatchError(UserError):
+    """A mistake in one batch that every rank knows of: it ends the step that needs the batch, and no step before."""
+
+
 class NonFiniteError(UserError):
     """A loss or gradient became NaN or infinite."""
 

@@ -97,8 +97,9 @@ class EmbeddingEngine:
         return deduplicate(parts, tables, self.topology.num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
-        """Tell the owners. Collective; a mistake in any rank's keys raises the same UserError on every rank."""
-        asked = exchange_keys(source, list(self.tables.values()), self.topology)
+        """Tell the owners. Collective; a mistake in any rank's keys raises the same BatchError on every rank."""
+        holders = None if self._replicas is None else self.topology.replica_keys
+        asked = exchange_keys(source, list(self.tables.values()), self.topology, holders)
         return asked if self._replicas is None else join_holders(asked, self._replicas, len(self.tables), step)
 
     def assemble(self, source: SourceKeys, asked: AskedKeys) -> Routed:

@@ -9,8 +9,9 @@ from nestrec.data.batches import Batch
 class Feed:
     """An iterator that can be asked what comes next without taking it."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[Batch], most: int | None = None) -> None:
+        """most: batches that will be taken; those beyond are not looked at. None: all."""
+        self._batches, self._left = batches, most
         self._ahead: deque[Batch] = deque()
 
     def __iter__(self) -> "Feed":
@@ -25,9 +26,10 @@ class Feed:
     def peek(self, ahead: int) -> Batch | None:
         """The batch that the `ahead`-th call of next from now on will give, or none beyond the end."""
         while len(self._ahead) < ahead:
-            batch = next(self._batches, None)
+            batch = None if self._left == 0 else next(self._batches, None)
             if batch is None:
                 return None
+            self._left = None if self._left is None else self._left - 1
             self._ahead.append(batch)
         return self._ahead[ahead - 1]
 

@@ -13,11 +13,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from nestrec.base.errors import BatchError
 from nestrec.pipeline.streams import is_over, launched, own_stream, wait_for
 from nestrec.trace import DeviceTracer, Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
 
+_ABANDON_S = 10.0
+"""How long a failed run waits for what a lane is doing: an exchange may wait for a peer that does not answer."""
 LANES = ("compute", "transfer", "communication", "lookup")
 
 
@@ -82,7 +85,10 @@ class _Entry:
 
 
 class Lane:
-    """Runs tasks in order. After an error it runs no more of them: all later tickets carry the same error."""
+    """Runs tasks in order. After an error it runs no more of them: all later tickets carry the same error.
+
+    A mistake in one batch ends only what needs that batch. Every rank knows of it, so all leave out the same tasks.
+    """
 
     def __init__(self, name: str, tracer: Tracer, device: torch.device, *, is_urgent: bool = False) -> None:
         self.name, self._tracer = name, tracer
@@ -108,6 +114,14 @@ class Lane:
             self._thread.join()
             self._thread = None
 
+    def abandon(self, error: BaseException) -> None:
+        """End the thread after the task that it runs; tickets of all later ones carry the error."""
+        self._error = self._error or error
+        if self._thread is not None:
+            self._entries.put(None)
+            self._thread.join(_ABANDON_S)
+            self._thread = None
+
     def _run(self) -> None:
         try:
             with own_stream(self._device, is_urgent=self._is_urgent):
@@ -121,6 +135,8 @@ class Lane:
             if self._error is None:
                 try:
                     self._run_one(entry)
+                except BatchError as error:
+                    entry.ticket.fail(error)
                 except BaseException as error:
                     self._error = error
                     entry.ticket.fail(error)
@@ -160,3 +176,11 @@ class Lanes:
     def close(self) -> None:
         for lane in self._all:
             lane.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End the threads of a run that has failed."""
+        for lane in self._all:
+            if isinstance(error, BatchError):  # every rank has it at the same place: none would wait for another
+                lane.close()
+            else:
+                lane.abandon(error)

@@ -52,7 +52,7 @@ class LookupAhead:
     def hand_over(self, step: Step) -> InFlight | None:
         """After the update: give the next batch the rows it shares, and write the others back. The next batch."""
         now, following = self._keys.pop(step.number), self._keys.get(step.number + 1)
-        if following is None or following.rows is None:
+        if following is None or following.rows is None or following.is_refused():
             self._machine.write_back(now, None)
             return None
         shared = self._machine.copy_shared(now, following)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from nestrec.base.errors import BatchError
 from nestrec.base.failpoints import is_broken
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
@@ -74,6 +75,14 @@ class InFlight:
     @property
     def num_parts(self) -> int:
         return len(self.batch.micro_batches)
+
+    def is_refused(self) -> bool:
+        """Whether its keys hold a mistake, which its own step will raise. The same on every rank; waits for stage 3."""
+        try:
+            self.routed.wait()
+        except BatchError:
+            return True
+        return False
 
 
 class Machine:

@@ -27,3 +27,7 @@ class Pipelined:
     def close(self) -> None:
         """End the threads."""
         self._machine.lanes.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End the threads without finishing what was begun."""
+        self._machine.lanes.abandon(error)

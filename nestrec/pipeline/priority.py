@@ -63,11 +63,13 @@ class Priority(Pipelined):
         with machine.step(step):
             now, coming = self._begin(step)
             following = self._beside(now, step, feed)
-            defers = following is not None and not now.routed.wait().averaged
-            loss = machine.zero()
+            defers, loss = False, machine.zero()
             for i in range(now.num_parts):
                 coming[i].wait()
                 loss = loss + machine.compute(now, i)
+                if i == 0:  # the keys of the next batch had until here to arrive
+                    following = None if following is None or following.is_refused() else following
+                    defers = following is not None and not now.routed.wait().averaged
                 going = self._stages.gradients(now, i, "shared") if defers else machine.gradients(now, i, step.rates)
             sums = machine.reduce_dense(step, loss)
             going.wait()

@@ -74,6 +74,9 @@ class Serial:
     def close(self) -> None:
         """Nothing runs between steps."""
 
+    def abandon(self, error: BaseException) -> None:
+        """Nothing was begun."""
+
     def _micro_batch(self, part: MicroBatch, i: int, window: Window, weight: float) -> torch.Tensor:
         with self._span("train.embedding.vectors", "communication", is_collective=True):
             window.receive(i)

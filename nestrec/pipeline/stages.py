@@ -92,3 +92,6 @@ class Schedule(Protocol):
 
     def close(self) -> None:
         """End the threads; only after a step that was a fence is anything saved from here on right."""
+
+    def abandon(self, error: BaseException) -> None:
+        """The run has failed: end the threads soon. A process that ends beside a running one may be aborted."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,8 +79,7 @@ class Trainer:
 
     def _train(self) -> TrainState:
         self._begin()
-        with StopRequest().listening() as stop:
-            feed = Feed(self.batches.starting_at(self.state.position))
+        with StopRequest().listening() as stop, self._feed() as feed:
             while not self._is_finished():
                 with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
                     batch = next(feed)
@@ -90,10 +89,23 @@ class Trainer:
                 fail_point("train.step")
                 self._after_step(batch)
             self.schedule.close()
-            feed.close()
         self._save()
         self.saving.close()
         return self.state
+
+    @contextlib.contextmanager
+    def _feed(self) -> Iterator[Feed]:
+        """The batches that follow; whatever ends their training ends the threads that work on them."""
+        last = self.cfg.training.max_steps
+        left = None if last is None else max(0, last - self.state.step)
+        feed = Feed(self.batches.starting_at(self.state.position), left)
+        try:
+            yield feed
+        except BaseException as error:
+            self.schedule.abandon(error)
+            raise
+        finally:
+            feed.close()
 
     def evaluate(self, part: Part = "test") -> Evaluation:
         """Measure on held-out data with the weights of the best validation score; written into the run folder."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
@@ -51,6 +52,8 @@ class Job:
     """store options of the dynamic table"""
     broken: str | None = None
     """rule to break"""
+    bad_step: int | None = None
+    """step in which the last rank asks for a key that no table has"""
     stale_steps: int = 1
     device: str = "cpu"
     dtype: str = "float32"
@@ -131,6 +134,8 @@ def batches_of(job: Job, topology: Topology, first_step: int) -> Iterator[Batch]
     for step in range(first_step, job.num_steps + 1):
         num_samples = job.short_steps.get(step, job.num_samples)
         keys = keys_of(job.stream, step, num_samples)
+        if step == job.bad_step:
+            keys["item"][-1, 0] = NUM_ROWS
         world = topology.world
         counts = np.minimum(np.array(job.shares or [num_samples] * world), num_samples)
         if job.shares is None or num_samples != job.num_samples:
@@ -163,11 +168,11 @@ class Training:
         start = self.topology.log.count
         last = self.job.num_steps
         if self.job.restart_after is not None:
-            self._steps(1, self.job.restart_after)
+            self.steps(1, self.job.restart_after)
             self._restart()
-            self._steps(self.job.restart_after + 1, last)
+            self.steps(self.job.restart_after + 1, last)
         else:
-            self._steps(1, last)
+            self.steps(1, last)
         issued = self.topology.log.entries()[-(self.topology.log.count - start) :] if self.topology.world > 1 else []
         result = {**self._look(), "losses": torch.stack(self.losses).tolist(), "seen": self.seen, "issued": issued,
                   "statistics": self.engine.statistics, "spans": self.spans,
@@ -187,7 +192,7 @@ class Training:
             self.engine, TinyCompute(model, device), self.dense, self.tracer, options
         )
 
-    def _steps(self, first: int, last: int) -> None:
+    def steps(self, first: int, last: int) -> None:
         feed = Feed(batches_of(self.job, self.topology, first))
         for number in range(first, last + 1):
             is_fence = number == last or number in self.job.fences
@@ -221,6 +226,20 @@ def train(topology: Topology, schedule: str, job: Job) -> dict[str, Any]:
     """The state after the last step, and after every fence."""
     with armed(f"pipeline.{job.broken}") if job.broken else contextlib.nullcontext():
         return Training(regrouped(topology, job.ranks), schedule, job).run()
+
+
+def train_until_refused(topology: Topology, schedule: str, job: Job, last: int | None = None) -> dict[str, Any]:
+    """Steps made, what they left, and why the next one was not; at most `last` steps of those that the feed holds."""
+    training = Training(regrouped(topology, job.ranks), schedule, job)
+    try:
+        training.steps(1, last or job.num_steps)
+        error = None
+    except UserError as refused:
+        error = str(refused)
+        training.pipeline.abandon(refused)
+    losses = torch.stack(training.losses).tolist()
+    training.engine.close()
+    return {"error": error, "steps": len(losses), "losses": losses, "seen": training.seen}
 
 
 _topologies: dict[RanksConfig, Topology] = {}

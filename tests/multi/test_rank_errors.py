@@ -27,7 +27,9 @@ from nestrec.testing.ranks import RankFailure, RankPool
 )
 def test_a_mistake_on_one_rank_is_the_same_user_error_on_all(pools, job, words):
     outcomes = pools[4].outcomes(job)
-    assert all(isinstance(o, RankFailure) and o.kind == "UserError" and words in o.text for o in outcomes)
+    assert all(
+        isinstance(o, RankFailure) and o.kind in ("UserError", "BatchError") and words in o.text for o in outcomes
+    )
     assert len({o.text.split("Traceback")[0] for o in outcomes}) == 1
     assert pools[4].run(train, "sgd", 2)[0]["losses"] == pytest.approx(train(Topology.single(), "sgd", 2)["losses"])
 

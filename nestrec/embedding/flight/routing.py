@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import all_to_all_fixed, all_to_all_rows
+from nestrec.base.errors import BatchError
+from nestrec.distributed.exchange import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.flight.dedup import Deduplicated, dedup
 from nestrec.embedding.flight.half_rows import Flags, HalfRows, half_rows
@@ -108,9 +108,18 @@ def route(
     return assemble(source, exchange_keys(source, tables, topology), tables, device)
 
 
-def exchange_keys(source: SourceKeys, tables: Sequence[TableConfig], topology: Topology) -> AskedKeys:
-    """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong."""
-    counts = _exchange_counts(source, tables, topology.keys)
+def exchange_keys(
+    source: SourceKeys, tables: Sequence[TableConfig], topology: Topology, holders: Communicator | None = None
+) -> AskedKeys:
+    """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong.
+
+    holders: those whom the mistake is told besides, so that every group knows of it.
+    """
+    counts, mistake = _exchange_counts(source, topology)
+    if holders is not None:
+        mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
+    if mistake[0]:
+        raise _out_of_range(tables, mistake)
     asked = [[d.keys for d in part.tables] for part in source.parts]
     keys, last = _exchange_pieces(source.parts, asked, counts, topology.keys), None
     if source.windows is not None:
@@ -182,28 +191,31 @@ def key_bytes_sent(routed: Routed, rank: int) -> int:
     return 8 * sum(sum(t.send_counts) - t.send_counts[rank] for t in tables)
 
 
-def _exchange_counts(
-    source: SourceKeys, tables: Sequence[TableConfig], communicator: Communicator
-) -> NDArray[np.int64]:
-    """(source, part, table) numbers of keys that this shard is asked for; raises what any source reports."""
-    counts = np.stack([[d.counts for d in part.tables] for part in source.parts])
+def _exchange_counts(source: SourceKeys, topology: Topology) -> tuple[NDArray[np.int64], list[int]]:
+    """(source, part, table) numbers of keys that this shard is asked for; the mistake that any source reports."""
+    counts, communicator = np.stack([[d.counts for d in part.tables] for part in source.parts]), topology.keys
     message = np.empty((communicator.size, ERROR_WORDS + counts.shape[0] * counts.shape[1]), np.int64)
     message[:, :ERROR_WORDS] = source.error
+    message[:, 0] *= topology.rank + 1
     message[:, ERROR_WORDS:] = counts.transpose(2, 0, 1).reshape(communicator.size, -1)
     received = all_to_all_fixed(communicator, torch.from_numpy(message)).numpy()
-    for rank, (is_bad, feature, key) in enumerate(received[:, :ERROR_WORDS].tolist()):
-        if is_bad:
-            raise _out_of_range(tables, feature, key, rank)
-    return received[:, ERROR_WORDS:].reshape(communicator.size, *counts.shape[:2])
+    mistake = _first_mistake(received[:, :ERROR_WORDS])
+    return received[:, ERROR_WORDS:].reshape(communicator.size, *counts.shape[:2]), mistake
 
 
-def _out_of_range(tables: Sequence[TableConfig], feature_number: int, key: int, rank: int) -> UserError:
-    feature, table = [(f, t) for t in tables for f in t.feature_names][feature_number]
-    problem = (
-        f"is not a key of table {table.name!r}, which holds 0 to {(table.num_rows or 0) - 1} (found on rank {rank})"
-    )
+def _first_mistake(words: NDArray[np.int64]) -> list[int]:
+    """[rank + 1, number of the feature, key] as told by the first who has one, or zeros."""
+    found: list[int] = words[np.argmax(words[:, 0] > 0)].tolist()
+    return found
+
+
+def _out_of_range(tables: Sequence[TableConfig], mistake: list[int]) -> BatchError:
+    found_on, number, key = mistake
+    feature, table = [(f, t) for t in tables for f in t.feature_names][number]
+    problem = f"is not a key of table {table.name!r}, which holds 0 to {(table.num_rows or 0) - 1}"
     remedy = "enlarge num_rows, correct the data, or make the table dynamic (num_rows=none)"
-    return UserError(problem, field=f"feature {feature!r}", value=key, remedy=remedy)
+    where = f"{problem} (found on rank {found_on - 1})"
+    return BatchError(where, field=f"feature {feature!r}", value=key, remedy=remedy)
 
 
 def _exchange_pieces(

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,18 @@ def test_a_run_leaves_a_trace_whose_parts_add_up_and_which_perfetto_opens(tiny_d
     events = json.loads((tmp_path / "trace.perfetto.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= lanes
     assert "Lanes from step" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "nested"])
+def test_a_run_that_fails_leaves_no_thread_behind(tiny_data, tmp_path, schedule):
+    """A process that ends while a thread of its own is busy in torch is aborted instead, with another exit code."""
+
+    def fail() -> None:
+        raise UserError("is wrong", field="something", value=1)
+
+    given = {**RUN, "pipeline.schedule": schedule}
+    trainer = Trainer(config_of("rows", tiny_data, given), tmp_path, Topology.single())
+    before = set(threading.enumerate())
+    with armed("train.step", fail, at=3), pytest.raises(UserError, match="is wrong"):
+        trainer.train()
+    assert set(threading.enumerate()) <= before
