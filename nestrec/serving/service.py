@@ -98,8 +98,8 @@ class Service:
         """Some model has an instance without room for a request of the usual size."""
         return any(engine.is_full for fleet in self.fleets.values() for engine in fleet.engines)
 
-    def refusal(self, role: str) -> OverloadedError | None:
-        """For a request that nobody has looked into yet, where no instance has room for one of the usual size."""
+    def refusal(self, role: str, client: str, num_bytes: int) -> OverloadedError | None:
+        """For a request of so many bytes that nobody has looked into yet, where no instance has room for it."""
         engines = self.fleets[role].engines
         for engine in engines:
             if not engine.is_full:

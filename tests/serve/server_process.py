@@ -96,5 +96,5 @@ def status_of(response):
 
 def post(path, body):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content

@@ -328,3 +328,15 @@ def test_kept_events_stand_in_for_a_history(front):
     assert call(front, "POST", "/v1/rank", body).json()["scores"] == found, "events outlive the cache"
     assert call(front, "DELETE", "/v1/users/dora/events").status_code == 204
     assert call(front, "POST", "/v1/rank", body).json()["scores"] != found
+
+
+def test_events_without_times_are_refused_as_often_as_they_come(models):
+    """A model that reads no times takes histories without them; what is kept is for any model."""
+    encoder = replace(ENCODER, time_bias=False)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=100)}, CONFIG)
+    front = App(service, LIMITS)
+    for history in ({"items": [1], "times_ms": None}, {"items": [1]}, {"items": None, "times_ms": None}, None):
+        for _ in range(2):
+            response = call(front, "POST", "/v1/events", {"user": "eve", "history": history})
+            assert (response.status_code, response.json()["error"]["field"]) == (400, "history")
+    service.close()

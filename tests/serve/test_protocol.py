@@ -1,9 +1,11 @@
 """The protocol under the front, over sockets: the short way and the usual one, and limits at their value and above."""
 
 import asyncio
+import contextlib
 import json
 import re
-from contextlib import asynccontextmanager
+import socket
+import struct
 
 import pytest
 from uvicorn.server import ServerState
@@ -20,8 +22,11 @@ from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
-LIMITS = LimitsConfig(max_body_bytes=2000, max_header_bytes=500, max_connections=3, body_timeout_s=0.3)
+LIMITS = LimitsConfig(
+    max_body_bytes=2000, max_header_bytes=500, max_connections=3, body_timeout_s=0.3, answer_timeout_s=0.3
+)
 BODY = {"user": "u", "history": {"items": [1, 2], "times_ms": [1, 2]}, "candidates": [3, 4], "now_ms": 9}
+JSON_TYPE = b"content-type: application/json\r\n"
 CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9, tiers=TiersConfig(keeps_prefix=False)))
 
 
@@ -45,7 +50,7 @@ def short(monkeypatch):
     return taken
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def listening(front):
     config = uvicorn_config(front, ServeConfig(limits=LIMITS), front)
     config.load()
@@ -74,10 +79,11 @@ def talk(front, *pieces):
     return asyncio.run(run())
 
 
-def request(body=BODY, *, head=b"", ends=True, is_chunked=False, path=b"/v1/rank"):
+def request(body=BODY, *, head=b"", ends=True, is_chunked=False, path=b"/v1/rank", kind=JSON_TYPE, host=b"localhost"):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(content)
-    lines = b"POST " + path + b" HTTP/1.1\r\nhost: t\r\n" + head + (b"connection: close\r\n" if ends else b"")
+    lines = b"POST " + path + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + kind + head
+    lines += b"connection: close\r\n" if ends else b""
     framed = b"%x\r\n" % len(content) + content + b"\r\n0\r\n\r\n" if is_chunked else content
     return lines + length + b"\r\n\r\n" + framed
 
@@ -113,13 +119,14 @@ def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
 @pytest.mark.parametrize(
     "unusual",
     [
-        request(head=b"expect: 100-continue\r\n"), request(head=b"content-type: application/json; charset=utf-8\r\n"),
+        request(head=b"expect: 100-continue\r\n"), request(kind=b"content-type: application/json; charset=utf-8\r\n"),
         request(path=b"/v1/rank?a=1"), request(path=b"http://t/v1/rank"), request(path=b"/v1%2frank"),
         request().replace(b"HTTP/1.1", b"HTTP/1.0"), request(is_chunked=True), request(head=b"upgrade: x\r\n"),
+        request(kind=b""), request(host=b"elsewhere.example"), request(head=b"host: localhost\r\n"),
     ],
 )  # fmt: skip
 def test_unusual_requests_take_the_usual_way(front, short, unusual):
-    assert re.match(rb"HTTP/1.1 (200|100|400) ", talk(front, unusual))
+    assert re.match(rb"HTTP/1.1 (200|100|400|415|421) ", talk(front, unusual))
     assert not short
 
 
@@ -142,7 +149,7 @@ def test_the_body_at_its_limit_and_one_byte_above(front, is_chunked):
 
 @pytest.mark.parametrize("num_pieces", [1, 2])
 def test_the_head_at_its_limit_and_one_byte_above(front, num_pieces):
-    known = len("/v1/rankhosttconnectionclosecontent-length114x") + 4 * 4
+    known = len("/v1/rankhostlocalhostcontent-typeapplication/jsonconnectionclosecontent-length114x") + 5 * 4
     for size, status in ((500 - known, 200), (501 - known, 431)):
         whole = request(json.dumps(BODY).encode().ljust(114), head=b"x: " + b"a" * size + b"\r\n")
         pieces = (whole,) if num_pieces == 1 else (whole[:300], whole[300:])
@@ -184,26 +191,53 @@ def test_pipelined_requests_are_answered_in_order(front, short):
     assert short == ["/v1/rank"], "only the first had nothing before it"
 
 
-def test_connections_beyond_the_most_are_told_to_come_back(front):
-    async def run():
-        async with listening(front) as (port, _):
-            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.max_connections)]
-            found = []
-            for _ in range(2):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(request())
-                found.append(await reader.read())
-                writer.close()
-                others.pop()[1].close()
-                await asyncio.sleep(0.01)
-            for _, writer in others:
-                writer.close()
-            return found
+async def read_answer(reader):
+    """(status, body)"""
+    head = await reader.readuntil(b"\r\n\r\n")
+    return int(head.split()[1]), await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
 
-    refused, served = asyncio.run(run())
+
+async def gone(reader):
+    """Once the server has ended the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    return True
+
+
+def test_silent_and_idle_connections_give_way_and_those_being_answered_do_not(front):
+    async def run():
+        async with listening(front) as (port, state):
+            first, kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            kept[1].write(request(ends=False))
+            found = [(await read_answer(kept[0]))[0]]
+            going_on, rank = asyncio.Event(), front._posts["/v1/rank"]
+
+            async def later(data):
+                await going_on.wait()
+                return await rank(data)
+
+            front._posts["/v1/rank"] = later
+            busy = []
+            for number in range(LIMITS.max_connections):
+                busy.append(await asyncio.open_connection("127.0.0.1", port))
+                busy[-1][1].write(request(ends=False))
+                while sum(c.cycle is not None and not c.cycle.response_complete for c in state.connections) <= number:
+                    await asyncio.sleep(0.001)
+                if number:  # the first to go is the one that never asked
+                    found.append(await gone((first, kept)[number - 1][0]))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request())
+            refused = await reader.read()
+            going_on.set()
+            found += [(await read_answer(reader))[0] for reader, _ in busy]
+            for _, opened in (*busy, first, kept, (None, writer)):
+                opened.close()
+            return found, refused
+
+    found, refused = asyncio.run(run())
+    assert found == [200, True, True, 200, 200, 200]
     assert refused.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: 1\r\n" in refused
-    assert served.startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_client_that_goes_away_takes_its_request_along(front):
@@ -212,6 +246,8 @@ def test_a_client_that_goes_away_takes_its_request_along(front):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             held = asyncio.Event()
             front._posts["/v1/rank"] = lambda _: held.wait()
+            linger = struct.pack("ii", 1, 0)  # so that its end is a reset; whoever only says no more may still listen
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.write(request(ends=False))
             while not any(isinstance(c.cycle, PlainCycle) for c in state.connections):
                 await asyncio.sleep(0.001)
@@ -277,6 +313,93 @@ def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front
     assert asyncio.run(run()) == [(*no, 0), (*no, 0), (*no, 0), (*yes, 1), (*no, 1), (*yes, 2)]
     assert engine.counts["refused_overload"] == refused_before + 4
     assert 'nestrec_requests_total{route="/v1/rank",status="429"} 4.0' in front.metrics.exposition().decode()
+
+
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def test_what_waits_in_one_connection_is_bounded_whoever_reads_the_answers(front):
+    """However much is sent: nothing is read beyond what is being answered, and the answers are those of all of it."""
+    count, most_waiting, most_unfed = 4_000, 0, 0
+
+    async def run():
+        nonlocal most_waiting, most_unfed
+        async with listening(front) as (port, state):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
+            writer.write(GET * count + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            stalled = 0
+            while stalled < 20:  # nobody reads: it comes to rest
+                before = front.metrics.exposition()
+                await asyncio.sleep(0.002)
+                stalled = stalled + 1 if front.metrics.exposition() == before else 0
+                for connection in state.connections:
+                    most_waiting = max(most_waiting, len(connection.pipeline))
+                    most_unfed = max(most_unfed, len(connection._unfed))
+            received = bytearray()
+            while data := await reader.read(1 << 16):
+                received += data
+                most_waiting = max([most_waiting, *(len(c.pipeline) for c in state.connections)])
+            writer.close()
+            return received.count(b"HTTP/1.1 200 OK")
+
+    assert asyncio.run(run()) == count + 1
+    assert most_waiting <= 512 // len(GET) + 1
+    assert most_unfed <= 1 << 18
+
+
+def test_a_client_that_does_not_read_its_answers_is_cut_off_also_while_the_server_stops(front):
+    async def run():
+        async with listening(front) as (port, state):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
+            writer.write(GET * 10_000)
+            while not any(c.flow is not None and c.flow.write_paused for c in state.connections):
+                await asyncio.sleep(0.002)
+            for connection in list(state.connections):
+                connection.shutdown()
+            while state.connections:
+                await asyncio.sleep(0.01)
+            writer.transport.abort()
+
+    asyncio.run(asyncio.wait_for(run(), 10.0 * LIMITS.answer_timeout_s))
+
+
+def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(front, short):
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    for is_chunked in (False, True):
+        first = request(head=offer, ends=False, is_chunked=is_chunked)
+        for place in (1, 50, len(first) - 3, len(first)):
+            found = answers(talk(front, first[:place], first[place:] + request()))
+            assert [(status, len(json.loads(body)["scores"]["score"])) for status, body in found] == [(200, 2)] * 2
+    assert answers(talk(front, b"CONNECT t:80 HTTP/1.1\r\nhost: t\r\n\r\n"))[0][0] == 400
+
+
+def test_whoever_says_no_more_after_a_complete_request_is_answered(front):
+    async def run(data):
+        async with listening(front) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            writer.write_eof()
+            received = await reader.read()
+            writer.close()
+            return received
+
+    for is_chunked in (False, True):
+        assert [s for s, _ in answers(asyncio.run(run(request(ends=False, is_chunked=is_chunked))))] == [200]
+    assert [s for s, _ in answers(asyncio.run(run(request(ends=False) * 3)))] == [200] * 3
+    assert asyncio.run(run(request(ends=False)[:-1])) == b"", "this one is not complete"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_names_of_others_and_bodies_of_no_type_are_refused_on_loopback(front, is_chunked):
+    """What a web page can send after its name was made to point to this machine."""
+    for host, status in (
+        (b"localhost", 200), (b"127.0.0.1:8000", 200), (b"[::1]:8000", 200), (b"evil.example", 421), (b"evil", 421),
+        (b"127.0.0.1.evil.example:8000", 421), (b"localhost:8000", 200), (b"", 421),
+    ):  # fmt: skip
+        assert answers(talk(front, request(host=host, is_chunked=is_chunked)))[0][0] == status
+    assert answers(talk(front, request(kind=b"", is_chunked=is_chunked)))[0][0] == 415
+    assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\nhost: evil.example\r\n\r\n"))[0][0] == 421
+    assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\n\r\n"))[0][0] == 400
 
 
 def test_the_protocol_is_what_the_server_runs():

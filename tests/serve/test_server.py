@@ -46,8 +46,8 @@ def test_the_requests_that_the_pages_show_are_answered(server, page):
 
 def test_headers_at_their_limit_and_one_byte_above(server):
     port, _ = server
-    head = b"GET /health/live HTTP/1.1\r\nhost: t\r\nconnection: close\r\nx: "
-    counted = len("/health/live") + len("hostt") + len("connectionclose") + len("x") + 3 * 4
+    head = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx: "
+    counted = len("/health/live") + len("hostlocalhost") + len("connectionclose") + len("x") + 3 * 4
     for size, status in (((1 << 14) - counted, 200), ((1 << 14) - counted + 1, 431)):
         assert status_of(exchange(port, head + b"a" * size + b"\r\n\r\n")) == status
 
@@ -76,7 +76,7 @@ def raw_request(rng):  # noqa: PLR0911
     if kind == 6:
         place = rng.randrange(len(good))
         return good[:place] + rng.choice([b"\r\n", b"\x00", b"\xff\xfe", b"\r", b"\n\n"]) + good[place:]
-    return b"GET " + b"/" * rng.randint(1, 400) + b" HTTP/1.1\r\nhost: t\r\nconnection: close\r\n\r\n"
+    return b"GET " + b"/" * rng.randint(1, 400) + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
@@ -100,13 +100,13 @@ def test_slow_heads_and_bodies_are_cut_off_and_connections_are_bounded(retrieval
     with running_server(retrieval.folder, *limits) as (port, _):
         whole = post("/v1/recommend", BODY)
         with contextlib.ExitStack() as others:
-            for _ in range(3):
-                connection = others.enter_context(socket.create_connection(("127.0.0.1", port)))
+            kept = [others.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
+            for connection in kept:
                 connection.sendall(whole.replace(b"connection: close", b"connection: keep-alive"))
                 assert status_of(connection.recv(65536)) == 200
-            refused = exchange(port, whole)
-            assert status_of(refused) == 503
-            assert b"\r\nretry-after: 1\r\n" in refused
+            assert status_of(exchange(port, whole)) == 200
+            with contextlib.suppress(ConnectionResetError):
+                assert kept[0].recv(1) == b"", "the longest idle gave way"
         assert exchange(port, b"") == b""
         assert exchange(port, whole[:30]) == b""
         assert status_of(exchange(port, whole[:-5])) == 408

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nestrec.serving.api.connections import address_of
 from nestrec.serving.api.history_store import HistoryStore, HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.http import (
     Answered,
@@ -36,6 +37,7 @@ from nestrec.serving.api.schema import (
     parse_request,
     parse_user,
 )
+from nestrec.serving.client import client_of, current_client
 from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError
 from nestrec.serving.service import Fleet, Service, SwappedError
 
@@ -76,6 +78,7 @@ class App:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = time.perf_counter()
         route, body = scope["path"], Body(scope, receive, self._limits)
+        current_client.set(client_of(address_of(scope.get("client")), scope["headers"]))
         try:
             route, answered = await self._answer(scope, receive, body)
         except DisconnectedError:
@@ -86,9 +89,10 @@ class App:
         await answered.send(send, is_last=body.is_unread)
         self.metrics.observe(self._known(route), answered.status, time.perf_counter() - start_s)
 
-    async def serve(self, route: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         """Answer a request without ASGI in between."""
         start_s = time.perf_counter()
+        current_client.set(client)
         try:
             answered = await self._through_swaps(self._posts[route], self._with_history(route, parse_json(body)))
         except asyncio.CancelledError:
@@ -106,7 +110,7 @@ class App:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
             body = await unread.read()
-            if (refusal := self._refusal(path)) is not None:
+            if (refusal := self._refusal(path, current_client.get(), len(body))) is not None:
                 raise refusal
             data = self._with_history(path, parse_json(body))
             return path, await unless_disconnected(self._through_swaps(self._posts[path], data), receive)
@@ -120,12 +124,12 @@ class App:
                 return f"/v1/users/{{id}}/{what}", self._forget(method, user, what)
         return "other", problem(404, "there is nothing here")
 
-    def refused_unread(self, route: str) -> Answered | None:
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
         """The answer to a request that is refused before it is parsed; none where it may be served.
 
         Under overload most requests end here: reading them would take the interpreter from the work of the others.
         """
-        refusal = self._refusal(route)
+        refusal = self._refusal(route, client, num_bytes)
         if refusal is None:
             return None
         self.metrics.observe(route, 429, 0.0)
@@ -134,11 +138,11 @@ class App:
     def count_malformed(self, status: int) -> None:
         self.metrics.observe("malformed", status, 0.0)
 
-    def _refusal(self, path: str) -> OverloadedError | None:
+    def _refusal(self, path: str, client: str, num_bytes: int) -> OverloadedError | None:
         if path == "/v1/rank":
-            return self._service.refusal(self._service.ranker)
+            return self._service.refusal(self._service.ranker, client, num_bytes)
         if path == "/v1/recommend" and "retrieval" in self._service.fleets:
-            return self._service.refusal("retrieval")
+            return self._service.refusal("retrieval", client, num_bytes)
         return None
 
     def _with_history(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +155,7 @@ class App:
     async def _events(self, data: dict[str, Any]) -> Answered:
         servable = self._service.fleet(self._service.ranker).servable
         asked = parse_request("events", data, servable, self._limits)
-        if not len(asked.history) or "times_ms" not in data["history"]:
+        if not len(asked.history) or data["history"].get("times_ms") is None:
             raise BadRequestError("must hold items and times_ms", "history")
         try:
             return as_json({"events": self._store.append(asked.user, data["history"])}, 202)

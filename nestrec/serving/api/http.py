@@ -93,7 +93,7 @@ class Body:
 
     async def read(self) -> bytes:
         """All of it."""
-        content_type = self._headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
+        content_type = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if content_type != JSON:
             raise BadRequestError("the content type must be application/json", status=415)
         declared, most = self._headers.get(b"content-length", b"0"), self._limits.max_body_bytes

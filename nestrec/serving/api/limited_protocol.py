@@ -1,8 +1,9 @@
-"""uvicorn's HTTP protocol with limits on open connections and on the size and time of what is not a body.
+"""uvicorn's HTTP protocol with limits on open connections, on what waits in one, and on the size and time of a request.
 
-uvicorn ends idle connections after a request, but waits without end for a head that trickles in, so that a few slow
-clients could hold every connection; nor does its parser bound the bytes of a head or of what follows a chunked body. It
-can bound connections, but does not say when to come back.
+uvicorn ends idle connections after a request, but waits without end for a head that trickles in and for a client that
+does not read its answers; nor does its parser bound the bytes of a head or of what follows a chunked body. It parses
+whatever has arrived, and so keeps as many requests of one connection as somebody sends: here the next bytes are given
+to the parser, and read from the socket, when a request before them has been answered.
 
 Ranking requests that arrive whole take the short way of `plain_cycle`.
 """
@@ -10,46 +11,165 @@ Ranking requests that arrive whole take the short way of `plain_cycle`.
 import asyncio
 from typing import Any
 
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nestrec.serving.api.http import JSON, Receive, Scope, Send, head_bytes, problem, retry_after, too_long_head
+from nestrec.serving.api.connections import Connections, address_of
+from nestrec.serving.api.hosts import Hosts
+from nestrec.serving.api.http import (
+    JSON,
+    Answered,
+    Receive,
+    Scope,
+    Send,
+    head_bytes,
+    problem,
+    retry_after,
+    too_long_head,
+)
 from nestrec.serving.api.plain_cycle import Door, PlainCycle
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.client import client_of
 
 _SPARE_HEAD_BYTES = 256
 """of method, version and ends of lines, which are not counted as head"""
+_SPARE_CONNECTIONS = 64
+"""beyond the most that are told to come back; those beyond them are cut off"""
+_PIECE_BYTES = 512
+"""given to the parser at a time: it cannot be stopped, and all requests that it finds in them wait in memory"""
+_LONGEST_NUMBER = 19
+"""digits of a declared length"""
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
 
+class _HeldFlow(FlowControl):
+    """Reading stays off while anything of a connection waits, whoever asks for more."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: "LimitedProtocol"):
+        super().__init__(transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        if not self._protocol.has_waiting:
+            super().resume_reading()
+
+
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers are not complete in time; refuses what is beyond the most."""
+    """Closes a connection whose request does not come, or whose answer is not read, in time; refuses what is beyond
+    the most."""
 
     limits: LimitsConfig
     door: Door | None
+    hosts: Hosts
+    room: "Connections[LimitedProtocol]"
+    address = ""
+    """whom it comes from"""
     _head_timer: asyncio.TimerHandle | None = None
+    _answer_timer: asyncio.TimerHandle | None = None
     _awaits_head = True
+    _is_beyond = False
+    """the most were open already"""
+    _is_upgrade = False
+    """the head offers to go on in another protocol"""
+    _is_feeding = False
     _unplaced_bytes = 0
     """that have come since the last whole head, piece of a body or whole request"""
+    _body_left = 0
+    """bytes of the declared body that are still to come"""
+    _unfed = b""
+    """that have come and that the parser has not seen, from `_first_unfed` on"""
+    _first_unfed = 0
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self._served, self.app = self.app, self._within_limit
 
     async def _within_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self.connections) <= self.limits.max_connections:
+        refused = self._refused(scope["headers"], scope["http_version"])
+        if refused is None:
             await self._served(scope, receive, send)
-            return
-        await problem(503, "too many connections are open", "", retry_after(1.0)).send(send, is_last=True)
+        else:
+            self._count_malformed(refused.status)
+            await refused.send(send, is_last=True)
+
+    def _refused(self, headers: list[tuple[bytes, bytes]], version: str) -> Answered | None:
+        """The answer to a request that is not looked into."""
+        if self._is_beyond:
+            return problem(503, "too many connections are open", "", retry_after(1.0))
+        named = [value for name, value in headers if name == b"host"]
+        if len(named) > 1 or (not named and version == "1.1"):
+            return problem(400, "the header Host must be there once")
+        if named and named[0] not in self.hosts:
+            return problem(421, "this server does not answer to that name; give its names as --hosts", "host")
+        return None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow, self.address = _HeldFlow(transport, self), address_of(self.client)
+        gives_way = self.room.opened(self, self.address)
+        self._is_beyond = gives_way is self
+        if len(self.room) > self.room.most + _SPARE_CONNECTIONS:
+            transport.abort()
+        elif gives_way is not None and gives_way is not self:
+            gives_way.transport.abort()
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        self._unplaced_bytes += len(data)
-        super().data_received(data)
-        if self._unplaced_bytes > self.limits.max_header_bytes + _SPARE_HEAD_BYTES:
-            self._refuse_head()
+        self._unfed = self._unfed[self._first_unfed :] + data if self._unfed else data
+        self._first_unfed = 0
+        self._feed()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whoever has asked and says no more may still listen; the answer shows whether somebody does."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.resume_writing()
+        self.room.closed(self)
+        self._unfed = b""
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        self._unfed = b""
+        super().shutdown()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._answer_timer is None:
+            self._answer_timer = self.loop.call_later(self.limits.answer_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+
+    # What has come, and the parser.
+
+    @property
+    def has_waiting(self) -> bool:
+        """Something has come that is behind a request which is not answered yet."""
+        return bool(self._unfed or self.pipeline)
+
+    def _feed(self) -> None:
+        """Give the parser what has come, up to a request that has to wait for the one before it."""
+        self._unset_keepalive_if_required()
+        self._is_feeding = True
+        while self._unfed and not self.pipeline and not self.transport.is_closing():
+            end = self._first_unfed + max(_PIECE_BYTES, self._body_left)
+            piece, self._first_unfed = self._unfed[self._first_unfed : end], end
+            if end >= len(self._unfed):
+                self._unfed, self._first_unfed = b"", 0
+            self._parse(piece)
+        self._is_feeding = False
+        if self.transport.is_closing():
             return
         cycle: object = self.cycle
         if isinstance(cycle, PlainCycle) and cycle.more_body:
@@ -57,11 +177,37 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle = None  # type: ignore[assignment]
             self._take_usual_way()
             super().on_body(bytes(cycle.body))
+        if self.has_waiting:
+            self.flow.pause_reading()
+        elif self._awaits_head:
+            self.flow.resume_reading()
         self._watch_head()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
+    def _parse(self, piece: bytes) -> None:
+        self._unplaced_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(piece[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        if self._unplaced_bytes > self.limits.max_header_bytes + _SPARE_HEAD_BYTES:
+            self._refuse_head()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """The request as if it had not offered another protocol: the parser takes what follows its head for that
+        protocol, and so a body for the next request."""
+        self._is_upgrade, method = False, self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        lines = [method + b" " + self.url + b" HTTP/1.1"]
+        lines += [name + b": " + value for name, value in self.headers if name not in (b"upgrade", b"connection")]
+        lines += [b"connection: close"] if not self.parser.should_keep_alive() else []
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._unplaced_bytes = 0
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     # What the parser calls.
 
@@ -77,25 +223,39 @@ class LimitedProtocol(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # see `_decline_upgrade`
+            self._is_upgrade = True
+            return
         self._awaits_head, self._unplaced_bytes = False, 0
+        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        self._body_left = int(length) if length.isdigit() and len(length) <= _LONGEST_NUMBER else 0
         route = self._plain_route()
         if route is None or self.door is None:
             self._take_usual_way()
         else:
-            self.cycle = PlainCycle(self, self.door, route)  # type: ignore[assignment]
+            client = client_of(self.address, self.headers)
+            self.cycle = PlainCycle(self, self.door, route, client)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._unplaced_bytes = 0
+        self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._awaits_head, self._unplaced_bytes = True, 0
+        if self._is_upgrade:
+            return
+        self._awaits_head, self._unplaced_bytes, self._body_left = True, 0, 0
+        self.room.began(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if not self.pipeline and self.cycle.more_body:  # nobody reads the rest of it
             self.transport.close()
         super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.room.ended(self)
+        if self._unfed and not self._is_feeding:
+            self.loop.call_soon(self._feed)
 
     def _plain_route(self) -> str | None:
         """Where the request goes if nothing is special about it and nothing is before it; else none."""
@@ -105,14 +265,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if (self.cycle is not None and not self.cycle.response_complete) or self.flow.write_paused:
             return None
         headers = dict(self.headers)
-        if not _UNUSUAL.isdisjoint(headers) or headers.get(b"content-type", JSON) != JSON:
+        if len(headers) < len(self.headers) or not _UNUSUAL.isdisjoint(headers) or headers.get(b"content-type") != JSON:
             return None
         length = headers.get(b"content-length", b"")
-        if not length.isdigit() or int(length) > self.limits.max_body_bytes:
+        if not length.isdigit() or len(length) > _LONGEST_NUMBER or int(length) > self.limits.max_body_bytes:
             return None
         if head_bytes(self.url, self.headers) > self.limits.max_header_bytes:
             return None
-        return route if len(self.connections) <= self.limits.max_connections else None
+        return route if not self._is_beyond and headers.get(b"host", b"") in self.hosts else None
 
     def _take_usual_way(self) -> None:
         url, headers, expects = self.url, self.headers, self.expect_100_continue
@@ -156,6 +316,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
-def protocol_with(limits: LimitsConfig, door: Door | None = None) -> type[LimitedProtocol]:
+def protocol_with(limits: LimitsConfig, hosts: Hosts, door: Door | None = None) -> type[LimitedProtocol]:
     """The protocol with its limits, as uvicorn wants it: a class."""
-    return type("Limited", (LimitedProtocol,), {"limits": limits, "door": door})
+    room: Connections[LimitedProtocol] = Connections(limits.max_connections, limits.max_connections_an_address)
+    return type("Limited", (LimitedProtocol,), {"limits": limits, "hosts": hosts, "door": door, "room": room})

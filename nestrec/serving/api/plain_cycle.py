@@ -21,15 +21,17 @@ class Door(Protocol):
     plain_routes: Mapping[bytes, str]
     """route of each target of a request that may come this way"""
 
-    def refused_unread(self, route: str) -> Answered | None:
-        """The answer to a request that is refused before it is parsed; none where it may be served."""
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+        """The answer to a request of so many bytes that is refused before it is parsed; none where it may be served."""
         ...
 
     def count_malformed(self, status: int) -> None:
         """What came was no request, and was refused with this status."""
         ...
 
-    def serve(self, route: str, body: bytes, reply: Callable[[Answered], None]) -> Coroutine[Any, Any, None]:
+    def serve(
+        self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]
+    ) -> Coroutine[Any, Any, None]:
         """Answer a request through `reply`, whatever it holds. Cancelled where the client goes away."""
         ...
 
@@ -42,12 +44,12 @@ class PlainCycle:
     """
 
     __slots__ = (
-        "_door", "_protocol", "_route", "_task", "body", "disconnected", "keep_alive", "more_body",
+        "_client", "_door", "_protocol", "_route", "_task", "body", "disconnected", "keep_alive", "more_body",
         "response_complete",
     )  # fmt: skip
 
-    def __init__(self, protocol: HttpToolsProtocol, door: Door, route: str):
-        self._protocol, self._door, self._route = protocol, door, route
+    def __init__(self, protocol: HttpToolsProtocol, door: Door, route: str, client: str):
+        self._protocol, self._door, self._route, self._client = protocol, door, route, client
         self._task: asyncio.Task[None] | None = None
         self.body, self.more_body = b"", True
         self.disconnected = self.response_complete = False
@@ -66,11 +68,12 @@ class PlainCycle:
             self._begin()
 
     def _begin(self) -> None:
-        refused = self._door.refused_unread(self._route)
+        refused = self._door.refused_unread(self._route, self._client, len(self.body))
         if refused is not None:
             self._reply(refused)
         else:
-            self._task = self._protocol.loop.create_task(self._door.serve(self._route, self.body, self._reply))
+            served = self._door.serve(self._route, self._client, self.body, self._reply)
+            self._task = self._protocol.loop.create_task(served)
 
     def _reply(self, answered: Answered) -> None:
         self.response_complete = True

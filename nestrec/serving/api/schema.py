@@ -40,8 +40,12 @@ class LimitsConfig:
     """request line and headers must have arrived by then"""
     body_timeout_s: Positive = 5.0
     """a body must have arrived by then"""
+    answer_timeout_s: Positive = 10.0
+    """a client must go on reading its answers by then"""
     max_connections: Count = 2048
-    """open at a time"""
+    """open at a time; those that ask nothing give way to new ones"""
+    max_connections_an_address: Count = 1024
+    """open at a time from one address (for IPv6, from one network of 64 bits)"""
 
 
 class BadRequestError(Exception):

@@ -20,7 +20,9 @@ from nestrec.base.errors import UserError
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
 from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
+from nestrec.serving.api.hosts import Hosts
 from nestrec.serving.api.limited_protocol import protocol_with
+from nestrec.serving.api.log import log_without_waiting
 from nestrec.serving.api.plain_cycle import Door
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.model.servable import Servable
@@ -38,6 +40,9 @@ class ServeConfig:
     """address to listen on; other machines reach it only where you name another"""
     port: Port = 8000
     """0 takes a free one"""
+    hosts: tuple[str, ...] = ()
+    """names under which clients may ask, beside addresses and localhost; none: any, or none where only this machine is
+    listened to; `*`: any"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one"""
     instances: Count = 1
@@ -58,6 +63,7 @@ class ServeConfig:
 
 def serve(folders: list[Path], cfg: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT; accepted requests are answered before the process ends."""
+    log_without_waiting()
     torch.set_num_threads(cfg.threads)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
         signal.signal(number, lambda *_: None)
@@ -100,9 +106,9 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
 def uvicorn_config(app: Any, cfg: ServeConfig, door: Door | None = None) -> uvicorn.Config:
     """Errors are logged and warnings are not: uvicorn warns of every malformed request, so that a client could fill the
     log, and stop the server where nobody reads it. They are counted in a metric instead."""
+    protocol = protocol_with(cfg.limits, Hosts(cfg.host, cfg.hosts), door)
     return uvicorn.Config(
-        app, host=cfg.host, port=cfg.port, http=protocol_with(cfg.limits, door), ws="none", lifespan="on",
-        access_log=False, log_level="error", server_header=False, proxy_headers=False,
-        timeout_keep_alive=30, backlog=cfg.limits.max_connections,
-        timeout_graceful_shutdown=int(cfg.service.drain_s),
+        app, host=cfg.host, port=cfg.port, http=protocol, ws="none", lifespan="on", access_log=False,
+        log_config=None, log_level="error", server_header=False, proxy_headers=False, timeout_keep_alive=30,
+        backlog=cfg.limits.max_connections, timeout_graceful_shutdown=int(cfg.service.drain_s),
     )  # fmt: skip

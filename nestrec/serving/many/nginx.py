@@ -39,6 +39,7 @@ http {{
         proxy_http_version 1.1;
         proxy_set_header Connection "";
         proxy_set_header Host $host;
+        proxy_set_header X-Nestrec-Client $remote_addr;
         proxy_connect_timeout 500ms;
         proxy_read_timeout {timeout_s}s;
         proxy_next_upstream_tries {tries};

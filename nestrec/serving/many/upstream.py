@@ -29,7 +29,7 @@ class Upstream:
         not be repeated gets a new connection.
         """
         head = (
-            f"{method} ".encode() + target + b" HTTP/1.1\r\nhost: instance\r\ncontent-type: application/json\r\n"
+            f"{method} ".encode() + target + b" HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: " + str(len(body)).encode() + b"\r\n\r\n"
         )
         async with asyncio.timeout(self._timeout_s):  # wait_for could swallow a cancellation that meets an error

@@ -13,6 +13,7 @@ queue with random arrivals and equal work).
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -27,7 +28,7 @@ _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
 
 @config
 class TriggerConfig:
-    policy: str = "at_risk"
+    policy: Literal["at_risk", "all", "never"] = "at_risk"
     """`at_risk`: as above; `all`: every request within the bounds; `never`"""
     budget_ms: NonNegative = 50.0
     """what ranking may take at the 99th percentile"""

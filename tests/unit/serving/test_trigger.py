@@ -5,6 +5,8 @@ import random
 import pytest
 
 from nestrec.base.clock import SimulatedClock
+from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserError
 from nestrec.serving.engine.cost_model import CostModel, work_of
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.prefix.cache import CacheKey
@@ -138,3 +140,8 @@ def test_fields_of_a_keyed_hash_cannot_be_shifted():
     assert keyed.digest("p", "1") != keyed.digest("p", 1)
     assert keyed.digest("p", "1") != keyed.digest("q", "1")
     assert keyed.digest("p", "1") != KeyedHash(b"2").digest("p", "1")
+
+
+def test_a_policy_that_nobody_knows_is_refused():
+    with pytest.raises(UserError, match="policy"):
+        with_overrides(TriggerConfig(), {"policy": "nevr"})

@@ -1,0 +1,63 @@
+"""A log that never makes a server wait for whoever reads it.
+
+Where standard error is a pipe that nobody reads, a write waits without end, and with it the thread that logs: the one
+of the engine, or the one that answers. So a thread of its own writes, and what it cannot keep up with is dropped and
+counted.
+"""
+
+import logging
+import os
+import queue
+import threading
+
+_MOST_WAITING = 1000
+"""messages"""
+_MOST_CHARACTERS = 20_000
+"""of one message"""
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class PatientHandler(logging.Handler):
+    """Hands messages to a thread that writes them to a file descriptor, without a lock that the end of the process
+    could wait for."""
+
+    def __init__(self, descriptor: int = 2):
+        super().__init__()
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
+        self._num_dropped = 0
+        self.setFormatter(logging.Formatter(_FORMAT))
+        threading.Thread(target=self._write, name="nestrec-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)[:_MOST_CHARACTERS]
+        except Exception as error:  # a message that cannot be written must not end what it tells of
+            text = f"{record.name}: a message could not be formatted: {type(error).__name__}"
+        try:
+            self._waiting.put_nowait(text)
+        except queue.Full:
+            self._num_dropped += 1
+
+    def _write(self) -> None:
+        while True:
+            data = f"{self._waiting.get()}\n"
+            num_dropped, self._num_dropped = self._num_dropped, 0
+            if num_dropped:
+                data += f"{num_dropped} messages after this one were dropped: nobody read them\n"
+            try:
+                _write_all(self._descriptor, data.encode("utf-8", "replace"))
+            except OSError:  # nobody is there to be told
+                return
+
+
+def log_without_waiting() -> None:
+    """Everything that is logged from now on goes to standard error through one handler."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, PatientHandler) for handler in root.handlers):
+        root.addHandler(PatientHandler())
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,23 @@
+"""Whom a request comes from, so that the device's time is shared among those who ask.
+
+A front on this machine names its client in the header X-Nestrec-Client; of anybody else the address counts, which
+nobody can make up.
+"""
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+HEADER = b"x-nestrec-client"
+_MOST_CHARACTERS = 64
+
+current_client: ContextVar[str] = ContextVar("nestrec_client", default="")
+"""of the request that this task serves"""
+
+
+def client_of(address: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client of a request that came from an address."""
+    if address == "127.0.0.1" or address.startswith("::"):
+        for name, value in headers:
+            if name == HEADER:
+                return value[:_MOST_CHARACTERS].decode("latin-1")
+    return address

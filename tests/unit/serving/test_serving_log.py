@@ -1,0 +1,40 @@
+"""The log of a server."""
+
+import logging
+import os
+import threading
+
+from nestrec.serving.api.log import PatientHandler
+
+
+def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
+    reads, writes = os.pipe()
+    handler, logger = PatientHandler(writes), logging.Logger("a")
+    logger.addHandler(handler)
+
+    def log_much():
+        for number in range(5000):
+            logger.error("message %d " + "x" * 100, number)
+
+    logging_thread = threading.Thread(target=log_much, daemon=True)
+    logging_thread.start()
+    logging_thread.join(30.0)
+    assert not logging_thread.is_alive()
+    received = b""
+    while b"were dropped" not in received:
+        received += os.read(reads, 1 << 16)
+    assert b" ERROR a: message 0 " in received
+    assert b"message 4999" not in received
+    logger.error("the %s one", "last")
+    while b"the last one" not in received:
+        received += os.read(reads, 1 << 16)
+    os.close(reads)  # the thread ends with its next message
+
+
+def test_a_message_that_cannot_be_formatted_ends_nothing():
+    reads, writes = os.pipe()
+    logger = logging.Logger("a")
+    logger.addHandler(PatientHandler(writes))
+    logger.error("%d", "text")
+    assert b"could not be formatted: TypeError" in os.read(reads, 1 << 16)
+    os.close(reads)
