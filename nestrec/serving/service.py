@@ -134,10 +134,20 @@ class Service:
             self._end(slot)
 
     async def retrieve(
-        self, fleet: Fleet, user: str, history: History, *, count: int, now_ms: int, excluded: Ids, timeout_s: float
+        self,
+        fleet: Fleet,
+        user: str,
+        history: History,
+        *,
+        count: int,
+        now_ms: int,
+        excluded: Ids,
+        allowed: Ids | None = None,
+        timeout_s: float,
     ) -> Answer:
-        """The best items of the catalogue."""
-        asked = Candidates(items=np.zeros(0, np.int64), now_ms=now_ms, num_best=count, excluded=excluded)
+        """The best items of the catalogue, or of those that are allowed."""
+        none = np.zeros(0, np.int64)
+        asked = Candidates(items=none, now_ms=now_ms, num_best=count, excluded=excluded, allowed=allowed)
         return await self.rank(fleet, user, history, asked, timeout_s=timeout_s)
 
     def forget(self, user: str) -> None:

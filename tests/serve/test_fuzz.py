@@ -16,13 +16,14 @@ from nestrec.serving.service import Service, ServiceConfig
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
 PATHS = ["/v1/rank", "/v1/preinfer", "/v1/recommend", "/v1/events"]
 FIELDS = ["user", "history", "user_features", "now_ms", "timeout_ms", "candidates", "candidate_features", "k",
-          "exclude_seen", "num_candidates", "items", "times_ms", "actions", "features", "tab", "nonsense"]  # fmt: skip
+          "exclude_seen", "exclude", "allow", "context", "unknown", "num_candidates", "items",
+          "times_ms", "actions", "features", "tab", "nonsense"]  # fmt: skip
 
 
 def any_value(rng, depth=0):
     leaf = [
-        None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, 1e308, "", "1", "home", "x" * 300,
-        "\u0000", "\ud7ff", "é" * 9, [], {},
+        None, True, False, "drop", "score", "refuse", 0, 1, -1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5,
+        1e308, "", "1", "home", "x" * 300, "\u0000", "\ud7ff", "é" * 9, [], {},
     ]  # fmt: skip
     if depth < 3 and rng.random() < 0.35:
         if rng.random() < 0.5:
@@ -38,14 +39,20 @@ def valid(rng, path):
         "history": {
             "items": [rng.choice([1, "2", "none", -5]) for _ in range(count)],
             "times_ms": sorted(rng.randint(0, 10**12) for _ in range(count)),
-            "actions": [rng.randint(0, 3) for _ in range(count)],
+            "actions": [rng.choice([0, 3, "click", ["click", "like"], []]) for _ in range(count)],
             "features": {"tab": [rng.choice(["home", None, 3]) for _ in range(count)]},
         },
         "now_ms": rng.randint(0, 10**12),
     }  # fmt: skip
+    if path == "/v1/events":
+        return {"user": body["user"], "history": body["history"]}
+    if path == "/v1/recommend":
+        body |= {"exclude": [3, "none"], "allow": [*range(5, 40)]} if rng.random() < 0.5 else {}
     if path == "/v1/rank":
         body["candidates"] = [rng.randint(1, 60) for _ in range(rng.randint(1, 30))]
-    return body
+    if path in ("/v1/rank", "/v1/recommend"):
+        body["context"] = {"tab": rng.choice(["home", "nowhere", None])}
+    return {**body, "unknown": rng.choice(["last", "score", "drop", "refuse"])} if rng.random() < 0.5 else body
 
 
 def places(value, path=()):

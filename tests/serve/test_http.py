@@ -121,7 +121,7 @@ def test_recommend_without_a_ranker_is_the_best_of_the_catalogue(models):
 
 def test_the_cascade_orders_what_retrieval_found_by_the_ranker(front, service):
     body = {k: v for k, v in rank_body().items() if not k.startswith("candidate")}
-    answer = call(front, "POST", "/v1/recommend", {**body, "k": 5}).json()
+    answer = call(front, "POST", "/v1/recommend", {**body, "k": 5, "context": {"tab": "home"}}).json()
     assert len(answer["items"]) == 5
     assert answer["scores"]["click"] == sorted(answer["scores"]["click"], reverse=True)
     assert not set(answer["items"]) & {str(i) for i in body["history"]["items"]}
@@ -148,7 +148,7 @@ def test_each_limit_at_its_value_and_one_above(front, at_limit, above):
 
 
 def test_k_at_its_limit_and_one_above(front):
-    body = {"user": "a", "history": {"items": [1], "times_ms": [1]}}
+    body = {k: v for k, v in rank_body().items() if k != "candidates"} | {"candidate_features": {"tab": None}}
     assert len(call(front, "POST", "/v1/recommend", {**body, "k": 15}).json()["items"]) == 15
     assert call(front, "POST", "/v1/recommend", {**body, "k": 16}).status_code == 400
 
@@ -193,7 +193,7 @@ def test_the_candidates_of_a_signal_at_their_limit_and_one_above(front):
         {"history": {"items": [1], "times_ms": [1], "features": {"tab": [1, 2]}}},
         {"history": {"items": [1], "times_ms": [1], "features": {"none": [1]}}},
         {"history": {"items": [1], "times_ms": [10**30]}},
-        {"candidates": {}}, {"candidates": [None]}, {"candidate_features": {"tab": "home"}}, {"now_ms": "1"},
+        {"candidates": {}}, {"candidates": [None]}, {"candidate_features": {"tab": ["home"]}}, {"now_ms": "1"},
         {"timeout_ms": 0}, {"extra": 1}, {"user_features": {"age": 1}}, {"user_features": []},
     ],
 )  # fmt: skip
@@ -207,7 +207,8 @@ def test_nothing_is_recommended_to_a_user_without_events(front):
     for history in ({}, {"history": {"items": []}}):
         response = call(front, "POST", "/v1/recommend", {"user": "new", "k": 3, **history})
         assert (response.status_code, response.json()["error"]["field"]) == (400, "history")
-    assert call(front, "POST", "/v1/rank", {"user": "new", "candidates": [3, 4]}).status_code == 200
+    asked = {"user": "new", "candidates": [3, 4], "context": {"tab": "home"}}
+    assert call(front, "POST", "/v1/rank", asked).status_code == 200, "a ranking model has learned from first events"
 
 
 def test_what_is_not_offered_is_refused(front):

@@ -69,7 +69,11 @@ def test_unknown_items_have_the_vector_of_evaluation_behind_a_cache_too(retrieva
 
 def test_instances_share_a_cache_whose_hits_are_counted(retrieval, ranking):
     folders, place = [retrieval.folder, ranking.folder], TablesConfig(store="disk", cache_rows=20)
-    body = {"user": "a", "history": {"items": [1, 2, "none", 4], "times_ms": [1, 2, 3, 4]}, "k": 5, "now_ms": 10}
+    body = {
+        "user": "a",
+        "history": {"items": [1, 2, "none", 4], "times_ms": [1, 2, 3, 4], "actions": [0, 1, "click", 1]},
+    }
+    body |= {"k": 5, "now_ms": 10}
 
     async def answers(service):
         async with httpx.AsyncClient(

@@ -1,4 +1,4 @@
-"""`nestrec bench front`: what HTTP itself costs, on a model that computes next to nothing."""
+"""`nestrec bench front`: what HTTP itself costs, on a model that computes next to nothing: one event of width 4."""
 
 import tempfile
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 
 from nestrec.base.config import config
+from nestrec.bench.serving.replay import Reads
 from nestrec.bench.serving.served import Served, made_up_load, quantile, serve_load, server
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.model.export import write_servable
@@ -52,8 +53,8 @@ def _served(
     port: int, process: psutil.Process, bench: FrontBench, duration_s: float, number: int, *, polls: bool
 ) -> Served:
     load = made_up_load(
-        bench.rate, duration_s, first_user=number << 32, history=0, candidates=bench.candidates, items=_NUM_ITEMS,
-        timeout_ms=1000, seed=bench.seed + number,
+        bench.rate, duration_s, first_user=number << 32, history=1, candidates=bench.candidates, items=_NUM_ITEMS,
+        timeout_ms=1000, seed=bench.seed + number, reads=Reads(),
     )  # fmt: skip
     return serve_load(port, process, *load, polls=polls)
 

@@ -18,7 +18,7 @@ import psutil
 
 from nestrec.base.config import config
 from nestrec.bench.serving.http_client import HttpClient
-from nestrec.bench.serving.replay import ReplayConfig, made_up_request
+from nestrec.bench.serving.replay import ReplayConfig, made_up_request, reads_of
 from nestrec.bench.serving.served import Served, made_up_load, quantile, serve_load, server
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.model.export import write_servable
@@ -92,13 +92,14 @@ async def _capacity(port: int, bench: OverloadBench) -> float:
     """Answers a second with a few requests always under way, after a while for the server to learn what they cost."""
     client, counts = HttpClient("127.0.0.1", port), [0, 0]
     cfg = ReplayConfig(candidates=bench.candidates, items=_NUM_ITEMS, seed=bench.seed)
+    reads = reads_of(f"http://127.0.0.1:{port}")
     start_s = time.perf_counter()
     warm_s, end_s = start_s + _WARM_S, start_s + _WARM_S + min(10.0, bench.duration_s)
 
     async def worker(number: int) -> None:
         user = number << 32
         while time.perf_counter() < end_s:
-            _, body = made_up_request(user, bench.history, cfg, np.random.default_rng(user))
+            _, body = made_up_request(user, bench.history, cfg, np.random.default_rng(user), reads)
             if (await client.post("/v1/rank", orjson.dumps(body))).status == 200:
                 counts[warm_s <= time.perf_counter() < end_s] += 1
             else:
@@ -116,6 +117,7 @@ def _load(
     arrivals = made_up_load(
         rate, duration_s, first_user=zlib.crc32(load.encode()) << 32, history=bench.history,
         candidates=bench.candidates, items=_NUM_ITEMS, timeout_ms=round(bench.slo_ms), seed=bench.seed,
+        reads=reads_of(f"http://127.0.0.1:{port}"),
     )  # fmt: skip
     return serve_load(port, process, *arrivals)
 

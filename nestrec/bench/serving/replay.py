@@ -1,9 +1,11 @@
 """`nestrec replay`: open-loop load on a running server, made up or recorded."""
 
 import asyncio
+import http.client
 import json
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,15 +59,48 @@ class Load:
     """pre-infer signals, or none of them"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What a model must be told beside items and times."""
+
+    actions: tuple[str, ...] = ()
+    """names to choose from"""
+    features: tuple[str, ...] = ()
+    """categories of events and candidates"""
+    user_features: tuple[str, ...] = ()
+    """categories of users"""
+
+
+def reads_of(url: str) -> Reads:
+    """What the model that ranks on a server reads."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=30.0)
+    try:
+        connection.request("GET", "/v1/models")
+        return reads_from(json.loads(connection.getresponse().read())["models"])
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        remedy = "name a server of `nestrec serve` of this version, or record a load and give it by --recorded"
+        raise UserError("does not tell what its models read", field="URL", value=url, remedy=remedy) from error
+    finally:
+        connection.close()
+
+
+def reads_from(models: Mapping[str, Any]) -> Reads:
+    """What the model that ranks reads, of those that a server describes."""
+    model = models.get("ranking") or models["retrieval"]
+    return Reads(**{name: tuple(model[name]) for name in ("actions", "features", "user_features")})
+
+
 def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
     """Rows of what was measured: one trial, or those of a search with the best last."""
     check_server(url)
+    reads = Reads() if cfg.recorded else reads_of(url)
     trials: list[dict[str, Any]] = []
 
     def measure(value: float) -> Trial:
         rate = value if cfg.finds == "rate" else cfg.rate
         length = round(value) if cfg.finds == "history" else cfg.history
-        trial = run_punctually(send_load(url, make_load(cfg, rate, length), cfg.signal_ms / 1e3))
+        trial = run_punctually(send_load(url, make_load(cfg, rate, length, reads), cfg.signal_ms / 1e3))
         trials.append(row_of(trial, cfg, length))
         return trial
 
@@ -90,7 +125,7 @@ def check_server(url: str) -> None:
         raise UserError(f"nobody answers there: {error}", field="URL", value=url, remedy=remedy) from error
 
 
-def make_load(cfg: ReplayConfig, rate: float, length: int) -> Load:
+def make_load(cfg: ReplayConfig, rate: float, length: int, reads: Reads) -> Load:
     if cfg.recorded:
         return recorded_load(Path(cfg.recorded))
     rng = np.random.default_rng(cfg.seed)
@@ -101,23 +136,32 @@ def make_load(cfg: ReplayConfig, rate: float, length: int) -> Load:
         is_back = bool(users) and rng.random() < cfg.returning
         user = users[rng.integers(len(users))] if is_back else int(rng.integers(cfg.users))
         users.append(user)
-        signal, body = made_up_request(user, length, cfg, rng)
+        signal, body = made_up_request(user, length, cfg, rng, reads)
         signals.append(json.dumps(signal).encode())
         bodies.append(json.dumps(body).encode())
     return Load(at_s.tolist(), ["/v1/rank"] * len(bodies), bodies, signals if cfg.signal_ms else [])
 
 
 def made_up_request(
-    user: int, length: int, cfg: ReplayConfig, rng: np.random.Generator
+    user: int, length: int, cfg: ReplayConfig, rng: np.random.Generator, reads: Reads
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(signal, ranking request); a user's history is a function of the user."""
     own = np.random.default_rng((cfg.seed, user))
     items = own.integers(1, cfg.items + 1, length).tolist()
     times = (np.arange(length) * 60_000 + 1_600_000_000_000).tolist()
-    common = {"user": str(user), "history": {"items": items, "times_ms": times}, "now_ms": 1_700_000_000_000}
+    history: dict[str, Any] = {"items": items, "times_ms": times}
+    if reads.actions:
+        history["actions"] = own.choice(reads.actions, length).tolist()
+    if reads.features:
+        history["features"] = {name: [None] * length for name in reads.features}
+    common: dict[str, Any] = {"user": str(user), "history": history, "now_ms": 1_700_000_000_000}
+    if reads.user_features:
+        common["user_features"] = dict.fromkeys(reads.user_features)
+    context = {"context": dict.fromkeys(reads.features)} if reads.features else {}
     candidates = rng.integers(1, cfg.items + 1, cfg.candidates).tolist()
     patience = {"timeout_ms": 10_000}
-    return {**common, **patience, "num_candidates": cfg.candidates}, {**common, **patience, "candidates": candidates}
+    signal = {**common, **patience, "num_candidates": cfg.candidates}
+    return signal, {**common, **context, **patience, "candidates": candidates}
 
 
 def recorded_load(path: Path) -> Load:

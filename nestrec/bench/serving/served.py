@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from nestrec.bench.serving.open_loop import Trial, nearest_rank, poisson_arrivals
-from nestrec.bench.serving.replay import ReplayConfig, made_up_request
+from nestrec.bench.serving.replay import Reads, ReplayConfig, made_up_request
 from nestrec.bench.serving.socket_load import Outcome, SocketLoad, post
 from nestrec.serving.many.instances import free_port, listens
 
@@ -94,14 +94,14 @@ def _trial(at_s: Floats, outcome: Outcome) -> Trial:
 
 def made_up_load(
     rate: float, duration_s: float, *, first_user: int, history: int, candidates: int, items: int, timeout_ms: int,
-    seed: int,
+    seed: int, reads: Reads,
 ) -> tuple[Floats, list[bytes]]:  # fmt: skip
     """Poisson arrivals of users of whom none returns."""
     at_s = poisson_arrivals(rate, duration_s, seed)
     cfg = ReplayConfig(candidates=candidates, items=items, seed=seed)
     bodies = []
     for user in range(first_user, first_user + len(at_s)):
-        _, body = made_up_request(user, history, cfg, np.random.default_rng(user))
+        _, body = made_up_request(user, history, cfg, np.random.default_rng(user), reads)
         bodies.append(orjson.dumps({**body, "timeout_ms": timeout_ms}))
     return at_s, bodies
 

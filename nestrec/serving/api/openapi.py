@@ -1,67 +1,73 @@
-"""The OpenAPI description of the front."""
+"""The OpenAPI description of the front, made from its endpoints."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
+from nestrec.serving.api.answers import ProblemAnswer
+from nestrec.serving.api.endpoint import JSON_TYPE, Endpoint
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.shapes import Schema, json_schema
+
+_WRONG = {
+    "400": "the request is wrong: the field that is named, or the body as a whole",
+    "408": "the body did not arrive in time",
+    "413": "the body is too long",
+    "415": "the content type is not application/json",
+    "429": "more work waits than can be done in time",
+    "503": "the server stops or starts, or the deadline has passed",
+}
+_COMES_BACK = ("429", "503")
 
 
-def openapi(limits: LimitsConfig) -> dict[str, Any]:
-    item = {"type": ["string", "integer"]}
-    ints = {"type": "array", "items": {"type": "integer"}}
-    categories = {"type": "object", "description": "category name to a list of values, one an event or candidate"}
-    history = {
-        "type": "object", "additionalProperties": False,
-        "properties": {
-            "items": {"type": "array", "items": item, "maxItems": limits.max_history},
-            "times_ms": ints, "actions": ints, "features": categories,
-        },
-    }  # fmt: skip
-    common: dict[str, Any] = {
-        "user": {"type": ["string", "integer"], "description": f"1 to {limits.max_user_characters} characters"},
-        "history": history,
-        "user_features": {"type": "object"},
-        "now_ms": {"type": "integer", "minimum": 0},
-        "timeout_ms": {"type": "integer", "minimum": 1, "maximum": limits.max_timeout_ms},
-    }
-    candidates = {"type": "array", "items": item, "minItems": 1, "maxItems": limits.max_candidates}
-    count = {"type": "integer", "minimum": 1, "maximum": limits.max_candidates}
-    k = {"type": "integer", "minimum": 1, "maximum": limits.max_k}
-    ranked = {"candidates": candidates, "candidate_features": categories}
-    wanted = {"k": k, "exclude_seen": {"type": "boolean"}, "candidate_features": categories}
-    kept = {"user": common["user"], "history": history}
+def openapi(endpoints: Mapping[str, Endpoint], limits: LimitsConfig) -> dict[str, Any]:
+    """OpenAPI 3.1 of all routes."""
+    named: dict[str, Schema] = {}
+    problem = json_schema(ProblemAnswer, limits, named)
+    paths: dict[str, dict[str, Any]] = {}
+    for name, endpoint in endpoints.items():
+        described = _operation(name, endpoint, limits, named, problem)
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {"title": "nestrec", "version": "1"},
-        "paths": {
-            "/v1/rank": _post("Scores of candidates, in their order", {**common, **ranked}, ["user", "candidates"]),
-            "/v1/preinfer": _post("A request is on its way", {**common, "num_candidates": count}, ["user"], "202"),
-            "/v1/events": _post("Events kept for requests without a history", kept, ["user", "history"], "202"),
-            "/v1/recommend": _post("The best items, best first", {**common, **wanted}, ["user"]),
-            "/v1/users/{id}/cache": _delete("Forget the prefixes that were computed for a user"),
-            "/v1/users/{id}/events": _delete("Forget the events that are kept of a user"),
-            "/health/live": _get("The process runs"), "/health/ready": _get("Requests can be served"),
-            "/metrics": _get("Prometheus"), "/v1/status": _get("What the live page shows"),
-        },
-    }  # fmt: skip
-
-
-def _post(summary: str, properties: dict[str, Any], required: list[str], status: str = "200") -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    refused = {"429": "come back after Retry-After seconds", "503": "come back after Retry-After seconds"}
-    described = {status: summary, "400": "the request is wrong", "413": "the body is too long", **refused}
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": {code: {"description": text} for code, text in described.items()},
-        }
+        "paths": paths,
+        "components": {"schemas": dict(sorted(named.items()))},
     }
 
 
-def _delete(summary: str) -> dict[str, Any]:
-    user = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {"delete": {"summary": summary, "parameters": [user], "responses": {"204": {"description": "forgotten"}}}}
+def _operation(
+    name: str, endpoint: Endpoint, limits: LimitsConfig, named: dict[str, Schema], problem: Schema
+) -> dict[str, Any]:
+    answer: dict[str, Any] = {"description": endpoint.summary}
+    if endpoint.status != 204:
+        schema = {"type": "string"} if endpoint.answer is None else json_schema(endpoint.answer, limits, named)
+        answer["content"] = {endpoint.content_type: {"schema": schema}}
+    found: dict[str, Any] = {"operationId": name, "summary": endpoint.summary}
+    if parameters := re.findall(r"{(\w+)}", endpoint.path):
+        found["parameters"] = [
+            {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+            for parameter in parameters
+        ]
+    if endpoint.request is not None:
+        body: dict[str, Any] = {"schema": json_schema(endpoint.request, limits, named)}
+        if endpoint.example:
+            body["example"] = dict(endpoint.example)
+        found["requestBody"] = {"required": True, "content": {JSON_TYPE: body}}
+    return {**found, "responses": {str(endpoint.status): answer, **_problems(endpoint, problem)}}
 
 
-def _get(summary: str) -> dict[str, Any]:
-    return {"get": {"summary": summary, "responses": {"200": {"description": summary}}}}
+def _problems(endpoint: Endpoint, problem: Schema) -> dict[str, Any]:
+    if endpoint.request is not None:
+        statuses = tuple(_WRONG)
+    else:
+        statuses = ("400",) if "{" in endpoint.path else ()
+    return {status: _problem(status, problem) for status in statuses}
+
+
+def _problem(status: str, schema: Schema) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": _WRONG[status], "content": {JSON_TYPE: {"schema": schema}}}
+    if status in _COMES_BACK:
+        seconds = {"description": "seconds after which to come back", "schema": {"type": "integer", "minimum": 1}}
+        found["headers"] = {"Retry-After": seconds}
+    return found

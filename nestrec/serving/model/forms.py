@@ -265,7 +265,9 @@ def _hstu(servable: Servable) -> HSTU:
 
 
 def _first_choice(index: Table, query_D: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Rows of the index, in order, that hold the best and some more; on the host."""
+    """Rows of the index, in order, that hold the best and some more; on the host. Of a list of allowed ones, all."""
+    if candidates.allowed is not None:
+        return torch.from_numpy(np.setdiff1d(candidates.allowed[candidates.allowed > 0], candidates.excluded) - 1)
     count = candidates.num_best + _SPARE
     scores, rows = query_D.new_zeros(0), torch.zeros(0, dtype=torch.int64, device=query_D.device)
     excluded = torch.from_numpy(candidates.excluded[candidates.excluded > 0] - 1).to(query_D.device)

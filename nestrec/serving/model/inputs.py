@@ -24,6 +24,13 @@ class History:
     def __len__(self) -> int:
         return len(self.items)
 
+    def kept(self, which: NDArray[np.bool_]) -> "History":
+        """Without the events that are not marked."""
+        features = {name: values[which] for name, values in self.features.items()}
+        return History(
+            items=self.items[which], times_ms=self.times_ms[which], actions=self.actions[which], features=features
+        )
+
     def copied(self, first: int = 0) -> "History":
         """A copy without the first events: whatever its owner does with the arrays, a prefix is kept as it was read."""
         features = {name: values[first:].copy() for name, values in self.features.items()}
@@ -45,6 +52,8 @@ class Candidates:
     """instead of `items`: so many best of the whole catalogue (retrieval)"""
     excluded: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """items that may not be among the best"""
+    allowed: Ints | None = None
+    """only these may be among the best; none: all of the catalogue"""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -52,7 +61,8 @@ class Candidates:
     def copied(self) -> "Candidates":
         """A copy, which its owner cannot change."""
         features = {name: values.copy() for name, values in self.features.items()}
-        return replace(self, items=self.items.copy(), features=features, excluded=self.excluded.copy())
+        allowed = None if self.allowed is None else self.allowed.copy()
+        return replace(self, items=self.items.copy(), features=features, excluded=self.excluded.copy(), allowed=allowed)
 
 
 def window_start(num_events: int, max_events: int, block: int) -> int:

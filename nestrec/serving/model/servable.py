@@ -70,6 +70,30 @@ class Servable:
         return isinstance(self.model.encoder, HSTU) and self.model.encoder.cfg.time_bias
 
     @property
+    def reads_actions(self) -> bool:
+        """Scores depend on what the user did at events."""
+        return isinstance(self.model, RankingModel)
+
+    @property
+    def needs_event(self) -> bool:
+        """It knows a user by nothing but events. A ranking model has learned from first events, before which there is
+        none."""
+        return isinstance(self.model, RetrievalModel)
+
+    @cached_property
+    def event_features(self) -> dict[str, ColumnSpec]:
+        """Categories of events and candidates, by the name that the log gives them."""
+        return self._columns_of("event_")
+
+    @cached_property
+    def user_features(self) -> dict[str, ColumnSpec]:
+        """Categories of users, by the name that the log gives them."""
+        return self._columns_of("user_")
+
+    def _columns_of(self, prefix: str) -> dict[str, ColumnSpec]:
+        return {c.name.removeprefix(prefix): c for c in self.spec.columns if c.name.startswith(prefix)}
+
+    @property
     def is_resident(self) -> bool:
         """All of its tables lie on the device."""
         return all(isinstance(table, ResidentTable) for table in self.tables.values())

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import field
+from typing import Literal
 
 from nestrec.base.config import config, to_plain
 from nestrec.tasks.ranking import RankingTaskConfig
@@ -25,6 +27,22 @@ class ColumnSpec:
 
 
 @config
+class InputDefaults:
+    """What stands in for something that the model reads and a request does not tell; without one it is refused."""
+
+    history: tuple[str, ...] | None = None
+    """items of the events that a user without any is taken to have"""
+    times: Literal["now"] | None = None
+    """now: events happened when the request came"""
+    actions: tuple[str, ...] | None = None
+    """what the user did at each event; an empty list: nothing"""
+    features: Mapping[str, str | None] = field(default_factory=dict)
+    """category of events and candidates, by name; none: an unknown one"""
+    user_features: Mapping[str, str | None] = field(default_factory=dict)
+    """category of users, by name; none: an unknown one"""
+
+
+@config
 class ServableSpec:
     name: str
     """recipe that was trained"""
@@ -38,6 +56,8 @@ class ServableSpec:
     """action name to its bit value"""
     columns: tuple[ColumnSpec, ...] = ()
     """categories beside the item (ranking)"""
+    defaults: InputDefaults = InputDefaults()
+    """of inputs that a request leaves out"""
     format: int = FORMAT
     """version of this layout"""
 

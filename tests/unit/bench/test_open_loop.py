@@ -12,7 +12,7 @@ from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.bench.serving.http_client import HttpClient, Reply
 from nestrec.bench.serving.open_loop import Trial, largest, poisson_arrivals, run_open_loop
-from nestrec.bench.serving.replay import ReplayConfig, make_load, replay, send_load
+from nestrec.bench.serving.replay import Reads, ReplayConfig, make_load, replay, send_load
 
 
 def trial_of(latency_ms, duration_s=1.0):
@@ -112,7 +112,7 @@ def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
         server.close()
         return trial
 
-    load = make_load(ReplayConfig(duration_s=0.5, signal_ms=20.0, returning=0.5), 60.0, 7)
+    load = make_load(ReplayConfig(duration_s=0.5, signal_ms=20.0, returning=0.5), 60.0, 7, Reads(features=("tab",)))
     trial = asyncio.run(run(load))
     assert trial.num_refused == 0
     assert (
@@ -124,7 +124,7 @@ def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
     recorded = tmp_path / "load.jsonl"
     recorded.write_text('{"at_s": 0.0, "path": "/v1/recommend", "body": {"user": "a"}}\n')
     seen.clear()
-    asyncio.run(run(make_load(ReplayConfig(recorded=str(recorded)), 1.0, 1)))
+    asyncio.run(run(make_load(ReplayConfig(recorded=str(recorded)), 1.0, 1, Reads())))
     assert seen == [(b"/v1/recommend", {"user": "a"})]
 
 
@@ -156,4 +156,4 @@ def test_wrong_options_are_named(tmp_path):
     with pytest.raises(UserError, match="finds"):
         with_overrides(ReplayConfig(), {"finds": "speed"})
     with pytest.raises(UserError, match="recorded"):
-        make_load(ReplayConfig(recorded=str(tmp_path / "none")), 1.0, 1)
+        make_load(ReplayConfig(recorded=str(tmp_path / "none")), 1.0, 1, Reads())

@@ -1,0 +1,157 @@
+"""What is answered: each field as it is declared here, and OpenAPI says the same."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+Source = Literal["none", "device", "dram"]
+Done = Literal["placed_last", "scored", "dropped"]
+
+
+class UnknownIds(TypedDict):
+    """Ids that the model does not know."""
+
+    field: str
+    """of the request; `items` is that of the answer"""
+    ids: list[str | int]
+    """each once"""
+    done: Done
+    """placed_last: below every known one; scored: read as an unknown one; dropped: as if they had not been named"""
+
+
+class UsedDefault(TypedDict):
+    """Something that the model reads and the request did not tell."""
+
+    field: str
+    """of the request"""
+    value: Any
+    """what was taken instead"""
+
+
+Prefix = TypedDict(  # `from` is no name of Python's
+    "Prefix",
+    {
+        "from": Annotated[Source, "where keys and values of the history came from; none: all of it was computed"],
+        "tokens": Annotated[int, "tokens that were not computed again"],
+    },
+)
+
+
+class RankAnswer(TypedDict):
+    """Scores of candidates."""
+
+    scores: Mapping[str, list[float]]
+    """by output of the model, a number a candidate in the order of the request; larger is better. One in the last place
+    has the least number of float32"""
+    items: NotRequired[list[str | int]]
+    """where unknown ones were to be left out: the candidates that the scores belong to"""
+    model: str
+    """version of the model that computed all of them"""
+    prefix: Prefix
+    """what was known of the history before the request came"""
+    unknown: list[UnknownIds]
+    """ids that the model does not know, and what was done with them"""
+    defaults: list[UsedDefault]
+    """what the model reads and the request did not tell"""
+
+
+class RecommendAnswer(TypedDict):
+    """The best items, best first."""
+
+    items: list[str]
+    """source ids"""
+    scores: Mapping[str, list[float]]
+    """by output of the model, a number an item; one in the last place has the least number of float32"""
+    model: str
+    """version of the model that computed all of them"""
+    prefix: Prefix
+    """what was known of the history before the request came"""
+    unknown: list[UnknownIds]
+    """ids that the model does not know, and what was done with them"""
+    defaults: list[UsedDefault]
+    """what a model reads and the request did not tell"""
+
+
+class PreinferAnswer(TypedDict):
+    """Whether the history is computed ahead."""
+
+    admitted: bool
+    """it is"""
+    reason: str
+    """why, or why not"""
+    unknown: list[UnknownIds]
+    """ids that the model does not know, and what was done with them"""
+    defaults: list[UsedDefault]
+    """what the model reads and the request did not tell"""
+
+
+class EventsAnswer(TypedDict):
+    """What is kept now."""
+
+    events: int
+    """of this user"""
+
+
+class ModelAnswer(TypedDict):
+    """What a model reads and gives."""
+
+    version: str
+    """of the weights"""
+    name: str
+    """recipe that was trained"""
+    outputs: list[str]
+    """names of a candidate's scores, the one that orders recommendations first"""
+    items: int
+    """that it knows"""
+    max_events: int
+    """of a history; older ones are not read"""
+    reads: list[str]
+    """fields of a request that must be there, unless `defaults` has them"""
+    actions: Mapping[str, int]
+    """name to bit"""
+    features: list[str]
+    """categories of events and candidates"""
+    user_features: list[str]
+    """categories of users"""
+    defaults: Mapping[str, Any]
+    """what its export takes for a field that is left out"""
+
+
+class ModelsAnswer(TypedDict):
+    """The models that are served."""
+
+    models: Mapping[str, ModelAnswer]
+    """by role: retrieval, ranking"""
+
+
+class StatusAnswer(TypedDict):
+    """What the live page shows."""
+
+    latency: Mapping[str, float]
+    """of recent answers, in milliseconds, and their number"""
+    models: Mapping[str, Any]
+    """by role: version, counts, fill of the caches"""
+    router: Mapping[str, Any]
+    """loads of the instances, and requests that went elsewhere"""
+
+
+class HealthAnswer(TypedDict):
+    """Alive, or ready."""
+
+    status: str
+    """live or ready"""
+
+
+class Problem(TypedDict):
+    """What is wrong."""
+
+    message: str
+    """for people"""
+    field: NotRequired[str]
+    """of the request, where one of them is wrong"""
+
+
+class ProblemAnswer(TypedDict):
+    """The answer to a request that was not served."""
+
+    error: Problem
+    """what is wrong"""

@@ -1,0 +1,111 @@
+"""The page at /docs: the OpenAPI description for people, in one file that needs nothing else."""
+
+import json
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1a1a2e;
+background:#fff}h1{font-size:1.3rem}h2{font-size:1.05rem;margin-top:2.2rem;border-top:1px solid #d5d8e0;
+padding-top:1rem}h3{font-size:.95rem;margin-bottom:.3rem}code,pre{font:13px/1.45 ui-monospace,monospace}
+pre{background:#f3f4f8;padding:.7rem 1rem;border-radius:8px;overflow-x:auto}.method{display:inline-block;min-width:4rem;
+font-weight:600}table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;
+padding:.25rem .8rem .25rem 0;border-bottom:1px solid #e6e8ee}th{font-weight:600}a{color:#2b59c3}
+@media(prefers-color-scheme:dark){body{background:#14161c;color:#e6e8ee}pre{background:#1e212b}
+h2,td,th{border-color:#3a3f4d}a{color:#8fb0ff}}"""
+_REFERENCE = "#/components/schemas/"
+
+
+def docs_page(described: dict[str, Any]) -> bytes:
+    """HTML of an OpenAPI description."""
+    return "".join(_page(described)).encode()
+
+
+def _page(described: dict[str, Any]) -> Iterator[str]:
+    title = escape(described["info"]["title"])
+    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}: requests and answers</title>'
+    yield f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style>'
+    yield f'<h1>{title}: requests and answers</h1><p>For programs: <a href="/openapi.json">/openapi.json</a>. '
+    yield 'What this server runs: <a href="/v1/models">/v1/models</a>; how it fares: <a href="/">the live page</a>.</p>'
+    operations = [
+        (path, method, operation)
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    ]
+    yield "<ul>"
+    for path, method, operation in operations:
+        link = f'<a href="#{escape(operation["operationId"])}"><code>{escape(path)}</code></a>'
+        yield f'<li><span class="method">{method.upper()}</span> {link} {escape(operation["summary"])}</li>'
+    yield "</ul>"
+    for path, method, operation in operations:
+        yield from _operation(path, method, operation)
+    yield "<h2>Values with fields</h2>"
+    for name, schema in described["components"]["schemas"].items():
+        yield f'<h3 id="schema-{escape(name)}">{escape(name)}</h3>{_fields(schema)}'
+    yield "</html>"
+
+
+def _operation(path: str, method: str, operation: dict[str, Any]) -> Iterator[str]:
+    heading = f'<span class="method">{method.upper()}</span> <code>{escape(path)}</code>'
+    yield f'<h2 id="{escape(operation["operationId"])}">{heading}</h2><p>{escape(operation["summary"])}.</p>'
+    if "requestBody" in operation:
+        body = operation["requestBody"]["content"]["application/json"]
+        yield f"<p>Request: {_type(body['schema'])}</p>"
+        if "example" in body:
+            yield f"<pre>{escape(_curl(path, body['example']))}</pre>"
+    yield "<table><tr><th>Status</th><th>Answer</th><th></th></tr>"
+    for status, answer in operation["responses"].items():
+        content = " ".join(
+            f"{_type(media['schema'])} ({escape(kind)})" for kind, media in answer.get("content", {}).items()
+        )
+        headers = "".join(f"; header {escape(name)}" for name in answer.get("headers", {}))
+        description = escape(answer["description"])
+        yield f"<tr><td><code>{escape(status)}</code></td><td>{content}</td><td>{description}{headers}</td></tr>"
+    yield "</table>"
+
+
+def _curl(path: str, example: Any) -> str:
+    body = json.dumps(example).replace("'", "'\\''")
+    return f"curl -H 'content-type: application/json' http://127.0.0.1:8000{path} \\\n  -d '{body}'"
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        needed = "yes" if name in required else ""
+        meaning = escape(field.get("description", ""))
+        rows.append(f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td><td>{needed}</td>")
+        rows.append(f"<td>{meaning}</td></tr>")
+    return f"<table><tr><th>Field</th><th>Holds</th><th>Always</th><th>Meaning</th></tr>{''.join(rows)}</table>"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A schema in a few words, as HTML."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].removeprefix(_REFERENCE))
+        return f'<a href="#schema-{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(json.dumps(choice))}</code>" for choice in schema["enum"])
+    kind = schema.get("type", "anything")
+    return " or ".join(map(escape, kind)) if isinstance(kind, list) else _plain_type(kind, schema)
+
+
+def _plain_type(kind: str, schema: dict[str, Any]) -> str:
+    match kind:
+        case "array":
+            return f"list of {_type(schema['items'])}{_bounds(schema, 'minItems', 'maxItems')}"
+        case "object" if isinstance(schema.get("additionalProperties"), dict):
+            return f"named values, each {_type(schema['additionalProperties'])}"
+        case "string":
+            return f"string{_bounds(schema, 'minLength', 'maxLength')}"
+        case _:
+            return escape(kind) + _bounds(schema, "minimum", "maximum")
+
+
+def _bounds(schema: dict[str, Any], low: str, high: str) -> str:
+    if high in schema:
+        return f" ({schema.get(low, 0):,} to {schema[high]:,})"
+    return f" ({schema[low]:,} or more)" if low in schema else ""

@@ -1,0 +1,56 @@
+"""One route of the front: what it is asked, what it answers, and who answers.
+
+A package of its own can add one without a change here: it names an `Endpoint` under the entry-point group
+`nestrec.endpoints` (see `routes`). Requests are checked against the declared class before the handler sees them, and
+the description in OpenAPI is made from the same class.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nestrec.serving.api.history_store import HistoryStore
+from nestrec.serving.api.metrics import Metrics
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.service import Service
+
+JSON_TYPE = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A handler with the classes of its request and answer."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    """such as /v1/rank; a part in braces is what the handler gets instead of a request"""
+    summary: str
+    """in a line, for people"""
+    handle: Callable[["Front", Any], Awaitable[Any]]
+    """gets the front and a request of the declared class; gives an answer of the declared one, or `Answered`"""
+    request: type | None = None
+    """a dataclass; none: nothing is read from the body"""
+    answer: Any = None
+    """a typed dictionary or dataclass; none: an answer without a description"""
+    status: int = 200
+    """of an answer"""
+    content_type: str = JSON_TYPE
+    """of an answer"""
+    takes_kept_history: bool = False
+    """a request without `history` gets the events that the server keeps of its user"""
+    computed_by: Literal["retrieval", "ranker"] | None = None
+    """the model whose full queue has requests refused before they are read"""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """a request, for the description"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """What handlers work with."""
+
+    service: Service
+    limits: LimitsConfig
+    store: HistoryStore
+    metrics: Metrics
+    endpoints: Mapping[str, Endpoint]
+    """by name"""

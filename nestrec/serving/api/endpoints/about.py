@@ -1,0 +1,91 @@
+"""What the server says of itself: pages, health, metrics, models and the description of its routes."""
+
+from typing import Any
+
+from nestrec.base.config import to_plain
+from nestrec.serving.api.answers import HealthAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
+from nestrec.serving.api.docs_page import docs_page
+from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.http import Answered, problem, retry_after
+from nestrec.serving.api.openapi import openapi
+from nestrec.serving.api.page import PAGE
+from nestrec.serving.service import Fleet
+
+_POLICY = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_SECURITY = ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", _POLICY))
+_HTML, _PROMETHEUS = "text/html; charset=utf-8", "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def live_page(front: Front, _: Any) -> Answered:
+    """Latency, caches and admissions, once a second."""
+    return Answered(200, PAGE, _HTML.encode(), *_SECURITY)
+
+
+async def describe_page(front: Front, _: Any) -> Answered:
+    """The description of the routes, for people."""
+    return Answered(200, docs_page(openapi(front.endpoints, front.limits)), _HTML.encode(), *_SECURITY)
+
+
+async def describe(front: Front, _: Any) -> Any:
+    """The description of the routes, for programs."""
+    return openapi(front.endpoints, front.limits)
+
+
+async def status(front: Front, _: Any) -> Any:
+    """What the live page shows."""
+    return front.metrics.status()
+
+
+async def live(front: Front, _: Any) -> HealthAnswer:
+    """The process runs."""
+    return {"status": "live"}
+
+
+async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
+    """Requests can be served."""
+    return {"status": "ready"} if front.service.is_ready else problem(503, "not ready", "", retry_after(1))
+
+
+async def metrics(front: Front, _: Any) -> Answered:
+    """Counters for Prometheus."""
+    return Answered(200, front.metrics.exposition(), _PROMETHEUS.encode())
+
+
+async def models(front: Front, _: Any) -> ModelsAnswer:
+    """What requests must tell."""
+    return {"models": {role: _model(fleet) for role, fleet in front.service.fleets.items()}}
+
+
+def _model(fleet: Fleet) -> ModelAnswer:
+    servable, form = fleet.servable, fleet.engines[0].form
+    features, user_features = list(servable.event_features), list(servable.user_features)
+    of_events = {"times_ms": servable.reads_times, "actions": servable.reads_actions}
+    reads = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
+    reads += [f"history.features.{name}" for name in features] + [f"context.{name}" for name in features]
+    return {
+        "version": servable.version[:12], "name": servable.spec.name, "outputs": list(form.outputs),
+        "items": servable.spec.num_items, "max_events": form.max_events,
+        "reads": reads + [f"user_features.{name}" for name in user_features],
+        "actions": dict(servable.spec.action_bits) if servable.reads_actions else {},
+        "features": features, "user_features": user_features, "defaults": to_plain(servable.spec.defaults),
+    }  # fmt: skip
+
+
+PAGE_LIVE = Endpoint(method="GET", path="/", summary="The live page", handle=live_page, content_type=_HTML)
+PAGE_DOCS = Endpoint(method="GET", path="/docs", summary="This page", handle=describe_page, content_type=_HTML)
+OPENAPI = Endpoint(
+    method="GET", path="/openapi.json", summary="This description", handle=describe, answer=dict[str, Any]
+)
+STATUS = Endpoint(
+    method="GET", path="/v1/status", summary="What the live page shows", handle=status, answer=StatusAnswer
+)
+MODELS = Endpoint(
+    method="GET", path="/v1/models", summary="What the models read and give", handle=models, answer=ModelsAnswer
+)
+LIVE = Endpoint(method="GET", path="/health/live", summary="The process runs", handle=live, answer=HealthAnswer)
+READY = Endpoint(
+    method="GET", path="/health/ready", summary="Requests can be served", handle=ready, answer=HealthAnswer
+)
+METRICS = Endpoint(
+    method="GET", path="/metrics", summary="Counters for Prometheus", handle=metrics, content_type=_PROMETHEUS
+)

@@ -1,0 +1,38 @@
+"""POST /v1/preinfer: a ranking request is on its way."""
+
+from nestrec.serving.api.answers import PreinferAnswer
+from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.reading import Reader, check_feature_names
+from nestrec.serving.api.requests import PreinferRequest
+
+_USUAL_CANDIDATES = 256
+
+
+async def preinfer(front: Front, request: PreinferRequest) -> PreinferAnswer:
+    """The history is computed ahead where ranking would be late otherwise."""
+    fleet, notes = front.service.fleet(front.service.ranker), Notes(request.unknown)
+    check_feature_names(request, fleet.servable)
+    asked = Reader(fleet.servable, front.limits, notes).user(request)
+    decision = front.service.preinfer(
+        fleet, asked.user, asked.history, asked.now_ms, request.num_candidates or _USUAL_CANDIDATES,
+        timeout_s=asked.timeout_s,
+    )  # fmt: skip
+    return {"admitted": decision.is_admitted, "reason": decision.reason, **notes.said()}
+
+
+PREINFER = Endpoint(
+    method="POST",
+    path="/v1/preinfer",
+    summary="A ranking request of this user is on its way",
+    handle=preinfer,
+    request=PreinferRequest,
+    answer=PreinferAnswer,
+    status=202,
+    takes_kept_history=True,
+    example={
+        "user": "ann",
+        "history": {"items": ["12", "7", "301"], "times_ms": [1642271351894, 1642271387634, 1642271468830]},
+        "num_candidates": 256,
+    },
+)

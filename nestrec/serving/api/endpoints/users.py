@@ -1,0 +1,69 @@
+"""What is kept of a user: POST /v1/events, and what forgets it."""
+
+import time
+
+from nestrec.serving.api.answers import EventsAnswer
+from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.http import Answered
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.reading import Reader, check_feature_names
+from nestrec.serving.api.requests import EventsRequest
+from nestrec.serving.api.schema import BadRequestError, parse_user
+
+
+async def keep_events(front: Front, request: EventsRequest) -> EventsAnswer:
+    """Events as they came, in the ids of the source; those that the present model could not read are refused."""
+    servable, given = front.service.fleet(front.service.ranker).servable, request.history
+    check_feature_names(request, servable)
+    if not given.items or given.times_ms is None:
+        raise BadRequestError("must hold items and times_ms", "history")
+    Reader(servable, front.limits, Notes()).events(given, int(time.time() * 1000))
+    kept = {name: getattr(given, name) for name in ("items", "times_ms", "actions", "features")}
+    try:
+        return {"events": front.store.append(parse_user(request.user, front.limits), kept)}
+    except ValueError as error:
+        raise BadRequestError(str(error), "history.times_ms") from error
+
+
+async def forget_cache(front: Front, user: str) -> Answered:
+    """Prefixes that were computed for the user."""
+    front.service.forget(_checked(user, front))
+    return Answered(204, b"")
+
+
+async def forget_events(front: Front, user: str) -> Answered:
+    """Events that are kept of the user."""
+    front.store.forget(_checked(user, front))
+    return Answered(204, b"")
+
+
+def _checked(user: str, front: Front) -> str:
+    if "/" in user:
+        raise BadRequestError(f"must be text of 1 to {front.limits.max_user_characters} characters", "user")
+    return parse_user(user, front.limits)
+
+
+EVENTS = Endpoint(
+    method="POST",
+    path="/v1/events",
+    summary="Events, kept for requests without a history",
+    handle=keep_events,
+    request=EventsRequest,
+    answer=EventsAnswer,
+    status=202,
+    example={"user": "ann", "history": {"items": ["12"], "times_ms": [1642271351894]}},
+)
+FORGET_CACHE = Endpoint(
+    method="DELETE",
+    path="/v1/users/{id}/cache",
+    summary="Forget the prefixes that were computed for a user",
+    handle=forget_cache,
+    status=204,
+)
+FORGET_EVENTS = Endpoint(
+    method="DELETE",
+    path="/v1/users/{id}/events",
+    summary="Forget the events that are kept of a user",
+    handle=forget_events,
+    status=204,
+)

@@ -1,0 +1,250 @@
+"""Requests in the ids of a model. One rule for all that a model reads: it is there, or a default that its export names
+is taken and the answer says so, or the request is refused.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
+from nestrec.serving.model.inputs import History
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import ColumnSpec
+
+Ids = NDArray[np.int64]
+Features = dict[str, Ids]
+_NEEDED = "is needed: the model reads it, and its export names no default"
+_NO_EVENT = "must hold an event of an item that the model knows: it knows a user by nothing else"
+
+
+class AboutUser(Protocol):
+    """What all requests tell of a user."""
+
+    @property
+    def user(self) -> str | int: ...
+    @property
+    def history(self) -> HistoryFields | None: ...
+    @property
+    def user_features(self) -> Mapping[str, Category] | None: ...
+    @property
+    def now_ms(self) -> int | None: ...
+    @property
+    def timeout_ms(self) -> int | None: ...
+
+
+class AboutCandidates(Protocol):
+    """What requests tell of candidates."""
+
+    @property
+    def user_features(self) -> Mapping[str, Category] | None: ...
+    @property
+    def context(self) -> Mapping[str, Category] | None: ...
+    @property
+    def candidate_features(self) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of a model about a user."""
+
+    user: str
+    history: History
+    now_ms: int
+    timeout_s: float
+
+
+def check_feature_names(request: Any, servable: Servable) -> None:
+    """A mistyped name would be a category that nobody tells."""
+    of_events = (request.history.features or {}) if request.history is not None else {}
+    _check_names(of_events, servable.event_features, "history.features")
+    for field in ("candidate_features", "context"):
+        _check_names(getattr(request, field, None) or {}, servable.event_features, field)
+    _check_names(getattr(request, "user_features", None) or {}, servable.user_features, "user_features")
+
+
+class Reader:
+    """Reads a request as one model does. What the answer has to say about it goes into the notes."""
+
+    def __init__(self, servable: Servable, limits: LimitsConfig, notes: Notes):
+        self.servable, self.notes, self._limits = servable, notes, limits
+        self._defaults = servable.spec.defaults
+
+    def user(self, request: AboutUser) -> Asked:
+        """User, history and moment of a request."""
+        user, now_ms = parse_user(request.user, self._limits), request.now_ms
+        if now_ms is None:
+            now_ms = int(time.time() * 1000)
+            if self.servable.reads_times:
+                self.notes.add_default("now_ms", now_ms)
+        timeout_ms = self._limits.default_timeout_ms if request.timeout_ms is None else request.timeout_ms
+        history = self._known_events(request.history or HistoryFields(), now_ms)
+        of_user = self._user_categories(request.user_features, len(history))
+        if of_user:
+            history = replace(history, features={**history.features, **of_user})
+        return Asked(user=user, history=history, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
+
+    def events(self, given: HistoryFields, now_ms: int) -> History:
+        """Events as they were given, those of unknown items with id 0; without categories of the user."""
+        items = self.items(given.items or [], "history.items")
+        return History(
+            items=items,
+            times_ms=self._times(given.times_ms, len(items), now_ms),
+            actions=self._actions(given.actions, len(items)),
+            features=self._event_categories(given.features or {}, len(items)),
+        )
+
+    def candidate_features(self, request: AboutCandidates, count: int) -> Features:
+        """Categories of so many candidates, in the model's ids."""
+        given, context = request.candidate_features or {}, request.context or {}
+        found = {}
+        for name, column in self.servable.event_features.items():
+            field, value = f"candidate_features.{name}", given.get(name)
+            if name in context:
+                if name in given:
+                    raise BadRequestError("is in context as well; give it once", field)
+                field, value = f"context.{name}", context[name]
+            elif name not in given:
+                value = self._default_category(name, self._defaults.features, field)
+            found[column.name] = self._categories(value, count, column, field)
+        return found | self._user_categories(request.user_features, count)
+
+    def items(self, keys: Sequence[ItemId], field: str) -> Ids:
+        """Unknown ones get id 0."""
+        try:
+            return self.servable.ids_of(keys)
+        except TypeError:
+            raise BadRequestError("must be a list of item ids (text or whole numbers)", field) from None
+
+    def _known_events(self, given: HistoryFields, now_ms: int) -> History:
+        """A history without any known event is none at all."""
+        history = self.events(given, now_ms)
+        is_known = history.items > 0
+        if not is_known.all():
+            keeps = self.notes.policy == "score" and bool(is_known.any())
+            unknown = unknown_of(given.items or [], history.items)
+            self.notes.add_unknown("history.items", unknown, "scored" if keeps else "dropped")
+            history = history if keeps else history.kept(is_known)
+        return history if len(history) else self._default_events(given, now_ms)
+
+    def _default_events(self, given: HistoryFields, now_ms: int) -> History:
+        default = self._defaults.history
+        if default is None and self.servable.needs_event:
+            raise BadRequestError(_NO_EVENT, "history")
+        if default is not None or given.items is None or len(given.items):
+            self.notes.add_default("history", {"items": list(default or ())})
+        return self.events(HistoryFields(items=list(default or ())), now_ms)
+
+    def _times(self, given: list[int] | None, count: int, now_ms: int) -> Ids:
+        field = "history.times_ms"
+        if given is not None:
+            _check_count(given, count, field)
+            times = np.array(given, np.int64)
+            if (times[1:] < times[:-1]).any():
+                raise BadRequestError("must not go back in time; oldest event first", field)
+            return times
+        if not (count and self.servable.reads_times):
+            return np.zeros(count, np.int64)
+        if self._defaults.times is None:
+            raise BadRequestError(_NEEDED, field)
+        self.notes.add_default(field, now_ms)
+        return np.full(count, now_ms)
+
+    def _actions(self, given: Sequence[Action] | None, count: int) -> Ids:
+        """Action bits of events: from their sum, a name or a list of names."""
+        field, bits = "history.actions", self.servable.spec.action_bits
+        if given is not None:
+            _check_count(given, count, field)
+        if not (self.servable.reads_actions and count):
+            return np.zeros(count, np.int64)
+        kinds = {type(None)} if given is None else set(map(type, given))
+        if type(None) in kinds:
+            default = self._defaults.actions
+            if default is None:
+                raise BadRequestError(_NEEDED, field)
+            self.notes.add_default(field, list(default))
+            given = [list(default) if action is None else action for action in given or [None] * count]
+        try:
+            sums: Any = given if kinds == {int} else [_sum_of_bits(action, bits) for action in given or ()]
+            actions = np.array(sums, np.int64)
+        except (KeyError, OverflowError):
+            actions = np.full(count, -1)
+        if (actions & ~sum(bits.values())).any():
+            names = ", ".join(f"{name} ({bit})" for name, bit in bits.items())
+            raise BadRequestError(f"must be names of actions, lists of them, or sums of their bits: {names}", field)
+        return actions
+
+    def _event_categories(self, given: Mapping[str, list[Category] | None], count: int) -> Features:
+        found = {}
+        for name, column in self.servable.event_features.items():
+            field, value = f"history.features.{name}", given.get(name)
+            default = self._default_category(name, self._defaults.features, field) if value is None and count else None
+            found[column.name] = self._categories(default if value is None else value, count, column, field)
+        return found
+
+    def _user_categories(self, given: Mapping[str, Category] | None, count: int) -> Features:
+        found = {}
+        for name, column in self.servable.user_features.items():
+            field, is_given = f"user_features.{name}", given is not None and name in given
+            value = given[name] if given is not None and is_given else None
+            if not is_given:
+                value = self._default_category(name, self._defaults.user_features, field)
+            found[column.name] = self._categories(value, count, column, field)
+        return found
+
+    def _default_category(self, name: str, defaults: Mapping[str, str | None], field: str) -> str | None:
+        if name not in defaults:
+            raise BadRequestError(_NEEDED, field)
+        self.notes.add_default(field, defaults[name])
+        return defaults[name]
+
+    def _categories(self, given: list[Category] | Category, count: int, column: ColumnSpec, field: str) -> Ids:
+        """Of a value for each, or one for all. Row 0 is that of an unknown category, and of one that nobody knows."""
+        values = given if isinstance(given, list) else [given]
+        if isinstance(given, list):
+            _check_count(values, count, field)
+        ids = self.servable.column_ids.get(column.name)
+        if ids is not None:
+            found = np.fromiter((0 if v is None else ids.get(str(v), 0) for v in values), np.int64, len(values))
+        else:
+            found = np.array([v if isinstance(v, int) and 0 <= v < column.num_rows else 0 for v in values], np.int64)
+        if not found.all():
+            unknown = [values[i] for i in np.flatnonzero(found == 0)]
+            named = [value for value in unknown if value is not None and not (ids is None and value == 0)]
+            if named:
+                self.notes.add_unknown(field, named, "scored")
+        return found if isinstance(given, list) else np.full(count, found[0])
+
+
+def unknown_of(keys: Sequence[ItemId], ids: Ids) -> list[ItemId]:
+    """The keys that have no id."""
+    return [keys[i] for i in np.flatnonzero(ids == 0)]
+
+
+def _sum_of_bits(action: Action, bits: Mapping[str, int]) -> int:
+    match action:
+        case int():
+            return action
+        case str():
+            return bits[action]
+        case list():
+            return sum({bits[name] for name in action})
+        case None:
+            raise KeyError
+
+
+def _check_names(given: Mapping[str, Any], known: Mapping[str, Any], field: str) -> None:
+    for name in given:
+        if name not in known:
+            names = f"; it has {', '.join(known)}" if known else ""
+            raise BadRequestError(f"the model has no such feature{names}", f"{field}.{name[:64]}")
+
+
+def _check_count(values: Sequence[Any], count: int, field: str) -> None:
+    if len(values) != count:
+        raise BadRequestError(f"must have {count} values, one for each", field)

@@ -1,0 +1,123 @@
+"""What may be asked: each field is checked as it is declared here, and OpenAPI says the same."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from nestrec.base.bounds import Bound
+from nestrec.serving.api.shapes import Least, Most
+
+LATEST_MS = 7_258_118_400_000
+"""the year 2200"""
+ItemId = str | int
+Category = str | int | None
+Moment = Annotated[int, Bound(0, LATEST_MS)]
+Action = int | str | list[str] | None
+UserId = Annotated[str, Least(1), Most("max_user_characters")] | int
+Timeout = Annotated[int, Least(1), Most("max_timeout_ms")]
+Unknown = Literal["last", "score", "drop", "refuse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryFields:
+    """Events of a user, oldest first."""
+
+    items: Annotated[list[ItemId], Most("max_history")] | None = None
+    """source ids"""
+    times_ms: list[Moment] | None = None
+    """Unix milliseconds of each event"""
+    actions: list[Action] | None = None
+    """what the user did at each event: the name of an action, a list of names, or the sum of their bits (GET /v1/models
+    lists both); null where nobody knows"""
+    features: Mapping[str, list[Category] | None] | None = None
+    """by name of a category, a value an event; null is a value that nobody knows"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreinferRequest:
+    """A ranking request of this user is on its way."""
+
+    user: UserId
+    """whose events they are; 7 and "7" are one user"""
+    history: HistoryFields | None = None
+    """where it is left out, the events that the server keeps"""
+    user_features: Mapping[str, Category] | None = None
+    """by name of a category of the user"""
+    now_ms: Moment | None = None
+    """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
+    timeout_ms: Timeout | None = None
+    """an answer is of no use later"""
+    unknown: Unknown | None = None
+    """what to do with ids that the model does not know: candidates get the last place (last, the default), a score all
+    the same (score), are left out (drop), or the request is refused (refuse); events are left out unless it says
+    score or refuse"""
+    num_candidates: Annotated[int, Least(1), Most("max_candidates")] | None = None
+    """that will be ranked"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRequest:
+    """Scores of candidates are wanted."""
+
+    user: UserId
+    """whose events they are; 7 and "7" are one user"""
+    candidates: Annotated[list[ItemId], Least(1), Most("max_candidates")]
+    """source ids of the items to be scored"""
+    history: HistoryFields | None = None
+    """where it is left out, the events that the server keeps"""
+    user_features: Mapping[str, Category] | None = None
+    """by name of a category of the user"""
+    context: Mapping[str, Category] | None = None
+    """by name of a category of an event: its value for every candidate, such as the device of this request"""
+    candidate_features: Mapping[str, list[Category] | Category] | None = None
+    """by name of a category of an event: a value a candidate, or one for all of them"""
+    now_ms: Moment | None = None
+    """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
+    timeout_ms: Timeout | None = None
+    """an answer is of no use later"""
+    unknown: Unknown | None = None
+    """what to do with ids that the model does not know: candidates get the last place (last, the default), a score all
+    the same (score), are left out (drop), or the request is refused (refuse); events are left out unless it says
+    score or refuse"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecommendRequest:
+    """The best items of the catalogue are wanted."""
+
+    user: UserId
+    """whose events they are; 7 and "7" are one user"""
+    history: HistoryFields | None = None
+    """where it is left out, the events that the server keeps"""
+    k: Annotated[int, Least(1), Most("max_k")] | None = None
+    """how many items; 10 where it is left out"""
+    exclude_seen: bool | None = None
+    """items of the history are not recommended, which is the default"""
+    exclude: Annotated[list[ItemId], Most("max_listed")] | None = None
+    """items that are not recommended"""
+    allow: Annotated[list[ItemId], Most("max_listed")] | None = None
+    """only these are recommended"""
+    user_features: Mapping[str, Category] | None = None
+    """by name of a category of the user"""
+    context: Mapping[str, Category] | None = None
+    """by name of a category of an event: its value for every candidate, such as the device of this request"""
+    candidate_features: Mapping[str, Category] | None = None
+    """the same as `context`: a request cannot know its candidates"""
+    now_ms: Moment | None = None
+    """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
+    timeout_ms: Timeout | None = None
+    """an answer is of no use later"""
+    unknown: Unknown | None = None
+    """what to do with ids that the model does not know: items that only retrieval knows get the last place (last, the
+    default), a score all the same (score) or are left out (drop); a request with unknown ids is refused (refuse);
+    events are left out unless it says score or refuse"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsRequest:
+    """Events to be kept for requests without a history."""
+
+    user: UserId
+    """whose events they are; 7 and "7" are one user"""
+    history: HistoryFields
+    """events that are not older than those that are kept already"""
