@@ -29,6 +29,7 @@ from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
 from nestrec.embedding.flight.half_rows import HalfRows
 from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.reads_ahead import ReadsAhead
 from nestrec.embedding.flight.replica_keys import ReplicaKeys
 from nestrec.embedding.flight.routing import (
     AskedKeys,
@@ -79,6 +80,7 @@ class EmbeddingEngine:
         self.topology, self.device = topology, torch.device(device)
         self.shards = {t.name: TableShard(t, topology.shard, topology.num_shards, self.device) for t in tables}
         self.statistics = EngineStatistics()
+        self.reads_ahead = ReadsAhead()
 
     def route(self, *parts: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
@@ -116,6 +118,7 @@ class EmbeddingEngine:
 
         buffers: where the rows are put, by turns; none takes fresh memory.
         """
+        self.reads_ahead.ended(step)
         working = WorkingSet(step)
         for name, shard in self.shards.items():
             keys = routed.owned[name]
@@ -137,6 +140,7 @@ class EmbeddingEngine:
             nowhere = np.full(len(keys), -1, np.int64)
             read = FetchedRows(keys, nowhere, shard.read(keys), np.zeros(len(keys), np.bool_))
             working.tables[name] = WorkingTable(shard.table, shard.layout, read)
+        self.reads_ahead.began(working)
         return working
 
     def exchange_vectors(self, routed: Routed, working: WorkingSet, part: int = 0) -> dict[str, torch.Tensor]:

@@ -325,6 +325,8 @@ class Machine:
             if step.is_fence:
                 self.lanes.drain()
                 self.issue(lambda: self.engine.settle(step.number))
+            if step.reads_end:
+                self.engine.reads_ahead.forget()
         self._run_ahead.end_step()
 
     def keep(self, flying: InFlight) -> None:

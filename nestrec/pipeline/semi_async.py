@@ -12,7 +12,7 @@ lookup           fetch again, update,                    read rows
 compute                                     F1 F2 ... update dense
 
 Six batches are in flight. After a fence nothing is late: the next batch reads rows that have seen every update, so a
-run that was resumed there is the run that was not interrupted.
+run that was resumed there is the run that was not interrupted. A stop between fences keeps what was read, and saves it.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class SemiAsync(Pipelined):
             self._send_deferred()
             self._keys.look_ahead(step, feed)
             following = self._keys.get(step.number + 1)
-            if following is not None and not step.is_fence:
+            if following is not None and not step.reads_end:
                 self._coming[following.number] = self._read(following)
             loss = machine.zero()
             for i in range(now.num_parts):

@@ -36,6 +36,13 @@ class Step:
     is_fence: bool = False
     """the tables must be whole after this step, as for an evaluation, a save or the end: no later batch has touched
     them, all rows are written back, no lane is busy. The same on every rank"""
+    is_stop: bool = False
+    """a fence that only a wish to stop has made: the run will go on as if it had not been there"""
+
+    @property
+    def reads_end(self) -> bool:
+        """Whether batches after this step must read rows after it: what was read ahead is dropped."""
+        return self.is_fence and not self.is_stop
 
 
 @dataclass(frozen=True, slots=True)

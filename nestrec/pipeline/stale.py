@@ -39,7 +39,7 @@ class Stale(Pipelined):
             sums = machine.reduce_dense(step, loss)
             machine.update_in_store(now, step.rates, last_gradients)
             self._keys.pop(step.number)
-            if step.is_fence:  # a run that is resumed here reads all rows anew, and so does one that goes on
+            if step.reads_end:  # a run that is resumed here reads all rows anew, and so does one that goes on
                 for later in self._keys.in_flight():
                     later.rows = None
             return machine.apply_dense(step, sums)

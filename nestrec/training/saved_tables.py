@@ -1,5 +1,9 @@
-"""What checkpoints hold of tables: rows, keys that lost theirs since the last one, keys that wait for admission."""
+"""What checkpoints hold of tables: rows, keys that lost theirs since the last one, keys that wait for admission.
 
+After a stop under a schedule that uses rows late, also the vectors that the batches after it have read already.
+"""
+
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,6 +15,8 @@ from nestrec.embedding import EmbeddingEngine
 
 WAITING = "/waiting"
 """Ends the name under which a checkpoint keeps the keys of a table that wait for admission."""
+AHEAD = "/read-ahead"
+"""Under TABLE, this, a step and a replica, a checkpoint keeps the vectors that the batch of that step has read."""
 
 
 class SavedTables:
@@ -35,6 +41,17 @@ class SavedTables:
             keys_at[step] = waiting["keys"].numpy()
             tables[name + WAITING] = [{column: waiting[column] for column in ("keys", "uses", "last_step")}]
         return tables
+
+    def read_ahead(self) -> dict[str, Iterable[Chunk]]:
+        """Vectors that this rank has read for batches to come: those of its replica, whose copies may differ."""
+        return {
+            self._ahead(name, step): [{"keys": torch.from_numpy(keys), "weight": vectors}]
+            for step, read in self._engine.reads_ahead.pending().items()
+            for name, (keys, vectors) in read.items()
+        }
+
+    def _ahead(self, table: str, step: int) -> str:
+        return f"{table}{AHEAD}-{step}-{self._engine.topology.replica}"
 
     def removed(self, step: int, base: int) -> dict[str, torch.Tensor]:
         """Keys that the checkpoint of the step `base` holds and that of `step` must not."""
@@ -65,6 +82,20 @@ class SavedTables:
                 self._engine.load_unsettled(name, {**chunk, "newest_step": torch.tensor([restored.step])})
             keys_at.clear()
             keys_at[restored.step] = self._engine.unsettled(name)["keys"].numpy()
+        self._load_ahead(restored)
+
+    def _load_ahead(self, restored: Restored) -> None:
+        self._engine.reads_ahead.forget()
+        for step in itertools.count(restored.step + 1):
+            saved = [name for name in self._engine.tables if self._ahead(name, step) in restored.tables]
+            if not saved:
+                return
+            read = {name: list(restored.rows(self._ahead(name, step))) for name in saved}
+            self._engine.reads_ahead.keep(step, {
+                name: (np.concatenate([chunk["keys"].numpy() for chunk in chunks]),
+                       torch.cat([chunk["weight"] for chunk in chunks]))
+                for name, chunks in read.items() if chunks
+            })  # fmt: skip
 
     @staticmethod
     def _no_keys(step: int) -> Chunk:

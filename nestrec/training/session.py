@@ -59,6 +59,7 @@ class Session:
         """
         owns_copy = self.topology.replica == 0
         tables = self.tables.rows(state.step, base, copied=copied) if owns_copy else {}
+        tables |= self.tables.read_ahead()
         removed = self.tables.removed(state.step, base) if owns_copy and base is not None else {}
         tensors = self.dense.tensors()
         if copied:

@@ -177,8 +177,11 @@ class Trainer:
         self._stops = self._meter.wants_stop and self.session.engine.is_settled_after(number)
         ends_epoch = self.batches.order.after(batch.position).epoch > batch.position.epoch
         is_last = number == self.cfg.training.max_steps
-        is_fence = self._stops or ends_epoch or is_last or (saves is not None and number % saves == 0)
-        return Step(number=number, batch=batch, rates=self._rates(), wants_stop=wants_stop, is_fence=is_fence)
+        is_due = ends_epoch or is_last or (saves is not None and number % saves == 0)
+        return Step(
+            number=number, batch=batch, rates=self._rates(), wants_stop=wants_stop, is_fence=is_due or self._stops,
+            is_stop=self._stops and not is_due,
+        )  # fmt: skip
 
     def _after_step(self, batch: Batch) -> None:
         """What may follow a step: an evaluation, a report, a save, an end."""

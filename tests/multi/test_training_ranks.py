@@ -194,8 +194,9 @@ def test_a_bound_on_rows_holds_where_a_run_goes_on_with_more_ranks(
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "run")
 
 
-def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_path: Path) -> None:
-    more = {**UNEVEN, "training.max_steps": 12}
+@pytest.mark.parametrize("schedule", ["serial", "semi_async"])
+def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_path: Path, schedule: str) -> None:
+    more = {**UNEVEN, "training.max_steps": 12, "pipeline.schedule": schedule}
     pools[2].run(train, "sasrec", data, str(tmp_path / "whole"), more)
     stopped_at = pools[2].run(terminate_one_rank, "sasrec", data, str(tmp_path / "cut"), more)
     assert stopped_at in ([6, 6], [7, 7])

@@ -53,15 +53,19 @@ def test_clustered_runs_agree_between_schedules_and_differ_only_in_rounding(tiny
     assert plain["table items"] != serial["table items"]
 
 
-@pytest.mark.parametrize("schedule", EXACT)
+@pytest.mark.parametrize("schedule", [*EXACT, "stale", "semi_async"])
 def test_told_to_stop_in_a_full_pipeline_it_resumes_exactly(tiny_data, tmp_path, schedule):
-    expected = run("rows", tiny_data, tmp_path / "whole", "serial", training__max_steps=14)
-    given = {**RUN, "pipeline.schedule": schedule, "training.max_steps": 14}
-    trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
-    with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=6), pytest.raises(Interrupted):
-        trainer.train()
-    assert 6 < trainer.state.step < 14
-    assert run("rows", tiny_data, tmp_path / "cut", schedule, training__max_steps=14) == expected
+    """Rows that the batches after a stop had read already are late in the run without a stop, and so they stay."""
+    more = {"training__max_steps": 14, "training__incremental_saves": 2}
+    more |= {"pipeline__stale_steps": 2} if schedule == "stale" else {}
+    expected = run("rows", tiny_data, tmp_path / "whole", "serial" if schedule in EXACT else schedule, **more)
+    given = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
+    for stops, at in enumerate((6, 1), start=1):
+        trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
+        with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=at), pytest.raises(Interrupted):
+            trainer.train()
+        assert trainer.state.step == (9, 13)[stops - 1], "between two saves"
+    assert run("rows", tiny_data, tmp_path / "cut", schedule, **more) == expected
 
 
 def test_a_crash_in_a_full_pipeline_resumes_exactly(tiny_data, tmp_path):
