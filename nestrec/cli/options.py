@@ -11,6 +11,7 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.field_docs import FieldDoc, describe
 
 CONFIGS = {
+    "demo": "nestrec.training.recipes.demo:demo",
     "prepare": "nestrec.data.prepare.options:PrepareOptions",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "replay": "nestrec.bench.serving.replay:ReplayConfig",

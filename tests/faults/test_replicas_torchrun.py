@@ -13,8 +13,8 @@ from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES
 from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
 from nestrec.testing.ranks import RankPool
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import command_of, config_of, make_datasets
+from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 
 GROUPS = {"ranks.replicas": 2}

@@ -10,8 +10,8 @@ from nestrec.base import exit_codes
 from nestrec.checkpoint import Checkpoints, verify
 from nestrec.distributed import Topology
 from nestrec.testing.faults import FailPoint, Fault, KillWhen, run_with_faults, saves_reach
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, command_of, config_of, make_datasets
+from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 
 ENV = {"OMP_NUM_THREADS": "1"}

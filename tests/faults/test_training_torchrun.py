@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nestrec.testing.faults import Fault, KillWhen, rank_of, run_with_faults, saves_reach
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, command_of, make_datasets
+from nestrec.training.run_digest import run_digest
 
 WORLD = 2
 ENV = {"OMP_NUM_THREADS": "1"}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nestrec.distributed import Topology
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
+from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.distributed import Topology
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 from nestrec.training.variant_choice import LossShape, choose_variant
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nestrec.distributed import Topology
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 
 RUN = {"training.max_steps": 23, "training.epochs": 20, "training.checkpoint_every_steps": 7, "batch.micro_batches": 3,

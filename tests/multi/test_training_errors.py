@@ -15,8 +15,8 @@ from nestrec.base import exit_codes
 from nestrec.checkpoint import Checkpoints, verify
 from nestrec.checkpoint.folders import committed_steps
 from nestrec.testing.ranks import RankFailure
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import command_of, make_datasets
+from nestrec.training.run_digest import run_digest
 
 LIMIT_S = 60
 

@@ -14,8 +14,8 @@ import torch
 from training_jobs import measure, save_again, terminate_one_rank, train, train_through_crashes
 
 from nestrec.distributed import Topology
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, make_datasets
+from nestrec.training.run_digest import run_digest
 
 UNEVEN = {"batch.batch_samples": 13, "training.epochs": 1000, "training.evaluate_every_epochs": 8}
 # How many rows fit is decided shard by shard, so other numbers of ranks keep other rows.

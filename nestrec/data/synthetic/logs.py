@@ -66,6 +66,10 @@ class SyntheticConfig:
     """Chance that it is the cycle that the user prefers."""
     stay_chance: float = 0.6
     """Chance to stay in the topic when no cycle is followed."""
+    num_interests: int = 1
+    """Interests between which a user goes to and fro, each taken up where it was left."""
+    switch_chance: float = 0.6
+    """Chance to go on with the next interest, where there are several."""
     allows_repeats: bool = False
     """Whether a user may meet an item twice."""
     seed: int = 0
@@ -75,6 +79,11 @@ class SyntheticConfig:
 PRESETS = {
     "tiny": SyntheticConfig(
         name="tiny", num_users=2000, num_items=800, ln_mean=3.25, ln_sd=0.5, max_length=128, zipf_s=0.8, zipf_q=4.0,
+    ),
+    "interests": SyntheticConfig(
+        name="interests", num_users=2000, num_items=800, ln_mean=3.5, ln_sd=0.4, max_length=128, zipf_s=0.8,
+        zipf_q=4.0, num_interests=2, switch_chance=0.8, follow_chance=0.9,
+        dialect_chance=1.0,
     ),
     "ml-1m-like": SyntheticConfig(
         name="ml-1m-like", num_users=6038, num_items=3307, ln_mean=4.44, ln_sd=0.98, min_length=16, max_length=1924,
@@ -147,6 +156,7 @@ def draw_events(shape: SyntheticConfig, first_user: int, end_user: int) -> Event
         keys,
         offsets,
         (shape.num_items, shape.num_topics, catalogue_key),
+        (shape.num_interests, shape.switch_chance),
         (shape.zipf_s, shape.zipf_q),
         (shape.follow_chance, shape.dialect_chance, shape.stay_chance),
         START_MS,
@@ -220,7 +230,7 @@ def write_csv(shape: SyntheticConfig, path: Path) -> int:
 
 def check(shape: SyntheticConfig) -> None:
     """Refuse shapes that cannot be drawn."""
-    for name in ("num_users", "num_items", "num_topics", "min_length", "max_length"):
+    for name in ("num_users", "num_items", "num_topics", "num_interests", "min_length", "max_length"):
         if getattr(shape, name) < 1:
             raise UserError(
                 "must be at least 1", field=name, value=getattr(shape, name), remedy="give a positive number"

@@ -4,6 +4,9 @@ Items are popularity ranks 0..N-1. Rank r belongs to topic r mod K and is the (r
 topic, each run of `BLOCK` items of similar popularity carries two cycles: following a cycle is what a sequence model
 can learn and popularity cannot, and since a cycle stays among items of similar popularity, the overall popularity keeps
 its shape. Which of the two cycles a user prefers (the dialect) and which topics they like, history must tell.
+
+A user with several interests goes to and fro between them: what comes next follows from the last item of its interest,
+which is often not the last item of the user. Counting what follows an item cannot see that; attention can.
 """
 
 import math
@@ -80,6 +83,7 @@ def walk(  # noqa: PLR0917
     keys: NDArray[np.uint64],
     offsets: NDArray[np.int64],
     shape: tuple[int, int, np.uint64],
+    interests: tuple[int, float],
     law: tuple[float, float],
     habits: tuple[float, float, float],
     start_ms: int,
@@ -91,8 +95,9 @@ def walk(  # noqa: PLR0917
 ) -> None:
     """Events of the users with the given keys. `last_user_of_rank` (zeros) prevents repeats; empty allows them.
 
-    shape: items, topics, catalogue key. law: Zipf-Mandelbrot s and q. habits: chance to follow a cycle, to follow the
-    preferred one of the two, to stay in the topic otherwise.
+    shape: items, topics, catalogue key. interests: how many, and the chance to go on with the next one. law:
+    Zipf-Mandelbrot s and q. habits: chance to follow a cycle, to follow the preferred one of the two, to stay in the
+    topic otherwise.
     """
     num_topics, catalogue_key = shape[1], shape[2]
     liked = np.zeros(NUM_LIKED, dtype=np.int64)
@@ -101,16 +106,20 @@ def walk(  # noqa: PLR0917
         for k in range(NUM_LIKED):
             liked[k] = int(uniform(key, 1 + k) * num_topics)
         dialect = int(uniform(key, 4) * 2)
-        rank = -1
+        current = np.full(interests[0], -1, dtype=np.int64)  # the last item of each interest
+        interest = 0
         time_ms = start_ms + int(uniform(key, 5) * span_ms)
         for event in range(offsets[user], offsets[user + 1]):
             counter = 64 + (event - offsets[user]) * 64
+            if uniform(key, counter + 58) < interests[1]:
+                interest = (interest + 1) % interests[0]
             rank, is_followed = _next_rank(
-                key, counter, rank, dialect, liked, shape, law, habits, last_user_of_rank, user
+                key, counter, current[interest], dialect, liked, shape, law, habits, last_user_of_rank, user
             )
             if last_user_of_rank.size:
                 last_user_of_rank[rank] = user + 1
             time_ms += _gap_ms(key, counter)
+            current[interest] = rank
             ranks[event] = rank
             times_ms[event] = time_ms
             actions[event] = _feedback(key, counter, rank, liked, is_followed, num_topics, catalogue_key)

@@ -20,8 +20,11 @@ def timeline(run: RunRecords) -> Markup | None:
     return timeline_of(run.spans)
 
 
-def timeline_of(spans: Sequence[Span]) -> Markup | None:
-    """The same for spans from anywhere; ranks without steps are used and not shown."""
+def timeline_of(spans: Sequence[Span], window_ns: int | None = None) -> Markup | None:
+    """The same for spans from anywhere; ranks without steps are used and not shown.
+
+    window_ns: how much time the lanes show, so that several timelines can stand above each other at one scale.
+    """
     times = Timeline(spans)
     ranks = sorted({span.rank for span in spans if span.kind == "step"})
     steps = {rank: times.steps(rank) for rank in ranks}
@@ -29,7 +32,7 @@ def timeline_of(spans: Sequence[Span]) -> Markup | None:
         return None
     cards = [_breakdown(times, rank, steps[rank]) for rank in ranks if steps[rank]]
     return element(
-        "div", element("div", cards, class_="charts"), _lanes([span for span in spans if span.rank in ranks])
+        "div", element("div", cards, class_="charts"), _lanes([span for span in spans if span.rank in ranks], window_ns)
     )
 
 
@@ -53,9 +56,16 @@ def _breakdown(times: Timeline, rank: int, steps: Sequence[int]) -> Markup:
     )
 
 
-def _lanes(spans: Sequence[Span]) -> Markup:
-    """Two usual steps, all lanes of all ranks under one another."""
+def usual_steps_ns(spans: Sequence[Span]) -> int:
+    """How long the two steps last that `_lanes` shows."""
+    start_ns, end_ns, _ = _usual_window(spans)
+    return end_ns - start_ns
+
+
+def _lanes(spans: Sequence[Span], window_ns: int | None = None) -> Markup:
+    """Two usual steps, or `window_ns` from the first of them, all lanes of all ranks under one another."""
     start_ns, end_ns, first = _usual_window(spans)
+    end_ns = end_ns if window_ns is None else start_ns + window_ns
     shown = [span for span in spans if span.kind != "step" and span.end_ns > start_ns and span.start_ns < end_ns]
     lanes = sorted({(span.rank, span.lane) for span in shown})
     x_axis = Axis(start_ns, end_ns, 0, _WIDTH)

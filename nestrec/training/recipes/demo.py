@@ -21,10 +21,10 @@ def _demo(name: str, encoder: EncoderConfig) -> RunConfig:
             num_negatives=128,
             evaluation=RetrievalEvaluationConfig(ks=(10, 50)),
         ),
-        data=DataConfig(folder="data/synthetic-tiny", synthetic="tiny"),
+        data=DataConfig(folder="data/synthetic-interests", synthetic="interests"),
         batch=BatchConfig(batch_samples=64),
         optimizer=OptimizerConfig(learning_rate=3e-3),
-        training=TrainingConfig(epochs=24),
+        training=TrainingConfig(epochs=14),
     )
 
 

@@ -202,3 +202,17 @@ def test_a_mistyped_preset_says_what_was_meant(tmp_path: Path) -> None:
 def test_impossible_shapes_are_refused(tmp_path: Path, change: dict[str, float]) -> None:
     with pytest.raises(UserError):
         synthetic.generate(dataclasses.replace(TINY, **change), tmp_path / "out")
+
+
+def test_interests_are_taken_up_where_they_were_left() -> None:
+    """The next item follows from the last one of its own interest: among the last few, not the last alone."""
+    shape = dataclasses.replace(synthetic.preset("interests"), num_users=50, follow_chance=1.0, switch_chance=1.0)
+    block = synthetic.draw_events(shape, 0, 50)
+    followers: dict[int, set[int]] = {}
+    ends = np.cumsum(block.lengths)
+    for start, end in zip(ends - block.lengths, ends, strict=True):
+        items = block.item_ids[start:end]
+        for item, following in zip(items[:-2], items[2:], strict=True):
+            followers.setdefault(int(item), set()).add(int(following))
+    share = np.mean([len(found) <= 2 for found in followers.values()])  # two cycles run through every item
+    assert share > 0.8

@@ -14,11 +14,11 @@ from nestrec.ops.rows.gather import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
 from nestrec.tasks.retrieval import RetrievalTask
 from nestrec.tasks.task import sequence_info
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.trace import Tracer
 from nestrec.training.compute import ModelCompute
 from nestrec.training.dense import DenseUpdate
+from nestrec.training.run_digest import run_digest
 from nestrec.training.session import open_data
 from nestrec.training.trainer import Trainer
 

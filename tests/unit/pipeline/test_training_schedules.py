@@ -13,9 +13,9 @@ from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
 from nestrec.report import write_report
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
 from nestrec.trace import Timeline, load_spans
+from nestrec.training.run_digest import run_digest
 from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 

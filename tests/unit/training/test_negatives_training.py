@@ -8,8 +8,8 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 from nestrec.training.variant_choice import LossShape, choose_variant
 

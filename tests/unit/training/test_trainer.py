@@ -18,9 +18,9 @@ from nestrec.data.order import Position
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
-from nestrec.testing.run_digest import run_digest
 from nestrec.testing.tiny_runs import FAMILIES, config_of
 from nestrec.training.listener import Listener
+from nestrec.training.run_digest import run_digest
 from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 
