@@ -9,10 +9,11 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from nestrec.base.bounds import BoundError
 from nestrec.base.errors import Mistakes, UserError, UserErrors, did_you_mean
+from nestrec.base.kinds import KindOf
 
 T = TypeVar("T")
 _EXPECTED = {bool: "true or false", int: "an int", float: "a float", str: "a str"}
@@ -20,7 +21,7 @@ _EXPECTED = {bool: "true or false", int: "an int", float: "a float", str: "a str
 
 def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     """Build a config from JSON-like data; every name and type is checked."""
-    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cast(Any, cls))
+    hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cast(Any, cls))
     names = [field.name for field in fields]
     mistakes, given = Mistakes(), {}
     for key, value in data.items():
@@ -58,6 +59,12 @@ def parse(text: str) -> Any:
 
 def convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
     """`value` as the type `hint`, or an error that names the field. `raw`: the text that `value` was parsed from."""
+    if get_origin(hint) is Annotated:
+        return _convert_annotated(value, hint, where, raw)
+    return _convert_bare(value, hint, where, raw)
+
+
+def _convert_bare(value: Any, hint: Any, where: str, raw: str | None) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), where, raw)
@@ -72,6 +79,17 @@ def convert(value: Any, hint: Any, where: str, raw: str | None = None) -> Any:
     return _convert_scalar(value, hint, where, raw)
 
 
+def _convert_annotated(value: Any, hint: Any, where: str, raw: str | None) -> Any:
+    of_kind = next((part for part in hint.__metadata__ if isinstance(part, KindOf)), None)
+    if of_kind is None:  # limits are checked by the config that has the field
+        return convert(value, hint.__origin__, where, raw)
+    if dataclasses.is_dataclass(value):
+        of_kind.check(value, where)
+        return value
+    plain = _expect_fields(value, where)
+    return convert(plain, of_kind.config_for(plain, where), where, raw)
+
+
 def join(where: str, key: str) -> str:
     """A dotted name."""
     return f"{where}.{key}" if where else key
@@ -83,7 +101,11 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], where: str, raw: str |
     if value not in choices:
         remedy = did_you_mean(str(value), [str(choice) for choice in choices])
         if len(choices) == 1 and where.endswith("kind"):  # it decides what other fields there are
-            remedy = f"here it can only be {choices[0]}; take a recipe of the other kind (see `nestrec recipes`)"
+            whole = where.removesuffix(".kind")
+            remedy = (
+                f"here it can only be {choices[0]}; take a recipe of the other kind (see `nestrec recipes`), or give"
+                f' the whole of {whole} as JSON with its kind: --{whole} \'{{"kind": "{value}", ...}}\''
+            )
         raise UserError("is not one of the choices", field=where, value=value, remedy=remedy)
     return value
 

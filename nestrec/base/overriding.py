@@ -25,7 +25,7 @@ class _Overriding:
 
     def of_fields(self, node: Any, given: _Overrides, where: str) -> Any:
         names = [field.name for field in dataclasses.fields(node)]
-        hints = typing.get_type_hints(type(node))
+        hints = typing.get_type_hints(type(node), include_extras=True)
         mistakes, replaced = Mistakes(), {}
         for name, inner in _by_first(given).items():
             with mistakes.noted():

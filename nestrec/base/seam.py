@@ -52,6 +52,12 @@ class Seam(Generic[T]):
         point = self._foreign.get(name)
         return "nestrec" if point is None else point.dist.name if point.dist is not None else point.value
 
+    def unanswered(self, name: str, what: str, problem: str) -> UserError:
+        """The error for who needs what a member does not say; `what`: the field of its spec, `problem`: the reason."""
+        package = self.package_of(name)
+        remedy = f"let it answer: `{what}` of its spec in the package {package!r}, or take another {self.noun}"
+        return UserError(problem, field=self.noun, value=name, remedy=remedy)
+
     @cached_property
     def _foreign(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
@@ -66,9 +72,8 @@ class Seam(Generic[T]):
 
     def _load(self, name: str) -> T:
         member: Any = self._built_in[name] if name in self._built_in else self._load_foreign(self._foreign[name])
-        if isinstance(member, str) and name in self._built_in:
-            module, _, attribute = member.partition(":")
-            member = getattr(importlib.import_module(module), attribute)
+        if name in self._built_in:
+            member = resolved(member)
         if not isinstance(member, self._of):
             remedy = f"let its entry point name an instance of {self._of.__module__}.{self._of.__qualname__}"
             raise UserError(f"is no {self.noun}", field=f"{self.group}: {name}", value=member, remedy=remedy)
@@ -81,3 +86,11 @@ class Seam(Generic[T]):
             remedy = f"mend or uninstall the package {self.package_of(point.name)!r}"
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
             raise UserError(problem, field=f"{self.group}: {point.name}", value=point.value, remedy=remedy) from error
+
+
+def resolved(member: Any) -> Any:
+    """`module:attribute` imported; anything else is itself. For what a spec names without importing it."""
+    if not isinstance(member, str):
+        return member
+    module, _, attribute = member.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -114,12 +114,13 @@ def recipes() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from nestrec.base.config import leaves
     from nestrec.training.recipes import RECIPES
 
     table = Table("recipe", "task", "model", "data", box=None)
     for name, make in RECIPES.items():
         cfg = make()
-        table.add_row(name, cfg.task.kind, cfg.task.encoder.kind, cfg.data.folder)
+        table.add_row(name, cfg.task.kind, leaves(cfg.task)["encoder.kind"], cfg.data.folder)
     Console().print(table)
 
 

@@ -15,11 +15,12 @@ from nestrec.planning.cluster import ClusterConfig, load_cluster
 from nestrec.planning.own_plan import check_fits
 from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, plan_rows
 from nestrec.planning.profile import Profile
-from nestrec.planning.recipe_workload import store_option, workload_of
+from nestrec.planning.recipe_workload import workload_of
 from nestrec.planning.this_machine import this_machine
 from nestrec.report import print_rows
 from nestrec.report.markup import Markup
 from nestrec.report.plan_page import plan_sections
+from nestrec.tasks.built_in import store_option
 from nestrec.training.config import RunConfig
 from nestrec.training.run_folder import RunFolder
 
@@ -31,7 +32,7 @@ def plan_run(
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Search, and print the best few; the plan and its rows. overrides: what the recipe was changed by."""
     plan = make_plan(workload_of(cfg), cluster)
-    option = store_option(cfg)
+    option = store_option(cfg.task)
     launch = {
         o.candidate: launch_command(cfg.name, cluster, o.candidate, option, overrides) for o in plan.found.best[:most]
     }

@@ -19,6 +19,7 @@ from torch import nn
 
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
+from nestrec.models.backbone import Backbone, ForwardFlops
 from nestrec.models.residual import ResidualEncoder
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.bias_channels import bias_attention
@@ -62,10 +63,6 @@ class FuXiConfig:
     @property
     def normaliser(self) -> float:
         return float(self.max_length + self.normaliser_margin)
-
-    @property
-    def uses_times(self) -> bool:
-        return self.time_channel
 
 
 class FuXiBlock(nn.Module):
@@ -125,3 +122,24 @@ class FuXi(ResidualEncoder):
     def __init__(self, cfg: FuXiConfig):
         super().__init__(cfg, (FuXiBlock(cfg, site=2 * i + 1) for i in range(cfg.num_layers)))
         self.cfg = cfg
+
+
+def _flops(cfg: FuXiConfig) -> ForwardFlops:
+    """Projections and output are as wide as all channels together; each bias channel is one product."""
+    width, others = cfg.num_heads * cfg.head_dim, 2 if cfg.time_channel else 1
+    weights = cfg.dim * ((4 + others) * width + (1 + others) * width + 3 * cfg.ffn_dim)
+    return ForwardFlops(
+        token=2.0 * weights * cfg.num_layers, pair=4.0 * width * cfg.num_layers,
+        channel_pair=2.0 * others * width * cfg.num_layers,
+    )  # fmt: skip
+
+
+def _activations(cfg: FuXiConfig) -> float:
+    """As HSTU with wider gates and outputs, and the second stage."""
+    width, channels = cfg.num_heads * cfg.head_dim, 3 if cfg.time_channel else 2
+    return cfg.num_layers * (5.0 * cfg.dim + (6.0 + 5.0 * channels) * width + 3.0 * cfg.ffn_dim)
+
+
+BACKBONE = Backbone(
+    config=FuXiConfig, build=FuXi, flops=_flops, activations=_activations, times_field="time_channel"
+)  # fmt: skip

@@ -16,6 +16,7 @@ from torch import nn
 
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
+from nestrec.models.backbone import Backbone, ForwardFlops
 from nestrec.models.residual import ResidualEncoder
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
@@ -57,10 +58,6 @@ class HSTUConfig:
     @property
     def normaliser(self) -> float:
         return float(self.max_length + self.normaliser_margin)
-
-    @property
-    def uses_times(self) -> bool:
-        return self.time_bias
 
 
 class HSTULayer(nn.Module):
@@ -113,3 +110,19 @@ class HSTU(ResidualEncoder):
     def __init__(self, cfg: HSTUConfig):
         super().__init__(cfg, (HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers)))
         self.cfg = cfg
+
+
+def _flops(cfg: HSTUConfig) -> ForwardFlops:
+    """U, V, Q, K and the output; two products of attention."""
+    width = cfg.num_heads * cfg.head_dim
+    return ForwardFlops(token=2.0 * 5 * cfg.dim * width * cfg.num_layers, pair=4.0 * width * cfg.num_layers)
+
+
+def _activations(cfg: HSTUConfig) -> float:
+    return cfg.num_layers * (3.0 * cfg.dim + 11.0 * cfg.num_heads * cfg.head_dim)
+
+
+BACKBONE = Backbone(
+    config=HSTUConfig, build=HSTU, flops=_flops, activations=_activations, times_field="time_bias",
+    cached="nestrec.models.hstu_cached:CACHED",
+)  # fmt: skip

@@ -8,41 +8,14 @@ Legend: T new tokens of all sequences, D model width, H heads, P prefix tokens, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import layer_norm, silu
 
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
+from nestrec.models.segments import CachedForward, KeysAndValues, PrefixReader, Segment
 from nestrec.ops.attention.cached import BiasRows, cached_attention
 from nestrec.ops.attention.relative_bias import time_bucket
-
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-PrefixReader = Callable[[int, int], KeysAndValues]
-"""(layer, sequence) to the prefix's keys and values, each (H, P, D)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """New tokens of one sequence: history that follows its prefix, then candidates, all of which come next."""
-
-    prefix_length: int
-    num_history: int
-    num_candidates: int
-    time_K: torch.Tensor
-    """float64 seconds of the prefix's and the new history's tokens"""
-    query_time_S: torch.Tensor
-    """float64 seconds at which the new history tokens ask"""
-    candidate_time_s: float = 0.0
-    """when the candidates would be shown"""
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_history + self.num_candidates
-
-    @property
-    def length(self) -> int:
-        return self.prefix_length + self.num_history
 
 
 def cached_forward(
@@ -156,3 +129,13 @@ def _position_rows(table: torch.Tensor, first: int, end: int) -> torch.Tensor:
     centre = (table.numel() - 1) // 2
     # Row i is table[centre - i : centre - i + end]: the rows are sliding windows in reverse.
     return table[centre - end + 1 : centre - first + end].unfold(0, end, 1).flip(0)
+
+
+def is_pageable(model: HSTU) -> bool:
+    """Whether `nestrec.models.hstu_paged.PagedHSTU` computes this model."""
+    cfg = model.cfg
+    has_whole_tiles = cfg.head_dim >= 16 and cfg.head_dim & (cfg.head_dim - 1) == 0
+    return has_whole_tiles and not (cfg.position_bias or cfg.time_bias)
+
+
+CACHED = CachedForward(kept=lambda cfg: cfg, forward=cached_forward, is_pageable=is_pageable)

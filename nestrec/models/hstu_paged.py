@@ -35,13 +35,6 @@ class PagedBatch:
     """of the candidates"""
 
 
-def is_pageable(model: HSTU) -> bool:
-    """Whether `PagedHSTU` computes this model."""
-    cfg = model.cfg
-    has_whole_tiles = cfg.head_dim >= 16 and cfg.head_dim & (cfg.head_dim - 1) == 0
-    return has_whole_tiles and not (cfg.position_bias or cfg.time_bias)
-
-
 class PagedHSTU:
     """A model over the pages of a pool, with the weights of its last layer in the order in which they are used."""
 

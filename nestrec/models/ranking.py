@@ -13,8 +13,8 @@ from torch import nn
 
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
+from nestrec.models.backbones import EncoderConfig, make_encoder
 from nestrec.models.dlrm import mlp
-from nestrec.models.retrieval import EncoderConfig, make_encoder
 from nestrec.models.sequence import SequenceInfo
 
 

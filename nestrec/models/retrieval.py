@@ -8,13 +8,10 @@ from torch import nn
 
 from nestrec.base.bounds import Positive
 from nestrec.base.config import config
-from nestrec.models.fuxi import FuXi, FuXiConfig
-from nestrec.models.hstu import HSTU, HSTUConfig
-from nestrec.models.sasrec import SASRec, SASRecConfig
+from nestrec.models.backbones import EncoderConfig, make_encoder
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.layers.unit_rows import unit_rows
 
-EncoderConfig = HSTUConfig | FuXiConfig | SASRecConfig
 UNIT_EPS = 1e-6
 
 
@@ -24,12 +21,6 @@ class SimilarityConfig:
     """states and item vectors are scaled to length one"""
     temperature: Positive = 0.05
     """dot products are divided by it"""
-
-
-def make_encoder(cfg: EncoderConfig) -> nn.Module:
-    if isinstance(cfg, HSTUConfig):
-        return HSTU(cfg)
-    return FuXi(cfg) if isinstance(cfg, FuXiConfig) else SASRec(cfg)
 
 
 class RetrievalModel(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
+from nestrec.models.backbone import Backbone, ForwardFlops
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.softmax import softmax_attention
 from nestrec.ops.layers.dropout import dropout
@@ -42,10 +43,6 @@ class SASRecConfig:
     """LayerNorms have a scale and a shift; the HSTU release has none"""
     final_norm: bool = True
     """LayerNorm of the output, as in the original"""
-
-    @property
-    def uses_times(self) -> bool:
-        return False
 
 
 class SASRecLayer(nn.Module):
@@ -92,3 +89,16 @@ class SASRec(nn.Module):
         for layer in self.layers:
             x_TD = layer(x_TD, info)
         return self.final_norm(x_TD)  # type: ignore[no-any-return]
+
+
+def _flops(cfg: SASRecConfig) -> ForwardFlops:
+    """Query, key, value and their mix, two of the feed-forward part; two products of attention."""
+    weights = 4 * cfg.dim * cfg.dim + 2 * cfg.dim * cfg.ffn_dim
+    return ForwardFlops(token=2.0 * weights * cfg.num_layers, pair=4.0 * cfg.dim * cfg.num_layers)
+
+
+def _activations(cfg: SASRecConfig) -> float:
+    return cfg.num_layers * (10.0 * cfg.dim + 3.0 * cfg.ffn_dim)
+
+
+BACKBONE = Backbone(config=SASRecConfig, build=SASRec, flops=_flops, activations=_activations)

@@ -3,24 +3,21 @@
 Nothing of the tables is allocated, and the model is made without memory.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.balance import hstu_cost
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
 from nestrec.distributed import Topology
 from nestrec.embedding import TableConfig
 from nestrec.embedding.layout import layout_of
-from nestrec.models import HSTUConfig
+from nestrec.models.backbone import ForwardFlops
 from nestrec.planning.workload import TableLoad, Workload
-from nestrec.tasks.retrieval import RetrievalTaskConfig
-from nestrec.tasks.task import Task
+from nestrec.tasks.built_in import TASKS, make_task
+from nestrec.tasks.task import Task, TrainingCost
 from nestrec.training.config import RunConfig
-from nestrec.training.session import make_task, open_data
+from nestrec.training.session import open_data
 
 NUM_QUANTILES = 257
 _SAMPLES_COUNTED = 4096
@@ -37,38 +34,28 @@ def workload_of(cfg: RunConfig) -> Workload:
         raise UserError("has no samples", field="data.folder", value=cfg.data.folder, remedy="prepare it again")
     lengths = np.quantile(tokens, np.linspace(0, 1, NUM_QUANTILES))
     parameters = sum(p.numel() for p in task.model.parameters())
-    linear, squared = flops_of(cfg, parameters)
+    cost = cost_of(cfg, task)
+    linear, squared = step_flops(cost.flops)
+    number_bytes = 2.0 if cfg.training.precision == "bf16" else 4.0
     return Workload(
         name=cfg.name, batch_samples=_batch_samples(cfg, float(tokens.mean())), lengths=tuple(map(float, lengths)),
         tables=tuple(_table_loads(task, len(tokens), cfg.training.seed)), dense_parameters=parameters,
-        flops_a_token=linear, flops_a_token_squared=squared, activation_bytes_a_token=activation_bytes(cfg),
+        flops_a_token=linear, flops_a_token_squared=squared,
+        activation_bytes_a_token=cost.activations * number_bytes,
     )  # fmt: skip
 
 
-def flops_of(cfg: RunConfig, parameters: int) -> tuple[float, float]:
-    """Operations of forward and backward for each token, and for each token squared."""
-    encoder: Any = cfg.task.encoder
-    if isinstance(encoder, HSTUConfig):
-        cost = hstu_cost(
-            dim=encoder.dim, num_heads=encoder.num_heads, head_dim=encoder.head_dim, num_layers=encoder.num_layers
-        )
-        linear, squared = cost.token, cost.token_squared
-    else:
-        linear = 6.0 * parameters
-        squared = 6.0 * encoder.dim * getattr(encoder, "num_layers", 0)
-    if isinstance(cfg.task, RetrievalTaskConfig):
-        linear += 6.0 * encoder.dim * cfg.task.num_negatives
-    return linear, squared
+def cost_of(cfg: RunConfig, task: Task) -> TrainingCost:
+    """What a token costs, as the task tells it."""
+    if (cost := task.cost()) is None:
+        raise TASKS.unanswered(cfg.task.kind, "cost", "what a token costs is not known, so nothing can be planned")
+    return cost
 
 
-def activation_bytes(cfg: RunConfig) -> float:
-    """Kept from forward to backward for each token: inputs and outputs of every product and norm of a layer."""
-    encoder: Any = cfg.task.encoder
-    width = encoder.num_heads * encoder.head_dim if isinstance(encoder, HSTUConfig) else encoder.dim
-    numbers = getattr(encoder, "num_layers", 1) * (3 * encoder.dim + 11 * width)
-    if isinstance(cfg.task, RetrievalTaskConfig) and cfg.task.loss == "sampled_softmax":
-        numbers += cfg.task.num_negatives * (encoder.dim + 2)
-    return float(numbers) * (2.0 if cfg.training.precision == "bf16" else 4.0)
+def step_flops(forward: ForwardFlops) -> tuple[float, float]:
+    """Operations of forward and backward for each token, and for each token squared: causality leaves half of the
+    pairs, and the backward pass takes twice the forward pass."""
+    return 3.0 * forward.token, 1.5 * (forward.pair + forward.channel_pair)
 
 
 def _batch_samples(cfg: RunConfig, mean_tokens: float) -> int:
@@ -104,8 +91,3 @@ def _table_load(table: TableConfig, batches: list[MicroBatch]) -> TableLoad:
 
 def _keys_of(batch: MicroBatch, table: TableConfig) -> NDArray[np.int64]:
     return np.concatenate([np.asarray(batch.keys[name]).reshape(-1) for name in table.feature_names])
-
-
-def store_option(cfg: RunConfig) -> str:
-    """The option of `nestrec train` that says where rows are kept."""
-    return "task.item_store.kind" if hasattr(cfg.task, "item_store") else "task.table_store.kind"

@@ -1,5 +1,6 @@
 """Multi-task ranking over action bits, measured by AUC and normalised entropy on the events after a point in time."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,13 +19,14 @@ from nestrec.data.samples.ranking import RankingAssembler, RankingInputConfig, R
 from nestrec.data.samples.split import Part, by_time
 from nestrec.data.samples.windows import window_index
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.ranking import HeadConfig, RankingModel
-from nestrec.models.retrieval import EncoderConfig
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.tasks.logistic import LogisticBaseline
 from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy
-from nestrec.tasks.task import Evaluation, Task, on_device, sequence_info, share_of_ranks, sum_over_ranks
+from nestrec.tasks.spec import TaskSpec
+from nestrec.tasks.task import Evaluation, Task, TrainingCost, on_device, sequence_info, share_of_ranks, sum_over_ranks
 
 
 @config
@@ -82,6 +84,16 @@ class RankingTask(Task):
     def num_held_out(self, part: Part) -> int:
         first, end = self._split.held_out(part)
         return int((end - first).sum())
+
+    def cost(self) -> TrainingCost:
+        """The layers on two tokens an event, and the head on one of them."""
+        layers = flops_of(self.cfg.encoder)
+        widths = (2 * self.cfg.encoder.dim, *self.cfg.head.hidden, len(self.cfg.inputs.labels))
+        head = 2.0 * sum(a * b for a, b in itertools.pairwise(widths))
+        return TrainingCost(
+            flops=replace(layers, token=layers.token + head / 2),
+            activations=activations_of(self.cfg.encoder) + sum(widths) / 2,
+        )
 
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
@@ -192,3 +204,8 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
             "must hold 0 < valid_from_ms <= test_from_ms", field="task.valid_from_ms", value=cfg.valid_from_ms,
             remedy="give both in Unix milliseconds",
         )  # fmt: skip
+
+
+TASK = TaskSpec(
+    config=RankingTaskConfig, make=RankingTask, store_field="item_store",
+)  # fmt: skip

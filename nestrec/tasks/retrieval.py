@@ -1,6 +1,7 @@
 """Next-item retrieval: trained on every position, measured by ranking the whole catalogue."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,26 +11,30 @@ from numpy.typing import NDArray
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.data.batches import MicroBatch
+from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
 from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
 from nestrec.data.samples.split import Part, leave_one_out
 from nestrec.data.samples.windows import window_index
+from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.models.fuxi import FuXiConfig
+from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
-from nestrec.models.retrieval import EncoderConfig, RetrievalModel, SimilarityConfig
+from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
 from nestrec.ops.losses.grouped import grouped_loss
-from nestrec.ops.losses.sampled import Variant, sampled_loss
+from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
 from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.tasks.baselines import LastItem, Popularity
 from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
 from nestrec.tasks.metrics import bootstrap, ranking_metrics
-from nestrec.tasks.task import Evaluation, Task, sequence_info
+from nestrec.tasks.negatives_checks import check_supply, mean_micro_batch
+from nestrec.tasks.spec import TaskSpec
+from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info
+from nestrec.tasks.variant_choice import LossShape, choose_variant
 
 
 @config
@@ -74,7 +79,7 @@ class RetrievalTask(Task):
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset = cfg, dataset
-        self._use_times = cfg.encoder.uses_times
+        self._use_times = reads_times(cfg.encoder)
         _check(cfg, dataset, self._use_times)
         self._split = leave_one_out(dataset.lengths)
         self._baselines: dict[Part, dict[str, NDArray[np.int64]]] = {}
@@ -101,6 +106,35 @@ class RetrievalTask(Task):
 
     def num_held_out(self, part: Part) -> int:
         return len(self._split.users_with(part))
+
+    def cost(self) -> TrainingCost:
+        """The layers, and a product with the positive's and every negative's vector, which the plain loss keeps."""
+        dim, layers = self.cfg.encoder.dim, flops_of(self.cfg.encoder)
+        num_met = self._dataset.num_items if self.cfg.loss == "full" else self.cfg.num_negatives
+        kept = num_met if self.cfg.loss == "full" else num_met * (dim + 2)
+        flops = replace(layers, token=layers.token + 2.0 * dim * num_met)
+        return TrainingCost(flops=flops, activations=activations_of(self.cfg.encoder) + kept)
+
+    def check_batches(self, batch: BatchConfig, world: int) -> None:
+        if self.cfg.loss != "full":
+            check_supply(self.cfg.negatives, self.cfg.num_negatives, self.assembler, batch, world)
+
+    def settle(self, batch: BatchConfig, topology: Topology, saved: str | None) -> tuple[str, dict[str, float]] | None:
+        """How the loss is computed."""
+        options, [items] = self.cfg.negatives, self.tables
+        if self.cfg.loss == "full" or options.variant != "auto":
+            return None
+        if saved in VARIANTS:
+            self.variant = saved
+            return saved, {}
+        tokens, negatives = mean_micro_batch(self.assembler, batch, topology.world), self.cfg.num_negatives
+        shape = LossShape(
+            tokens=tokens, negatives=negatives, sharing=options.sharing, dim=self.cfg.encoder.dim, kind=self.cfg.loss,
+            rows=min(items.num_rows or 1, tokens * (negatives + 2)), segment_tokens=options.segment_tokens,
+            dtype=items.dtype,
+        )  # fmt: skip
+        self.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
+        return self.variant, measured_ms
 
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
@@ -208,13 +242,19 @@ def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
     if use_times and not dataset.card.has_timestamps:
-        field = f"task.encoder.{'time_channel' if isinstance(cfg.encoder, FuXiConfig) else 'time_bias'}"
+        name = backbone_of(cfg.encoder).times_field or "kind"
+        field, other = f"task.encoder.{name}", "take another backbone" if name == "kind" else "set it to false"
         raise UserError(
-            "needs timestamps, and the dataset has none", field=field, value=True,
-            remedy=f"set {field}=false, or prepare the data from files with timestamps",
+            "needs timestamps, and the dataset has none", field=field, value=getattr(cfg.encoder, name),
+            remedy=f"{other}, or prepare the data from files with timestamps",
         )  # fmt: skip
     if cfg.history.max_length != cfg.encoder.max_length:
         raise UserError(
             f"differs from task.encoder.max_length = {cfg.encoder.max_length}", field="task.history.max_length",
             value=cfg.history.max_length, remedy="give both the same value",
         )  # fmt: skip
+
+
+TASK = TaskSpec(
+    config=RetrievalTaskConfig, make=RetrievalTask, store_field="item_store",
+)  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nestrec.base.bounds import Count, Decay
@@ -16,10 +17,12 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.samples.labelled_rows import RowsAssembler, assemble_rows
 from nestrec.data.samples.split import Part
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.models.backbone import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.tasks.metrics import Interval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
-from nestrec.tasks.task import Evaluation, Task, on_device, share_of_ranks, sum_over_ranks
+from nestrec.tasks.spec import TaskSpec
+from nestrec.tasks.task import Evaluation, Task, TrainingCost, on_device, share_of_ranks, sum_over_ranks
 
 
 @config
@@ -75,6 +78,14 @@ class RowsTask(Task):
     def num_held_out(self, part: Part) -> int:
         return len(self._parts[part])
 
+    def cost(self) -> TrainingCost:
+        """A row is a token: two networks, and the dot products of all vectors."""
+        cfg, num_vectors = self.cfg.encoder, self.cfg.encoder.num_categories + 1
+        linears = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
+        products = sum(m.weight.numel() for m in linears) + num_vectors**2 * cfg.dim
+        kept = sum(m.in_features + m.out_features for m in linears) + num_vectors * (cfg.dim + num_vectors)
+        return TrainingCost(flops=ForwardFlops(token=2.0 * products), activations=float(kept))
+
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
@@ -111,3 +122,6 @@ class RowsTask(Task):
 def _losses(label: NDArray[np.int64], logit: NDArray[np.float64]) -> dict[str, Interval]:
     entropy = normalised_entropy(label, logit)
     return {**bootstrap({"log_loss": log_loss(label, logit)}), "ne": Interval(entropy, float("nan"), float("nan"))}
+
+
+TASK = TaskSpec(config=RowsTaskConfig, make=RowsTask, store_field="table_store")

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from nestrec.data.batches import Assembler, MicroBatch
+from nestrec.data.batches import Assembler, BatchConfig, MicroBatch
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.transfer import sent_to_device
 from nestrec.models import SequenceInfo
+from nestrec.models.backbone import ForwardFlops
 from nestrec.pipeline import Coupling
 from nestrec.tasks.metrics import Interval
 
@@ -45,8 +46,18 @@ class Evaluation:
         return {"part": self.part, "headline": self.headline, "metrics": systems, **notes}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCost:
+    """What a token costs in training, for planning."""
+
+    flops: ForwardFlops
+    """of a forward pass, head and loss included"""
+    activations: float
+    """numbers a token that are kept from forward to backward"""
+
+
 class Task(ABC):
-    """One small subclass for each thing that can be learned."""
+    """One small subclass for each thing that can be learned: its tables, samples, model, loss and measurements."""
 
     model: nn.Module
     tables: tuple[TableConfig, ...]
@@ -70,6 +81,21 @@ class Task(ABC):
         rows: for each table the (U, D) unique rows of the micro-batch; index: for each feature the places of its keys
         in the rows of its table.
         """
+
+    def cost(self) -> TrainingCost | None:
+        """What training costs a token; none where it is not known, and then nothing can be planned."""
+        return None
+
+    def check_batches(self, batch: BatchConfig, world: int) -> None:  # noqa: B027 - most tasks learn from any
+        """Raise a UserError where batches of this size, on so many ranks, cannot be learned from."""
+
+    def settle(self, batch: BatchConfig, topology: Topology, saved: str | None) -> tuple[str, dict[str, float]] | None:
+        """Choose what the config leaves to measurement, as a run began (`saved`) or as is best here. Collective.
+
+        The choice and the milliseconds of what was tried; none where nothing is left open. Results may differ in
+        rounding only.
+        """
+        return None
 
     @abstractmethod
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:

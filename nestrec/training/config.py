@@ -9,11 +9,7 @@ from nestrec.data.batches import BatchConfig
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.tasks.retrieval import RetrievalTaskConfig
-from nestrec.tasks.rows import RowsTaskConfig
-
-TaskConfig = RetrievalTaskConfig | RankingTaskConfig | RowsTaskConfig
+from nestrec.tasks.built_in import TaskConfig
 
 
 @config

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -15,11 +15,9 @@ from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
-from nestrec.tasks.ranking import RankingTask, RankingTaskConfig
-from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
-from nestrec.tasks.rows import RowsTask
+from nestrec.tasks.built_in import make_task
 from nestrec.tasks.task import Task
-from nestrec.training.config import DataConfig, RunConfig, TaskConfig
+from nestrec.training.config import DataConfig, RunConfig
 from nestrec.training.dense import DenseUpdate
 from nestrec.training.saved_tables import SavedTables
 from nestrec.training.state import TrainState
@@ -74,14 +72,6 @@ class Session:
         self.dense.load(restored.tensors)
         self.tables.load(restored)
         return TrainState.from_plain(restored.state["train"])
-
-
-def make_task(cfg: TaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task:
-    if isinstance(cfg, RetrievalTaskConfig):
-        return RetrievalTask(cfg, dataset, seed=seed, dtype=dtype)
-    if isinstance(cfg, RankingTaskConfig):
-        return RankingTask(cfg, dataset, seed=seed, dtype=dtype)
-    return RowsTask(cfg, dataset, seed=seed, dtype=dtype)
 
 
 def open_data(cfg: DataConfig, topology: Topology) -> Dataset:

@@ -25,7 +25,6 @@ from nestrec.training.compute import ModelCompute
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
-from nestrec.training.negatives_checks import check_supply
 from nestrec.training.part_checks import check_parts
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
@@ -33,7 +32,6 @@ from nestrec.training.saving import Saving
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
-from nestrec.training.variant_choice import settle_variant
 from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
@@ -50,7 +48,7 @@ class Trainer:
         self.session = Session.open(cfg, topology)
         check_can_cut(self.session.task.couples_samples, cfg.batch.micro_batches)
         check_parts(cfg, self.session.task)
-        check_supply(cfg, self.session.task.assembler, topology.world)
+        self.session.task.check_batches(cfg.batch, topology.world)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
         self.tracer = make_tracer(topology.device, rank=topology.rank)
@@ -162,7 +160,7 @@ class Trainer:
 
     def _settled_variant(self, saved: str | None) -> str | None:
         """How the loss is computed, where that was left open: as the run began, or measured now. Collective."""
-        settled = settle_variant(self.cfg, self.session.task, self._topology, saved)
+        settled = self.session.task.settle(self.cfg.batch, self._topology, saved)
         if settled is None:
             return None
         variant, measured_ms = settled

@@ -8,7 +8,8 @@ from training_jobs import train
 
 from nestrec.planning.cluster import load_cluster
 from nestrec.planning.plan import make_plan
-from nestrec.planning.recipe_workload import store_option, workload_of
+from nestrec.planning.recipe_workload import workload_of
+from nestrec.tasks.built_in import store_option
 from nestrec.testing.tiny_runs import config_of, make_datasets
 
 SHORT = {"training.max_steps": 4, "training.epochs": 1000, "training.evaluate_every_epochs": 0}
@@ -22,7 +23,7 @@ def test_the_chosen_configuration_runs_on_four_ranks_and_equals_serial(pools, tm
     cluster = replace(base, hosts=1, host=replace(base.host, ranks=4, cores=4))
     best = make_plan(workload_of(cfg), cluster).best
     assert best is not None
-    chosen = {**SHORT, **best.candidate.overrides(), store_option(cfg): best.candidate.store}
+    chosen = {**SHORT, **best.candidate.overrides(), store_option(cfg.task): best.candidate.store}
     planned = pools[4].run(train, "hstu", str(tmp_path), str(tmp_path / "planned"), chosen)
     serial = {**chosen, "pipeline.schedule": "serial"}
     reference = pools[4].run(train, "hstu", str(tmp_path), str(tmp_path / "serial"), serial)

@@ -62,7 +62,8 @@ SIGNALS = [(0, 130, 0), (64, 100, 0)]
 def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence(
     is_cached, shapes, num_candidates
 ):
-    from nestrec.models.hstu_paged import PagedHSTU, is_pageable
+    from nestrec.models.hstu_cached import is_pageable
+    from nestrec.models.hstu_paged import PagedHSTU
     from nestrec.serving.engine.batch_layout import Extent, Room, Sections, lay_out
     from nestrec.serving.engine.graph_runner import Captured, room_for_content
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.models import FuXiConfig, HSTUConfig
+from nestrec.models.backbone import SequenceConfig
+from nestrec.models.backbones import flops_of
 
 PEAK_TFLOPS = 989.0
 """dense bf16 of H100 and H200 (SXM), by their datasheet"""
@@ -45,18 +46,12 @@ class StepFlops:
         return self.tflops(seconds) / PEAK_TFLOPS
 
 
-def step_flops(encoder: HSTUConfig | FuXiConfig, lengths: NDArray[np.int64]) -> StepFlops:
+def step_flops(encoder: SequenceConfig, lengths: NDArray[np.int64]) -> StepFlops:
     """Of the encoder's layers on sequences of these lengths."""
-    tokens, pairs = float(lengths.sum()), float((lengths * (lengths + 1)).sum())
-    width = encoder.num_heads * encoder.head_dim
-    if isinstance(encoder, HSTUConfig):
-        weights, channels = 5 * encoder.dim * width, 0
-    else:
-        channels = 2 if encoder.time_channel else 1
-        weights = encoder.dim * ((4 + channels) * width + (1 + channels) * width + 3 * encoder.ffn_dim)
+    forward = flops_of(encoder)
+    tokens, pairs = float(lengths.sum()), float((lengths * (lengths + 1)).sum()) / 2
     return StepFlops(
-        projections=6.0 * tokens * weights * encoder.num_layers,
-        attention=(3.5 * 2 + 3.0 * channels) * pairs * width * encoder.num_layers,
+        projections=3.0 * forward.token * tokens, attention=(3.5 * forward.pair + 3.0 * forward.channel_pair) * pairs
     )
 
 

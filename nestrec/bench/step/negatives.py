@@ -28,8 +28,8 @@ from nestrec.models.retrieval import SimilarityConfig
 from nestrec.ops.losses.sampled import VARIANTS, Variant
 from nestrec.pipeline import PipelineConfig
 from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
+from nestrec.tasks.variant_choice import LossShape, loss_milliseconds
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
-from nestrec.training.variant_choice import LossShape, loss_milliseconds
 
 PUBLISHED_GB = {32: (22.21, 17.42), 64: (31.64, 23.44), 128: (50.39, 34.27)}
 """TurboGR, Table 7: device memory with the negatives' vectors on the device, and offloaded."""

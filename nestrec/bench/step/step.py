@@ -9,9 +9,9 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,9 @@ from nestrec.data.order import Position
 from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.distributed import Topology
 from nestrec.embedding import RowOptimizerConfig
-from nestrec.models import FuXiConfig, HSTUConfig
+from nestrec.models import HSTUConfig
+from nestrec.models.backbone import SequenceConfig
+from nestrec.models.backbones import BACKBONES
 from nestrec.models.negatives import NegativesConfig
 from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Schedule, Step
 from nestrec.tasks.retrieval import RetrievalTaskConfig
@@ -51,7 +53,8 @@ class StepBench:
         "hstu-4x256-u4096", "hstu-8x128-u4096", "hstu-4x256-logn", "hstu-4x256-kuai1k", "hstu-8x128-logn",
         "hstu-8x128-kuai1k", "fuxi-8x128-u4096",
     )  # fmt: skip
-    """MODEL-HEADSxDIM-LENGTHS each; hstu takes num_layers, fuxi twice as many (0.2B weights at the default)"""
+    """MODEL-HEADSxDIM-LENGTHS each, MODEL a backbone; hstu takes num_layers, fuxi twice as many (0.2B weights at the
+    default), others what of dim, num_layers, num_heads, head_dim, max_length, dropout and recompute they have"""
     tokens: int = 131_072
     """valid tokens of a step"""
     dim: int = 1024
@@ -92,7 +95,7 @@ class StepBench:
     """longest sequence of the comparison of memory, jagged against padded; 0 leaves it out"""
 
 
-def encoder_of(bench: StepBench, case: str) -> tuple[HSTUConfig | FuXiConfig, NDArray[np.int64]]:
+def encoder_of(bench: StepBench, case: str) -> tuple[SequenceConfig, NDArray[np.int64]]:
     """The model and the lengths that a case names."""
     try:
         model, heads, shape = case.split("-")
@@ -101,15 +104,17 @@ def encoder_of(bench: StepBench, case: str) -> tuple[HSTUConfig | FuXiConfig, ND
         raise UserError("is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096") from None
     lengths = lengths_of(shape, bench.tokens)
     longest = int(lengths.max())
+    sizes: dict[str, Any] = {
+        "dim": bench.dim, "num_layers": bench.num_layers, "num_heads": num_heads, "head_dim": head_dim,
+        "max_length": longest, "dropout": bench.dropout, "recompute": bench.recompute,
+    }  # fmt: skip
     if model == "hstu":
-        return HSTUConfig(
-            dim=bench.dim, num_layers=bench.num_layers, num_heads=num_heads, head_dim=head_dim, max_length=longest,
-            dropout=bench.dropout, position_bias=bench.biases, time_bias=bench.biases, recompute=bench.recompute,
-        ), lengths  # fmt: skip
-    return FuXiConfig(
-        dim=bench.dim, num_layers=2 * bench.num_layers, num_heads=num_heads, head_dim=head_dim, ffn_dim=bench.dim,
-        max_length=longest, dropout=bench.dropout, recompute=bench.recompute,
-    ), lengths  # fmt: skip
+        sizes |= {"position_bias": bench.biases, "time_bias": bench.biases}
+    elif model == "fuxi":
+        sizes |= {"num_layers": 2 * bench.num_layers, "ffn_dim": bench.dim}
+    cls = BACKBONES.find(model, field="cases").config
+    known = {field.name for field in fields(cls)}
+    return cls(**{name: value for name, value in sizes.items() if name in known}), lengths
 
 
 def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
@@ -119,8 +124,7 @@ def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
         _release(bench.device)
     if bench.memory_length:
         encoder, _ = encoder_of(bench, "hstu-4x256-u1024")
-        assert isinstance(encoder, HSTUConfig)
-        yield from measure_memory(replace(encoder, max_length=bench.memory_length), bench.device)
+        yield from measure_memory(replace(cast(HSTUConfig, encoder), max_length=bench.memory_length), bench.device)
 
 
 def _case(bench: StepBench, case: str) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def _case(bench: StepBench, case: str) -> dict[str, Any]:
             runner.close()
 
 
-def run_config(bench: StepBench, encoder: HSTUConfig | FuXiConfig, data: Path) -> RunConfig:
+def run_config(bench: StepBench, encoder: SequenceConfig, data: Path) -> RunConfig:
     """What `nestrec train` would be given."""
     return RunConfig(
         name="step",
@@ -202,7 +206,7 @@ def _endless(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def _measured(
-    bench: StepBench, encoder: HSTUConfig | FuXiConfig, lengths: NDArray[np.int64], runner: StepRunner
+    bench: StepBench, encoder: SequenceConfig, lengths: NDArray[np.int64], runner: StepRunner
 ) -> dict[str, Any]:
     with ClockLog() as clocks:
         warm_up_s = runner.seconds(bench.warm_up) * bench.warm_up

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.models.hstu_cached import KeysAndValues, Segment, cached_forward
+from nestrec.models.hstu_cached import cached_forward
+from nestrec.models.segments import KeysAndValues, Segment
 from nestrec.serving.engine.cost_model import work_of
 from nestrec.serving.model.forms import Form, Tokens
 from nestrec.serving.model.inputs import Candidates

@@ -9,7 +9,7 @@ from nestrec.serving.prefix.page_pool import PagePool
 def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
     """Captured graphs over pages where a GPU and the model allow it, else sequence by sequence."""
     if form.encoder.position.is_cuda and isinstance(form, RankingForm):
-        from nestrec.models.hstu_paged import is_pageable
+        from nestrec.models.hstu_cached import is_pageable
         from nestrec.serving.engine.graph_runner import GraphRunner
 
         if is_pageable(form.encoder):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
-from nestrec.models.hstu_cached import KeysAndValues
+from nestrec.models.segments import KeysAndValues
 
 
 def bytes_a_token(cfg: HSTUConfig, dtype: torch.dtype) -> int:

@@ -3,7 +3,8 @@
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.models import HSTUConfig, SASRecConfig
-from nestrec.models.retrieval import EncoderConfig, SimilarityConfig
+from nestrec.models.backbones import EncoderConfig
+from nestrec.models.retrieval import SimilarityConfig
 from nestrec.tasks.catalogue_ranks import RetrievalEvaluationConfig
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nestrec.models.hstu import HSTU, HSTUConfig
-from nestrec.models.hstu_cached import Segment, cached_forward, no_prefix
+from nestrec.models.hstu_cached import cached_forward, no_prefix
+from nestrec.models.segments import Segment
 from nestrec.models.sequence import SequenceInfo
 
 LENGTH = 40

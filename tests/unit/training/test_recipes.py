@@ -5,8 +5,8 @@ import torch
 
 from nestrec.base.config import dumps, from_plain, to_plain, with_overrides
 from nestrec.base.errors import UserError
+from nestrec.models.backbones import make_encoder
 from nestrec.models.dlrm import DLRM, DLRMConfig
-from nestrec.models.retrieval import make_encoder
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import RECIPES, recipe
 

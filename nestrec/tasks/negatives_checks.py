@@ -4,30 +4,29 @@ import numpy as np
 
 from nestrec.base.errors import UserError
 from nestrec.data.batches import Assembler, BatchConfig
-from nestrec.tasks.retrieval import RetrievalTaskConfig
-from nestrec.training.config import RunConfig
+from nestrec.models.negatives import NegativesConfig
 
 
-def check_supply(cfg: RunConfig, assembler: Assembler, world: int) -> None:
+def check_supply(
+    negatives: NegativesConfig, num_negatives: int, assembler: Assembler, batch: BatchConfig, world: int
+) -> None:
     """Sharing and in-batch negatives are confined to a micro-batch (rule 7), so its other tokens must suffice."""
-    if not isinstance(cfg.task, RetrievalTaskConfig) or cfg.task.loss == "full":
-        return
-    largest = largest_micro_batch(assembler, cfg.batch, world)
-    if cfg.task.negatives.sharing > max(largest, 1):
+    largest = largest_micro_batch(assembler, batch, world)
+    if negatives.sharing > max(largest, 1):
         raise UserError(
             f"needs so many tokens in a micro-batch, and the largest has {largest}", field="task.negatives.sharing",
-            value=cfg.task.negatives.sharing, remedy="share less, or take larger or fewer micro-batches",
+            value=negatives.sharing, remedy="share less, or take larger or fewer micro-batches",
         )  # fmt: skip
-    sampler = cfg.task.negatives.sampler
-    if sampler == "groups" and cfg.task.negatives.sharing > 1:
+    sampler = negatives.sampler
+    if sampler == "groups" and negatives.sharing > 1:
         raise UserError(
             "tokens of a group share their negatives already", field="task.negatives.sharing",
-            value=cfg.task.negatives.sharing, remedy="take more task.num_negatives, or another sampler",
+            value=negatives.sharing, remedy="take more task.num_negatives, or another sampler",
         )  # fmt: skip
-    if sampler in ("in_batch", "groups") and cfg.task.num_negatives >= largest:
+    if sampler in ("in_batch", "groups") and num_negatives >= largest:
         raise UserError(
             f"{sampler} draws from the other tokens of a micro-batch, and the largest has {largest} tokens",
-            field="task.num_negatives", value=cfg.task.num_negatives,
+            field="task.num_negatives", value=num_negatives,
             remedy="take fewer negatives, larger or fewer micro-batches, or another task.negatives.sampler",
         )  # fmt: skip
 

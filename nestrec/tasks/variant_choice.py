@@ -16,10 +16,6 @@ from nestrec.distributed.exchange import all_gather_json
 from nestrec.ops.losses.candidates import make_candidates
 from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
 from nestrec.ops.losses.softmax import SampledKind
-from nestrec.tasks.retrieval import RetrievalTask
-from nestrec.tasks.task import Task
-from nestrec.training.config import RunConfig
-from nestrec.training.negatives_checks import mean_micro_batch
 
 _ROUNDS = 3
 
@@ -44,26 +40,6 @@ class LossShape:
     """the loss"""
     dtype: str
     """of the rows"""
-
-
-def settle_variant(
-    cfg: RunConfig, task: Task, topology: Topology, saved: str | None
-) -> tuple[str, dict[str, float]] | None:
-    """Make the task compute its loss as a run began, or as is best here, with the times; none: as configured."""
-    if not isinstance(task, RetrievalTask) or task.cfg.loss == "full" or task.cfg.negatives.variant != "auto":
-        return None
-    if saved in VARIANTS:
-        task.variant = saved
-        return saved, {}
-    options, tokens = task.cfg.negatives, mean_micro_batch(task.assembler, cfg.batch, topology.world)
-    negatives = task.cfg.num_negatives
-    shape = LossShape(
-        tokens=tokens, negatives=negatives, sharing=options.sharing, dim=task.cfg.encoder.dim, kind=task.cfg.loss,
-        rows=min(task.tables[0].num_rows or 1, tokens * (negatives + 2)), segment_tokens=options.segment_tokens,
-        dtype=cfg.training.dtype,
-    )  # fmt: skip
-    task.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
-    return task.variant, measured_ms
 
 
 def choose_variant(shape: LossShape, topology: Topology, memory_gib: float | None) -> tuple[Variant, dict[str, float]]:

@@ -1,0 +1,62 @@
+"""New tokens of sequences whose first part has been computed before, as serving asks a backbone for them.
+
+Legend: T new tokens of all sequences, D model width, H heads, P prefix tokens, S new history tokens, K = P + S.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+PrefixReader = Callable[[int, int], KeysAndValues]
+"""(layer, sequence) to the prefix's keys and values, each (H, P, head_dim)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """New tokens of one sequence: history that follows its prefix, then candidates, all of which come next."""
+
+    prefix_length: int
+    num_history: int
+    num_candidates: int
+    time_K: torch.Tensor
+    """float64 seconds of the prefix's and the new history's tokens"""
+    query_time_S: torch.Tensor
+    """float64 seconds at which the new history tokens ask"""
+    candidate_time_s: float = 0.0
+    """when the candidates would be shown"""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_history + self.num_candidates
+
+    @property
+    def length(self) -> int:
+        return self.prefix_length + self.num_history
+
+
+class KeptShape(Protocol):
+    """What is kept of a prefix: in each layer a key and a value of each head, for each token."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedForward:
+    """How a backbone computes new tokens against what is kept of their prefixes. Its results are those of a pass over
+    the whole sequences, up to rounding."""
+
+    kept: Callable[[Any], KeptShape]
+    """of a config; a config with these three fields may be handed back as it is"""
+    forward: Callable[[Any, torch.Tensor, Sequence[Segment], PrefixReader], tuple[torch.Tensor, list[KeysAndValues]]]
+    """(model, (T, D) vectors of the new tokens, segments, prefixes) to the (T, D) states of the new tokens and, for
+    each layer, their keys and values, each (T, H, head_dim)"""
+    is_pageable: Callable[[Any], bool] = lambda model: False
+    """whether the captured graphs of HSTU (`nestrec.models.hstu_paged`) compute this model"""

@@ -1,0 +1,40 @@
+"""The tasks by name: ours, and those that other packages bring as entry points of `nestrec.tasks`."""
+
+from typing import Annotated, Literal
+
+from nestrec.base.kinds import KindOf
+from nestrec.base.seam import Seam
+from nestrec.data.dataset import Dataset
+from nestrec.tasks.spec import TaskConfigBase, TaskSpec
+from nestrec.tasks.task import Task
+
+TASKS: Seam[TaskSpec] = Seam(
+    "nestrec.tasks",
+    "task",
+    {
+        "retrieval": "nestrec.tasks.retrieval:TASK",
+        "ranking": "nestrec.tasks.ranking:TASK",
+        "rows": "nestrec.tasks.rows:TASK",
+    },
+    of=TaskSpec,
+)
+
+TaskConfig = Annotated[TaskConfigBase, KindOf(TASKS)]
+"""The config of some task."""
+
+
+def task_spec(cfg: TaskConfigBase) -> TaskSpec:
+    """What the task of a config says of itself."""
+    return TASKS.find(cfg.kind, field="task.kind")
+
+
+def make_task(cfg: TaskConfigBase, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task:
+    """A task on a dataset; draws the initial weights of its model."""
+    return task_spec(cfg).make(cfg, dataset, seed=seed, dtype=dtype)
+
+
+def store_option(cfg: TaskConfigBase) -> str:
+    """The option of `nestrec train` that says where rows are kept."""
+    if (field := task_spec(cfg).store_field) is None:
+        raise TASKS.unanswered(cfg.kind, "store_field", "which option says where its table lives is not known")
+    return f"task.{field}.kind"

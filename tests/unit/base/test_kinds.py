@@ -1,0 +1,87 @@
+"""Configs of a seam's members are found by their kind, those of other packages too, and mistakes name the member."""
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from nestrec.base import seam as module
+from nestrec.base.bounds import Count
+from nestrec.base.config import config, from_plain, to_plain, with_overrides
+from nestrec.base.errors import UserError
+from nestrec.base.kinds import KindOf
+from nestrec.base.seam import Seam
+
+
+@config
+class SquareConfig:
+    kind: Literal["square"] = "square"
+    side: Count = 1
+
+
+@config
+class CircleConfig:
+    kind: Literal["circle"] = "circle"
+    radius: Count = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    config: type
+
+
+CIRCLE, MISNAMED = Shape(CircleConfig), Shape(SquareConfig)
+SHAPES: Seam[Shape] = Seam("tests.shapes", "shape", {"square": Shape(SquareConfig)}, of=Shape)
+
+
+@config
+class Drawing:
+    shape: Annotated[Any, KindOf(SHAPES)] = SquareConfig()
+
+
+@pytest.fixture(autouse=True)
+def another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"circle": "CIRCLE", "misnamed": "MISNAMED"}
+    points = [EntryPoint(name=name, value=f"{__name__}:{at}", group="tests.shapes") for name, at in names.items()]
+    monkeypatch.setattr(module, "entry_points", lambda group: [point for point in points if point.group == group])
+    SHAPES.__dict__.pop("_foreign", None)
+
+
+def test_the_config_of_a_foreign_member_is_read_by_its_kind_and_written_back() -> None:
+    drawing = from_plain(Drawing, {"shape": {"kind": "circle", "radius": 3}})
+    assert drawing.shape == CircleConfig(radius=3)
+    assert from_plain(Drawing, to_plain(drawing)) == drawing
+    assert from_plain(Drawing, {"shape": CircleConfig(radius=2)}).shape.radius == 2
+
+
+def test_an_override_may_give_the_whole_member_and_parts_of_it_after() -> None:
+    whole = {"shape": '{"kind": "circle", "radius": 3}'}
+    assert with_overrides(Drawing(), whole).shape == CircleConfig(radius=3)
+    assert with_overrides(Drawing(), {**whole, "shape.radius": "4"}).shape == CircleConfig(radius=4)
+
+
+@pytest.mark.parametrize(
+    ("plain", "field", "problem"),
+    [
+        ({"kind": "circle", "side": 3}, "shape.side", "CircleConfig has no such field"),
+        ({"kind": "circle", "radius": 0}, "shape.radius", "must be 1 or more"),
+        ({"kind": "oval"}, "shape.kind", "no such shape"),
+        ({"kind": "misnamed"}, "tests.shapes: misnamed", "its config SquareConfig is not of this kind"),
+        ({"width": 3}, "tests.shapes: misnamed", "its config SquareConfig is not of this kind"),
+        (3, "shape", "must hold named fields"),
+        (Drawing(), "shape", "is no config of a shape"),
+    ],
+)
+def test_a_mistake_is_told_of_the_member_that_the_kind_names(plain: Any, field: str, problem: str) -> None:
+    with pytest.raises(UserError) as raised:
+        from_plain(Drawing, {"shape": plain})
+    assert (raised.value.field, raised.value.problem) == (field, problem)
+
+
+def test_what_a_member_does_not_answer_is_an_error_that_names_seam_member_and_package() -> None:
+    error = SHAPES.unanswered("square", "area", "its area is not known")
+    assert (error.field, error.value, error.problem) == ("shape", "square", "its area is not known")
+    assert error.remedy is not None
+    assert "`area`" in error.remedy
+    assert "nestrec" in error.remedy
