@@ -123,7 +123,7 @@ class EmbeddingEngine:
         for name, shard in self.shards.items():
             keys = routed.owned[name]
             into = None if buffers is None else buffers.take(name, step, len(keys), shard.layout, self.device)
-            fetched = shard.fetch(keys, step, into)
+            fetched = shard.fetch(keys, step, into, num_used=routed.num_touched[name])
             working.tables[name] = WorkingTable(
                 shard.table, shard.layout, fetched,
                 num_touched=routed.num_touched[name], averaged=routed.averaged.get(name),
@@ -244,7 +244,7 @@ class EmbeddingEngine:
         if self._replicas is None or (unions := self._replicas.unsettled(step, len(self.tables))) is None:
             return
         for shard, keys in zip(self.shards.values(), unions, strict=True):
-            fetched = shard.fetch(keys, step)
+            fetched = shard.fetch(keys, step, num_used=0)
             everything = torch.arange(len(keys), device=self.device)
             self._average(fetched.rows, everything, shard.layout, "rows")
             shard.write_back(fetched)
@@ -293,7 +293,7 @@ class EmbeddingEngine:
         return vectors
 
     def snapshot(self, table: str, *, since: int = -1) -> Iterator[Chunk]:
-        """This rank's rows used after step `since`: chunks of host columns `keys`, `weight`, `state_*`, sorted by key.
+        """This rank's rows changed after `since`: chunks of host columns `keys`, `weight`, `state_*`, sorted by key.
 
         Dynamic tables add `uses` and `last_step`.
         """

@@ -15,7 +15,11 @@ _MIN_BITS = 10
 
 
 class KeyTable:
-    """Keys with a slot each. Arrays indexed by slot: `key`, `uses` (steps in which it was used), `last_step`."""
+    """Keys with a slot each.
+
+    Arrays indexed by slot: `key`, `uses` (steps in which it was used), `last_step` (of those), and `last_change`, which
+    is later where something else than a use has changed what the slot holds.
+    """
 
     def __init__(self) -> None:
         self._entries = _empty_entries(_MIN_BITS)
@@ -23,6 +27,7 @@ class KeyTable:
         self.key = np.empty(0, np.int64)
         self.uses = np.empty(0, np.int64)
         self.last_step = np.empty(0, np.int64)
+        self.last_change = np.empty(0, np.int64)
         self.is_live = np.empty(0, np.bool_)
         self.num_slots = 0
         """Slots handed out so far, freed ones included: what a store must have room for."""
@@ -39,7 +44,8 @@ class KeyTable:
     ) -> NDArray[np.int64]:
         """Slots for distinct keys that are not in the table yet."""
         slots = self._take_slots(len(keys))
-        self.key[slots], self.uses[slots], self.last_step[slots], self.is_live[slots] = keys, uses, last_step, True
+        self.key[slots], self.is_live[slots] = keys, True
+        self.set_uses(slots, uses, last_step)
         self.num_keys += len(keys)
         bits = max(_MIN_BITS, int(2 * self.num_keys - 1).bit_length())
         if (1 << bits) > len(self._entries):
@@ -52,8 +58,14 @@ class KeyTable:
 
     def use(self, slots: NDArray[np.int64], step: int) -> None:
         """Count a use in `step`; the slots are distinct."""
-        self.uses[slots] += 1
-        self.last_step[slots] = step
+        self.set_uses(slots, self.uses[slots] + 1, np.int64(step))
+
+    def set_uses(
+        self, slots: NDArray[np.int64], uses: NDArray[np.int64], last_step: NDArray[np.int64] | np.int64
+    ) -> None:
+        """How often and when last, as if the last use were the last change."""
+        self.uses[slots] = uses
+        self.last_step[slots] = self.last_change[slots] = last_step
 
     def remove(self, slots: NDArray[np.int64]) -> None:
         """Forget the keys of these slots."""
@@ -78,9 +90,9 @@ class KeyTable:
         if num_slots <= len(self.key):
             return
         extra = max(num_slots, len(self.key) * 3 // 2, 1024) - len(self.key)
-        self.key, self.uses, self.last_step, self.is_live = (
-            np.concatenate([a, np.zeros(extra, a.dtype)]) for a in (self.key, self.uses, self.last_step, self.is_live)
-        )
+        for name in ("key", "uses", "last_step", "last_change", "is_live"):
+            grown = getattr(self, name)
+            setattr(self, name, np.concatenate([grown, np.zeros(extra, grown.dtype)]))
 
 
 def _empty_entries(bits: int) -> NDArray[np.int64]:

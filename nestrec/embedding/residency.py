@@ -26,7 +26,6 @@ from nestrec.embedding.key_table import KeyTable
 from nestrec.embedding.table import StoreConfig
 
 Keys = NDArray[np.int64]
-_STEP_BITS = 40
 _KEY_CHUNK = 1 << 22
 
 
@@ -70,12 +69,16 @@ class Residency(Protocol):
         """Slots of distinct keys used by the training batch of `step`."""
         ...
 
+    def join(self, keys: Keys, step: int) -> Admitted:
+        """Slots of distinct keys whose rows are changed in `step` by others' uses. Not a use: nothing is counted."""
+        ...
+
     def restore(self, keys: Keys, uses: Keys | None, last_step: Keys | None) -> NDArray[np.int64]:
         """Slots for the rows of a snapshot."""
         ...
 
     def rows_since(self, step: int) -> tuple[Keys, NDArray[np.int64]]:
-        """Keys (sorted) and slots of the rows used after `step`; all rows for a negative step."""
+        """Keys (sorted) and slots of the rows changed after `step`; all rows for a negative step."""
         ...
 
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
@@ -116,6 +119,8 @@ class StaticResidency:
         self._mark(slots, int(is_new.sum()))
         self._last_step[slots] = step
         return Admitted(slots, is_new)
+
+    join = admit
 
     def restore(self, keys: Keys, uses: Keys | None, last_step: Keys | None) -> NDArray[np.int64]:
         slots = self._slots(keys)
@@ -194,13 +199,23 @@ class DynamicResidency:
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
         return Admitted(slots, is_new)
 
+    def join(self, keys: Keys, step: int) -> Admitted:
+        slots = self._rows.find(keys)
+        is_new = slots < 0
+        never = np.zeros(int(is_new.sum()), np.int64)
+        slots[is_new] = self._rows.insert(keys[is_new], never, never)
+        self._rows.last_change[slots] = step
+        self.counters.created += len(never)
+        self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
+        return Admitted(slots, is_new)
+
     def restore(self, keys: Keys, uses: Keys | None, last_step: Keys | None) -> NDArray[np.int64]:
         uses = np.ones(len(keys), np.int64) if uses is None else uses
         last_step = np.zeros(len(keys), np.int64) if last_step is None else last_step
         slots = self._rows.find(keys)
         absent = slots < 0
         slots[absent] = self._rows.insert(keys[absent], uses[absent], last_step[absent])
-        self._rows.uses[slots], self._rows.last_step[slots] = uses, last_step
+        self._rows.set_uses(slots, uses, last_step)
         self.newest_step = max(self.newest_step, int(last_step.max(initial=0)))
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
         return slots
@@ -229,7 +244,7 @@ class DynamicResidency:
         if self._store.ttl_steps is not None:
             slots = slots[self.newest_step - self._rows.last_step[slots] <= self._store.ttl_steps]
         if step >= 0:
-            slots = slots[self._rows.last_step[slots] > step]
+            slots = slots[self._rows.last_change[slots] > step]
         slots = slots[np.argsort(self._rows.key[slots], kind="stable")]
         return self._rows.key[slots], slots
 
@@ -246,7 +261,7 @@ class DynamicResidency:
         """Rows past the bound, which only loading brings; no batch is in flight then, so any of them may go."""
         if self._bound is None or self._rows.num_keys <= self._bound or self._store.eviction == "none":
             return
-        self._evict(_first_by(self._rows, self._rank(), step, self._rows.num_keys - self._bound), step)
+        self._evict(_first_by(self._rows, self._ranks(), step, self._rows.num_keys - self._bound), step)
 
     def _admit_missing(self, keys: Keys, step: int) -> NDArray[np.int64]:
         slots = np.full(len(keys), -1, np.int64)
@@ -281,7 +296,7 @@ class DynamicResidency:
         if self._bound is None or self._candidates.num_keys <= self._bound:
             return
         surplus = self._candidates.num_keys - (self._bound - self._bound // 16)
-        self._candidates.remove(_first_by(self._candidates, self._candidates.last_step, step, surplus))
+        self._candidates.remove(_first_by(self._candidates, [self._candidates.last_step], step, surplus))
 
     def _make_room(self, wanted: int, step: int) -> int:
         """Evict where the bound asks for it; how many new rows fit."""
@@ -293,13 +308,13 @@ class DynamicResidency:
             self._evict(live[step - self._rows.last_step[live] > self._store.ttl_steps], step)
         if self._rows.num_keys + wanted > self._bound and self._store.eviction in ("lru", "lfu"):
             surplus = self._rows.num_keys + wanted - (self._bound - self._bound // 16)
-            self._evict(_first_by(self._rows, self._rank(), step - 1, surplus), step)
+            self._evict(_first_by(self._rows, self._ranks(), step - 1, surplus), step)
         return max(0, min(wanted, self._bound - self._rows.num_keys))
 
-    def _rank(self) -> NDArray[np.int64]:
-        if self._store.eviction == "lfu":
-            return (self._rows.uses << _STEP_BITS) + self._rows.last_step
-        return self._rows.last_step
+    def _ranks(self) -> list[NDArray[np.int64]]:
+        """What decides who goes first, and where that is equal, what decides then."""
+        last_step = self._rows.last_step
+        return [self._rows.uses, last_step] if self._store.eviction == "lfu" else [last_step]
 
     def _evict(self, slots: NDArray[np.int64], step: int) -> None:
         if len(slots):
@@ -323,16 +338,21 @@ def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
     return [max(1, own, equal) for own in rows]
 
 
-def _first_by(table: KeyTable, rank: NDArray[np.int64], protected_from_step: int, count: int) -> NDArray[np.int64]:
-    """Slots of the `count` keys that come first by (rank, key) among those last used before a step."""
+def _first_by(
+    table: KeyTable, ranks: list[NDArray[np.int64]], protected_from_step: int, count: int
+) -> NDArray[np.int64]:
+    """Slots of the `count` keys that come first by (ranks, key) among those last used before a step."""
     slots = table.live_slots()
     slots = slots[table.last_step[slots] < protected_from_step]
-    if count < len(slots):
-        threshold = np.partition(rank[slots], count)[count]
-        below, ties = slots[rank[slots] < threshold], slots[rank[slots] == threshold]
-        ties = ties[np.argsort(table.key[ties], kind="stable")[: count - len(below)]]
-        slots = np.concatenate([below, ties])
-    return slots
+    if count >= len(slots):
+        return slots
+    taken = []
+    for rank in [*ranks, table.key]:  # no two keys are equal, so in the end exactly `count` have been taken
+        values = rank[slots]
+        threshold = np.partition(values, count)[count]
+        taken.append(slots[values < threshold])
+        count, slots = count - len(taken[-1]), slots[values == threshold]
+    return np.concatenate(taken)
 
 
 def _owned_keys(num_rows: int, shard: int, num_shards: int) -> tuple[NDArray[np.int32] | None, Keys | None]:

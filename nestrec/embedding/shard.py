@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
 from nestrec.embedding.layout import layout_of
-from nestrec.embedding.residency import DynamicResidency, Residency, StaticResidency
+from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency
 from nestrec.embedding.stores import make_store
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device
@@ -46,17 +46,27 @@ class TableShard:
             self.residency = StaticResidency(table.num_rows, shard, num_shards)
         self.store = make_store(table, self.layout, device, shard)
 
-    def fetch(self, keys: Keys, step: int, into: torch.Tensor | None = None) -> FetchedRows:
+    def fetch(
+        self, keys: Keys, step: int, into: torch.Tensor | None = None, *, num_used: int | None = None
+    ) -> FetchedRows:
         """Rows of distinct keys for the training batch of `step`; new rows are created where the table admits them.
 
-        into: (n, num_words) buffer of the device to read into; none takes fresh memory.
+        into: (n, num_words) buffer of the device to read into; none takes fresh memory. num_used: only the first so
+        many are used by the batch, the others are there to be averaged; none: all.
         """
-        admitted = self.residency.admit(keys, step)
+        admitted = self._admit(keys, step, len(keys) if num_used is None else num_used)
         self.store.reserve(self.residency.num_slots)
         rows = self._read_slots(keys, np.where(admitted.is_new, -1, admitted.slots), into)
         if admitted.is_new.any():
             self.store.scatter(np.where(admitted.is_new, admitted.slots, -1), rows)
         return FetchedRows(keys, admitted.slots, rows, admitted.is_new)
+
+    def _admit(self, keys: Keys, step: int, num_used: int) -> Admitted:
+        used = self.residency.admit(keys[:num_used], step)
+        if num_used == len(keys):
+            return used
+        joined = self.residency.join(keys[num_used:], step)
+        return Admitted(np.concatenate([used.slots, joined.slots]), np.concatenate([used.is_new, joined.is_new]))
 
     def write_back(self, fetched: FetchedRows, slots: NDArray[np.int64] | None = None) -> None:
         """Rows to the store. slots: those of `fetched`, with -1 for rows that need not be written."""
@@ -73,7 +83,7 @@ class TableShard:
         return self.residency.rows_since(-1)[0]
 
     def snapshot(self, since: int = -1, chunk_rows: int = _CHUNK_ROWS) -> Iterator[Chunk]:
-        """Rows used after step `since` (all rows by default), sorted by key, as host columns."""
+        """Rows changed after step `since` (all rows by default), sorted by key, as host columns."""
         keys, slots = self.residency.rows_since(since)
         for start in range(0, len(keys), chunk_rows):
             part, places = keys[start : start + chunk_rows], slots[start : start + chunk_rows]

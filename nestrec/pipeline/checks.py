@@ -4,6 +4,7 @@ from typing import Literal
 
 from nestrec.base.errors import UserError
 from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.flight.window_plan import MOST_PARTS
 from nestrec.pipeline.stages import Coupling
 
 
@@ -14,6 +15,15 @@ def check_can_pipeline(schedule: str, engine: EmbeddingEngine) -> None:
             problem = f"rows must outlive the next step under the schedule {schedule}"
             field = f"tables.{name}.store.ttl_steps"
             raise UserError(problem, field=field, value=table.store.ttl_steps, remedy="give at least 1")
+
+
+def check_can_cache(num_parts: int | Literal["auto"]) -> None:
+    """With the window cache each row names the micro-batch that uses it last, and that number has bounds."""
+    if num_parts != "auto" and num_parts > MOST_PARTS:
+        raise UserError(
+            "is more than the window cache can tell apart", field="batch.micro_batches", value=num_parts,
+            remedy=f"give at most {MOST_PARTS}, or set --pipeline.window_cache false",
+        )  # fmt: skip
 
 
 def check_can_cut(couples: Coupling, num_parts: int | Literal["auto"]) -> None:

@@ -26,7 +26,7 @@ from nestrec.embedding.flight.row_buffers import RowBuffers
 from nestrec.embedding.flight.source_keys import SourceKeys
 from nestrec.embedding.flight.window import Window
 from nestrec.embedding.statistics import Leg
-from nestrec.pipeline.checks import check_can_cut
+from nestrec.pipeline.checks import check_can_cache, check_can_cut
 from nestrec.pipeline.lanes import Label, Lanes, Ticket
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
 from nestrec.pipeline.streams import RunAhead
@@ -100,6 +100,8 @@ class Machine:
     def load(self, number: int, batch: Batch) -> Loading:
         """Stage 2."""
         check_can_cut(self._compute.couples_samples, len(batch.micro_batches))
+        if self._window_cache:
+            check_can_cache(len(batch.micro_batches))
 
         def load(span: OpenSpan) -> Loaded:
             parts = tuple(self._compute.transfer(part) for part in batch.micro_batches)

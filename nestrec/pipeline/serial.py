@@ -20,7 +20,7 @@ import torch
 from nestrec.data.batches import MicroBatch
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.window import Window
-from nestrec.pipeline.checks import check_can_cut
+from nestrec.pipeline.checks import check_can_cache, check_can_cut
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.stages import Compute, Dense, Step, Totals
@@ -42,6 +42,8 @@ class Serial:
         """Train on one batch; returns the loss of the global batch, not yet read from the device."""
         engine, parts = self._engine, step.batch.micro_batches
         check_can_cut(self._compute.couples_samples, len(parts))
+        if self._window_cache:
+            check_can_cache(len(parts))
         with self._tracer.context(lane="compute", step=step.number), self._span("train.step", "step"):
             with self._span("train.embedding.route", "lookup", is_collective=True):
                 keys = [part.keys for part in parts]

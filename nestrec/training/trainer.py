@@ -1,7 +1,6 @@
 """The training loop."""
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from nestrec.data.card import CARD_FILE
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
-from nestrec.pipeline.checks import check_can_cut
+from nestrec.pipeline.checks import check_can_cache, check_can_cut
 from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.tasks.task import Evaluation
@@ -47,6 +46,8 @@ class Trainer:
         agree_on_config(cfg, topology)
         self.session = Session.open(cfg, topology)
         check_can_cut(self.session.task.couples_samples, cfg.batch.micro_batches)
+        if cfg.pipeline.window_cache:
+            check_can_cache(cfg.batch.micro_batches)
         check_parts(cfg, self.session.task)
         self.session.task.check_batches(cfg.batch, topology.world)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
@@ -214,9 +215,9 @@ class Trainer:
         self.saving.save(self.state)
 
     def _report(self) -> None:
-        if math.isnan(self._meter.loss):
-            self._meter.flush()  # the first step of this start: there would be no loss to report yet
-        epoch, loss, spans = self.state.position.epoch, self._meter.loss, self.tracer.take()
+        spans = self.tracer.take()
+        self._meter.flush()  # the loss of this very step; spans are taken when the device is done, so it is there
+        epoch, loss = self.state.position.epoch, self._meter.loss
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
         values |= self.schedule.issue(lambda: self.balancing.report(spans, self.state.step))
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)

@@ -176,7 +176,7 @@ class Training:
         issued = self.topology.log.entries()[-(self.topology.log.count - start) :] if self.topology.world > 1 else []
         result = {**self._look(), "losses": torch.stack(self.losses).tolist(), "seen": self.seen, "issued": issued,
                   "statistics": self.engine.statistics, "spans": self.spans,
-                  "vectors": all_vectors(self.engine)}  # fmt: skip
+                  "vectors": all_vectors(self.engine), "uses": self._uses()}  # fmt: skip
         self.engine.close()
         return result
 
@@ -209,6 +209,14 @@ class Training:
             name: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for name, t in self.dense.tensors().items()
         }
         return {"tables": [self.engine.digest(name) for name in self.engine.tables], "dense": dense}
+
+    def _uses(self) -> dict[str, list[list[int]]]:
+        """Of dynamic tables: keys, uses and last steps of their rows."""
+        chunks = {
+            name: list(self.engine.snapshot(name)) for name, t in self.engine.tables.items() if t.num_rows is None
+        }
+        columns = ("keys", "uses", "last_step")
+        return {name: [torch.cat([c[of] for c in found]).tolist() for of in columns] for name, found in chunks.items()}
 
     def _restart(self) -> None:
         rows = {name: list(self.engine.snapshot(name)) for name in self.engine.tables}

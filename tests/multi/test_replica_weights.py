@@ -63,6 +63,7 @@ def test_exact_schedules_equal_serial_while_weights_are_averaged(pools, world, j
     for schedule in EVERY[1:]:
         results = pools[world].run(train, schedule, job)
         assert all(same(a, b) for a, b in zip(results, serial, strict=True)), schedule
+        assert all(a["uses"] == b["uses"] for a, b in zip(results, serial, strict=True)), schedule
         assert all(result["issued"] == results[0]["issued"] for result in results)
 
 
@@ -72,7 +73,7 @@ def test_a_resumed_run_equals_one_that_went_on(pools, schedule):
     whole = pools[2].run(train, schedule, job)
     cut = pools[2].run(train, schedule, replace(job, fences=(), restart_after=6))
     for a, b in zip(whole, cut, strict=True):
-        assert all(a[name] == b[name] for name in ("tables", "dense", "losses"))
+        assert all(a[name] == b[name] for name in ("tables", "dense", "losses", "uses"))
     assert whole[0]["tables"] == whole[1]["tables"]
 
 

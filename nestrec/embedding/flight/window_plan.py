@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from nestrec.embedding.flight.dedup import Deduplicated, dedup
 
+MOST_PARTS = 1 << 15
+"""Parts are told apart by sixteen bits with a sign."""
+
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
@@ -40,6 +43,7 @@ class WindowPlan:
 def plan_window(keys_of_parts: Sequence[NDArray[np.int64]], num_shards: int) -> WindowPlan:
     """The plan of one table for the keys of each part; a pure function."""
     num_parts = len(keys_of_parts)
+    assert num_parts <= MOST_PARTS
     bounds = np.concatenate([[0], np.cumsum([len(keys) for keys in keys_of_parts])])
     whole = dedup(np.concatenate(keys_of_parts), num_shards)
     owner = np.repeat(np.arange(num_shards, dtype=np.uint16), whole.counts)

@@ -312,3 +312,28 @@ def test_two_trainers_do_not_write_into_one_folder(tiny_data: Path, tmp_path: Pa
         assert trainer_of("hstu", tiny_data, tmp_path, more).train().step == 3
     assert refused == [True]
     assert trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 4}).train().step == 4, "it is free again"
+
+
+def test_a_reported_loss_is_that_of_its_step(tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of("rows", tiny_data, tmp_path, {"training.max_steps": 23, "training.evaluate_every_epochs": 2})
+    losses: dict[int, float] = {}
+    advance = trainer.schedule.advance
+
+    def watched(step, feed):
+        totals = advance(step, feed)
+        losses[step.number] = float(totals.loss)
+        return totals
+
+    monkeypatch.setattr(trainer.schedule, "advance", watched)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    reported = {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+    assert len(reported) > 1
+    assert 20 in reported
+    assert reported == {step: losses[step] for step in reported}
+
+
+def test_more_micro_batches_than_the_window_cache_can_number_are_refused(tiny_data: Path, tmp_path: Path) -> None:
+    many = {"batch.micro_batches": 32769, "pipeline.window_cache": True}
+    with pytest.raises(UserError, match=r"batch.micro_batches = 32769: is more than the window cache can tell apart"):
+        trainer_of("rows", tiny_data, tmp_path, many)

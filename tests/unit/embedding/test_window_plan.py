@@ -1,0 +1,22 @@
+"""Which keys cross with which micro-batch, at the largest number of them."""
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.embedding.flight.window_plan import MOST_PARTS, plan_window
+from nestrec.pipeline.checks import check_can_cache
+
+
+def test_one_more_than_the_most_is_refused():
+    check_can_cache(MOST_PARTS)
+    with pytest.raises(UserError, match="is more than the window cache can tell apart"):
+        check_can_cache(MOST_PARTS + 1)
+
+
+@pytest.mark.slow
+def test_the_last_micro_batch_of_the_most_is_known_as_such():
+    first_and_last, none = np.array([5]), np.empty(0, np.int64)
+    plan = plan_window([first_and_last, *[none] * (MOST_PARTS - 2), first_and_last], 1)
+    assert plan.last_part[0].tolist() == [MOST_PARTS - 1]
+    assert [p for p, gone in enumerate(plan.leaving) if len(gone)] == [MOST_PARTS - 1]
