@@ -4,8 +4,9 @@
 `policy: Annotated[str, OneOf(POLICIES)]` is a name in a registry that may grow.
 """
 
+import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -39,7 +40,7 @@ class Bound:
 class OneOf:
     """The names of a registry, as it is when somebody asks."""
 
-    known: Mapping[str, Any]
+    known: Collection[str]
 
     def __str__(self) -> str:
         return " | ".join(self.known)
@@ -73,8 +74,9 @@ class BoundError(UserError):
 
 
 def limits_of(cls: type) -> dict[str, Bound | OneOf]:
-    """What the fields that are limited may hold."""
-    found = ((name, _limit_in(hint)) for name, hint in cls.__annotations__.items())
+    """What the fields that are limited may hold, those of classes that it extends included."""
+    annotations = [inspect.get_annotations(base) for base in reversed(cls.__mro__)]
+    found = ((name, _limit_in(hint)) for named in annotations for name, hint in named.items())
     return {name: limit for name, limit in found if limit is not None}
 
 

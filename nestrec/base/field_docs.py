@@ -37,7 +37,14 @@ def describe(value: Any, where: str = "") -> Iterator[FieldDoc]:
 
 
 def docs_of(cls: type) -> dict[str, str]:
-    """Field to the string under it in the source, in one line."""
+    """Field to the string under it in the source, in one line; those of classes that it extends are included."""
+    inherited: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]):
+        inherited |= _own_docs(base)
+    return inherited | _own_docs(cls)
+
+
+def _own_docs(cls: type) -> dict[str, str]:
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}

@@ -153,33 +153,45 @@ def evaluate(
 @app.command(context_settings=PASSED_ON)
 def prepare(
     context: typer.Context,
-    format: Annotated[
-        str, typer.Argument(help="movielens, sasrec_pairs, user_lines, amazon_csv, kuairand, criteo, log, synthetic.")
-    ],
+    format: Annotated[str, typer.Argument(help="`log` for files of your own; `nestrec formats` lists all.")],
     input: Annotated[
-        str, typer.Argument(help="A file, a folder of native files, or (synthetic) the name of a preset.")
+        str, typer.Argument(help="A file, a folder, a pattern in quotes, or (synthetic) the name of a preset.")
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing dataset.")] = False,
 ) -> None:
     """Turn interaction logs into a dataset: Parquet with one row a user, an items table and a card.
 
-    Options are dotted fields ([bold]nestrec options prepare[/bold] lists them), for example a CSV log with named
-    columns: [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid --log.time ts --user_core
-    5[/bold]; a synthetic set: [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]. Bad rows are set
-    aside in quarantine.csv with their line and reason.
+    Options are dotted fields ([bold]nestrec options prepare log[/bold] lists them), for example a log of CSV, Parquet
+    or JSON lines: [bold]nestrec prepare log 'events/*.jsonl.gz' data/mine --log.user uid --log.item iid --log.time ts
+    --log.time_unit iso --log.actions click=clicked,buy=event:buy --items items.csv --users users.parquet[/bold]; a
+    synthetic set: [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]. Bad rows are set aside in
+    quarantine.csv with their line and reason.
     """
-    from nestrec.base.config import with_overrides
     from nestrec.cli.training import show_card
-    from nestrec.data.prepare.options import PrepareOptions
+    from nestrec.data.formats.registry import typed_options
     from nestrec.data.prepare.preparation import prepare as prepare_dataset
     from nestrec.report import progress_for
 
     overrides = parse_overrides(context.args, ("force",)) | ({"force": "true"} if force else {})
-    options = with_overrides(PrepareOptions(), overrides)
+    options = typed_options(format, overrides)
     with progress_for(f"prepare {output}") as progress:
         card = prepare_dataset(format, input, output, options=options, progress=progress)
     show_card(card, output)
+
+
+@app.command()
+def formats() -> None:
+    """List the formats that `prepare` reads; packages can add more by entry points of the group nestrec.formats."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nestrec.data.formats.registry import FORMATS
+
+    table = Table("format", "what it is", box=None)
+    for name in FORMATS:
+        table.add_row(name, FORMATS.find(name).description)
+    Console().print(table)
 
 
 @app.command()

@@ -12,7 +12,6 @@ from nestrec.base.field_docs import FieldDoc, describe
 
 CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
-    "prepare": "nestrec.data.prepare.options:PrepareOptions",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "replay": "nestrec.bench.serving.replay:ReplayConfig",
     "bench stores": "nestrec.bench.kernels.stores:StoresBench",
@@ -31,20 +30,25 @@ CONFIGS = {
     "bench attention": "nestrec.bench.kernels.attention:AttentionBench",
     "bench negatives": "nestrec.bench.step.negatives:NegativesBench",
 }
-"""What each command with dotted options builds from them; `train` and `plan` build a recipe."""
+"""What each command with dotted options builds from them; `train` and `plan` build a recipe, `prepare` has formats."""
 
 
 def config_of(words: list[str]) -> tuple[Any, str]:
-    """What a command is configured by, from its words (`train demo`, `bench relay`), and what is left to look for."""
+    """What a command is configured by, from its words (`train demo`, `prepare log`), and what is left to look for."""
     command, *rest = words
     if command in ("train", "plan"):
         from nestrec.training.recipes import recipe
 
         return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
+    if command == "prepare":
+        from nestrec.data.formats.registry import FORMATS
+
+        format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
+        return FORMATS.find(format).options(), " ".join(rest)
     if command == "bench" and rest:
         command, rest = f"bench {rest[0]}", rest[1:]
     if command not in CONFIGS:
-        known = ["train", "plan", *CONFIGS]
+        known = ["train", "plan", "prepare", *CONFIGS]
         raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))
     module, _, name = CONFIGS[command].partition(":")
     return getattr(importlib.import_module(module), name)(), " ".join(rest)

@@ -62,8 +62,15 @@ def show_card(card: Card, folder: Path) -> None:
     counts = card.counts
     kept = f"{counts.users:,} users, {counts.items:,} items, {counts.events:,} events"
     print(f"{folder}: {kept} of {counts.rows_read:,} rows read")
-    if counts.duplicates_dropped or counts.duplicates_kept:
-        print(f"exact duplicates: {counts.duplicates_dropped:,} dropped, {counts.duplicates_kept:,} kept")
+    if counts.duplicates_dropped:
+        print(f"exact duplicates: {counts.duplicates_dropped:,} dropped (--duplicates keep keeps them)")
+    if counts.duplicates_kept:
+        print(f"exact duplicates: {counts.duplicates_kept:,} kept (--duplicates drop drops them)")
+    for name, number in counts.filtered.items():
+        print(f"removed by a filter: {number:,} events, {name}")
+    for whose, features in (("items", card.item_features), ("users", card.user_features)):
+        if features:
+            print(f"features of {whose}: {', '.join(f'{feature.name} ({feature.kind})' for feature in features)}")
     for reason, number in counts.quarantined.items():
         print(f"quarantined: {number:,} rows, {reason}; see {folder / 'quarantine.csv'}")
     if card.kind == "sequences":

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nestrec.base.config import with_overrides
-from nestrec.data.prepare.options import PrepareOptions
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic.logs import SPAN_MS, START_MS, generate, preset
 from nestrec.training.config import RunConfig
@@ -49,7 +48,7 @@ def make_datasets(folder: Path, *, num_topics: int = 1) -> None:
     generate(dataclasses.replace(shape, max_length=24), folder / "sequences")
     source = folder / "rows.txt"
     source.write_text(criteo_text(NUM_ROWS, seed=0))
-    prepare("criteo", str(source), folder / "rows", options=PrepareOptions())
+    prepare("criteo", str(source), folder / "rows")
 
 
 def criteo_text(num_rows: int, seed: int) -> str:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.bench.harness.frame import write_frame
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.formats.log import LogOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic import logs as synthetic
 
 MEAN_LENGTH = 136
 """Events a user of the log below."""
-OPTIONS = PrepareOptions(
+OPTIONS = LogOptions(
     log=LogColumns(time="time_ms", time_unit="ms", actions={name: name for name in synthetic.ACTION_BITS})
 )
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from nestrec.base.config import config
 from nestrec.base.errors import DataError
+from nestrec.data.formats.format import log_format
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions, TimeUnit
 from nestrec.data.prepare.raw import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
 from nestrec.data.prepare.source import LogSource, delimited_files, over_files, plain_name, require_input
 
-POSITIVE_RATING = 4.0
 NAMES_OF = {
     "user": ("user", "user_id", "reviewerID", "userId"),
     "item": ("item", "parent_asin", "asin", "item_id", "productId"),
@@ -26,7 +27,19 @@ FIRST_MS = 100_000_000_000
 """A larger number is a time in milliseconds (the edition of 2023), not in seconds."""
 
 
-def open_amazon(path: Path, options: PrepareOptions) -> LogSource:
+@config
+class AmazonOptions(PrepareOptions):
+    """How reviews are read."""
+
+    min_rating: float | None = None
+    """Events with a lower rating are left out, as if they were not in the input."""
+    positive_rating: float | None = 4.0
+    """Give events an action bit `positive` where the rating is at least this; none gives no such bit."""
+    review_columns: tuple[str, ...] = ("user", "item", "rating", "timestamp")
+    """Order of the columns of a file without a header (the edition of 2018 begins with the item)."""
+
+
+def open_amazon(path: Path, options: AmazonOptions) -> LogSource:
     """Seconds or milliseconds are told apart by the first review."""
     first = first_line(require_input(path))
     if first.startswith("{"):
@@ -35,12 +48,11 @@ def open_amazon(path: Path, options: PrepareOptions) -> LogSource:
     else:
         how, log = _csv_columns(path, first, options)
         batches = delimited_files([path], how)
-    positive = POSITIVE_RATING if options.positive_rating is None else options.positive_rating
-    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=positive)
+    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
     return LogSource(plain_name(path), "amazon_csv", columns, batches)
 
 
-def _csv_columns(path: Path, first: str, options: PrepareOptions) -> tuple[Delimited, LogColumns]:
+def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimited, LogColumns]:
     cells = header_names(first, Delimited())
     known = {name for names in NAMES_OF.values() for name in names}
     has_header = bool(known & set(cells))
@@ -98,3 +110,6 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _fields(review: dict[str, Any]) -> tuple[str, ...]:
     """User, item, rating and time as text, empty where missing."""
     return tuple(str(next((review[n] for n in names if review.get(n) is not None), "")) for names in NAMES_OF.values())
+
+
+FORMAT = log_format("Amazon reviews of 2014, 2018 or 2023: CSV or JSON lines.", AmazonOptions, open_amazon)

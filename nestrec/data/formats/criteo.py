@@ -1,19 +1,21 @@
 """Criteo display ads: tab separated label, 13 integers and 26 categories; one row an example, in the file's order."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from nestrec.base.config import to_plain
-from nestrec.base.errors import DataError, UserError
+from nestrec.base.bounds import Share
+from nestrec.base.config import config, to_plain
+from nestrec.base.errors import DataError
 from nestrec.data import schema
 from nestrec.data.card import Card, Counts, FileEntry
+from nestrec.data.formats.format import Format
 from nestrec.data.prepare.duplicates import DuplicateCounter
-from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.folder import whole_folder
 from nestrec.data.prepare.parse import BAD, GOOD, parse_integers, parse_numbers
 from nestrec.data.prepare.progress import Progress
 from nestrec.data.prepare.quarantine import Quarantine
@@ -29,11 +31,25 @@ HOW = Delimited(separator="\t", names=("label", *DENSE_NAMES, *CATEGORY_NAMES), 
 _HASH_KEY = 0x43726974656F
 
 
-def write_criteo(folder: Path, path: Path, options: PrepareOptions, progress: Progress) -> Card:
+@config
+class CriteoOptions:
+    """How rows are read."""
+
+    duplicates: Literal["default", "keep"] = "default"
+    """Exact duplicates are counted and kept: equal ad impressions are no error of the log."""
+    max_bad_share: Share = 0.01
+    """More bad rows than this share of the input is an error; 1 allows any number."""
+    force: bool = False
+    """Replace an existing dataset."""
+
+
+def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progress) -> Card:
+    with whole_folder(output, force=options.force) as folder:
+        return write_criteo(folder, Path(input), options, progress)
+
+
+def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Progress) -> Card:
     """Write the dataset of rows into `folder`. Exact duplicates are counted and kept."""
-    if options.duplicates == "drop":
-        remedy = "leave the option out: equal ad impressions are no error of the log"
-        raise UserError("is not offered for criteo", field="duplicates", value="drop", remedy=remedy)
     sizes = {schema.DENSE: NUM_DENSE, schema.CATEGORIES: NUM_CATEGORIES}
     writer, quarantine = UsersWriter(folder, schema.row_fields(), sizes), Quarantine(folder)
     duplicates = DuplicateCounter(folder)
@@ -55,7 +71,7 @@ def write_criteo(folder: Path, path: Path, options: PrepareOptions, progress: Pr
     return _finish(folder, path, counts, files, options)
 
 
-def _finish(folder: Path, path: Path, counts: Counts, files: list[FileEntry], options: PrepareOptions) -> Card:
+def _finish(folder: Path, path: Path, counts: Counts, files: list[FileEntry], options: CriteoOptions) -> Card:
     card = Card(kind="rows", name=plain_name(path), source_format="criteo", counts=counts, files=tuple(files),
                 options=to_plain(options))  # fmt: skip
     card.save(folder)
@@ -86,3 +102,6 @@ def _hash(column: pa.Array, index: int) -> NDArray[np.int64]:
     hashes = (cell_hashes(column, _HASH_KEY + index) >> np.uint64(1)).astype(np.int64)
     is_blank = pc.binary_length(column).to_numpy(zero_copy_only=False) == 0
     return np.where(is_blank, 0, np.maximum(hashes, 1))
+
+
+FORMAT = Format("Criteo display ads: label, 13 numbers and 26 categories, tab separated.", CriteoOptions, _prepare)

@@ -8,7 +8,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from nestrec.base.config import config
 from nestrec.base.errors import DataError
+from nestrec.data.formats.format import log_format
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw import Delimited, first_line, header_names
@@ -33,9 +35,9 @@ LOG = LogColumns(
     time="time_ms",
     time_unit="ms",
     actions=ACTIONS,
-    numbers=("play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time"),
     categories=("tab",),
 )
+NUMBERS = ("play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time")
 USER_NUMBERS = ("follow_user_num", "fans_user_num", "friend_user_num", "register_days")
 VIDEO_KINDS: dict[str, SideKind] = {
     "author_id": "category",
@@ -52,7 +54,17 @@ VIDEO_KINDS: dict[str, SideKind] = {
 }
 
 
-def open_kuairand(path: Path, options: PrepareOptions) -> LogSource:
+@config
+class KuaiRandOptions(PrepareOptions):
+    """Which files of an edition to read."""
+
+    random_logs: bool = False
+    """Also read the logs of random exposure."""
+    video_statistics: bool = False
+    """Also read the video statistics; they are averages over the whole month, so they look into the future."""
+
+
+def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
     """The folder of an edition, or its `data` folder; parts and gzip are found by name."""
     folder = require_input(path) / "data" if (path / "data").is_dir() else path
     logs = _files(folder, "log_standard") + (_files(folder, "log_random") if options.random_logs else [])
@@ -65,7 +77,7 @@ def open_kuairand(path: Path, options: PrepareOptions) -> LogSource:
     return LogSource(
         path.name,
         "kuairand",
-        EventColumns(LOG, dict(KUAIRAND_BITS)),
+        EventColumns(LOG, dict(KUAIRAND_BITS), numbers=NUMBERS),
         delimited_files(logs, Delimited()),
         drops_duplicates=True,
         users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)),
@@ -99,3 +111,6 @@ def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[
 
 def _columns(files: Sequence[Path]) -> tuple[str, ...]:
     return header_names(first_line(files[0]), Delimited())
+
+
+FORMAT = log_format("KuaiRand (Pure, 1K, 27K): its folder of native files.", KuaiRandOptions, open_kuairand)

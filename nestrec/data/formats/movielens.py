@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from nestrec.base.config import config
 from nestrec.base.errors import DataError
+from nestrec.data.formats.format import log_format
 from nestrec.data.formats.recbole import open_recbole
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
@@ -13,19 +15,30 @@ from nestrec.data.prepare.raw import Delimited, RawBatch, first_line, read_delim
 from nestrec.data.prepare.side import SideColumn, SideSource
 from nestrec.data.prepare.source import LogSource, delimited_files, find_file, plain_name, require_input, side_files
 
-POSITIVE_RATING = 4.0
 NAMES = ("user", "item", "rating", "timestamp")
 GENRES_100K = ("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama",
                "Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War",
                "Western")  # fmt: skip
 
 
-def open_movielens(path: Path, options: PrepareOptions) -> LogSource:
+@config
+class MovieLensOptions(PrepareOptions):
+    """How ratings are read."""
+
+    min_rating: float | None = None
+    """Events with a lower rating are left out, as if they were not in the input."""
+    positive_rating: float | None = 4.0
+    """Give events an action bit `positive` where the rating is at least this; none gives no such bit."""
+
+
+def open_movielens(path: Path, options: MovieLensOptions) -> LogSource:
     """The folder of an edition, or its file of ratings; user and movie files are found beside it."""
     file = _ratings_file(require_input(path))
     first = first_line(file)
     if ":token" in first:
-        return open_recbole(file, options, format="movielens", positive_rating=_positive(options))
+        return open_recbole(
+            file, format="movielens", min_rating=options.min_rating, positive_rating=options.positive_rating
+        )
     if first.count("::") == 3:
         return _source(file, options, Delimited(separator="::", names=NAMES, has_quotes=False), _users_1m, _movies_1m)
     if first.count("\t") == 3:
@@ -51,7 +64,7 @@ def _ratings_file(path: Path) -> Path:
 
 def _source(
     file: Path,
-    options: PrepareOptions,
+    options: MovieLensOptions,
     how: Delimited,
     users: Callable[[Path], SideSource | None],
     movies: Callable[[Path], SideSource | None],
@@ -60,7 +73,7 @@ def _source(
     item: str = "item",
 ) -> LogSource:
     log = LogColumns(user=user, item=item, rating="rating", time="timestamp", time_unit="s")
-    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=_positive(options))
+    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
     user_side, item_side = users(file.parent), movies(file.parent)
     return LogSource(
         plain_name(file),
@@ -70,10 +83,6 @@ def _source(
         users=(user_side,) if user_side else (),
         items=(item_side,) if item_side else (),
     )
-
-
-def _positive(options: PrepareOptions) -> float:
-    return POSITIVE_RATING if options.positive_rating is None else options.positive_rating
 
 
 def _no_users(folder: Path) -> SideSource | None:
@@ -134,3 +143,6 @@ def _read_u_item(file: Path) -> Iterator[RawBatch]:
             "genres": pa.array(genres, pa.string()),
         }
         yield RawBatch(batch.file, batch.lines, columns, batch.bad, batch.done)
+
+
+FORMAT = log_format("MovieLens 100K, 1M, 20M, or RecBole's .inter: folder or file.", MovieLensOptions, open_movielens)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nestrec.base.errors import DataError
 from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import Delimited, first_line
 from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
 from nestrec.data.prepare.source import LogSource, delimited_files, find_file, plain_name, side_files
@@ -12,7 +12,7 @@ from nestrec.data.prepare.source import LogSource, delimited_files, find_file, p
 KINDS: dict[str, SideKind] = {"token": "category", "token_seq": "categories", "float": "number"}
 
 
-def open_recbole(file: Path, options: PrepareOptions, *, format: str, positive_rating: float | None) -> LogSource:
+def open_recbole(file: Path, *, format: str, min_rating: float | None, positive_rating: float | None) -> LogSource:
     """An `.inter` file, with `.user` and `.item` of the same name beside it."""
     types = _types(file, "user_id", "item_id")
     others = {name: kind for name, kind in types.items() if name not in ("user_id", "item_id", "rating", "timestamp")}
@@ -22,10 +22,10 @@ def open_recbole(file: Path, options: PrepareOptions, *, format: str, positive_r
         rating="rating" if "rating" in types else None,
         time="timestamp" if "timestamp" in types else None,
         time_unit="s",
-        numbers=tuple(name for name, kind in others.items() if kind == "float"),
         categories=tuple(name for name, kind in others.items() if kind == "token"),
     )
-    columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=positive_rating)
+    numbers = tuple(name for name, kind in others.items() if kind == "float")
+    columns = EventColumns.of(log, min_rating=min_rating, positive_rating=positive_rating, numbers=numbers)
     stem = plain_name(file).removesuffix(".inter")
     users, items = (_side(find_file(file.parent, f"{stem}.{who}"), f"{who}_id") for who in ("user", "item"))
     return LogSource(plain_name(file), format, columns, delimited_files([file], _how(types)), users=users, items=items)

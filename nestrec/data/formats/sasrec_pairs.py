@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nestrec.data.formats.format import log_format
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw import Delimited, first_line
@@ -13,3 +14,6 @@ def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
     separator = "\t" if "\t" in first_line(require_input(path)) else " "
     how = Delimited(separator=separator, names=("user", "item"), has_quotes=False)
     return LogSource(plain_name(path), "sasrec_pairs", EventColumns.of(LogColumns()), delimited_files([path], how))
+
+
+FORMAT = log_format("SASRec's files: `user item` on each line, in order.", PrepareOptions, open_pairs)

@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from nestrec.base.config import config
 from nestrec.base.errors import DataError
+from nestrec.data.formats.format import log_format
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw import BadRow, RawBatch, read_lines, unreadable
@@ -17,7 +19,15 @@ from nestrec.data.prepare.side import SideColumn, SideSource
 from nestrec.data.prepare.source import LogSource, find_file, over_files, plain_name, require_input
 
 
-def open_user_lines(path: Path, options: PrepareOptions) -> LogSource:
+@config
+class UserLinesOptions(PrepareOptions):
+    """What goes with the lines."""
+
+    item_attributes: str | None = None
+    """JSON file of item id to attribute ids; found by name where it lies beside the input."""
+
+
+def open_user_lines(path: Path, options: UserLinesOptions) -> LogSource:
     """Events keep the order of the line."""
     require_input(path)
     attributes = _attributes_file(path, options)
@@ -50,7 +60,7 @@ def _read(path: Path) -> Iterator[RawBatch]:
         yield RawBatch(path.name, numbers[row_of_item], columns, tuple(bad), done).without_marked_rows()
 
 
-def _attributes_file(path: Path, options: PrepareOptions) -> Path | None:
+def _attributes_file(path: Path, options: UserLinesOptions) -> Path | None:
     if options.item_attributes is not None:
         return require_input(Path(options.item_attributes))
     stem = plain_name(path).removesuffix(".txt")
@@ -74,3 +84,8 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
                                           "attributes": pa.array(joined, pa.string())})  # fmt: skip
 
     return batches
+
+
+FORMAT = log_format(
+    "S3Rec's files: a line a user, the user then the items in order.", UserLinesOptions, open_user_lines
+)

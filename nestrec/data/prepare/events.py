@@ -1,5 +1,6 @@
 """Raw rows to event records: checked, filtered by rating, with dense codes for users, items and categories."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DataError, did_you_mean
+from nestrec.base.errors import DataError, Mistakes, did_you_mean
 from nestrec.data.card import Feature
 from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.options import LogColumns
@@ -38,12 +39,27 @@ class EventColumns:
     """Bit of each action of `log.actions`, and of `positive` where ratings give it."""
     min_rating: float | None = None
     positive_rating: float | None = None
+    numbers: tuple[str, ...] = ()
+    """Columns that become numeric event features."""
 
     @staticmethod
-    def of(log: LogColumns, *, min_rating: float | None = None, positive_rating: float | None = None) -> "EventColumns":
+    def of(
+        log: LogColumns,
+        *,
+        min_rating: float | None = None,
+        positive_rating: float | None = None,
+        numbers: tuple[str, ...] = (),
+    ) -> "EventColumns":
         """Bits in the order of the actions, `positive` last."""
         names = [*log.actions, *([POSITIVE] if log.rating and positive_rating is not None else [])]
-        return EventColumns(log, {name: 1 << i for i, name in enumerate(names)}, min_rating, positive_rating)
+        return EventColumns(log, {name: 1 << i for i, name in enumerate(names)}, min_rating, positive_rating, numbers)
+
+    def wanted(self, known: Collection[str] = ()) -> list[str]:
+        """The columns that are read, those of actions as they are named among the `known` ones."""
+        log = self.log
+        actions = [_action_column(text, known)[0] for text in log.actions.values()]
+        named = [log.user, log.item, log.time, log.position, log.rating, *actions, *self.numbers, *log.categories]
+        return [name for name in named if name is not None]
 
     def sort_fields(self) -> list[str]:
         return [name for name in ("time", "position") if getattr(self.log, name)]
@@ -51,7 +67,7 @@ class EventColumns:
     def number_features(self) -> dict[str, str]:
         """Feature name to column."""
         rating = {RATING: self.log.rating} if self.log.rating else {}
-        return {**rating, **{name: name for name in self.log.numbers}}
+        return {**rating, **{name: name for name in self.numbers}}
 
     def dtype(self) -> np.dtype[Any]:
         """Of an event record."""
@@ -119,16 +135,15 @@ class EventParser:
         return tuple(numbers + categories)
 
     def _check_names(self, batch: RawBatch) -> None:
-        log = self.columns.log
-        actions = [_action_column(text)[0] for text in log.actions.values()]
-        wanted = [log.user, log.item, log.time, log.position, log.rating, *actions, *log.numbers, *log.categories]
-        for name in wanted:
-            if name is not None and name not in batch.columns:
-                hint = " (is the separator right? --log.separator ';')" if len(batch.columns) == 1 else ""
-                raise DataError(f"is no column of {batch.file}", field="column", value=name,
-                                remedy=did_you_mean(name, batch.columns) + hint)  # fmt: skip
-            if name is not None:
+        log, mistakes = self.columns.log, Mistakes()
+        for name in self.columns.wanted(batch.columns):
+            with mistakes.noted():
+                if name not in batch.columns:
+                    hint = " (is the separator right? --log.separator ';')" if len(batch.columns) == 1 else ""
+                    raise DataError(f"is no column of {batch.file}", field="column", value=name,
+                                    remedy=did_you_mean(name, batch.columns) + hint)  # fmt: skip
                 _check_type(batch, name, is_time=name in (log.time, log.position))
+        mistakes.raise_all()
 
     def _parse_order(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
         log = self.columns.log
@@ -154,7 +169,7 @@ class EventParser:
     def _parse_actions(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> NDArray[np.int32]:
         mask = np.zeros(batch.num_rows, dtype=np.int32)
         for name, text in self.columns.log.actions.items():
-            column, value = _action_column(text)
+            column, value = _action_column(text, batch.columns)
             if value is not None:
                 is_set = pc.equal(batch.columns[column].cast(pa.string()), value).fill_null(False)
                 is_done = is_set.to_numpy(zero_copy_only=False)
@@ -218,7 +233,15 @@ def _is_missing(column: pa.Array) -> NDArray[np.bool_]:
     return np.asarray(missing.to_numpy(zero_copy_only=False))
 
 
-def _action_column(text: str) -> tuple[str, str | None]:
-    """Column, and the value that sets the action where one is named."""
-    column, equals, value = text.partition("=")
-    return column, value if equals else None
+def _action_column(text: str, known: Collection[str]) -> tuple[str, str | None]:
+    """Column, and the value that sets the action where one is named: `event:buy` or `event=buy`.
+
+    Names of columns may hold these signs themselves: it is cut where a known column ends, or else at the first sign.
+    """
+    if text in known:
+        return text, None
+    cuts = [place for place, sign in enumerate(text) if sign in ":="]
+    if not cuts:
+        return text, None
+    cut = next((place for place in cuts if text[:place] in known), cuts[0])
+    return text[:cut], text[cut + 1 :]

@@ -1,4 +1,4 @@
-"""Options of `nestrec prepare`."""
+"""Options of `nestrec prepare` that all formats of event logs have."""
 
 import codecs
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
 
 @config
 class LogColumns:
-    """The columns of a CSV or Parquet log."""
+    """The columns of a log of one's own."""
 
     user: str = "user"
     """Column of the user's id."""
@@ -29,12 +29,11 @@ class LogColumns:
     rating: str | None = None
     """Column of a rating; it becomes the event feature `rating`, and `min_rating` applies to it."""
     actions: Mapping[str, str] = field(default_factory=dict)
-    """Action name to column (set where the number is not 0) or to `column=value` (set where the text is that value).
-    Bits are given in this order from 1."""
+    """Action name to column (set where the number is not 0) or to `column:value` (set where the text is that value):
+    click=clicked,buy=event:buy. Bits are given in this order from 1."""
     categories: tuple[str, ...] = ()
-    """Columns that become event features with a vocabulary."""
-    numbers: tuple[str, ...] = ()
-    """Columns that become numeric event features."""
+    """Columns that become event features with a vocabulary. Nothing reads numbers of single events: cut them into
+    ranges, and name these here."""
     separator: str = ","
     """Between the fields of a text file: one character (`\\t` for a tab) or `::`."""
     names: tuple[str, ...] = ()
@@ -57,16 +56,12 @@ class LogColumns:
 
 @config
 class PrepareOptions:
-    """What to keep of a log, and how to read it."""
+    """What to keep of a log, whatever its format; formats add options of their own."""
 
     duplicates: Literal["default", "keep", "drop"] = "default"
     """Exact duplicate rows are always counted. By default KuaiRand's are dropped, all others kept."""
     max_bad_share: Share = 0.01
     """More bad rows than this share of the input is an error; 1 allows any number."""
-    min_rating: float | None = None
-    """Events with a lower rating are left out, as if they were not in the input."""
-    positive_rating: float | None = None
-    """Give events an action bit `positive` where the rating is at least this; MovieLens and Amazon use 4 by default."""
     user_core: Natural = 0
     """Remove users with fewer events."""
     item_core: Natural = 0
@@ -75,22 +70,6 @@ class PrepareOptions:
     """`iterated`: until every user and item left has enough events. `single`: counts taken once, before removal."""
     min_user_events: Natural = 0
     """After that, remove users with fewer events left."""
-    log: LogColumns = field(default_factory=LogColumns)
-    """Columns, for format `log`."""
-    item_attributes: str | None = None
-    """JSON file of item id to attribute ids, for format `user_lines`; found by name where it lies beside the input."""
-    review_columns: tuple[str, ...] = ("user", "item", "rating", "timestamp")
-    """Order of the columns of an Amazon review file without a header (its 2018 edition begins with the item)."""
-    random_logs: bool = False
-    """Also read KuaiRand's logs of random exposure."""
-    video_statistics: bool = False
-    """Also read KuaiRand's video statistics; they are averages over the whole month, so they look into the future."""
-    num_users: Count | None = None
-    """Users to draw, for format `synthetic`; the preset's number by default."""
-    num_items: Count | None = None
-    """Items to draw from, for format `synthetic`; scaled with the users by default."""
-    seed: int = 0
-    """Of format `synthetic`."""
     memory_bytes: Count = 256 << 20
     """About how much memory a partition of events may take while it is sorted."""
     force: bool = False

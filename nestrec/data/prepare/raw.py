@@ -20,6 +20,8 @@ from nestrec.data.prepare.encoding import MARK, MARKING, Utf8Stream
 
 BLOCK_BYTES = 8 << 20
 ROWS_A_BATCH = 1 << 17
+WHOLE_LINE = "{}"
+"""Name of a column that holds all of a row, where the others are only those that are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class RawBatch:
 
     def text_of(self, row: int) -> str:
         """A row as text, for people."""
+        if WHOLE_LINE in self.columns:
+            return str(self.columns[WHOLE_LINE][row].as_py())
         return ",".join(str(column[row].as_py()) for column in self.columns.values())
 
     def without_marked_rows(self) -> "RawBatch":

@@ -10,16 +10,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from nestrec.base.errors import DataError
 from nestrec.data.card import Feature, FeatureKind
 from nestrec.data.prepare.events import encode_category
 from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.parse import BAD, parse_days, parse_numbers
 from nestrec.data.prepare.quarantine import Quarantine
+from nestrec.data.prepare.ranges import Ranges
 from nestrec.data.prepare.raw import BadRow, RawBatch
 from nestrec.data.prepare.spill import Partitions
 from nestrec.data.schema import list_of
 
-SideKind = Literal["category", "number", "text", "categories", "date"]
+SideKind = Literal["category", "number", "text", "categories", "date", "range"]
+"""`range`: a number that becomes the category of the range in which it lies; ranges hold about equally many rows."""
+NUM_RANGES = 16
+_NUMERIC = ("number", "date", "range")
+_FEATURE_KIND: dict[SideKind, FeatureKind] = {
+    "category": "category", "number": "number", "text": "text", "categories": "categories", "date": "number",
+    "range": "category",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class SideSource:
     key: str
     """Column of the user's or item's id."""
     columns: tuple[SideColumn, ...]
+    must_match: str = ""
+    """How to name the table in the error where it has no row of any known key; empty where that is no error."""
 
 
 class SideTable:
@@ -53,23 +64,34 @@ class SideTable:
 
     def __init__(self, source: SideSource, keys: KeyTable, folder: Path, name: str, bounds: NDArray[np.int64]):
         self._source, self._keys = source, keys
-        self._tables = {c.feature: KeyTable() for c in source.columns if c.kind not in ("number", "date")}
+        self._tables = {c.feature: KeyTable() for c in source.columns if c.kind not in _NUMERIC}
+        self._ranges = {c.feature: Ranges(NUM_RANGES) for c in source.columns if c.kind == "range"}
         self._lists: dict[str, _Lists] = {
             c.feature: _Lists(c.separator) for c in source.columns if c.kind == "categories"
         }
-        kinds = [(c.feature, "f4" if c.kind in ("number", "date") else "i4") for c in source.columns]
+        kinds = [(c.feature, "f4" if c.kind in _NUMERIC else "i4") for c in source.columns]
         self._dtype = np.dtype([("key", "i4"), *kinds])
         self._partitions = Partitions(folder, name, self._dtype, "key", bounds)
 
     def read(self, quarantine: Quarantine, max_bad_share: float) -> None:
         """Read all files; rows of keys that have no events only add to the vocabularies."""
-        num_bad_before, num_rows = quarantine.num_rows, 0
+        num_bad_before, num_rows, num_known = quarantine.num_rows, 0, 0
         for batch in self._source.batches():
             quarantine.add(batch.file, batch.bad)
             num_rows += batch.num_rows + len(batch.bad)
             records = self._parse(batch, quarantine)
-            self._partitions.append(records[records["key"] >= 0])
+            known = records[records["key"] >= 0]
+            num_known += known.size
+            for name, ranges in self._ranges.items():
+                ranges.add(known[name])
+            self._partitions.append(known)
         quarantine.check(num_rows, max_bad_share, num_bad_before)
+        if num_rows and not num_known and self._source.must_match:
+            remedy = f"check its column of ids, {self._source.key!r}"
+            raise DataError("has no row of any id in the log", field="table", value=self._source.must_match,
+                            remedy=remedy)  # fmt: skip
+        for ranges in self._ranges.values():
+            ranges.settle()
         for name, lists in self._lists.items():
             lists.fill(self._tables[name])
 
@@ -91,10 +113,15 @@ class SideTable:
     def vocabularies(self) -> dict[str, KeyTable]:
         """Tables of the category features."""
         return {
-            c.feature: self._lists[c.feature].table if c.kind == "categories" else self._tables[c.feature]
+            c.feature: self._vocabulary(c)
             for c in self._source.columns
-            if c.kind in ("category", "categories")
+            if c.kind in ("category", "categories", "range")
         }
+
+    def _vocabulary(self, column: SideColumn) -> KeyTable:
+        if column.kind == "range":
+            return self._ranges[column.feature].labels
+        return self._lists[column.feature].table if column.kind == "categories" else self._tables[column.feature]
 
     def delete(self) -> None:
         self._partitions.delete()
@@ -106,7 +133,7 @@ class SideTable:
             values = batch.columns[column.column]
             if column.kind == "date":
                 records[column.feature] = parse_days(values)
-            elif column.kind == "number":
+            elif column.kind in ("number", "range"):
                 records[column.feature], states = parse_numbers(values)
                 reason = f"{column.column} is not a number"
                 bad = [
@@ -114,10 +141,12 @@ class SideTable:
                 ]
                 quarantine.add(batch.file, bad)
             else:
-                records[column.feature] = encode_category(self._tables[column.feature], values)
+                records[column.feature] = encode_category(self._tables[column.feature], _joined(values))
         return records
 
     def _values(self, column: SideColumn, ids: NDArray[Any]) -> pa.Array:
+        if column.kind == "range":
+            return pa.array(self._ranges[column.feature].of(ids))
         if column.kind in ("number", "date"):
             return pa.array(ids)
         if column.kind == "category":
@@ -129,9 +158,16 @@ class SideTable:
         return pc.if_else(pa.array(ids > 0), texts, "")
 
     def _describe(self, column: SideColumn) -> Feature:
-        kind: FeatureKind = "number" if column.kind == "date" else column.kind
+        kind = _FEATURE_KIND[column.kind]
         size = len(self.vocabularies()[column.feature]) + 1 if kind in ("category", "categories") else 0
         return Feature(name=column.feature, kind=kind, vocabulary_size=size)
+
+
+def _joined(column: pa.Array) -> pa.Array:
+    """Cells of a typed file that hold several values, as text."""
+    if not pa.types.is_nested(column.type):
+        return column
+    return pa.array([",".join(str(part) for part in cell or ()) for cell in column.to_pylist()], pa.string())
 
 
 class _Lists:

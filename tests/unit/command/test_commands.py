@@ -14,6 +14,7 @@ from nestrec.base.overrides import PASSED_ON
 from nestrec.bench.app import app as bench_app
 from nestrec.cli.app import app
 from nestrec.cli.options import CONFIGS, config_of, option_text
+from nestrec.data.formats.registry import FORMATS
 
 
 def refusal(*arguments: str) -> UserError:
@@ -96,7 +97,8 @@ def test_options_lists_every_field_of_every_command_that_takes_dotted_options() 
     benches = {command.callback.__name__: command for command in bench_app.registered_commands if command.callback}
     taking = [name for name, command in commands.items() if command.context_settings == PASSED_ON]
     taking += [f"bench {name}" for name, command in benches.items() if command.context_settings == PASSED_ON]
-    assert sorted(taking) == sorted(["train", "plan", *CONFIGS])
+    assert sorted(taking) == sorted(["train", "plan", "prepare", *CONFIGS])
+    taking += [f"prepare {name}" for name in FORMATS]
     for name in taking:
         config, _ = config_of(name.split())
         described = list(describe(config))
@@ -147,7 +149,10 @@ def test_a_folder_without_an_exported_model_is_named(tmp_path: Path) -> None:
     assert refusal("serve", "--model", str(tmp_path), "--port", "0").value == str(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["train demo", "train kuairand_ranking", "train criteo_dlrm", *CONFIGS])
+@pytest.mark.parametrize(
+    "command",
+    ["train demo", "train kuairand_ranking", "train criteo_dlrm", *(f"prepare {name}" for name in FORMATS), *CONFIGS],
+)
 def test_what_options_prints_can_be_given_back(command: str) -> None:
     config, _ = config_of(command.split())
     printed = {field.name: option_text(field.value) for field in describe(config)}
@@ -163,3 +168,22 @@ def test_the_choices_of_a_balance_policy_are_listed() -> None:
 def test_an_option_without_its_path_says_where_it_is(tmp_path: Path) -> None:
     error = refusal("train", "demo", "--epochs", "3", "--output", str(tmp_path / "run"))
     assert error.remedy == "did you mean 'training.epochs'?"
+
+
+def test_prepare_says_what_it_kept_removed_and_understood(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item\nu,1\nu,1\nu,2\nv,2\n")
+    (tmp_path / "items.csv").write_text("item,price,title\n1,2.5,One\n")
+    paths = [str(tmp_path / name) for name in ("log.csv", "out", "items.csv")]
+    result = CliRunner().invoke(app, ["prepare", "log", *paths[:2], "--items", paths[2], "--user_core", "2"])
+    assert result.exception is None
+    assert "exact duplicates: 1 kept (--duplicates drop drops them)" in result.output
+    assert "removed by a filter: 1 events, rare users and items" in result.output
+    assert "features of items: price (category), title (text)" in result.output
+
+
+def test_formats_are_listed_with_what_they_are() -> None:
+    output = CliRunner().invoke(app, ["formats"]).output
+    assert all(name in output and FORMATS.find(name).description[:20] in output for name in FORMATS)
+    error = refusal("prepare", "movielens", "x", "y", "--log.user", "uid")
+    assert "is not an option of the format movielens" in str(error)
+    assert error.remedy == "leave it out; it belongs to log"

@@ -10,8 +10,8 @@ import pytest
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import armed
 from nestrec.data.dataset import Dataset
+from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.folder import whole_folder
-from nestrec.data.prepare.options import PrepareOptions
 from nestrec.data.prepare.preparation import prepare
 
 
@@ -53,7 +53,7 @@ def test_an_existing_dataset_is_replaced_only_by_force(log: Path) -> None:
     with pytest.raises(DataError, match="--force"):
         prepare("log", log, out)
     assert Dataset.open(out).digest == before
-    prepare("log", log, out, options=PrepareOptions(force=True, min_user_events=15))
+    prepare("log", log, out, options=LogOptions(force=True, min_user_events=15))
     assert Dataset.open(out).num_samples == 2
     assert sorted(p.name for p in out.parent.iterdir()) == ["log.csv", "out"]
 
@@ -62,13 +62,13 @@ def test_a_failed_replacement_leaves_the_old_dataset(log: Path) -> None:
     out = log.parent / "out"
     prepare("log", log, out)
     with armed("data.before_rename", fail), pytest.raises(OSError, match="disk full"):
-        prepare("log", log, out, options=PrepareOptions(force=True))
+        prepare("log", log, out, options=LogOptions(force=True))
     Dataset.open(out).verify()
 
 
 def test_a_folder_that_is_no_dataset_is_never_replaced(log: Path) -> None:
     with pytest.raises(DataError, match="not a prepared dataset"):
-        prepare("log", log, log.parent, options=PrepareOptions(force=True))
+        prepare("log", log, log.parent, options=LogOptions(force=True))
     assert log.exists()
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 
 
 def open_prepared(format: str, source: Path, **options: object) -> Dataset:
     output = source.parent / "prepared"
-    prepare(format, source, output, options=PrepareOptions(force=True, **options))  # type: ignore[arg-type]
+    prepare(format, source, output, force=True, **options)
     dataset = Dataset.open(output)
     dataset.verify()
     return dataset

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.formats.log import LogOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 
 LOG = LogColumns(time="time", rating="rating", actions={"click": "click"})
-ALLOW = PrepareOptions(log=LOG, max_bad_share=1.0)
+ALLOW = LogOptions(log=LOG, max_bad_share=1.0)
 GOOD = "u1,i1,100,4,1\n"
 
 
@@ -76,7 +77,7 @@ def test_lines_stay_right_after_many_bad_rows_in_many_blocks(tmp_path: Path, mon
 def test_more_than_one_percent_of_bad_rows_is_an_error_that_names_counts_and_flag(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 98 + "u,i,x,4,1\n,i,5,4,1\n")
     with pytest.raises(DataError, match=r"2 of 100 rows are bad.*time is not a time 1.*line 100") as caught:
-        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=LOG))
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(log=LOG))
     assert "--log.time_unit" in str(caught.value), "what most rows suffer from is told how to mend"
     assert "--max_bad_share 1" in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv"]
@@ -84,7 +85,7 @@ def test_more_than_one_percent_of_bad_rows_is_an_error_that_names_counts_and_fla
 
 def test_one_percent_of_bad_rows_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 99 + "u,i,x,4,1\n")
-    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=LOG))
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(log=LOG))
     assert card.counts.events == 99
 
 
@@ -100,13 +101,13 @@ def test_exact_duplicates_are_counted_and_kept_or_dropped(tmp_path: Path, choice
 
 def test_rows_that_differ_in_an_unused_column_are_no_duplicates(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,page\nu,a,1\nu,a,2\nu,a,2\n")
-    counts = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(duplicates="drop")).counts
+    counts = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(duplicates="drop")).counts
     assert (counts.duplicates_dropped, counts.events) == (1, 2)
 
 
 def test_a_mistyped_column_says_what_was_meant(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user_id,item_id\n1,2\n")
-    options = PrepareOptions(log=LogColumns(user="user_di", item="item_id"))
+    options = LogOptions(log=LogColumns(user="user_di", item="item_id"))
     with pytest.raises(DataError, match="did you mean 'user_id'"):
         prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
 
@@ -139,7 +140,7 @@ def test_any_bytes_give_a_dataset_that_adds_up_or_a_clear_error(rows: list[bytes
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "log.csv").write_bytes(b"\n".join(rows))
         try:
-            options = PrepareOptions(log=log, max_bad_share=1.0)
+            options = LogOptions(log=log, max_bad_share=1.0)
             counts = prepare("log", Path(name) / "log.csv", Path(name) / "out", options=options).counts
         except DataError:
             assert not (Path(name) / "out").exists()
@@ -164,9 +165,7 @@ def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     log = LogColumns(time="time", actions={"click": "click"}, categories=("page",))
-    card = prepare(
-        "log", tmp_path / "log.parquet", tmp_path / "out", options=PrepareOptions(log=log, max_bad_share=1.0)
-    )
+    card = prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=LogOptions(log=log, max_bad_share=1.0))
     assert dict(card.counts.quarantined) == {"missing user": 1}
     dataset = Dataset.open(tmp_path / "out")
     rows = dataset.rows(np.array([0]))
@@ -192,7 +191,7 @@ def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
 )
 def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text: str, expected_ms: int) -> None:
     (tmp_path / "log.csv").write_text(f"user,item,t\nu,a,{text}\n")
-    options = PrepareOptions(log=LogColumns(time="t", time_unit=unit))
+    options = LogOptions(log=LogColumns(time="t", time_unit=unit))
     prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
     rows = Dataset.open(tmp_path / "out").rows(np.array([0]))
     assert rows.lists["timestamps_ms"][0].tolist() == [expected_ms]
@@ -204,7 +203,7 @@ def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text
         ("log", {"num_users": 5}, "num_users"),
         ("log", {"random_logs": True}, "random_logs"),
         ("log", {"min_rating": 3.0}, "min_rating"),
-        ("movielens", {"log": LogColumns(user="uid")}, "log.user"),
+        ("movielens", {"log": LogColumns(user="uid")}, "log"),
         ("movielens", {"item_attributes": "a.json"}, "item_attributes"),
         ("criteo", {"user_core": 5}, "user_core"),
         ("synthetic", {"max_bad_share": 0.5}, "max_bad_share"),
@@ -214,7 +213,7 @@ def test_an_option_that_a_format_would_not_read_is_refused(
     tmp_path: Path, format: str, given: dict[str, object], field: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        prepare(format, "tiny", tmp_path / "out", options=PrepareOptions(**given))
+        prepare(format, "tiny", tmp_path / "out", **given)
     assert refused.value.field == field
     assert not (tmp_path / "out").exists()
 
@@ -226,7 +225,7 @@ def test_a_column_whose_type_cannot_be_meant_is_refused_by_name(tmp_path: Path, 
     columns = {"user": [1, 2], "item": [3, 4], "time": [5, 6], column: values}
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     with pytest.raises(DataError, match="is of type") as refused:
-        prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=PrepareOptions(log=LogColumns(time="time")))
+        prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=LogOptions(log=LogColumns(time="time")))
     assert refused.value.value == column
 
 
@@ -235,7 +234,7 @@ def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1])] * 3, ["user", "item", "item"]), tmp_path / "log.parquet")
     for name in ("log.csv", "log.parquet"):
         with pytest.raises(DataError, match="is the name of 2 columns") as refused:
-            prepare("log", tmp_path / name, tmp_path / "out", options=PrepareOptions())
+            prepare("log", tmp_path / name, tmp_path / "out", options=LogOptions())
         assert refused.value.value == "item"
 
 
@@ -248,5 +247,5 @@ def test_what_no_text_file_can_have_is_refused(field: str, given: str) -> None:
 
 def test_a_file_read_with_the_wrong_separator_says_so(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user;item\nu;a\n")
-    with pytest.raises(DataError, match="is the separator right"):
-        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions())
+    with pytest.raises(UserError, match="is the separator right"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions())

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError
 from nestrec.data.dataset import Dataset
+from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare import raw
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.testing.prepare_oracle import Event, Expected, expected_dataset
 
-OPTIONS = PrepareOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))
+OPTIONS = LogOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))
 PRINTABLE = st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp"))
 IDS = st.one_of(
     st.integers(-5, 12).map(str),
@@ -62,7 +63,7 @@ def assert_equal(dataset: Dataset, expected: Expected) -> None:
     assert rows.lists["event_rating"][0].tolist() == [event.rating for event in flat]
 
 
-def as_options(filters: dict[str, object]) -> PrepareOptions:
+def as_options(filters: dict[str, object]) -> LogOptions:
     plain = dict(filters)
     duplicates = "drop" if plain.pop("drops_duplicates") else "keep"
     passes = "iterated" if plain.pop("is_iterated") else "single"
@@ -116,7 +117,7 @@ def test_an_iterated_core_goes_on_until_all_have_enough(tmp_path: Path, passes: 
     """Item c has too few events; without it user w has too few; without w item d has too few, and then user x."""
     pairs = ["u,a", "u,b", "v,a", "v,b", "w,c", "w,d", "x,d"]
     (tmp_path / "log.csv").write_text("user,item\n" + "\n".join(pairs) + "\nx,e\n")
-    options = PrepareOptions(user_core=2, item_core=2, core_passes=passes)
+    options = LogOptions(user_core=2, item_core=2, core_passes=passes)
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
     assert card.counts.events == events
 
@@ -124,7 +125,7 @@ def test_an_iterated_core_goes_on_until_all_have_enough(tmp_path: Path, passes: 
 def test_position_orders_events_after_time_and_before_input_order(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time,pos\nu,a,5,2\nu,b,5,1\nu,c,4,9\nu,d,5,1\n")
     log = LogColumns(time="time", position="pos")
-    prepare("log", tmp_path / "log.csv", tmp_path / "out", options=PrepareOptions(log=log))
+    prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(log=log))
     dataset = Dataset.open(tmp_path / "out")
     keys = dataset.items().column("item_key").to_pylist()
     assert [keys[i - 1] for i in dataset.rows(np.array([0])).lists["item_ids"][0]] == ["c", "b", "d", "a"]

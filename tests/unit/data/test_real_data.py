@@ -9,7 +9,7 @@ import pytest
 
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 
 TAOBAO = LogColumns(
@@ -24,7 +24,7 @@ ORDERED_ML_1M = LogColumns(user="user_id", item="movie_id", position="pos", rati
 def prepared(source: Path, output: Path, format: str, **options: Any) -> tuple[Card, Dataset]:
     if not source.exists():
         pytest.skip(f"{source.name} is not among the real datasets here")
-    card = prepare(format, source, output, options=PrepareOptions(**options))
+    card = prepare(format, source, output, **options)
     return card, Dataset.open(output)
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from nestrec.base.errors import UserError
 from nestrec.base.random import mix64
 from nestrec.data.dataset import Dataset
+from nestrec.data.formats.log import LogOptions
 from nestrec.data.hashing import mix
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.data.synthetic.walk import permute, successor
@@ -40,7 +41,7 @@ def ndcg_at_10(scores: np.ndarray, target: int) -> float:
 
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     first, second, other = (
-        prepare("synthetic", "tiny", tmp_path / name, options=PrepareOptions(num_users=200, seed=seed)).files
+        prepare("synthetic", "tiny", tmp_path / name, num_users=200, seed=seed).files
         for name, seed in (("a", 4), ("b", 4), ("c", 5))
     )
     assert first == second
@@ -158,7 +159,7 @@ def test_prepared_csv_equals_the_dataset_written_directly(tmp_path: Path) -> Non
     synthetic.generate(shape, tmp_path / "direct")
     assert synthetic.write_csv(shape, tmp_path / "log.csv") == int(synthetic.lengths(shape, 300, 1).sum())
     log = LogColumns(time="time_ms", time_unit="ms", actions={name: name for name in synthetic.ACTION_BITS})
-    prepare("log", tmp_path / "log.csv", tmp_path / "prepared", options=PrepareOptions(log=log))
+    prepare("log", tmp_path / "log.csv", tmp_path / "prepared", options=LogOptions(log=log))
     direct, prepared = Dataset.open(tmp_path / "direct"), Dataset.open(tmp_path / "prepared")
     order = np.argsort([int(key) for key in prepared.user_keys(np.arange(300))])
     ours, theirs = prepared.rows(order), direct.rows(np.arange(300))

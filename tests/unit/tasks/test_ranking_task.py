@@ -12,7 +12,8 @@ from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.data.batches import BatchConfig
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.formats.log import LogOptions
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_windows
 from nestrec.data.samples.split import Split
@@ -39,8 +40,8 @@ def make_log(folder: Path, *, shuffled: bool) -> Path:
             table = table.set_column(table.column_names.index(name), name, pa.array(table[name].to_numpy()[order]))
     table = table.append_column("play_ms", table["click"])
     pyarrow.csv.write_csv(table, raw)
-    columns = LogColumns(time="time_ms", time_unit="ms", actions={a: a for a in ACTIONS}, numbers=("play_ms",))
-    prepare("log", raw, output, options=PrepareOptions(log=columns))
+    columns = LogColumns(time="time_ms", time_unit="ms", actions={a: a for a in ACTIONS}, rating="play_ms")
+    prepare("log", raw, output, options=LogOptions(log=columns))
     return output
 
 
@@ -77,7 +78,7 @@ def test_true_labels_are_learned_and_shuffled_ones_are_not(tmp_path):
 
 def test_the_reaction_to_an_event_cannot_be_a_feature_of_its_content(tmp_path):
     dataset = Dataset.open(make_log(tmp_path, shuffled=False))
-    inputs = RankingInputConfig(labels=("click",), event_features=("play_ms",))
+    inputs = RankingInputConfig(labels=("click",), event_features=("rating",))
     with pytest.raises(UserError, match="known before the user reacts"):
         RankingInputs(dataset, inputs, seed=0)
 

@@ -1,0 +1,115 @@
+"""JSON lines, plain or gzip: one object a line. Fields of objects inside are named with dots (`user.id`).
+
+Every value becomes text, as in a delimited file. Lines need not have the same fields, so the reader is told which
+columns are wanted: where a line lacks one, it is blank there.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from nestrec.base.errors import DataError, did_you_mean
+from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
+
+SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+
+class JsonLines:
+    """Reads files one after another; `check` then tells of columns that no line of any of them had."""
+
+    def __init__(self, wanted: Sequence[str], encoding: str = "utf-8"):
+        self._wanted, self._encoding = tuple(dict.fromkeys(wanted)), encoding
+        self._seen: dict[str, None] = {}
+        self._file = ""
+
+    def read(self, path: Path) -> Iterator[RawBatch]:
+        """Rows with the wanted columns, and one with the whole line."""
+        check_lines(path, self._encoding)
+        self._file = path.name
+        for lines, first, done in read_lines(path, self._encoding):
+            rows: list[dict[str, str]] = []
+            numbers, bad = [], []
+            for number, line in enumerate(lines, start=first):
+                text = line.strip().removeprefix("\ufeff")
+                found = parse_line(text) if text else {}
+                if found is None:
+                    bad.append(bad_row(number, "not a JSON object", text))
+                elif found:
+                    rows.append(found)
+                    numbers.append(number)
+            yield self._batch(path, rows, numbers, bad, done)
+
+    def check(self) -> None:
+        """Raise for a wanted column that no line had: nothing would tell a mistyped name from an empty column."""
+        for name in self._wanted:
+            if self._seen and name not in self._seen:
+                remedy = did_you_mean(name, self._seen)
+                raise DataError(f"is a field of no line of {self._file}", field="column", value=name, remedy=remedy)
+
+    def _batch(
+        self, path: Path, rows: list[dict[str, str]], numbers: list[int], bad: list[BadRow], done: float
+    ) -> RawBatch:
+        for row in rows:
+            self._seen |= dict.fromkeys(row)
+        columns = {name: pa.array([row.get(name, "") for row in rows], pa.string()) for name in self._wanted}
+        # What makes two rows equal is all of a line, whatever the order of its fields.
+        whole = pa.array([json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows], pa.string())
+        lines = np.array(numbers, dtype=np.int64)
+        return RawBatch(path.name, lines, {**columns, WHOLE_LINE: whole}, tuple(bad), done).without_marked_rows()
+
+
+def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:
+    """Fields of the first block of lines, in order of appearance."""
+    check_lines(path, encoding)
+    for lines, _, _ in read_lines(path, encoding):
+        return tuple(dict.fromkeys(name for line in lines for name in parse_line(line.strip()) or ()))
+    return ()
+
+
+def parse_line(line: str) -> dict[str, str] | None:
+    """Texts by dotted name; none where the line is no object."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return dict(_texts(value, "")) if isinstance(value, dict) else None
+
+
+def is_json(path: Path, encoding: str = "utf-8") -> bool:
+    """By its name, or where that says nothing by its first line."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(SUFFIXES):
+        return True
+    return not name.endswith((".csv", ".tsv", ".parquet")) and parse_line(first_line(path, encoding)) is not None
+
+
+def check_lines(path: Path, encoding: str = "utf-8") -> None:
+    """Refuse a file that is one JSON value over many lines."""
+    first = first_line(path, encoding).strip()
+    if first in ("[", "{", "[{") or first.startswith("["):
+        remedy = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
+        raise DataError("is one JSON value, not an object a line", field="input", value=str(path), remedy=remedy)
+
+
+def _texts(value: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
+    for name, inner in value.items():
+        path = f"{where}.{name}" if where else name
+        if isinstance(inner, dict):
+            yield from _texts(inner, path)
+        else:
+            yield path, _text(inner)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, list):
+        plain = not any(isinstance(part, dict | list) for part in value)
+        return ",".join(_text(part) for part in value) if plain else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
