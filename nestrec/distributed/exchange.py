@@ -189,8 +189,17 @@ def agree(communicator: Communicator, what: str, value: Any) -> None:
 
 def raise_together(communicator: Communicator, error: UserError | None) -> None:
     """Raise on every rank if any rank has an error: the error of the first such rank, named by its rank."""
-    mine = None if error is None else [error.problem, error.field, repr(error.value), error.remedy]
+    mine = None if error is None else [error.problem, error.field, _sendable(error.value), error.remedy]
     for rank, found in enumerate(all_gather_json(communicator, mine)):
         if found is not None:
             problem, field, value, remedy = found
-            raise UserError(f"{problem} (rank {rank}, value {value})", field=field, value=value, remedy=remedy)
+            raise UserError(f"{problem} (rank {rank})", field=field, value=value, remedy=remedy)
+
+
+def _sendable(value: Any) -> Any:
+    """A value as JSON carries it, so that it is printed as where it was found; in words where JSON cannot."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value

@@ -1,7 +1,8 @@
 """A run for TensorBoard."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +13,7 @@ from nestrec.report.formats import as_number
 from nestrec.tasks.task import Evaluation
 from nestrec.training.listener import Listener
 
+_LOG = logging.getLogger(__name__)
 _SCALARS = {
     "loss": "train/loss",
     "learning_rate": "train/learning_rate",
@@ -30,6 +32,7 @@ class TensorBoardWriter(Listener):
     def __init__(self, folder: Path):
         self._folder = folder
         self._writer: SummaryWriter | None = None
+        self._is_lost = False
 
     def __enter__(self) -> Self:
         return self
@@ -40,13 +43,17 @@ class TensorBoardWriter(Listener):
         self.close()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._write(writer.close)
 
     def started(self, total_steps: int, first_step: int) -> None:
         """Steps after `first_step` that an earlier process wrote are hidden, so that a resumed run shows none twice."""
-        self._writer = SummaryWriter(str(self._folder), purge_step=first_step + 1)
+
+        def start() -> None:
+            self._writer = SummaryWriter(str(self._folder), purge_step=first_step + 1)
+
+        self._write(start)
 
     def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         for name, tag in _SCALARS.items():
@@ -59,13 +66,23 @@ class TensorBoardWriter(Listener):
         for system, metrics in evaluation.metrics.items():
             for metric, value in metrics.items():
                 self._scalar(f"{evaluation.part}/{metric}/{system}", value.mean, step)
-        self._open().flush()
+        self._write(lambda: self._open().flush())
         if is_alone:
             self.close()
 
     def _scalar(self, tag: str, value: Any, step: int) -> None:
         if not math.isnan(number := as_number(value)):
-            self._open().add_scalar(tag, number, step)
+            self._write(lambda: self._open().add_scalar(tag, number, step))
+
+    def _write(self, action: Callable[[], object]) -> None:
+        """A by-product: where it cannot be written it is left, and the run goes on or says itself what is wrong."""
+        if self._is_lost:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._is_lost = True
+            _LOG.warning("nothing more is written for TensorBoard: %s", error)
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:

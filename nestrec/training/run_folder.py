@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,19 @@ from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
 
+_REMEDY = "free disk space or mend permissions and start again (it goes on from the last checkpoint), or name --output"
+
 
 class RunFolder:
-    """Written by rank 0 only; every rank may read."""
+    """Written by rank 0 only; every rank may read.
+
+    What cannot be written is not raised at once: rank 0 would end alone, and the others hear only that it is lost.
+    `check` raises it, where all ranks listen.
+    """
 
     def __init__(self, path: Path, *, is_writer: bool = True):
         self.path, self._is_writer = path, is_writer
+        self._problem: UserError | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -46,7 +53,8 @@ class RunFolder:
         if not self._is_writer:
             yield
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._write(lambda: self.path.mkdir(parents=True, exist_ok=True))
+        self.check()
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             self._lock(descriptor)
@@ -64,14 +72,33 @@ class RunFolder:
         except OSError:
             return  # a file system without locks
 
+    def check(self) -> None:
+        """Raise a UserError where something could not be written."""
+        if self._problem is not None:
+            raise self._problem
+
+    def _write(self, action: Callable[[], object]) -> None:
+        """On rank 0, and only until something could not be written."""
+        if not self._is_writer or self._problem is not None:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._problem = UserError(
+                f"cannot be written: {error.strerror or error}", field="RUN",
+                value=str(error.filename or self.path), remedy=_REMEDY,
+            )  # fmt: skip
+
     def begin(self, cfg: RunConfig, card_text: str, device: torch.device) -> None:
         """Write what is known at the start."""
-        if not self._is_writer:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / "config.json", dumps(cfg))
-        _replace(self.path / "card.json", card_text)
-        _replace(self.path / "versions.json", json.dumps(versions(device), indent=2))
+
+        def write() -> None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _replace(self.path / "config.json", dumps(cfg))
+            _replace(self.path / "card.json", card_text)
+            _replace(self.path / "versions.json", json.dumps(versions(device), indent=2))
+
+        self._write(write)
 
     def config(self) -> RunConfig:
         file = self.path / "config.json"
@@ -87,33 +114,41 @@ class RunFolder:
 
     def record(self, kind: str, **values: Any) -> None:
         """Append a line to metrics.jsonl."""
-        if self._is_writer:
+
+        def append() -> None:
             with self.metrics.open("a") as lines:
                 lines.write(json.dumps({"kind": kind, **values}) + "\n")
 
+        self._write(append)
+
     def forget_after(self, step: int) -> None:
         """Drop lines of steps after the one that is resumed from: they will be written again."""
-        if not (self._is_writer and self.metrics.exists()):
-            return
-        kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
-        _replace(self.metrics, "".join(line + "\n" for line in kept))
+
+        def rewrite() -> None:
+            if self.metrics.exists():
+                kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
+                _replace(self.metrics, "".join(line + "\n" for line in kept))
+
+        self._write(rewrite)
 
     def write_trace(self, spans: Sequence[Span]) -> None:
         """What the lanes of this rank did: for the report, and as a file for ui.perfetto.dev."""
-        if self._is_writer:
-            save_spans(self.path / "trace.jsonl", spans)
-            write_perfetto(self.path / "trace.perfetto.json", spans)
+        self._write(lambda: save_spans(self.path / "trace.jsonl", spans))
+        self._write(lambda: write_perfetto(self.path / "trace.perfetto.json", spans))
 
     def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A line in metrics.jsonl, and the values of each user under eval/."""
         self.record("evaluation", step=step, epoch=epoch, **evaluation.to_plain())
-        if self._is_writer:
+
+        def write() -> None:
             folder = self.path / "eval"
             folder.mkdir(exist_ok=True)
             np.savez_compressed(folder / f"{evaluation.part}.npz", allow_pickle=False, **evaluation.details)
             (folder / f"{evaluation.part}.json").write_text(
                 json.dumps({"step": step, **evaluation.to_plain()}, indent=2)
             )
+
+        self._write(write)
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -111,6 +111,7 @@ class Trainer:
         evaluation = self.measure(part, best=True)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
+        self._check_folder()
         return evaluation
 
     def measure(self, part: Part, *, best: bool) -> Evaluation:
@@ -148,6 +149,7 @@ class Trainer:
             window_changes=self.window.resume(self.state.window_changes, self.state.step),
             loss_variant=self._settled_variant(self.state.loss_variant),
         )
+        self._check_folder()
         self._listener.started(self._total_steps(), self.state.step)
         self._start_watching()
 
@@ -207,6 +209,7 @@ class Trainer:
         self.state = self.state.evaluated(evaluation.score)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
+        self.schedule.issue(self._check_folder)
         if self.state.best_step == self.state.step:
             self.saving.save_best(self.state)
 
@@ -226,6 +229,11 @@ class Trainer:
         if self.state.step <= TRACED_STEPS:
             self.folder.write_trace(spans)
         self._decide(spans)
+        self.schedule.issue(self._check_folder)
+
+    def _check_folder(self) -> None:
+        """A UserError on every rank where the first could not write. Collective."""
+        on_first(self._topology, self.folder.check)
 
     def _decide(self, spans: Sequence[Span]) -> None:
         """What measured times suggest: one value for all ranks, logged, saved, and in force some batches later."""

@@ -21,7 +21,7 @@ from nestrec.testing.ranks import RankFailure, RankPool
     [
         (other_config_on_last_rank, "tables"),
         (bad_key_on_last_rank, "is not a key of table 'item', which holds 0 to 59 (found on rank 3)"),
-        (own_error, "is full (rank 1, value 7)"),
+        (own_error, "disk = '/data': is full (rank 1)"),
         (disagree, "rank 2 differs from rank 0"),
     ],
 )

@@ -40,7 +40,9 @@ def test_a_rank_with_another_configuration_is_named_with_the_field(pools, data: 
 
 def test_missing_data_is_said_by_every_rank(pools, tmp_path: Path) -> None:
     outcomes = pools[2].outcomes(no_data, str(tmp_path))
-    check_same_error_everywhere(outcomes, "UserError", "there is no prepared dataset here (rank 0")
+    check_same_error_everywhere(
+        outcomes, "UserError", "data.folder = '/nowhere': there is no prepared dataset here (rank 0)"
+    )
 
 
 @pytest.mark.parametrize("saving", [{}, {"training.checkpoint_async": True}], ids=["waiting", "background"])
@@ -57,6 +59,15 @@ def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(
     assert verify(tmp_path / "cut" / "checkpoints" / "step-00000004") == []
     pools[2].run(train, "hstu", data, str(tmp_path / "cut"), more)
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("file", ["config.partial", "metrics.jsonl"])
+def test_a_run_folder_on_a_full_disk_is_said_by_every_rank(pools, data: str, tmp_path: Path, file: str) -> None:
+    (tmp_path / file).symlink_to("/dev/full")
+    more = {"training.max_steps": 21, "training.evaluate_every_epochs": 0, "pipeline.schedule": "nested"}
+    outcomes = pools[2].outcomes(train, "rows", data, str(tmp_path), more)
+    check_same_error_everywhere(outcomes, "UserError", "cannot be written: No space left on device (rank 0)")
+    assert f"RUN = '{tmp_path}" in outcomes[1].text
 
 
 def start_ranks(command: list[str], world: int, log: Path) -> list[subprocess.Popen]:

@@ -1,0 +1,43 @@
+"""A disk that is full or may not be written to is an error that names the file and the remedy."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.distributed import Topology
+from nestrec.report.tensorboard import TensorBoardWriter
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.trainer import Trainer
+
+SHORT = {"training.max_steps": 21, "training.epochs": 9, "training.evaluate_every_epochs": 0}
+
+
+def trainer_of(data: Path, run: Path) -> Trainer:
+    return Trainer(config_of("rows", data, {**SHORT, "pipeline.schedule": "nested"}), run, Topology.single())
+
+
+@pytest.mark.parametrize(("file", "step"), [("config.partial", 0), ("metrics.jsonl", 20), ("trace.jsonl", 20)])
+def test_a_full_disk_is_named_with_the_file_and_a_remedy(tiny_data: Path, tmp_path: Path, file: str, step: int) -> None:
+    (tmp_path / file).symlink_to("/dev/full")
+    trainer = trainer_of(tiny_data, tmp_path)
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device\n  remedy: free disk space"):
+        trainer.train()
+    assert trainer.state.step == step
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"RUN = '.*/file/run': cannot be written: Not a directory"):
+        trainer_of(tiny_data, tmp_path / "file" / "run").train()
+
+
+def test_a_run_goes_on_where_tensorboard_cannot_write(
+    tiny_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING), TensorBoardWriter(tmp_path / "file" / "tensorboard") as heard:
+        trainer = Trainer(config_of("rows", tiny_data, SHORT), tmp_path / "run", Topology.single(), heard)
+        assert trainer.train().step == 21
+    assert [record.getMessage()[:43] for record in caplog.records] == ["nothing more is written for TensorBoard: [E"]
