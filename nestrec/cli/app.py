@@ -194,18 +194,26 @@ def formats() -> None:
     Console().print(table)
 
 
-@app.command()
+@app.command(context_settings=PASSED_ON)
 def export(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
     last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
 ) -> None:
-    """Write a run as a servable folder: safetensors and JSON with digests, nothing executable."""
-    from nestrec.report import progress_for
-    from nestrec.serving.model.export import export_run
+    """Write a run as a servable folder: safetensors and JSON with digests, nothing executable.
 
+    A request must tell what the model reads, unless the export names a default ([bold]nestrec options export[/bold]
+    lists them): [bold]nestrec export runs/mine models/mine --defaults.actions click --defaults.features.device
+    phone[/bold]. Answers say where one was taken.
+    """
+    from nestrec.base.config import with_overrides
+    from nestrec.report import progress_for
+    from nestrec.serving.model.export import ExportConfig, export_run
+
+    cfg = with_overrides(ExportConfig(), parse_overrides(context.args, ("last",)))
     with progress_for(f"export {output}"):
-        manifest = export_run(run, output, best=not last)
+        manifest = export_run(run, output, best=not last, defaults=cfg.defaults)
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
 
 

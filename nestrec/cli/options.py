@@ -12,6 +12,7 @@ from nestrec.base.field_docs import FieldDoc, describe
 
 CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
+    "export": "nestrec.serving.model.export:ExportConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "replay": "nestrec.bench.serving.replay:ReplayConfig",
     "bench stores": "nestrec.bench.kernels.stores:StoresBench",

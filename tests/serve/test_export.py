@@ -2,20 +2,30 @@
 
 import contextlib
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from nestrec.base.config import dumps
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.data.samples.ranking import held_out_windows
 from nestrec.data.samples.retrieval import RetrievalQueries
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.model.can_serve import why_not_served
 from nestrec.serving.model.export import export_run
 from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.random_model import random_ranking
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import InputDefaults
 from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.training.recipes import RECIPES, recipe
 
 
 def make_runner(folder):
@@ -132,3 +142,60 @@ def test_every_changed_folder_is_refused(retrieval, tmp_path):
 def test_an_export_never_overwrites(retrieval, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export_run(retrieval.run, retrieval.folder)
+
+
+@pytest.mark.parametrize("name", ["demo_sasrec", "demo_fuxi", "criteo_dlrm"])
+def test_what_cannot_be_served_is_not_exported(name, tmp_path):
+    """Before anything is opened: there is neither a dataset nor a checkpoint here."""
+    cfg = recipe(name)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(dumps(cfg))
+    with pytest.raises(UserError, match=rf"{cfg.task.encoder.kind}.*cannot be served: it (has no|scores)") as refused:
+        export_run(tmp_path / "run", tmp_path / "model")
+    assert "docs/serving.md" in str(refused.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_table_of_what_can_be_served_is_that_of_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+), (?:retrieval|ranking|rows) +\| (yes|no)", text, re.MULTILINE))
+    kinds = {make().task.encoder.kind: why_not_served(make().task) is None for make in RECIPES.values()}
+    assert {kind: rows[kind] == "yes" for kind in kinds} == kinds
+
+
+def test_a_ranking_model_with_another_encoder_is_not_served_either():
+    for encoder, can in ((HSTUConfig(), True), (FuXiConfig(), False), (SASRecConfig(), False)):
+        assert (why_not_served(RankingTaskConfig(encoder=encoder)) is None) is can
+
+
+def test_an_export_names_defaults_that_are_served(ranking, tmp_path):
+    key = Servable.load(ranking.folder).item_keys[3]
+    defaults = InputDefaults(history=(key,), times="now", actions=("click",))
+    export_run(ranking.run, tmp_path / "model", defaults=defaults)
+    assert Servable.load(tmp_path / "model").spec.defaults == defaults
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults", "problem"),
+    [
+        ("retrieval", InputDefaults(actions=("click",)), r"defaults.actions.*is not read by the model"),
+        ("retrieval", InputDefaults(history=("nope",)), r"defaults.history.*'nope'.*is no item"),
+        ("retrieval", InputDefaults(history=()), r"defaults.history.*stands for nobody"),
+        ("retrieval", InputDefaults(features={"tab": "1"}), r"defaults.features.*'tab'.*is no category"),
+        ("ranking", InputDefaults(actions=("clack",)), r"defaults.actions.*'clack'(.|\n)*did you mean 'click'"),
+        ("ranking", InputDefaults(history=("1",), times="now"), r"defaults.history(.|\n)*add --defaults.actions"),
+    ],
+)  # fmt: skip
+def test_defaults_that_could_not_be_taken_are_refused(request, kind, defaults, problem):
+    with pytest.raises(UserError, match=problem):
+        check_defaults(defaults, Servable.load(request.getfixturevalue(kind).folder))
+
+
+def test_a_default_must_be_known_and_read():
+    servable = random_ranking(HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=8), num_items=5)
+    check_defaults(InputDefaults(features={"tab": "home"}), servable)
+    check_defaults(InputDefaults(features={"tab": None}), servable)
+    with pytest.raises(UserError, match=r"defaults.features.tab = 'hme'(.|\n)*did you mean 'home'"):
+        check_defaults(InputDefaults(features={"tab": "hme"}), servable)
+    with pytest.raises(UserError, match=r"defaults.times = 'now': is not read by the model"):
+        check_defaults(InputDefaults(times="now"), servable)

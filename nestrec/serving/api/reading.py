@@ -20,6 +20,8 @@ from nestrec.serving.model.spec import ColumnSpec
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
 _NEEDED = "is needed: the model reads it, and its export names no default"
+_LONGEST_NUMBER = 18
+"""digits"""
 _NO_EVENT = "must hold an event of an item that the model knows: it knows a user by nothing else"
 
 
@@ -134,7 +136,7 @@ class Reader:
 
     def _default_events(self, given: HistoryFields, now_ms: int) -> History:
         default = self._defaults.history
-        if default is None and self.servable.needs_event:
+        if not default and self.servable.needs_event:
             raise BadRequestError(_NO_EVENT, "history")
         if default is not None or given.items is None or len(given.items):
             self.notes.add_default("history", {"items": list(default or ())})
@@ -212,10 +214,10 @@ class Reader:
         if ids is not None:
             found = np.fromiter((0 if v is None else ids.get(str(v), 0) for v in values), np.int64, len(values))
         else:
-            found = np.array([v if isinstance(v, int) and 0 <= v < column.num_rows else 0 for v in values], np.int64)
+            found = np.fromiter((_row(v, column.num_rows) for v in values), np.int64, len(values))
         if not found.all():
             unknown = [values[i] for i in np.flatnonzero(found == 0)]
-            named = [value for value in unknown if value is not None and not (ids is None and value == 0)]
+            named = [value for value in unknown if value is not None and not (ids is None and value in (0, "0"))]
             if named:
                 self.notes.add_unknown(field, named, "scored")
         return found if isinstance(given, list) else np.full(count, found[0])
@@ -224,6 +226,13 @@ class Reader:
 def unknown_of(keys: Sequence[ItemId], ids: Ids) -> list[ItemId]:
     """The keys that have no id."""
     return [keys[i] for i in np.flatnonzero(ids == 0)]
+
+
+def _row(category: Category, num_rows: int) -> int:
+    """Of a category that has a number and no name; 0 where there is no such row."""
+    if isinstance(category, str):
+        category = int(category) if category.isdecimal() and len(category) <= _LONGEST_NUMBER else None
+    return category if category is not None and 0 <= category < num_rows else 0
 
 
 def _sum_of_bits(action: Action, bits: Mapping[str, int]) -> int:

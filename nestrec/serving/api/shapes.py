@@ -193,20 +193,39 @@ def _object(shape: type, limits: LimitsConfig) -> Check:
 
 def _builder(shape: Any) -> Callable[[Mapping[str, Any]], Any]:
     """Makes the dataclass, and those inside it, from data that has been checked."""
-    inner = {name: _builder(cls) for name, hint in typing.get_type_hints(shape).items() if (cls := _class_in(hint))}
-    if not inner:
+    hints = typing.get_type_hints(shape)
+    makers = {name: found for name, hint in hints.items() if (found := _makers(hint))}
+    if not makers:
         return lambda data: shape(**data)
 
     def build(data: Mapping[str, Any]) -> Any:
-        made = {name: make(data[name]) for name, make in inner.items() if data.get(name) is not None}
-        return shape(**{**data, **made})
+        return shape(**{**data, **{name: _made(data[name], kinds) for name, kinds in makers.items() if name in data}})
 
     return build
 
 
-def _class_in(hint: Any) -> type | None:
-    """The dataclass that a field holds, by itself or where it may be left out."""
-    return next((h for h in (hint, *get_args(hint)) if isinstance(h, type) and dataclasses.is_dataclass(h)), None)
+_Makers = dict[type, Callable[[Any], Any]]
+"""How values with classes inside are made, by the type that JSON is read into."""
+
+
+def _makers(hint: Any) -> _Makers:
+    arguments = get_args(hint)
+    match _sort(hint):
+        case "object":
+            return {dict: _builder(hint)}
+        case "union":
+            return {kind: make for argument in arguments for kind, make in _makers(argument).items()}
+        case "list" if inner := _makers(arguments[0]):
+            return {list: lambda values: [_made(value, inner) for value in values]}
+        case "mapping" if inner := _makers(arguments[1]):
+            return {dict: lambda values: {name: _made(value, inner) for name, value in values.items()}}
+        case _:
+            return {}
+
+
+def _made(value: Any, makers: _Makers) -> Any:
+    make = makers.get(type(value))
+    return value if make is None else make(value)
 
 
 def _list(of: _Kind, least: int, most: int | None) -> _Kind:

@@ -9,12 +9,13 @@ import json
 import mmap
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nestrec.base.config import dumps
+from nestrec.base.config import config, dumps
 from nestrec.base.errors import DataError, UserError
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
@@ -22,6 +23,8 @@ from nestrec.data.samples.ranking import checked_columns, item_column
 from nestrec.distributed import Topology
 from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.model.can_serve import check_served
+from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import (
     COLUMNS_FILE,
@@ -32,6 +35,7 @@ from nestrec.serving.model.spec import (
     WEIGHTS_FILE,
     ColumnSpec,
     FileDigest,
+    InputDefaults,
     ServableManifest,
     ServableSpec,
     table_file,
@@ -39,25 +43,38 @@ from nestrec.serving.model.spec import (
 from nestrec.serving.model.tables import ResidentTable, Table
 from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.tasks.retrieval import RetrievalTaskConfig
-from nestrec.tasks.rows import RowsTaskConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
 
 _CHUNK_ROWS = 1 << 16
 
 
-def export_run(run: Path, output: Path, *, best: bool = True) -> ServableManifest:
-    """Write the best (or last) weights of a run as a servable folder."""
+@config
+class ExportConfig:
+    defaults: InputDefaults = InputDefaults()
+    """what stands in for something that the model reads and a request does not tell"""
+
+
+def export_run(
+    run: Path, output: Path, *, best: bool = True, defaults: InputDefaults | None = None
+) -> ServableManifest:
+    """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out."""
     cfg = RunFolder(run).config()
-    if isinstance(cfg.task, RowsTaskConfig):
-        raise UserError("has no sequences to serve", field="RUN", value=str(run), remedy="export a sequence model")
+    check_served(cfg.task)
     session = Session.open(cfg, Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
     with contextlib.closing(session.engine):
         session.restore(restored)
         output.parent.mkdir(parents=True, exist_ok=True)
-        servable = _servable(session, restored.step, output.parent)
+        servable = _with_defaults(_servable(session, restored.step, output.parent), defaults)
     return write_servable(servable, output)
+
+
+def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
+    if defaults is None:
+        return servable
+    check_defaults(defaults, servable)
+    return replace(servable, spec=replace(servable.spec, defaults=defaults))
 
 
 def write_servable(servable: Servable, output: Path) -> ServableManifest:

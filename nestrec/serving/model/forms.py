@@ -19,6 +19,7 @@ from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTU
 from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.inputs import Candidates, History, window_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import Table
@@ -256,11 +257,9 @@ def make_form(servable: Servable, slide_events: int | None = None) -> Form:
 
 
 def _hstu(servable: Servable) -> HSTU:
+    check_served(servable.spec.task)
     encoder = servable.model.encoder
-    if not isinstance(encoder, HSTU):
-        raise UserError(
-            "cannot be served", field="encoder", value=type(encoder).__name__, remedy="serve a model with HSTU"
-        )
+    assert isinstance(encoder, HSTU)
     return encoder
 
 
