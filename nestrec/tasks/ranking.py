@@ -10,13 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from nestrec.base.bounds import Count, Natural
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import Mistakes, UserError, did_you_mean
 from nestrec.data.batches import MicroBatch
 from nestrec.data.dataset import Dataset
-from nestrec.data.samples.ranking import RankingAssembler, RankingInputConfig, RankingInputs, held_out_windows
-from nestrec.data.samples.split import Part, by_time
+from nestrec.data.samples.ranking import (
+    RankingAssembler,
+    RankingInputConfig,
+    RankingInputs,
+    checked_columns,
+    held_out_windows,
+    label_bits,
+)
+from nestrec.data.samples.split import Part, TimeSplitConfig, by_time
 from nestrec.data.samples.windows import window_index
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
@@ -39,10 +46,8 @@ class RankingTaskConfig:
     """from states to logits"""
     inputs: RankingInputConfig = RankingInputConfig()
     """what the model sees and predicts"""
-    valid_from_ms: Natural = 0
-    """events from this time on validate (Unix milliseconds)"""
-    test_from_ms: Natural = 0
-    """events from this time on test (Unix milliseconds)"""
+    split: TimeSplitConfig = TimeSplitConfig()
+    """which events validate and test"""
     table_init: InitConfig = InitConfig(scale=0.02)
     """first values of all vectors"""
     table_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="adam", beta2=0.98)
@@ -50,20 +55,21 @@ class RankingTaskConfig:
     item_store: StoreConfig = StoreConfig()
     """where the item table lives"""
     baseline_category: str = ""
-    """event feature that the logistic baseline uses beside the rates of items and users"""
+    """event feature that the logistic baseline uses beside the rates of items and users; '' for none"""
     batch_windows: Count = 256
     """windows scored at a time"""
 
 
 class RankingTask(Task):
-    remedy_if_empty = "cut where there are events on both sides: --task.valid_from_ms, --task.test_from_ms"
+    remedy_if_empty = "cut where there are events on both sides: --task.split.valid_from, --task.split.test_from"
 
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset = cfg, dataset
         _check(cfg, dataset)
         rows = dataset.rows(np.arange(dataset.num_samples))
         times, self._offsets = rows.lists["timestamps_ms"]
-        self._split = by_time(times, self._offsets, valid_from_ms=cfg.valid_from_ms, test_from_ms=cfg.test_from_ms)
+        valid_from_ms, test_from_ms = cfg.split.cuts_ms(times)
+        self._split = by_time(times, self._offsets, valid_from_ms=valid_from_ms, test_from_ms=test_from_ms)
         self._events: dict[str, NDArray[Any]] = {name: values for name, (values, _) in rows.lists.items()}
         self._inputs = RankingInputs(dataset, cfg.inputs, seed=seed)
         num_bits = max(dataset.card.action_bits.values()).bit_length()
@@ -111,10 +117,9 @@ class RankingTask(Task):
             entropy = normalised_entropy(label_EK[:, k], logit_EK[:, k])
             metrics[f"ne/{name}"] = Interval(entropy, float("nan"), float("nan"))
         systems: dict[str, Mapping[str, Interval]] = {"model": metrics}
-        if self.cfg.baseline_category:
-            if part not in self._baseline:
-                self._baseline[part] = self._logistic(part)
-            systems["logistic"] = self._baseline[part]
+        if part not in self._baseline:
+            self._baseline[part] = self._logistic(part)
+        systems["logistic"] = self._baseline[part]
         details = {"logit": logit_EK, "label": label_EK, "users": user_E}
         return Evaluation(part, f"auc/{self.cfg.inputs.labels[0]}", systems, details)
 
@@ -162,7 +167,8 @@ class RankingTask(Task):
         held, _ = window_index(self._offsets[:-1] + first, self._offsets[:-1] + end)
         user = np.repeat(np.arange(len(first)), np.diff(self._offsets))
         item = self._events["item_ids"]
-        category = self._events[f"event_{self.cfg.baseline_category}"].astype(np.int64)
+        named = self._events.get(f"event_{self.cfg.baseline_category}")
+        category = np.zeros(item.size, np.int64) if named is None else named.astype(np.int64)
         result: dict[str, Interval] = {}
         for name in self.cfg.inputs.labels:
             label = (self._events["actions"].astype(np.int64) & self._dataset.card.action_bits[name] > 0).astype(
@@ -180,30 +186,36 @@ class RankingTask(Task):
 
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
-    if not dataset.card.has_timestamps or not dataset.card.action_bits:
-        raise UserError(
-            "ranking needs timestamps and actions", field="data.folder", value=str(dataset.folder),
-            remedy="prepare the data from a log that has both",
-        )  # fmt: skip
-    if not cfg.inputs.labels:
-        remedy = did_you_mean("", dataset.card.action_bits)
-        raise UserError("names nothing to predict", field="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy)
-    categories = [feature.name for feature in dataset.card.event_features if feature.kind == "category"]
-    if cfg.baseline_category and cfg.baseline_category not in categories:
-        raise UserError(
-            "is no category of the dataset's events", field="task.baseline_category", value=cfg.baseline_category,
-            remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' leaves the baseline out",
-        )  # fmt: skip
-    if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
-        raise UserError(
-            f"must be twice task.inputs.max_events = {cfg.inputs.max_events}", field="task.encoder.max_length",
-            value=cfg.encoder.max_length, remedy="an event gives two tokens",
-        )  # fmt: skip
-    if not 0 < cfg.valid_from_ms <= cfg.test_from_ms:
-        raise UserError(
-            "must hold 0 < valid_from_ms <= test_from_ms", field="task.valid_from_ms", value=cfg.valid_from_ms,
-            remedy="give both in Unix milliseconds",
-        )  # fmt: skip
+    """All that a dataset cannot give, at once."""
+    card, mistakes = dataset.card, Mistakes()
+    with mistakes.noted():
+        if not card.has_timestamps or not card.action_bits:
+            raise UserError(
+                "ranking needs timestamps and actions", field="data.folder", value=str(dataset.folder),
+                remedy="prepare the data from a log that has both (--log.time, --log.actions)",
+            )  # fmt: skip
+        if not cfg.inputs.labels:
+            remedy = did_you_mean("", card.action_bits)
+            raise UserError(
+                "names nothing to predict", field="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy
+            )
+        label_bits(card, cfg.inputs)
+    with mistakes.noted():
+        checked_columns(card, cfg.inputs)
+    categories = [feature.name for feature in card.event_features if feature.kind == "category"]
+    with mistakes.noted():
+        if cfg.baseline_category and cfg.baseline_category not in categories:
+            raise UserError(
+                "is no category of the dataset's events", field="task.baseline_category", value=cfg.baseline_category,
+                remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' does without one",
+            )  # fmt: skip
+    with mistakes.noted():
+        if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
+            raise UserError(
+                f"must be twice task.inputs.max_events = {cfg.inputs.max_events}", field="task.encoder.max_length",
+                value=cfg.encoder.max_length, remedy="an event gives two tokens",
+            )  # fmt: skip
+    mistakes.raise_all()
 
 
 TASK = TaskSpec(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
+from nestrec.base.errors import Mistakes, UserError
 from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
@@ -241,18 +241,22 @@ def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
 
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
-    if use_times and not dataset.card.has_timestamps:
-        name = backbone_of(cfg.encoder).times_field or "kind"
-        field, other = f"task.encoder.{name}", "take another backbone" if name == "kind" else "set it to false"
-        raise UserError(
-            "needs timestamps, and the dataset has none", field=field, value=getattr(cfg.encoder, name),
-            remedy=f"{other}, or prepare the data from files with timestamps",
-        )  # fmt: skip
-    if cfg.history.max_length != cfg.encoder.max_length:
-        raise UserError(
-            f"differs from task.encoder.max_length = {cfg.encoder.max_length}", field="task.history.max_length",
-            value=cfg.history.max_length, remedy="give both the same value",
-        )  # fmt: skip
+    mistakes = Mistakes()
+    with mistakes.noted():
+        if use_times and not dataset.card.has_timestamps:
+            name = backbone_of(cfg.encoder).times_field or "kind"
+            field, other = f"task.encoder.{name}", "take another backbone" if name == "kind" else "set it to false"
+            raise UserError(
+                "needs timestamps, and the dataset has none", field=field, value=getattr(cfg.encoder, name),
+                remedy=f"{other}, or prepare the data from files with timestamps",
+            )  # fmt: skip
+    with mistakes.noted():
+        if cfg.history.max_length != cfg.encoder.max_length:
+            raise UserError(
+                f"differs from task.encoder.max_length = {cfg.encoder.max_length}", field="task.history.max_length",
+                value=cfg.history.max_length, remedy="give both the same value",
+            )  # fmt: skip
+    mistakes.raise_all()
 
 
 TASK = TaskSpec(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nestrec.base.config import with_overrides
 from nestrec.data.prepare.preparation import prepare
+from nestrec.data.samples.split import iso_moment
 from nestrec.data.synthetic.logs import SPAN_MS, START_MS, generate, preset
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
@@ -25,8 +26,9 @@ _OVERRIDES: dict[str, dict[str, str]] = {
     "ranking": {
         "task.encoder.dim": "8", "task.encoder.head_dim": "4", "task.encoder.max_length": "16",
         "task.inputs.max_events": "8", "task.inputs.event_features": "[]", "task.inputs.user_features": "[]",
-        "task.inputs.item_features": "topic", "task.baseline_category": "", "task.valid_from_ms": str(_VALID_MS),
-        "task.test_from_ms": str(_TEST_MS),
+        "task.inputs.item_features": "topic", "task.baseline_category": "",
+        "task.split.valid_from": iso_moment(_VALID_MS),
+        "task.split.test_from": iso_moment(_TEST_MS),
     },
     "rows": {
         "task.encoder.dim": "4", "task.encoder.bottom": "8", "task.encoder.top": "8",

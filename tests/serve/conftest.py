@@ -7,6 +7,7 @@ import pytest
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
+from nestrec.data.samples.split import TimeSplitConfig
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
@@ -30,7 +31,9 @@ def ranking_recipe(folder: Path) -> RunConfig:
     encoder = HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=2, max_length=2 * LENGTH, time_bias=True)
     inputs = RankingInputConfig(labels=("click", "long_view"), item_features=("topic",), max_events=LENGTH)
     task = RankingTaskConfig(
-        encoder=encoder, inputs=inputs, valid_from_ms=1_642_300_000_000, test_from_ms=1_642_400_000_000
+        encoder=encoder,
+        inputs=inputs,
+        split=TimeSplitConfig(valid_from="2022-01-16T02:26:40", test_from="2022-01-17T06:13:20"),
     )
     return RunConfig(
         name="small_ranking", task=task, data=DataConfig(folder=str(folder)), batch=BatchConfig(batch_samples=64)

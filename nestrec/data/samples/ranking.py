@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import Mistakes, UserError, did_you_mean
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
@@ -54,7 +54,7 @@ class RankingInputs:
     def __init__(self, dataset: Dataset, cfg: RankingInputConfig, *, seed: int):
         self._dataset, self._cfg, self._seed = dataset, cfg, seed
         self.columns = checked_columns(dataset.card, cfg)
-        self._label_bit = [_bit(dataset.card, name) for name in cfg.labels]
+        self._label_bit = label_bits(dataset.card, cfg)
         self._item_columns = {f"item_{n}": item_column(dataset.items(), f"item_{n}") for n in cfg.item_features}
 
     def read(self, users: NDArray[np.int64]) -> Rows:
@@ -140,17 +140,30 @@ def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
         "user": (cfg.user_features, card.user_features),
         "item": (cfg.item_features, card.item_features),
     }
-    columns = []
+    columns, mistakes = [], Mistakes()
     for prefix, (wanted, known) in groups.items():
         usable = {f.name: f for f in known if f.kind == "category"}
         for name in wanted:
-            if name not in usable:
-                raise UserError(
-                    "is not a category of this dataset that is known before the user reacts",
-                    field=f"task.inputs.{prefix}_features", value=name, remedy=did_you_mean(name, usable),
-                )  # fmt: skip
-            columns.append(Column(f"{prefix}_{name}", usable[name].vocabulary_size))
+            with mistakes.noted():
+                if name not in usable:
+                    raise UserError(
+                        "is not a category of this dataset that is known before the user reacts",
+                        field=f"task.inputs.{prefix}_features", value=name,
+                        remedy=f"{did_you_mean(name, usable)}; '' takes none",
+                    )  # fmt: skip
+                columns.append(Column(f"{prefix}_{name}", usable[name].vocabulary_size))
+    mistakes.raise_all()
     return tuple(columns)
+
+
+def label_bits(card: Card, cfg: RankingInputConfig) -> list[int]:
+    """The place in the mask of actions of each label, or an error that names those that the dataset has."""
+    mistakes, bits = Mistakes(), []
+    for label in cfg.labels:
+        with mistakes.noted():
+            bits.append(_bit(card, label))
+    mistakes.raise_all()
+    return bits
 
 
 def item_column(items: pa.Table, name: str) -> NDArray[np.int64]:

@@ -1,12 +1,79 @@
 """Which events of a user train the model and which are held out."""
 
+import datetime
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Share
+from nestrec.base.config import config
+from nestrec.base.errors import Mistakes, UserError
+
 Part = Literal["valid", "test"]
+
+
+@config
+class TimeSplitConfig:
+    """Two points in time: events before the first train, those from the second on test, those between validate."""
+
+    valid_from: str | None = None
+    """events from this date on validate, such as 2026-10-25 or 2026-10-25T12:00+02:00 (UTC where no zone is named);
+    none takes `valid_share`"""
+    test_from: str | None = None
+    """events from this date on test; none takes `test_share`"""
+    valid_share: Share = 0.1
+    """share of all events, the last ones before `test_from`"""
+    test_share: Share = 0.1
+    """share of all events, the last ones"""
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        for name in ("valid_from", "test_from"):
+            with mistakes.noted():
+                moment_ms(getattr(self, name), f"task.split.{name}")
+        mistakes.raise_all()
+
+    def cuts_ms(self, times_ms: NDArray[np.int64]) -> tuple[int, int]:
+        """(valid from, test from) in Unix milliseconds for events at these times."""
+        ordered = np.sort(times_ms)
+        test_from = moment_ms(self.test_from, "task.split.test_from")
+        if test_from is None:
+            test_from = _cut(ordered, self.test_share * ordered.size)
+        valid_from = moment_ms(self.valid_from, "task.split.valid_from")
+        if valid_from is None:
+            valid_from = _cut(ordered[ordered < test_from], self.valid_share * ordered.size)
+        if valid_from > test_from:
+            raise UserError(f"is later than test_from = {self.test_from}", field="task.split.valid_from",
+                            value=self.valid_from, remedy="validation comes before the test")  # fmt: skip
+        return valid_from, test_from
+
+
+def moment_ms(text: str | None, field: str) -> int | None:
+    """Unix milliseconds of a date or moment in ISO form."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        remedy = "write a date (2026-11-01) or a moment (2026-11-01T12:00+02:00)"
+        raise UserError("is no date", field=field, value=text, remedy=remedy) from None
+    zoned = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
+    return round(zoned.timestamp() * 1000)
+
+
+def iso_moment(time_ms: int) -> str:
+    """The moment in UTC as text."""
+    return datetime.datetime.fromtimestamp(time_ms / 1000, datetime.UTC).isoformat()
+
+
+def _cut(ordered_ms: NDArray[np.int64], num_last: float) -> int:
+    """The time from which about so many of the events are the last ones."""
+    if not ordered_ms.size:
+        return 0
+    place = min(max(0, ordered_ms.size - round(num_last)), ordered_ms.size - 1)
+    return int(ordered_ms[place])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.training.config import RunConfig
-from nestrec.training.recipes import amazon, criteo, demo, kuairand, movielens
+from nestrec.training.recipes import amazon, criteo, demo, kuairand, movielens, ranking
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     **demo.RECIPES,
+    **ranking.RECIPES,
     **amazon.RECIPES,
     **movielens.RECIPES,
     **kuairand.RECIPES,

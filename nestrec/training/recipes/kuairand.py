@@ -2,14 +2,14 @@
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
+from nestrec.data.samples.split import TimeSplitConfig
 from nestrec.models import HSTUConfig
 from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 MAX_EVENTS = 64
-MS_A_DAY = 86_400_000
-LAST_DAY_MS = 1_651_248_000_000
-"""2022-04-30 00:00 in UTC+8, the last day of the public sample"""
+LAST_DAY = "2022-04-30T00:00+08:00"
+"""the last day of the public sample, as its platform counts days"""
 
 
 USER_FEATURES = (
@@ -31,8 +31,7 @@ def kuairand_ranking() -> RunConfig:
                 item_features=("author_id", "video_type", "upload_type", "music_type"),
                 max_events=MAX_EVENTS,
             ),
-            valid_from_ms=LAST_DAY_MS - MS_A_DAY,
-            test_from_ms=LAST_DAY_MS,
+            split=TimeSplitConfig(valid_from="2022-04-29T00:00+08:00", test_from=LAST_DAY),
             baseline_category="tab",
         ),
         data=DataConfig(

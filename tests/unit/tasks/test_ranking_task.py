@@ -9,14 +9,14 @@ import pyarrow.csv
 import pytest
 
 from nestrec.base.config import with_overrides
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, UserErrors
 from nestrec.data.batches import BatchConfig
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_windows
-from nestrec.data.samples.split import Split
+from nestrec.data.samples.split import Split, TimeSplitConfig, iso_moment, moment_ms
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
@@ -51,8 +51,7 @@ def ranking_run(data: Path) -> RunConfig:
         task=RankingTaskConfig(
             encoder=HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=1, max_length=40, dropout=0.1),
             inputs=RankingInputConfig(labels=("click", "like"), max_events=20),
-            valid_from_ms=CUT_MS[0],
-            test_from_ms=CUT_MS[1],
+            split=TimeSplitConfig(valid_from=iso_moment(CUT_MS[0]), test_from=iso_moment(CUT_MS[1])),
         ),
         data=DataConfig(folder=str(data)),
         batch=BatchConfig(batch_samples=64),
@@ -92,7 +91,7 @@ def test_an_unknown_label_is_refused_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("task.valid_from_ms", {"valid_from_ms": CUT_MS[1], "test_from_ms": CUT_MS[0]}),
+        ("task.split.valid_from", {"split": TimeSplitConfig(valid_from="2030-01-02", test_from="2030-01-01")}),
         ("task.baseline_category", {"baseline_category": "tab"}),
         ("task.inputs.labels", {"inputs": RankingInputConfig(labels=(), max_events=20)}),
     ],
@@ -103,6 +102,44 @@ def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(tmp_path, fi
     with pytest.raises(UserError) as refused:
         RankingTask(replace(cfg.task, **changes), Dataset.open(cfg.data.folder), seed=0, dtype="float32")
     assert refused.value.field == field
+
+
+def test_all_that_a_dataset_cannot_give_is_told_at_once(tmp_path):
+    cfg = with_overrides(recipe("kuairand_ranking"), {"data.folder": str(make_log(tmp_path, shuffled=False))})
+    with pytest.raises(UserErrors) as refused:
+        RankingTask(replace(cfg.task, inputs=replace(cfg.task.inputs, labels=("clik", "buy"))),
+                    Dataset.open(cfg.data.folder), seed=0, dtype="float32")  # fmt: skip
+    fields = [error.field for error in refused.value.errors]
+    assert fields.count("task.inputs.labels") == 2
+    assert {f"task.inputs.{who}_features" for who in ("event", "user", "item")} < set(fields)
+    assert "task.baseline_category" in fields
+
+
+def test_dates_are_dates():
+    assert moment_ms("2026-11-01", "x") == 1_793_491_200_000
+    assert moment_ms("2026-11-01T02:00+02:00", "x") == 1_793_491_200_000
+    assert moment_ms(iso_moment(1_793_491_200_123), "x") == 1_793_491_200_123
+    with pytest.raises(UserErrors) as refused:
+        with_overrides(recipe("ranking"), {"task.split.valid_from": "1793491200000", "task.split.test_from": "May"})
+    assert [e.field for e in refused.value.errors] == ["task.split.valid_from", "task.split.test_from"]
+
+
+def test_without_dates_the_last_events_are_held_out():
+    times = np.arange(1000)[::-1] * 10
+    assert TimeSplitConfig().cuts_ms(times) == (8000, 9000)
+    assert TimeSplitConfig(test_share=0.25, valid_share=0.05).cuts_ms(times) == (7000, 7500)
+    assert TimeSplitConfig(test_from=iso_moment(5000)).cuts_ms(times) == (4000, 5000)
+
+
+def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(tmp_path):
+    small = {"task.encoder.dim": "8", "task.encoder.head_dim": "4", "task.inputs.max_events": "8",
+             "task.encoder.max_length": "16", "training.epochs": "1", "training.device": "cpu"}  # fmt: skip
+    cfg = with_overrides(recipe("ranking"), {"data.folder": str(make_log(tmp_path, shuffled=False)), **small})
+    trainer = Trainer(cfg, tmp_path / "run", Topology.single())
+    trainer.train()
+    evaluation = trainer.evaluate("test")
+    assert set(evaluation.metrics) == {"model", "logistic"}
+    assert trainer.session.task.num_held_out("test") > 0
 
 
 def test_windows_score_every_held_out_event_once_with_history_before_it():

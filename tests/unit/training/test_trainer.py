@@ -223,7 +223,7 @@ def test_warm_up_grows_both_rates_linearly(tiny_data: Path, tmp_path: Path) -> N
         ("hstu", {"task.history.max_length": 13}, "differs from task.encoder.max_length = 12"),
         ("ranking", {"task.inputs.labels": "clik"}, "did you mean 'click'"),
         ("ranking", {"task.encoder.max_length": 15}, "must be twice task.inputs.max_events = 8"),
-        ("ranking", {"task.valid_from_ms": 0}, "must hold 0 < valid_from_ms <= test_from_ms"),
+        ("ranking", {"task.split.valid_from": "2100-01-01"}, "is later than test_from"),
     ],
 )
 def test_mistakes_name_the_field_and_the_remedy(
