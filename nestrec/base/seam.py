@@ -52,10 +52,10 @@ class Seam(Generic[T]):
         point = self._foreign.get(name)
         return "nestrec" if point is None else point.dist.name if point.dist is not None else point.value
 
-    def unanswered(self, name: str, what: str, problem: str) -> UserError:
+    def unanswered(self, name: str, what: str, problem: str, *, see: str = "") -> UserError:
         """The error for who needs what a member does not say; `what`: the field of its spec, `problem`: the reason."""
         package = self.package_of(name)
-        remedy = f"let it answer: `{what}` of its spec in the package {package!r}, or take another {self.noun}"
+        remedy = f"let it answer: `{what}` of its spec in the package {package!r}, or take another {self.noun}{see}"
         return UserError(problem, field=self.noun, value=name, remedy=remedy)
 
     @cached_property

@@ -56,7 +56,7 @@ def activations_of(cfg: SequenceConfig) -> float:
 def cached_forward_of(cfg: SequenceConfig) -> CachedForward:
     """How serving computes this model; a UserError where it cannot."""
     if (cached := backbone_of(cfg).cached) is None:
-        raise BACKBONES.unanswered(cfg.kind, "cached", "it cannot compute new events against a kept prefix, which is "
-                                   "how models are served")  # fmt: skip
+        problem = "cannot be served: it has no pass over a kept prefix, which is how the server computes candidates"
+        raise BACKBONES.unanswered(cfg.kind, "cached", problem, see="; docs/serving.md lists what can be served")
     found: CachedForward = resolved(cached)
     return found

@@ -15,7 +15,6 @@ from nestrec.base.bounds import Count, NonNegative
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.models.ranking import RankingModel
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.keyed_hash import KeyedHash
@@ -228,4 +227,4 @@ def _wake(waiter: "asyncio.Future[bool]", is_there: bool) -> None:
 
 
 def role_of(servable: Servable) -> str:
-    return "ranking" if isinstance(servable.model, RankingModel) else "retrieval"
+    return servable.serving.role

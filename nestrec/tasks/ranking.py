@@ -220,4 +220,5 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
 
 TASK = TaskSpec(
     config=RankingTaskConfig, make=RankingTask, store_field="item_store",
+    serving="nestrec.serving.model.ranking_form:SERVING",
 )  # fmt: skip

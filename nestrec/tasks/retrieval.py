@@ -261,4 +261,5 @@ def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
 
 TASK = TaskSpec(
     config=RetrievalTaskConfig, make=RetrievalTask, store_field="item_store",
+    serving="nestrec.serving.model.retrieval_form:SERVING",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nestrec.ops.attention.paged_blocks import BLOCK_ROWS, FIELDS, PagedSegment, segment_array, write_blocks
 from nestrec.serving.engine.runner import Part
-from nestrec.serving.model.forms import RankingForm
+from nestrec.serving.model.ranking_form import RankingForm
 from nestrec.serving.prefix.page_pool import PagePool
 
 Indices = NDArray[np.int32]
@@ -136,7 +136,7 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part], to: Sectio
         np.array(rows, np.int64), np.array(pages, np.int64), pool.page_tokens, to.token_T, to.position_T, to.slot_T,
         to.pages, to.row_C, to.record_C,
     )  # fmt: skip
-    heads, table = form.encoder.cfg.num_heads, segment_array(segments)
+    heads, table = form.servable.kept.num_heads, segment_array(segments)
     write_blocks(table, heads, False, to.blocks)
     write_blocks(table, heads, True, to.last_blocks)
     asked_columns = [form.candidate_columns(part.candidates) for part in parts if part.candidates is not None]

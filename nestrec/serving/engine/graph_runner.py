@@ -11,19 +11,19 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.models.hstu import HSTUConfig
+from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.hstu_paged import PagedBatch, PagedHSTU
 from nestrec.ops.attention.paged_blocks import FIELDS
 from nestrec.ops.layers.token_rows import token_rows
 from nestrec.serving.engine.batch_layout import Extent, Room, Sections, lay_out
 from nestrec.serving.engine.runner import Launched, Part, Scored
-from nestrec.serving.model.forms import RankingForm
+from nestrec.serving.model.ranking_form import RankingForm
 from nestrec.serving.prefix.page_pool import PagePool
 
 _CANDIDATES = (0, 512, 1024)
@@ -40,7 +40,7 @@ class Captured:
     def __init__(self, form: RankingForm, encoder: PagedHSTU, room: Room, content_RD: torch.Tensor | None = None):
         """content_RD: room for the vectors of records, where they are brought to the device before the graph runs."""
         self._form, self._encoder, self.room, self._content_RD = form, encoder, room, content_RD
-        self._indices = torch.zeros(room.num_indices, dtype=torch.int32, device=form.encoder.position.device)
+        self._indices = torch.zeros(room.num_indices, dtype=torch.int32, device=form.servable.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scores: torch.Tensor | None = None
 
@@ -67,7 +67,7 @@ class Captured:
             self._content_RD[:num_records] = self._form.content(records)
 
     def _forward(self) -> torch.Tensor:
-        form, encoder = self._form, self._form.encoder
+        form, encoder = self._form, cast(HSTU, self._form.encoder)
         sections = self._indices.split(list(self.room.sizes))
         token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records = sections
         records_FR = records.view(self.room.num_fields, -1)
@@ -118,13 +118,13 @@ class GraphRunner:
 
     def __init__(self, form: RankingForm, pool: PagePool, *, max_tokens: int):
         self.form, self.pool = form, pool
-        self.row_step = rows_a_wave(form.encoder.cfg, pool.tensor.device)
-        most_pages = 32 * -(-form.encoder.cfg.max_length // pool.page_tokens)
+        self.row_step = rows_a_wave(cast(HSTU, form.encoder).cfg, pool.tensor.device)
+        most_pages = 32 * -(-form.servable.encoder_config.max_length // pool.page_tokens)
         self._sizes = row_counts(max_tokens)
         self._captured: dict[int, list[Captured]] = {}
         memory: Any = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            self._encoder = PagedHSTU(form.encoder, pool.tensor, pool.page_tokens)
+            self._encoder = PagedHSTU(cast(HSTU, form.encoder), pool.tensor, pool.page_tokens)
             content_RD = room_for_content(form, self._sizes[-1])
             for size in reversed(self._sizes):  # the largest first: the others fit into its memory
                 rooms = [Room(size, count, most_pages, form.num_fields) for count in candidate_counts(size)]

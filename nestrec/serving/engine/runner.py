@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.models.hstu_cached import cached_forward
 from nestrec.models.segments import KeysAndValues, Segment
 from nestrec.serving.engine.cost_model import work_of
 from nestrec.serving.model.forms import Form, Tokens
@@ -102,7 +101,7 @@ class Runner:
     def launch(self, parts: Sequence[Part]) -> Launched:
         start_s = time.perf_counter()
         results = self.run(parts)
-        if self.form.encoder.position.is_cuda:  # a batch of signals returns before the device is done
+        if self.form.servable.device.type == "cuda":  # a batch of signals returns before the device is done
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start_s
         return Launched(lambda: (results, seconds))
@@ -113,10 +112,11 @@ class Runner:
         appended = int(self.form.appends_candidates)
         counts = [part.end - part.first + appended * part.num_candidates for part in parts]
         bounds, made = list(itertools.accumulate(counts, initial=0)), list[KeysAndValues]()
-        state_TD = self.form.encoder.position[:0]
+        servable = self.form.servable
+        state_TD = torch.zeros(0, servable.encoder_config.dim, dtype=servable.dtype, device=servable.device)
         if bounds[-1]:
             segments = [self._segment(part, count) for part, count in zip(parts, counts, strict=True)]
-            state_TD, made = cached_forward(
+            state_TD, made = servable.cached.forward(
                 self.form.encoder, torch.cat([self._vectors(part) for part in parts]), segments,
                 lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
             )  # fmt: skip
@@ -133,7 +133,7 @@ class Runner:
         return torch.cat([history, self.form.candidate_tokens(part.candidates)])
 
     def _segment(self, part: Part, num_tokens: int) -> Segment:
-        device = self.form.encoder.position.device
+        device = self.form.servable.device
         num_history = part.end - part.first
         return Segment(
             prefix_length=part.first, num_history=num_history, num_candidates=num_tokens - num_history,

@@ -1,26 +1,20 @@
-"""What can be served today. docs/serving.md shows the same as a table."""
-
-from typing import Any
+"""What can be served: what a task and its backbone say of themselves. docs/serving.md shows the same as a table."""
 
 from nestrec.base.errors import UserError
-from nestrec.models.hstu import HSTUConfig
-from nestrec.tasks.rows import RowsTaskConfig
-
-_NO_PREFIX = "has no pass over a kept prefix, which is how the server computes candidates"
-_NO_HISTORY = "scores single rows, and the server knows its users by histories"
+from nestrec.models.backbones import cached_forward_of
+from nestrec.serving.model.serving_form import serving_form_of
+from nestrec.tasks.spec import TaskConfigBase
 
 
-def why_not_served(task: Any) -> str | None:
-    """The reason why models of a task cannot be served; none where they can."""
-    if isinstance(task, RowsTaskConfig):
-        return _NO_HISTORY
-    return None if isinstance(task.encoder, HSTUConfig) else _NO_PREFIX
-
-
-def check_served(task: Any) -> None:
+def check_served(task: TaskConfigBase) -> None:
     """Raise a `UserError` with the reason where models of a task cannot be served."""
-    if (reason := why_not_served(task)) is not None:
-        remedy = "train one with HSTU (encoder kind hstu); docs/serving.md lists what can be served"
-        raise UserError(
-            f"cannot be served: it {reason}", field="task.encoder.kind", value=task.encoder.kind, remedy=remedy
-        )
+    cached_forward_of(serving_form_of(task).encoder(task))
+
+
+def why_not_served(task: TaskConfigBase) -> str | None:
+    """The reason why models of a task cannot be served; none where they can."""
+    try:
+        check_served(task)
+    except UserError as error:
+        return error.problem
+    return None

@@ -8,8 +8,9 @@ import contextlib
 import json
 import mmap
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,12 @@ from nestrec.base.config import config, dumps
 from nestrec.base.errors import DataError, UserError
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
-from nestrec.data.samples.ranking import checked_columns, item_column
+from nestrec.data.samples.ranking import item_column
 from nestrec.distributed import Topology
-from nestrec.models.ranking import RankingModel
-from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.serving_form import serving_form_of
 from nestrec.serving.model.spec import (
     COLUMNS_FILE,
     INDEX_FILE,
@@ -41,8 +41,6 @@ from nestrec.serving.model.spec import (
     table_file,
 )  # fmt: skip
 from nestrec.serving.model.tables import ResidentTable, Table
-from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
 
@@ -99,14 +97,11 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
 
 def _servable(session: Session, step: int, scratch: Path) -> Servable:
     task, dataset, model = session.cfg.task, session.dataset, session.task.model
-    assert isinstance(task, RankingTaskConfig | RetrievalTaskConfig)
-    assert isinstance(model, RankingModel | RetrievalModel)
-    columns: tuple[ColumnSpec, ...] = ()
-    if isinstance(task, RankingTaskConfig):
-        columns = tuple(
-            ColumnSpec(name=c.name, keys=_vocabulary(session, c.name), num_rows=c.vocabulary_size)
-            for c in checked_columns(dataset.card, task.inputs)
-        )
+    serving = serving_form_of(task)
+    columns = tuple(
+        ColumnSpec(name=c.name, keys=_vocabulary(session, c.name), num_rows=c.vocabulary_size)
+        for c in serving.columns(task, dataset.card)
+    )
     spec = ServableSpec(
         name=session.cfg.name, step=step, task=task, num_items=dataset.num_items, columns=columns,
         action_bits=dict(dataset.card.action_bits),
@@ -116,7 +111,7 @@ def _servable(session: Session, step: int, scratch: Path) -> Servable:
     return Servable(
         spec=spec, version="", model=model, tables=tables,
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
-        index=_index(model, tables["items"].weight, scratch) if isinstance(model, RetrievalModel) else None,
+        index=None if serving.index is None else _index(partial(serving.index, model), tables["items"].weight, scratch),
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
     )  # fmt: skip
 
@@ -153,11 +148,11 @@ def _weight(table: Table) -> torch.Tensor:
     return table.weight
 
 
-def _index(model: RetrievalModel, items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
+def _index(vectors_of: Callable[[torch.Tensor], torch.Tensor], items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
     vectors = _mapped(scratch, len(items_ND) - 1, items_ND.shape[1], items_ND.dtype)
     for start in range(0, len(vectors), _CHUNK_ROWS):
         end = min(start + _CHUNK_ROWS, len(vectors))
-        vectors[start:end] = model.item_vectors(items_ND[start + 1 : end + 1])
+        vectors[start:end] = vectors_of(items_ND[start + 1 : end + 1])
     return ResidentTable(vectors)
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from torch import nn
 
 from nestrec.base.config import from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint.durable import sha256_of
-from nestrec.models.hstu import HSTU
-from nestrec.models.ranking import RankingModel
-from nestrec.models.retrieval import RetrievalModel
+from nestrec.models.backbone import SequenceConfig
+from nestrec.models.backbones import cached_forward_of, reads_times
+from nestrec.models.segments import CachedForward, KeptShape
 from nestrec.serving.model.item_ids import ItemIds
+from nestrec.serving.model.serving_form import ServingForm, serving_form_of
 from nestrec.serving.model.spec import (
     COLUMNS_FILE,
     FORMAT,
@@ -32,7 +34,6 @@ from nestrec.serving.model.spec import (
     table_file,
 )  # fmt: skip
 from nestrec.serving.model.tables import ResidentTable, Table, TablesConfig, open_table
-from nestrec.tasks.ranking import RankingTaskConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Servable:
 
     spec: ServableSpec
     version: str
-    model: RetrievalModel | RankingModel
+    model: nn.Module
     tables: Mapping[str, Table]
     """by name"""
     item_keys: tuple[str, ...]
@@ -64,21 +65,51 @@ class Servable:
     def column_ids(self) -> dict[str, dict[str, int]]:
         return {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
 
+    @cached_property
+    def serving(self) -> ServingForm:
+        """What the task of the model says of serving it."""
+        return serving_form_of(self.spec.task)
+
+    @cached_property
+    def encoder_config(self) -> SequenceConfig:
+        """Of the backbone."""
+        return self.serving.encoder(self.spec.task)
+
+    @cached_property
+    def cached(self) -> CachedForward:
+        """How new tokens are computed against a kept prefix; a UserError where the backbone cannot."""
+        return cached_forward_of(self.encoder_config)
+
+    @cached_property
+    def kept(self) -> KeptShape:
+        """What is kept of a token of a prefix."""
+        return self.cached.kept(self.encoder_config)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """In which it computes."""
+        return next(self.model.parameters()).dtype
+
     @property
     def reads_times(self) -> bool:
         """Scores depend on when events happened."""
-        return isinstance(self.model.encoder, HSTU) and self.model.encoder.cfg.time_bias
+        return reads_times(self.encoder_config)
 
     @property
     def reads_actions(self) -> bool:
         """Scores depend on what the user did at events."""
-        return isinstance(self.model, RankingModel)
+        return self.serving.reads_actions
 
     @property
     def needs_event(self) -> bool:
         """It knows a user by nothing but events. A ranking model has learned from first events, before which there is
         none."""
-        return isinstance(self.model, RetrievalModel)
+        return self.serving.needs_event
 
     @cached_property
     def event_features(self) -> dict[str, ColumnSpec]:
@@ -101,7 +132,7 @@ class Servable:
     @property
     def lookup_device(self) -> torch.device:
         """Where ids are when they are looked up: a cache is asked by the host."""
-        return next(self.model.parameters()).device if self.is_resident else torch.device("cpu")
+        return self.device if self.is_resident else torch.device("cpu")
 
     def ids_of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
@@ -113,13 +144,14 @@ class Servable:
         manifest = verified_manifest(folder)
         spec = from_plain(ServableSpec, json.loads((folder / SPEC_FILE).read_text()))
         weights = load_file(folder / WEIGHTS_FILE)
-        model, device, cfg = _model(spec), torch.device(device), tables or TablesConfig()
+        serving, device, cfg = serving_form_of(spec.task), torch.device(device), tables or TablesConfig()
+        model = serving.model(spec)
         model.load_state_dict(weights)
         model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
         names = ("items", *(c.name for c in spec.columns))
-        is_ranking = isinstance(spec.task, RankingTaskConfig)
-        columns = load_file(folder / COLUMNS_FILE) if is_ranking else {}
-        index = None if is_ranking else open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True)
+        has_index = serving.index is not None
+        columns = {} if has_index else load_file(folder / COLUMNS_FILE)
+        index = open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True) if has_index else None
         servable = Servable(
             spec=spec, version=manifest.version, model=model, index=index, item_columns=columns,
             tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
@@ -152,14 +184,6 @@ def verified_manifest(folder: Path) -> ServableManifest:
         if path.is_symlink() or path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
             raise _damaged(entry.name, "does not match its digest")
     return manifest
-
-
-def _model(spec: ServableSpec) -> RetrievalModel | RankingModel:
-    task = spec.task
-    if isinstance(task, RankingTaskConfig):
-        num_bits = max(spec.action_bits.values()).bit_length()
-        return RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
-    return RetrievalModel(task.encoder, task.similarity)
 
 
 def _damaged(name: str, problem: str) -> DamagedError:

@@ -7,8 +7,7 @@ from dataclasses import field
 from typing import Literal
 
 from nestrec.base.config import config, to_plain
-from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.built_in import TaskConfig
 
 FORMAT = 1
 SPEC_FILE, MANIFEST_FILE = "spec.json", "manifest.json"
@@ -48,7 +47,7 @@ class ServableSpec:
     """recipe that was trained"""
     step: int
     """training step of the weights"""
-    task: RetrievalTaskConfig | RankingTaskConfig
+    task: TaskConfig
     """the model and its inputs"""
     num_items: int
     """item ids run from 1 to it; 0 is an unknown item"""

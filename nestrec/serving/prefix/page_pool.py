@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.models.hstu import HSTUConfig
-from nestrec.models.segments import KeysAndValues
+from nestrec.models.segments import KeptShape, KeysAndValues
 
 
-def bytes_a_token(cfg: HSTUConfig, dtype: torch.dtype) -> int:
+def bytes_a_token(kept: KeptShape, dtype: torch.dtype) -> int:
     """Keys and values of a token over all layers."""
-    return 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * dtype.itemsize
+    return 2 * kept.num_layers * kept.num_heads * kept.head_dim * dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -34,9 +33,9 @@ def naming_memory(field: str, num_bytes: int, remedy: str) -> Iterator[None]:
 class PagePool:
     """(L, 2, H, slots, D), allocated once."""
 
-    def __init__(self, cfg: HSTUConfig, *, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, kept: KeptShape, *, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype):
         self.num_pages, self.page_tokens = num_pages, page_tokens
-        shape = (cfg.num_layers, 2, cfg.num_heads, num_pages * page_tokens, cfg.head_dim)
+        shape = (kept.num_layers, 2, kept.num_heads, num_pages * page_tokens, kept.head_dim)
         remedy = "give less; while a model is swapped, the caches of the old and the new one are there"
         with naming_memory("tiers.cache_bytes", math.prod(shape) * dtype.itemsize, remedy):
             # Not filled: on a CPU, memory is then taken as pages come into use.

@@ -56,13 +56,13 @@ class PrefixTiers:
     ):  # fmt: skip
         """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""
         self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
-        weights = form.encoder.position
-        self.bytes_a_token = bytes_a_token(form.encoder.cfg, weights.dtype)
-        self._longest = form.encoder.cfg.max_length
+        servable = form.servable
+        self.bytes_a_token = bytes_a_token(servable.kept, servable.dtype)
+        self._longest = servable.encoder_config.max_length
         num_pages = max(1, cfg.cache_bytes // (self.bytes_a_token * cfg.page_tokens)) if cfg.keeps_prefix else 1
         self.pool = pool or PagePool(
-            form.encoder.cfg, num_pages=num_pages, page_tokens=cfg.page_tokens, device=weights.device,
-            dtype=weights.dtype,
+            servable.kept, num_pages=num_pages, page_tokens=cfg.page_tokens, device=servable.device,
+            dtype=servable.dtype,
         )  # fmt: skip
         num_pages = min(num_pages, self.pool.num_pages)
         self.num_bytes = num_pages * self.bytes_a_token * self.pool.page_tokens
@@ -75,7 +75,7 @@ class PrefixTiers:
             max_bytes=self._host.num_pages * self._host.page_bytes, ttl_s=cfg.dram_ttl_s, clock=clock,
             give=self._host.give,
         )  # fmt: skip
-        self._out, self._in = (Copier(weights.device, cfg.dram_link_gb_per_s) for _ in range(2))
+        self._out, self._in = (Copier(servable.device, cfg.dram_link_gb_per_s) for _ in range(2))
         self._reloading: dict[CacheKey, list[Work]] = {}
 
     def find(self, work: Work) -> Entry | None:

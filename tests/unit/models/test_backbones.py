@@ -57,7 +57,7 @@ def test_a_backbone_says_whether_it_reads_times(cfg, reads):
 
 def test_only_a_backbone_with_a_cached_forward_can_be_served():
     assert cached_forward_of(HSTUConfig()).kept(HSTUConfig(num_layers=5)).num_layers == 5
-    with pytest.raises(UserError, match=r"backbone = 'sasrec': it cannot compute new events against a kept prefix"):
+    with pytest.raises(UserError, match=r"backbone = 'sasrec': cannot be served: it has no pass over a kept prefix"):
         cached_forward_of(SASRecConfig())
 
 

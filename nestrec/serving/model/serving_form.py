@@ -1,0 +1,56 @@
+"""In which form a task's models are served: the part of a task's spec that serving reads.
+
+    TASK = TaskSpec(config=MyTaskConfig, make=MyTask, serving=ServingForm(role="retrieval", model=..., form=..., ...))
+
+A task whose model is a `RetrievalModel` and whose config has a `history` may name ours,
+`nestrec.serving.model.retrieval_form:SERVING`; likewise `ranking_form` for a `RankingModel` with `inputs`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from nestrec.base.seam import resolved
+from nestrec.data.card import Card
+from nestrec.data.samples.ranking import Column
+from nestrec.models.backbone import SequenceConfig
+from nestrec.tasks.built_in import TASKS, task_spec
+from nestrec.tasks.spec import TaskConfigBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingForm:
+    """How models of a task become part of a cascade. Their tables are `items` and one for each column."""
+
+    role: Literal["retrieval", "ranking"]
+    """finds the best of the catalogue, or orders candidates"""
+    model: Callable[[Any], nn.Module]
+    """the model of a `ServableSpec`, with any weights; its attribute `encoder` is made by the backbone"""
+    form: Callable[[Any, int], Any]
+    """(servable, events by which a full history slides) to a `nestrec.serving.model.forms.Form`"""
+    longest_history: Callable[[Any], int]
+    """events, of the task's config"""
+    encoder: Callable[[Any], SequenceConfig] = attrgetter("encoder")
+    """the backbone's config in the task's"""
+    columns: Callable[[Any, Card], tuple[Column, ...]] = lambda task, card: ()
+    """categories beside the item that the model reads, of the task's config and the dataset's card"""
+    index: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    """(model, rows of the item table) to the vectors in which the best of the catalogue are looked for; none where
+    nothing is retrieved"""
+    reads_actions: bool = False
+    """scores depend on what the user did at events"""
+    needs_event: bool = False
+    """it knows a user by nothing but events"""
+
+
+def serving_form_of(task: TaskConfigBase) -> ServingForm:
+    """In which form the models of a task are served; a UserError where there is none."""
+    if (serving := task_spec(task).serving) is None:
+        problem = "cannot be served: it has no form in which the server, which knows users by histories, asks a model"
+        raise TASKS.unanswered(task.kind, "serving", problem, see="; docs/serving.md lists what can be served")
+    found: ServingForm = resolved(serving)
+    return found
