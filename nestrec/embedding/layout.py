@@ -8,18 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nestrec.embedding.table import OptimizerKind, TableConfig
+from nestrec.embedding.table import TableConfig
 
 ALIGNMENT_BYTES = 16
-
-_STATE_COLUMNS: dict[OptimizerKind, tuple[tuple[str, bool], ...]] = {
-    "sgd": (),
-    "adagrad": (("state_sum", False),),
-    "rowwise_adagrad": (("state_sum", True),),
-    "adam": (("state_m", False), ("state_v", False)),
-    "rowwise_adam": (("state_m", False), ("state_v", True)),
-}
-"""Kind of optimiser to (column, one number a row?)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +64,10 @@ class RowLayout:
 def layout_of(table: TableConfig) -> RowLayout:
     """The layout of a table's rows."""
     columns, offset = [Column("weight", table.weight_dtype, table.dim, 0)], table.dim * table.weight_dtype.itemsize
-    for name, is_row_wise in _STATE_COLUMNS[table.optimizer.kind]:
+    for state in table.optimizer.spec.state:
         offset = _round_up(offset, table.state_dtype.itemsize)
-        initial = table.optimizer.initial_accumulator if name == "state_sum" else 0.0
-        width = 1 if is_row_wise else table.dim
-        columns.append(Column(name, table.state_dtype, width, offset, initial))
+        width = 1 if state.is_row_wise else table.dim
+        columns.append(Column(state.name, table.state_dtype, width, offset, state.initial(table.optimizer)))
         offset += width * table.state_dtype.itemsize
     return RowLayout(tuple(columns), _round_up(offset, ALIGNMENT_BYTES) // 4)
 

@@ -6,11 +6,10 @@ from typing import Literal
 
 import torch
 
-from nestrec.base.bounds import Count, Decay, Natural, NonNegative, Positive
+from nestrec.base.bounds import Count, Natural, NonNegative
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-
-OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
+from nestrec.embedding.row_optimizer import RowOptimizerConfig
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -18,24 +17,6 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-
-@config
-class RowOptimizerConfig:
-    """One step on the rows of a batch. The learning rate comes with each update."""
-
-    kind: OptimizerKind = "rowwise_adagrad"
-    """The rule; the formulas stand in nestrec/embedding/optimizers."""
-    eps: NonNegative = 1e-8
-    """Added to the root, never under it."""
-    beta1: Decay = 0.9
-    """Decay of the first moment (Adam)."""
-    beta2: Decay = 0.999
-    """Decay of the second moment (Adam)."""
-    moment_scale: Positive = 1.0
-    """Row-wise AdaGrad divides its moment by this (the c of 2D sparse parallelism)."""
-    initial_accumulator: NonNegative = 0.0
-    """What AdaGrad's sums start from."""
 
 
 @config

@@ -200,7 +200,7 @@ def _loads(bed: Bed, entry: Entry, options: BedOptions) -> Loads:
     aligned = [[mine[(p - 1) % len(mine)] for p in range(len(mine))] for mine in batches]
     table = TableConfig(
         name=TABLE, dim=job.dim, num_rows=job.num_rows, store=StoreConfig(kind="dram"),
-        optimizer=RowOptimizerConfig(kind=job.optimizer),  # type: ignore[arg-type]
+        optimizer=RowOptimizerConfig(kind=job.optimizer),
     )  # fmt: skip
     dense = 4.0 * sum(p.numel() for p in TokenNetwork(job).parameters())
     return counted_loads(aligned, [table], lambda part: (token_flops(job) * part.num_tokens, 0.0), dense_bytes=dense)

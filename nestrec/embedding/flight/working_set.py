@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from nestrec.distributed.parcel import Parcel
 from nestrec.embedding.flight.routing import RoutedTable
 from nestrec.embedding.layout import RowLayout
-from nestrec.embedding.optimizers import can_update_on_host, update_rows, update_rows_on_host
+from nestrec.embedding.optimizers.updating import runs_host_loop, update_rows, update_rows_on_host
+from nestrec.embedding.row_optimizer import RowStep
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import TableConfig
 from nestrec.embedding.transfer import to_device, used_here
@@ -88,17 +89,15 @@ class WorkingTable:
     def _update(
         self, rows: torch.Tensor, gradient: torch.Tensor, slots: NDArray[np.int64], step: int, learning_rate: float
     ) -> None:
-        refused, optimizer = slots < 0, self.table.optimizer
-        if can_update_on_host(rows, self.layout):
+        refused, now = slots < 0, RowStep(step, learning_rate, self.table.optimizer)
+        if runs_host_loop(rows, self.layout, self.table.optimizer.spec):
             kept = torch.from_numpy(np.flatnonzero(refused))
             before = rows.index_select(0, kept)
-            update_rows_on_host(rows, gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
-                                num_threads=self.table.store.num_threads)  # fmt: skip
+            update_rows_on_host(rows, gradient, self.layout, now, num_threads=self.table.store.num_threads)
             rows.index_copy_(0, kept, before)
         else:
             places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if refused.any() else None
-            update_rows(rows, gradient, self.layout, optimizer, step=step, learning_rate=learning_rate,
-                        places=None if places is None else to_device(places, rows.device))  # fmt: skip
+            update_rows(rows, gradient, self.layout, now, None if places is None else to_device(places, rows.device))
         used_here([gradient])
 
 

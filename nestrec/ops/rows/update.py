@@ -68,8 +68,12 @@ def update_rows_reference(
     weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule
 ) -> None:
     """The definition, on rows in order."""
-    change_PD = _RULES[rule.kind](states, grad_PD, rule)
-    weight_ND.copy_(weight_ND.to(grad_PD.dtype) - change_PD)
+    weight_ND.copy_(weight_ND.to(grad_PD.dtype) - change_of(states, grad_PD, rule))
+
+
+def change_of(states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule) -> torch.Tensor:
+    """What a rule takes from the weights; the states change in place."""
+    return _RULES[rule.kind](states, grad_PD, rule)
 
 
 def root(x: torch.Tensor) -> torch.Tensor:

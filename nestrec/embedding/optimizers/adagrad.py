@@ -1,0 +1,63 @@
+"""adagrad and rowwise_adagrad, with c the moment scale.
+
+adagrad          s += g^2;          w -= lr * g / (sqrt(s) + eps)
+rowwise_adagrad  s += mean(g^2);    w -= lr * g / (sqrt(s / c) + eps)
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from nestrec.embedding.optimizers.built_in import built_in
+from nestrec.embedding.optimizers.mean_of_squares import mean_of_squares
+from nestrec.embedding.row_optimizer import RowOptimizerConfig, RowStep, StateColumn
+from nestrec.ops.rows.update import RowRule
+
+
+def _first_sum(options: RowOptimizerConfig) -> float:
+    return options.initial_accumulator
+
+
+def _rule(step: RowStep, *, kind: str) -> RowRule:
+    options = step.options
+    return RowRule(kind=kind, learning_rate=step.learning_rate, eps=options.eps, inverse_scale=1 / options.moment_scale)
+
+
+def _host_loop(
+    rows: NDArray[Any], grad: NDArray[Any], columns: Sequence[int], step: RowStep, *, is_row_wise: bool
+) -> None:
+    real, options = rows.dtype.type, step.options
+    scale = real(1 / options.moment_scale)
+    _adagrad(rows, grad, columns[0], real(step.learning_rate), real(options.eps), scale, is_row_wise)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _adagrad(rows, grad, sum_at, lr, eps, inverse_scale, is_row_wise):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    dim = grad.shape[1]
+    scratch = np.empty(dim, rows.dtype)
+    for i in range(len(rows)):
+        if is_row_wise:
+            rows[i, sum_at] += mean_of_squares(grad[i], scratch)
+            root = np.sqrt(rows[i, sum_at] * inverse_scale) + eps
+            for j in range(dim):
+                rows[i, j] -= lr * (grad[i, j] / root)
+        else:
+            for j in range(dim):
+                rows[i, sum_at + j] += grad[i, j] * grad[i, j]
+                rows[i, j] -= lr * (grad[i, j] / (np.sqrt(rows[i, sum_at + j]) + eps))
+
+
+ADAGRAD = built_in(
+    (StateColumn("state_sum", is_row_wise=False, initial=_first_sum),),
+    partial(_rule, kind="adagrad"),
+    partial(_host_loop, is_row_wise=False),
+)
+ROWWISE_ADAGRAD = built_in(
+    (StateColumn("state_sum", is_row_wise=True, initial=_first_sum),),
+    partial(_rule, kind="rowwise_adagrad"),
+    partial(_host_loop, is_row_wise=True),
+)

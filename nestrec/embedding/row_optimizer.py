@@ -1,0 +1,127 @@
+"""The seam of row optimisers: what one is, where it is found, and how a table names it.
+
+A row optimiser is a formula on whole rows: it changes their state and says by how much the weights move. That is its
+definition, and enough to train with. A host loop and a kernel are the same arithmetic made quick.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.bounds import Decay, NonNegative, OneOf, Positive
+from nestrec.base.config import config
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.seam import Seam
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """The numbers of one step."""
+
+    number: int
+    """global step, from 1"""
+    learning_rate: float
+    """of this step"""
+    options: "RowOptimizerConfig"
+    """what the table says"""
+
+    def option(self, name: str) -> float:
+        """An option of the optimiser's own, as the table gives it or as it is by default."""
+        return self.options.own_options[name]
+
+
+@dataclass(frozen=True, slots=True)
+class StateColumn:
+    """A part of a row's state."""
+
+    name: str
+    """in checkpoints; begins with `state_`"""
+    is_row_wise: bool
+    """one number a row; else one for each element of the vector"""
+    initial: Callable[["RowOptimizerConfig"], float] = lambda options: 0.0
+    """what it is in a new row"""
+
+
+Formula = Callable[[Sequence[torch.Tensor], torch.Tensor, RowStep], torch.Tensor]
+"""(state columns, changed in place; (n, dim) gradients; step) to what is taken from the weights, (n, dim).
+
+Elementwise or along a row, never between rows. Columns are (n, dim), or (n, 1) where they are row-wise, in the type of
+the gradients."""
+HostLoop = Callable[[NDArray[Any], NDArray[Any], Sequence[int], RowStep], None]
+"""((n, words) rows in the weights' own type, changed in place; (n, dim) gradients; where each state column begins;
+step). Called on ranges of rows from several threads, without the GIL."""
+Kernel = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None, RowStep], None]
+"""(weights, state columns, gradients, row of each gradient or none, step): changes weights and columns in place. A
+negative row drops its gradient. Takes tensors of any device and type that tables have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowOptimizer:
+    """One member of the seam."""
+
+    state: tuple[StateColumn, ...]
+    """what a row holds beside its weights"""
+    formula: Formula
+    """the definition"""
+    host_loop: HostLoop | None = None
+    """the same bits on a CPU; none: the formula runs there too"""
+    kernel: Kernel | None = None
+    """the same bits on a GPU; none: the formula runs there too"""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """options of its own, with their defaults; a table gives them as `optimizer.options`"""
+
+
+ROW_OPTIMIZERS: Seam[RowOptimizer] = Seam(
+    "nestrec.row_optimizers",
+    "row optimiser",
+    {
+        "sgd": "nestrec.embedding.optimizers.sgd:SGD",
+        "adagrad": "nestrec.embedding.optimizers.adagrad:ADAGRAD",
+        "rowwise_adagrad": "nestrec.embedding.optimizers.adagrad:ROWWISE_ADAGRAD",
+        "adam": "nestrec.embedding.optimizers.adam:ADAM",
+        "rowwise_adam": "nestrec.embedding.optimizers.adam:ROWWISE_ADAM",
+    },
+    of=RowOptimizer,
+)
+
+
+@config
+class RowOptimizerConfig:
+    """One step on the rows of a batch. The learning rate comes with each update."""
+
+    kind: Annotated[str, OneOf(ROW_OPTIMIZERS)] = "rowwise_adagrad"
+    """The rule; the formulas stand in nestrec/embedding/optimizers, other packages add theirs."""
+    eps: NonNegative = 1e-8
+    """Added to the root, never under it."""
+    beta1: Decay = 0.9
+    """Decay of the first moment (Adam)."""
+    beta2: Decay = 0.999
+    """Decay of the second moment (Adam)."""
+    moment_scale: Positive = 1.0
+    """Row-wise AdaGrad divides its moment by this (the c of 2D sparse parallelism)."""
+    initial_accumulator: NonNegative = 0.0
+    """What AdaGrad's sums start from."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Options of a row optimiser of another package, by name."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if name not in self.spec.options:
+                remedy = did_you_mean(name, self.spec.options)
+                raise UserError(
+                    f"is no option of the row optimiser {self.kind}", field=f"optimizer.options.{name}", value=value,
+                    remedy=remedy if self.spec.options else "leave it out: this one has none of its own",
+                )  # fmt: skip
+
+    @property
+    def spec(self) -> RowOptimizer:
+        """The row optimiser of this kind."""
+        return ROW_OPTIMIZERS.find(self.kind, field="optimizer.kind")
+
+    @property
+    def own_options(self) -> dict[str, float]:
+        """All options of the optimiser's own: those given, and the defaults of the others."""
+        return {**self.spec.options, **self.options}
