@@ -1,6 +1,6 @@
 """Seams: places where code of others joins in by name, in the same way as ours.
 
-    SCHEDULES = Seam("nestrec.schedules", "schedule", {"serial": "nestrec.pipeline.serial:SERIAL"}, of=ScheduleSpec)
+    SCHEDULES = Seam("nestrec.schedules", "schedule", {"serial": "nestrec....serial:SERIAL"}, of=ScheduleSpec)
 
 Our own members are explicit entries: the member itself, or `module:attribute`, which is imported when it is asked for.
 Members of other packages come by entry points of the group. A name stands for one member: who brings one twice, or one

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ class MicroBatch:
     """longest sequence, known on the host"""
     num_tokens: int
     """tokens that the model computes"""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """what a model of a user's own is given as it is"""
 
 
 @dataclass(frozen=True, slots=True)

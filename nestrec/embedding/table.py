@@ -1,13 +1,13 @@
 """What a table is: its keys, rows, initial values, row optimiser and where its rows are kept."""
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from nestrec.base.bounds import Count, Natural, NonNegative
-from nestrec.base.config import config
+from nestrec.base.config import config, from_plain
 from nestrec.base.errors import UserError
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 
@@ -90,6 +90,46 @@ class TableConfig:
     def state_dtype(self) -> torch.dtype:
         """Type of optimiser state and of gradient sums."""
         return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A sharded table as a script names it: rows of vectors, with their optimiser and the place where they are kept.
+
+        nestrec.Table("items", rows=1_000_000, dim=64, optimizer="rowwise_adagrad", store="dram")
+
+    Everything else that a table can be told stands in `TableConfig`, which is taken wherever a `Table` is.
+    """
+
+    name: str
+    """unique among the tables of a pipeline"""
+    rows: int | None
+    """keys are 0 to rows - 1; none: any int64 is a key, and its row appears on first use"""
+    dim: int
+    """elements of a vector"""
+    optimizer: str | RowOptimizerConfig = "rowwise_adagrad"
+    """of the rows: a name, or one with its options"""
+    store: str | StoreConfig = "device"
+    """where rows are kept: device, dram, or a store with its options"""
+    features: tuple[str, ...] = ()
+    """fields of a batch that hold keys of this table; none: one field, named as the table"""
+    seed: int = 0
+    """initial vectors are a function of this and the key"""
+    init: InitConfig = field(default_factory=InitConfig)
+    """how new rows begin"""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """type of the weights"""
+
+    @property
+    def config(self) -> TableConfig:
+        """The same in full."""
+        optimizer, store = self.optimizer, self.store
+        return TableConfig(
+            name=self.name, dim=self.dim, num_rows=self.rows, features=self.features, dtype=self.dtype, seed=self.seed,
+            init=self.init,
+            optimizer=RowOptimizerConfig(kind=optimizer) if isinstance(optimizer, str) else optimizer,
+            store=from_plain(StoreConfig, {"kind": store}, "store") if isinstance(store, str) else store,
+        )  # fmt: skip
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:

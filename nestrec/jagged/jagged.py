@@ -54,6 +54,13 @@ class Jagged:
     def rows(self) -> list[torch.Tensor]:
         return [self.values[a:b] for a, b in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)]
 
+    def take(self, rows: torch.Tensor) -> "Jagged":
+        """Some of the rows, in the order of their numbers."""
+        lengths = self.lengths()[rows]
+        offsets = offsets_of(lengths)
+        shift = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        return Jagged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Jagged":
         return Jagged(
             self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking)

@@ -1,14 +1,15 @@
 """How the stages of steps share the time."""
 
-from typing import Literal
+from typing import Annotated
 
-from nestrec.base.bounds import Count
+from nestrec.base.bounds import Count, OneOf
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
 from nestrec.pipeline.clustering import Clustering
+from nestrec.pipeline.schedule_spec import SCHEDULES, ScheduleSpec
 from nestrec.pipeline.window_changes import WindowChange
 
-ScheduleName = Literal["serial", "stale", "dual_buffer", "frozen_window", "nested", "priority", "semi_async"]
+ScheduleName = Annotated[str, OneOf(SCHEDULES)]
+"""Ours, and those of other packages."""
 
 
 @config
@@ -16,7 +17,7 @@ class PipelineConfig:
     schedule: ScheduleName = "serial"
     """serial, dual_buffer (lookup hidden), frozen_window (exchanges hidden), nested (both), priority (lookup, and the
     exchanges of rows that the next batch does not use); semi_async (all hidden, rows in two consecutive batches one
-    step late) and stale are not exact"""
+    step late) and stale are not exact. Other packages add theirs"""
     window_cache: bool = False
     """a row that several micro-batches of a rank use crosses the network once; costs the memory of a batch's vectors
     and gradients"""
@@ -29,8 +30,10 @@ class PipelineConfig:
     """`stale` only: how many updates the rows of a batch may miss"""
 
     def __post_init__(self) -> None:
-        if self.stale_steps != 1 and self.schedule != "stale":
-            raise UserError(
-                f"means nothing to the schedule {self.schedule}", field="pipeline.stale_steps", value=self.stale_steps,
-                remedy="leave it at 1, or take --pipeline.schedule stale",
-            )  # fmt: skip
+        if self.stale_steps != 1:
+            self.spec.check_options(self, {"stale_steps": 1})
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The schedule of this name."""
+        return SCHEDULES.find(self.schedule, field="pipeline.schedule")

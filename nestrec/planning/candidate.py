@@ -7,15 +7,12 @@ from typing import Any, Literal
 
 from nestrec.base.config import config
 from nestrec.pipeline.options import ScheduleName
+from nestrec.pipeline.schedule_spec import SCHEDULES
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.profile import StoreKind
 from nestrec.planning.workload import Workload
 
 Transport = Literal["collectives", "host", "copy_engine"]
-INEXACT: frozenset[str] = frozenset({"stale", "semi_async"})
-"""Schedules whose result differs from serial's."""
-SPLITS: frozenset[str] = frozenset({"frozen_window", "nested"})
-"""Schedules that are about micro-batches."""
 
 
 @config
@@ -122,4 +119,4 @@ def is_sensible(candidate: Candidate) -> bool:
     """Not the same as another candidate under another name."""
     if candidate.window_cache and candidate.micro_batches == 1:
         return False
-    return candidate.micro_batches > 1 or candidate.schedule not in SPLITS
+    return candidate.micro_batches > 1 or not SCHEDULES.find(candidate.schedule).splits

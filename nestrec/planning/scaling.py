@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nestrec.pipeline.options import ScheduleName
+from nestrec.pipeline.schedule_spec import SCHEDULES
 from nestrec.planning.advice import hosts_of
-from nestrec.planning.candidate import SPLITS, Candidate
+from nestrec.planning.candidate import Candidate
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.outcome import Predictor
 from nestrec.planning.workload import Workload
@@ -37,7 +38,7 @@ def scaling_curves(
     for world in worlds:
         predictor = Predictor(replace(workload, batch_samples=samples * world), hosts_of(cluster, world))
         for schedule in schedules:
-            parts = max(2, chosen.micro_batches) if schedule in SPLITS else 1
+            parts = max(2, chosen.micro_batches) if SCHEDULES.find(schedule).splits else 1
             candidate = replace(
                 chosen, schedule=schedule, micro_batches=min(parts, samples), window_cache=False,
                 replicas=min(chosen.replicas, world),

@@ -79,7 +79,7 @@ def _shown(value: Any) -> str:
 
 
 def _scaling(plan: Plan, best: Outcome, worlds: Sequence[int]) -> Markup:
-    names: list[ScheduleName] = list(SCHEDULES)  # type: ignore[arg-type]
+    names: list[ScheduleName] = list(SCHEDULES)
     curves = scaling_curves(plan.workload, plan.cluster, best.candidate, names, worlds)
     times = _lines(curves, lambda c: [s * 1e3 for s in c.step_s])
     shares = _lines(curves, lambda c: [100 * e for e in c.efficiency])

@@ -15,8 +15,9 @@ from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.embedding import EmbeddingEngine
 from nestrec.jagged import Jagged
 from nestrec.models.retrieval import RetrievalModel
+from nestrec.pipeline.compute import on_device
 from nestrec.tasks.baselines import Baseline
-from nestrec.tasks.task import on_device, sequence_info, share_of_ranks, sum_over_ranks
+from nestrec.tasks.task import sequence_info, share_of_ranks, sum_over_ranks
 
 Ranks = NDArray[np.int64]
 """1-based rank of each user's target, in the order of the queries' users; 0 beyond the largest k"""

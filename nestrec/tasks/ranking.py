@@ -30,10 +30,11 @@ from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.ranking import HeadConfig, RankingModel
 from nestrec.ops.rows.gather import gather_rows
+from nestrec.pipeline.compute import on_device
 from nestrec.tasks.logistic import LogisticBaseline
 from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy
 from nestrec.tasks.spec import TaskSpec
-from nestrec.tasks.task import Evaluation, Task, TrainingCost, on_device, sequence_info, share_of_ranks, sum_over_ranks
+from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info, share_of_ranks, sum_over_ranks
 
 
 @config

@@ -20,9 +20,10 @@ from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, S
 from nestrec.models.backbone import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
 from nestrec.ops.rows.gather import gather_rows
+from nestrec.pipeline.compute import on_device
 from nestrec.tasks.metrics import Interval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
 from nestrec.tasks.spec import TaskSpec
-from nestrec.tasks.task import Evaluation, Task, TrainingCost, on_device, share_of_ranks, sum_over_ranks
+from nestrec.tasks.task import Evaluation, Task, TrainingCost, share_of_ranks, sum_over_ranks
 
 
 @config

@@ -15,10 +15,10 @@ from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.embedding.transfer import sent_to_device
 from nestrec.models import SequenceInfo
 from nestrec.models.backbone import ForwardFlops
 from nestrec.pipeline import Coupling
+from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.tasks.metrics import Interval
 
 
@@ -114,12 +114,9 @@ def sequence_info(batch: MicroBatch) -> SequenceInfo:
     )
 
 
-def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same micro-batch with its tensors on `device`; copies from pinned memory do not wait."""
-    if device.type == "cpu":
-        return batch
-    moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
-    return MicroBatch(batch.sample_ids, batch.keys, moved, batch.max_length, batch.num_tokens)
+def compute_of(task: Task, device: torch.device, precision: Precision) -> LossCompute:
+    """Forward and backward of a task's loss, as schedules call them."""
+    return LossCompute(task.loss, device, precision, task.couples_samples)
 
 
 def share_of_ranks(users: NDArray[np.int64], batch_users: int, rank: int, world: int) -> list[NDArray[np.int64]]:

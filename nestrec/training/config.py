@@ -3,11 +3,12 @@
 from typing import Literal
 
 from nestrec.balance import BalanceConfig
-from nestrec.base.bounds import Count, Decay, Natural, NonNegative, Seed
+from nestrec.base.bounds import Count, Natural, Seed
 from nestrec.base.config import config
 from nestrec.data.batches import BatchConfig
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.tasks.built_in import TaskConfig
 
@@ -20,24 +21,6 @@ class DataConfig:
     """preset that is generated into the folder where it is missing"""
     prepare: str = ""
     """the command that makes the folder out of the public files, for the error message where it is missing"""
-
-
-@config
-class OptimizerConfig:
-    learning_rate: NonNegative = 1e-3
-    """of the dense weights"""
-    table_learning_rate: NonNegative | None = None
-    """of the tables; none takes that of the dense weights"""
-    beta1: Decay = 0.9
-    """AdamW, first moment"""
-    beta2: Decay = 0.98
-    """AdamW, second moment"""
-    eps: NonNegative = 1e-8
-    """AdamW"""
-    weight_decay: NonNegative = 0.0
-    """AdamW, on dense weights only"""
-    warmup_steps: Natural = 0
-    """steps over which both learning rates grow linearly from 0"""
 
 
 @config

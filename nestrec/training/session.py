@@ -15,10 +15,10 @@ from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.tasks.built_in import make_task
 from nestrec.tasks.task import Task
 from nestrec.training.config import DataConfig, RunConfig
-from nestrec.training.dense import DenseUpdate
 from nestrec.training.saved_tables import SavedTables
 from nestrec.training.state import TrainState
 

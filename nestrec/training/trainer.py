@@ -12,15 +12,14 @@ from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
-from nestrec.pipeline import SCHEDULES, Feed, Rates, Step
+from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
 from nestrec.pipeline.checks import check_can_cache, check_can_cut
 from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
-from nestrec.tasks.task import Evaluation
+from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing
-from nestrec.training.compute import ModelCompute
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
@@ -62,10 +61,10 @@ class Trainer:
             self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer,
             cluster=None if clustering is None else ByKeys(clustering), num_parts_at=self.window.schedule.at,
         )  # fmt: skip
-        compute = ModelCompute(self.session.task, topology.device, cfg.training.precision)
-        self.schedule = SCHEDULES[cfg.pipeline.schedule](
-            self.session.engine, compute, self.session.dense, self.tracer, cfg.pipeline
-        )
+        self.pipeline = TrainingPipeline(
+            compute_of(self.session.task, topology.device, cfg.training.precision), self.session.engine,
+            dense_optimizer=self.session.dense, schedule=cfg.pipeline, tracer=self.tracer,
+        )  # fmt: skip
         self.saving = Saving(self.session, self.folder, self._listener.warned)
         self._meter = Meter()
         self._stops = False
@@ -82,12 +81,12 @@ class Trainer:
             while not self._is_finished():
                 with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
                     batch = next(feed)
-                totals = self.schedule.advance(self._step(batch, stop.is_set), feed)
+                totals = self.pipeline.advance(self._step(batch, stop.is_set), feed)
                 self.state = self.state.after(batch, self.batches.order.after(batch.position))
                 self._meter.watch(self.state.step, batch, totals)
                 fail_point("train.step")
                 self._after_step(batch)
-            self.schedule.close()
+            self.pipeline.schedule.close()
         self._save()
         self.saving.close()
         return self.state
@@ -101,7 +100,7 @@ class Trainer:
         try:
             yield feed
         except BaseException as error:
-            self.schedule.abandon(error)
+            self.pipeline.schedule.abandon(error)
             raise
         finally:
             feed.close()
@@ -209,7 +208,7 @@ class Trainer:
         self.state = self.state.evaluated(evaluation.score)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
-        self.schedule.issue(self._check_folder)
+        self.pipeline.issue(self._check_folder)
         if self.state.best_step == self.state.step:
             self.saving.save_best(self.state)
 
@@ -222,14 +221,14 @@ class Trainer:
         self._meter.flush()  # the loss of this very step; spans are taken when the device is done, so it is there
         epoch, loss = self.state.position.epoch, self._meter.loss
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
-        values |= self.schedule.issue(lambda: self.balancing.report(spans, self.state.step))
+        values |= self.pipeline.issue(lambda: self.balancing.report(spans, self.state.step))
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
 
         if self.state.step <= TRACED_STEPS:
             self.folder.write_trace(spans)
         self._decide(spans)
-        self.schedule.issue(self._check_folder)
+        self.pipeline.issue(self._check_folder)
 
     def _check_folder(self) -> None:
         """A UserError on every rank where the first could not write. Collective."""
@@ -242,7 +241,7 @@ class Trainer:
         if cost is not None:
             self.state = replace(self.state, cost_changes=(*self.state.cost_changes, cost))
             self.folder.record("event", step=step, text=f"cost of a sample fitted: {to_plain(cost)}")
-        window = self.schedule.issue(lambda: self.window.decide(spans, step, position, after))
+        window = self.pipeline.issue(lambda: self.window.decide(spans, step, position, after))
         if window is not None:
             self.state = replace(self.state, window_changes=(*self.state.window_changes, window))
             self.folder.record("event", step=step, text=f"micro-batches: {to_plain(window)}")
@@ -252,10 +251,7 @@ class Trainer:
         self.balancing.start()
 
     def _rates(self) -> Rates:
-        cfg = self.cfg.optimizer
-        warmup = min(1.0, (self.state.step + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
-        tables = cfg.learning_rate if cfg.table_learning_rate is None else cfg.table_learning_rate
-        return Rates(dense=cfg.learning_rate * warmup, tables=tables * warmup)
+        return self.cfg.optimizer.rates(self.state.step + 1)
 
     def _is_finished(self) -> bool:
         cfg = self.cfg.training

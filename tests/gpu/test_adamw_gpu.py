@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nestrec.training.adamw import AdamW
-from nestrec.training.config import OptimizerConfig
+from nestrec.pipeline.dense.adamw import AdamW
+from nestrec.pipeline.dense.options import OptimizerConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.window import Window
-from nestrec.training.config import OptimizerConfig
-from nestrec.training.dense import DenseUpdate
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
 
 
 class Group:

@@ -19,11 +19,11 @@ from nestrec.distributed.options import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
-from nestrec.pipeline.lanes import make_tracer
+from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
+from nestrec.pipeline.compute import LossCompute
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.trace import Span
-from nestrec.training.config import OptimizerConfig
-from nestrec.training.dense import DenseUpdate
 
 NUM_ROWS, LENGTH, DIM = 4000, 4, 8
 
@@ -99,24 +99,13 @@ class Tiny(nn.Module):
         return (self.out(state * target).squeeze(1).sin() + 0.1 * (history**2).sum((1, 2))).sum()
 
 
-class TinyCompute:
-    couples_samples = "micro_batch"
+def tiny_loss(model: nn.Module):
+    def loss(micro_batch, rows, index):
+        items = rows["items"]
+        return model(gather_rows(items, index["item"]), gather_rows(items, index["target"]),
+                     gather_rows(rows["users"], index["user"]))  # fmt: skip
 
-    def __init__(self, model: nn.Module, device: str) -> None:
-        self._model, self._device = model, device
-
-    def transfer(self, part: MicroBatch) -> MicroBatch:
-        return part
-
-    def forward_backward(self, part, rows, index, weight):
-        leaves = {name: row.detach().requires_grad_() for name, row in rows.items()}
-        if part.num_tokens == 0:
-            return torch.zeros((), device=self._device), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        items = leaves["items"]
-        loss = self._model(gather_rows(items, index["item"]), gather_rows(items, index["target"]),
-                           gather_rows(leaves["users"], index["user"])) / weight  # fmt: skip
-        loss.backward()
-        return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+    return loss
 
 
 def tables_of(job: Job) -> list[TableConfig]:
@@ -185,12 +174,10 @@ class Training:
         self.engine = EmbeddingEngine(tables_of(self.job), self.topology, device, self.job.replica_sync)
         model = Tiny().to(device, getattr(torch, self.job.dtype))
         self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device(device))
-        self.tracer = make_tracer(self.engine.device, rank=self.topology.rank)
         stale_steps = self.job.stale_steps if self.schedule == "stale" else 1
         options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)
-        self.pipeline = SCHEDULES[self.schedule](
-            self.engine, TinyCompute(model, device), self.dense, self.tracer, options
-        )
+        compute = LossCompute(tiny_loss(model), self.engine.device)
+        self.pipeline = TrainingPipeline(compute, self.engine, dense_optimizer=self.dense, schedule=options)
 
     def steps(self, first: int, last: int) -> None:
         feed = Feed(batches_of(self.job, self.topology, first))
@@ -201,8 +188,8 @@ class Training:
             self.losses.append(self.pipeline.advance(step, feed).loss)
             if is_fence:
                 self.seen[number] = self._look()
-        self.pipeline.close()
-        self.spans += self.tracer.take()
+        self.pipeline.schedule.close()
+        self.spans += self.pipeline.tracer.take()
 
     def _look(self) -> dict[str, Any]:
         dense = {

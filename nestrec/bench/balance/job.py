@@ -22,10 +22,10 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, barrier
 from nestrec.distributed.topology import CollectiveLog, Communicator
 from nestrec.models import HSTUConfig
-from nestrec.pipeline import SCHEDULES, Coupling, Feed, PipelineConfig, Rates, Step
+from nestrec.pipeline import Compute, Coupling, Feed, Rates, Step, TrainingPipeline
 from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.task import compute_of
 from nestrec.trace import Span, Tracer
-from nestrec.training.compute import ModelCompute
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.session import Session
 
@@ -64,7 +64,7 @@ class MeasuredBench:
 class TimedCompute:
     """Forward and backward passes with their wall and processor time."""
 
-    def __init__(self, inner: ModelCompute):
+    def __init__(self, inner: Compute):
         self._inner = inner
         self.wall_s = self.cpu_s = 0.0
 
@@ -118,7 +118,7 @@ class Job:
     bench: MeasuredBench
     session: Session
     compute: TimedCompute
-    schedule: Any
+    pipeline: TrainingPipeline
     number: int = 0
     position: Position = field(default_factory=Position)
     """behind the last batch that was trained on"""
@@ -137,9 +137,9 @@ class Job:
             batch=BatchConfig(batch_samples=bench.ranks * bench.batch, workers=1, prefetch=2),
         )  # fmt: skip
         session = Session.open(cfg, topology)
-        compute = TimedCompute(ModelCompute(session.task, topology.device, "fp32"))
-        schedule = SCHEDULES["serial"](session.engine, compute, session.dense, Tracer(), PipelineConfig())
-        return Job(bench, session, compute, schedule)
+        compute = TimedCompute(compute_of(session.task, topology.device, "fp32"))
+        pipeline = TrainingPipeline(compute, session.engine, dense_optimizer=session.dense, tracer=Tracer())
+        return Job(bench, session, compute, pipeline)
 
     def feed(self, cfg: BalanceConfig, cost: CostModel, start: Position, tracer: Tracer) -> Feed:
         session = self.session
@@ -162,7 +162,7 @@ class Job:
         self.position = self.order.after(batch.position)
         step = Step(number=self.number, batch=batch, rates=Rates(dense=1e-3, tables=1e-3))
         start_s = time.perf_counter()
-        self.schedule.advance(step, feed)
+        self.pipeline.advance(step, feed)
         step_s = time.perf_counter() - start_s
         compute_s, cpu_s = self.compute.take()
         tokens = batch.tokens.astype(np.float64)

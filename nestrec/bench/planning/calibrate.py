@@ -96,7 +96,7 @@ def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) ->
     job = replace(bench.job, samples=samples, store=store)
     topology = Topology.single()
     batches = make_batches(job, topology, bench.steps + 1, 2)
-    options = PipelineConfig(schedule=schedule)  # type: ignore[arg-type]
+    options = PipelineConfig(schedule=schedule)
     contestant = Contestant(job, make_engine(job, topology), options, batches)
     contestant.round(2)
     spans = contestant.round(bench.steps)

@@ -213,7 +213,7 @@ def _step_ms(case: _Case, model: Model, steps: int, rounds: int | None = None) -
 
 def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
     ranks = case.bed.ranks
-    options = PipelineConfig(schedule=case.entry.schedule)  # type: ignore[arg-type]
+    options = PipelineConfig(schedule=case.entry.schedule)
     program = rehearse(options, micro_batches=case.entry.micro_batches, steps=steps)
     mesh, links = Mesh(1, ranks), Observed(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
     hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)

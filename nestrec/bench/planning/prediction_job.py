@@ -115,7 +115,7 @@ def _rank(
 
 def _contestant(topology: Topology, bed: Bed, entry: Entry, options: BedOptions) -> Contestant:
     batches = make_bed_batches(bed, entry.micro_batches, options, topology.rank)
-    pipeline = PipelineConfig(schedule=entry.schedule)  # type: ignore[arg-type]
+    pipeline = PipelineConfig(schedule=entry.schedule)
     return Contestant(options.job, make_engine(options.job, topology), pipeline, batches)
 
 

@@ -50,7 +50,7 @@ def measure_simulator(bench: SimulatorBench) -> list[dict[str, Any]]:
 def simulate_once(schedule: str, ranks: int, steps: int, micro_batches: int, replicas: int) -> dict[str, float]:
     """Rehearse, replay with costs that vary over ranks and steps, and break the slowest rank's steps down."""
     start = time.perf_counter()
-    options = PipelineConfig(schedule=schedule)  # type: ignore[arg-type]
+    options = PipelineConfig(schedule=schedule)
     program = rehearse(options, micro_batches=micro_batches, steps=steps)
     rehearsed = time.perf_counter()
     done = replay(program, _Varied(ranks, micro_batches), Mesh(replicas, ranks // replicas))

@@ -18,12 +18,11 @@ from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, 
 from nestrec.embedding.filling import create_all_rows
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.pipeline import SCHEDULES, Coupling, Feed, PipelineConfig, Rates, Step
-from nestrec.pipeline.lanes import make_tracer
-from nestrec.tasks.task import on_device
+from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
+from nestrec.pipeline.compute import Loss, LossCompute
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.trace import Span
-from nestrec.training.config import OptimizerConfig
-from nestrec.training.dense import DenseUpdate
 
 TABLE = "items"
 _CLASSES = 16
@@ -76,25 +75,16 @@ class TokenNetwork(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(score_B, label_B, reduction="sum")
 
 
-class TokenCompute:
-    """Forward and backward of the network."""
+def token_loss(network: nn.Module) -> Loss:
+    """The loss of a micro-batch."""
 
-    couples_samples: Coupling = "micro_batch"
+    def loss(
+        micro_batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        found: torch.Tensor = network(gather_rows(rows[TABLE], index[TABLE]), micro_batch.tensors["label"])
+        return found
 
-    def __init__(self, network: nn.Module, device: torch.device, *, is_half: bool) -> None:
-        self._network, self._device, self._is_half = network, device, is_half
-
-    def transfer(self, part: MicroBatch) -> MicroBatch:
-        return on_device(part, self._device)
-
-    def forward_backward(
-        self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        leaf = rows[TABLE].detach().requires_grad_()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_half):
-            loss = self._network(gather_rows(leaf, index[TABLE]), part.tensors["label"]) / weight
-        loss.backward()
-        return loss.detach(), {TABLE: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad}
+    return loss
 
 
 def make_batches(cfg: JobConfig, topology: Topology, num_steps: int, num_parts: int) -> list[Batch]:
@@ -161,9 +151,8 @@ class Contestant:
         with engine.device:  # large ones are slow to draw on a host
             network = TokenNetwork(cfg)
         self.dense = DenseUpdate(network, OptimizerConfig(), topology, engine.device)
-        self._tracer = make_tracer(engine.device, rank=topology.rank)
-        compute = TokenCompute(network, engine.device, is_half=cfg.precision == "bf16")
-        self.schedule = SCHEDULES[options.schedule](engine, compute, self.dense, self._tracer, options)
+        compute = LossCompute(token_loss(network), engine.device, cfg.precision)
+        self.pipeline = TrainingPipeline(compute, engine, dense_optimizer=self.dense, schedule=options)
         self._batches, self._done = batches, 0
         self._rows_sent = self._bytes_sent = 0
 
@@ -178,11 +167,11 @@ class Contestant:
         for i in range(num_steps):
             self._done += 1
             step = Step(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
-            self.schedule.advance(step, feed)
+            self.pipeline.advance(step, feed)
         after = self._crossed()
         self._rows_sent += after[0] - before[0]
         self._bytes_sent += after[1] - before[1]
-        return self._tracer.take()
+        return self.pipeline.tracer.take()
 
     def bytes_a_step(self, num_ranks: int) -> float:
         """Vectors and gradients that leave this rank; num_ranks: those of an emulated fabric, or 1."""
@@ -202,8 +191,7 @@ class Contestant:
         return torch.cat([*rows, *dense])
 
     def close(self) -> None:
-        self.schedule.close()
-        self.engine.close()
+        self.pipeline.close()
 
     def _crossed(self) -> tuple[int, int]:
         """Rows and bytes that the table, which others may train too, has sent so far."""

@@ -158,7 +158,7 @@ def _contestants(
         if schedule.startswith(PREFIX):
             found[entry] = TorchRecContestant(job, schedule, batches[num_parts], topology.rank)
             continue
-        options = PipelineConfig(schedule=schedule, window_cache=window_cache)  # type: ignore[arg-type]
+        options = PipelineConfig(schedule=schedule, window_cache=window_cache)
         engine = shared or make_engine(job, topology, conditions.pace, conditions.replica_sync)
         found[entry] = Contestant(job, engine, options, batches[num_parts])
     return found

@@ -34,10 +34,10 @@ from nestrec.models import HSTUConfig
 from nestrec.models.backbone import SequenceConfig
 from nestrec.models.backbones import BACKBONES
 from nestrec.models.negatives import NegativesConfig
-from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Schedule, Step
+from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
 from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.task import compute_of
 from nestrec.trace import Tracer
-from nestrec.training.compute import ModelCompute
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.session import Session
 
@@ -163,10 +163,10 @@ class StepRunner:
         self.session = Session.open(cfg, Topology.from_environment(cfg.training.device))
         self.session.task.model.train()
         self._device = self.session.topology.device
-        compute = ModelCompute(self.session.task, self._device, cfg.training.precision)
-        self._schedule: Schedule = SCHEDULES[cfg.pipeline.schedule](
-            self.session.engine, compute, self.session.dense, Tracer(rank=0), cfg.pipeline
-        )
+        self._pipeline = TrainingPipeline(
+            compute_of(self.session.task, self._device, cfg.training.precision), self.session.engine,
+            dense_optimizer=self.session.dense, schedule=cfg.pipeline, tracer=Tracer(rank=0),
+        )  # fmt: skip
         self._batch_samples, self._number = batch_samples, 0
         self.take_from(self.session.task.assembler)
 
@@ -179,7 +179,7 @@ class StepRunner:
         """One step; its loss, still on the device. The last one is a fence: nothing is in flight after it."""
         self._number += 1
         step = Step(number=self._number, batch=next(self._feed), rates=Rates(1e-4, 1e-2), is_fence=is_last)
-        return self._schedule.advance(step, self._feed).loss
+        return self._pipeline.advance(step, self._feed).loss
 
     def seconds(self, steps: int) -> float:
         """Mean wall time of so many steps, each begun as soon as the host gets to it."""
@@ -196,8 +196,7 @@ class StepRunner:
 
     def close(self) -> None:
         self.step(is_last=True)
-        self._schedule.close()
-        self.session.engine.close()
+        self._pipeline.close()
 
 
 def _endless(batches: list[Batch]) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
-from nestrec.pipeline import SCHEDULES, Coupling, Feed, PipelineConfig, Rates, Step, Totals
+from nestrec.pipeline import Coupling, Feed, PipelineConfig, Rates, Step, Totals, TrainingPipeline
 from nestrec.planning.simulator.program import Program
 from nestrec.planning.simulator.recorder import Recorder
 
@@ -46,14 +46,15 @@ def rehearse(
     engine = EmbeddingEngine([table], topology, replica_sync=replica_sync)
     for name in ENGINE_OPERATIONS:
         setattr(engine, name, recorder.noting(name, getattr(engine, name), _HALVES.get(name)))
-    schedule = SCHEDULES[options.schedule](engine, _Compute(recorder), _Dense(recorder), recorder, options)
+    pipeline = TrainingPipeline(
+        _Compute(recorder), engine, dense_optimizer=_Dense(recorder), schedule=options, tracer=recorder
+    )
     batches = [_batch(number, micro_batches) for number in range(1, steps + 1)]
     feed = Feed(iter(batches))
     for number in range(1, steps + 1):
         step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=number == steps)
-        schedule.advance(step, feed)
-    schedule.close()
-    engine.close()
+        pipeline.advance(step, feed)
+    pipeline.close()
     return recorder.program(options.schedule, micro_batches)
 
 

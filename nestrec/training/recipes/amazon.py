@@ -5,9 +5,10 @@ from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.models import HSTUConfig, SASRecConfig
 from nestrec.models.backbones import EncoderConfig
 from nestrec.models.retrieval import SimilarityConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.catalogue_ranks import RetrievalEvaluationConfig
 from nestrec.tasks.retrieval import RetrievalTaskConfig
-from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 
 LENGTH = 50
 

@@ -1,8 +1,9 @@
 """Criteo display advertising: click prediction with a small DLRM over a dynamic table of hashed categories."""
 
 from nestrec.data.batches import BatchConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.rows import RowsTaskConfig
-from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 
 
 def criteo_dlrm() -> RunConfig:

@@ -4,8 +4,9 @@ from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.data.samples.split import TimeSplitConfig
 from nestrec.models import HSTUConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 
 MAX_EVENTS = 64
 LAST_DAY = "2022-04-30T00:00+08:00"

@@ -11,13 +11,11 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.pipeline import SCHEDULES, Feed, PipelineConfig, Rates, Step
+from nestrec.pipeline import SCHEDULES, Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.tasks.retrieval import RetrievalTask
-from nestrec.tasks.task import sequence_info
+from nestrec.tasks.task import compute_of, sequence_info
 from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.trace import Tracer
-from nestrec.training.compute import ModelCompute
-from nestrec.training.dense import DenseUpdate
 from nestrec.training.run_digest import run_digest
 from nestrec.training.session import open_data
 from nestrec.training.trainer import Trainer
@@ -57,8 +55,8 @@ def trained(data: Path, task_class: type[RetrievalTask], schedule: str, num_part
     task = task_class(cfg.task, open_data(cfg.data, topology), seed=1, dtype="float32")
     engine = EmbeddingEngine(task.tables, topology)
     dense = DenseUpdate(task.model, cfg.optimizer, topology, topology.device)
-    compute = ModelCompute(task, topology.device, "fp32")
-    pipeline = SCHEDULES[schedule](engine, compute, dense, Tracer(), PipelineConfig(schedule=schedule))
+    compute = compute_of(task, topology.device, "fp32")
+    pipeline = TrainingPipeline(compute, engine, dense_optimizer=dense, schedule=schedule)
     feed = Feed(Batches(task.assembler, cfg.batch, seed=1).starting_at(Position(0, 0)))
     rates, losses = Rates(dense=0.01, tables=0.05), []
     try:

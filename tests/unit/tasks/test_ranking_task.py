@@ -20,8 +20,9 @@ from nestrec.data.samples.split import Split, TimeSplitConfig, iso_moment, momen
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.ranking import RankingTask, RankingTaskConfig
-from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
 

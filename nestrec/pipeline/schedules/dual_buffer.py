@@ -8,11 +8,11 @@ compute          F1 F2 ... update rows, update dense        copy shared rows to 
 """
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.checks import check_can_pipeline
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.lookup_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.schedule_spec import ScheduleSpec
+from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Step, Totals
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
@@ -24,7 +24,6 @@ class DualBuffer(Pipelined):
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
-        check_can_pipeline("dual_buffer", engine)
         super().__init__(engine, compute, dense, tracer, options)
         self._lookup = LookupAhead(self._machine)
 
@@ -38,3 +37,6 @@ class DualBuffer(Pipelined):
             machine.update_rows(now, step.rates)
             lookup.hand_over(step)
             return machine.apply_dense(step, sums)
+
+
+DUAL_BUFFER = ScheduleSpec(name="dual_buffer", build=DualBuffer, is_exact=True, splits=False, rows_outlive_step=True)

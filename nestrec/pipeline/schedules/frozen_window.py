@@ -8,7 +8,8 @@ compute                          F1 F2 F3 ... update rows, update dense
 """
 
 from nestrec.pipeline.feed import Feed
-from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.schedule_spec import ScheduleSpec
+from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Step, Totals
 from nestrec.pipeline.windows import overlapped
 
@@ -29,3 +30,6 @@ class FrozenWindow(Pipelined):
             totals = machine.apply_dense(step, sums)
             written.wait()
             return totals
+
+
+FROZEN_WINDOW = ScheduleSpec(name="frozen_window", build=FrozenWindow, is_exact=True, splits=True)

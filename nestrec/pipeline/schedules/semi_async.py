@@ -24,7 +24,8 @@ from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.schedule_spec import ScheduleSpec
+from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
 from nestrec.trace import Tracer
 
@@ -87,3 +88,6 @@ class SemiAsync(Pipelined):
         for i in range(batch.num_parts):
             gone = self._machine.gradients(batch, i, rates)
         self._machine.update_in_store(batch, rates, gone)
+
+
+SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsync, is_exact=False, splits=False)

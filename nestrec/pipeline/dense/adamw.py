@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from nestrec.training.config import OptimizerConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 

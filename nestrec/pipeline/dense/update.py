@@ -1,4 +1,4 @@
-"""The dense side of an update: gradients summed over ranks, then AdamW."""
+"""The dense side of an update: gradients summed over ranks, then AdamW, or an optimiser of torch's."""
 
 from collections.abc import Mapping
 
@@ -9,19 +9,33 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.distributed.dense_sync import DenseSync
 from nestrec.distributed.exchange import all_reduce_sum
-from nestrec.pipeline import Totals
-from nestrec.training.adamw import STATE, AdamW
-from nestrec.training.config import OptimizerConfig
+from nestrec.pipeline.dense.adamw import AdamW
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.torch_optimizer import TorchOptimizer
+from nestrec.pipeline.stages import Totals
+
+_STATE = "optimizer/"
 
 
 class DenseUpdate:
     """Dense weights, their optimiser and their synchronisation."""
 
-    def __init__(self, model: nn.Module, cfg: OptimizerConfig, topology: Topology, device: torch.device):
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerConfig | torch.optim.Optimizer, topology: Topology,
+        device: torch.device,
+    ):  # fmt: skip
         self._named = dict(model.named_parameters())
         self._device, self._topology = device, topology
-        self._optimizer = AdamW(self._named, cfg, device)
+        self._optimizer = (
+            AdamW(self._named, optimizer, device)
+            if isinstance(optimizer, OptimizerConfig)
+            else TorchOptimizer(self._named, optimizer)
+        )
         self._sync = DenseSync(list(self._named.values()), topology.dense)
+
+    def share_first(self) -> None:
+        """Every rank takes the weights of the first. Collective."""
+        self._sync.broadcast_parameters()
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         """Sum gradients over ranks in place, and (loss, wish to stop). Collective."""
@@ -29,7 +43,9 @@ class DenseUpdate:
         wish = torch.full((), float(wants_stop), device=self._device, dtype=torch.float64)
         sums = torch.stack([loss.double(), wish])
         for parameter in self._named.values():
-            if parameter.grad is None:  # no sample reached it here; one rank must do as many do
+            if (
+                parameter.requires_grad and parameter.grad is None
+            ):  # no sample reached it here; one rank must do as many do
                 parameter.grad = torch.zeros_like(parameter)
         self._sync.reduce()
         all_reduce_sum(self._topology.dense, sums)
@@ -46,7 +62,7 @@ class DenseUpdate:
         """Weights and optimiser state by name."""
         found = {f"model/{name}": p.detach() for name, p in self._named.items()}
         for name, state in self._optimizer.state.items():
-            found |= {f"optimizer/{name}/{part}": value for part, value in state.items()}
+            found |= {f"{_STATE}{name}/{part}": value for part, value in state.items()}
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -55,14 +71,12 @@ class DenseUpdate:
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(tensors[f"model/{name}"])
-        saved = {name: {part: tensors.get(f"optimizer/{name}/{part}") for part in STATE} for name in self._named}
-        self._optimizer.load(
-            {
-                name: {part: value for part, value in state.items() if value is not None}
-                for name, state in saved.items()
-                if any(value is not None for value in state.values())
-            }
-        )
+        saved: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(_STATE):
+                weight, _, part = name.removeprefix(_STATE).rpartition("/")
+                saved.setdefault(weight, {})[part] = tensor
+        self._optimizer.load(saved)
 
 
 def _check_same_model(named: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -21,7 +21,6 @@ from nestrec.base.failpoints import is_broken
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.row_buffers import RowBuffers
-from nestrec.pipeline.checks import check_can_pipeline
 from nestrec.pipeline.collision_stages import CollisionStages
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
@@ -29,7 +28,8 @@ from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.lookup_ahead import keep_rows
 from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.schedule_spec import ScheduleSpec
+from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
 from nestrec.trace import Tracer
 
@@ -51,7 +51,6 @@ class Priority(Pipelined):
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
-        check_can_pipeline("priority", engine)
         super().__init__(engine, compute, dense, tracer, options)
         self._stages = CollisionStages(self._machine)
         self._keys, self._buffers = KeysAhead(self._machine, _KEYS_AHEAD), RowBuffers(turns=2)
@@ -134,3 +133,6 @@ class Priority(Pipelined):
         self._coming[following.number] = [
             self._stages.vectors(following, i, "shared", found) for i in range(following.num_parts)
         ]
+
+
+PRIORITY = ScheduleSpec(name="priority", build=Priority, is_exact=True, splits=False, rows_outlive_step=True)

@@ -23,6 +23,7 @@ from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.checks import check_can_cache, check_can_cut
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.stages import Compute, Dense, Step, Totals
 from nestrec.trace import Kind, OpenSpan, Tracer
 
@@ -95,3 +96,6 @@ class Serial:
 
     def _span(self, name: str, kind: Kind, is_collective: bool = False) -> OpenSpan:
         return self._tracer.span(name, kind=kind, is_collective=is_collective)
+
+
+SERIAL = ScheduleSpec(name="serial", build=Serial, is_exact=True, splits=False)

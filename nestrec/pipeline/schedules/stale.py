@@ -15,7 +15,8 @@ from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.schedule_spec import ScheduleSpec
+from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Step, Totals
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
@@ -58,3 +59,6 @@ class Stale(Pipelined):
         if flying.rows is None:
             self._machine.read_ahead(flying)
         return flying
+
+
+STALE = ScheduleSpec(name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",))

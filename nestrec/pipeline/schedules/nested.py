@@ -8,11 +8,11 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 """
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.checks import check_can_pipeline
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.lookup_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.pipelined import Pipelined
+from nestrec.pipeline.schedule_spec import ScheduleSpec
+from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Step, Totals
 from nestrec.pipeline.windows import overlapped
 from nestrec.trace import Tracer
@@ -24,7 +24,6 @@ class Nested(Pipelined):
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
-        check_can_pipeline("nested", engine)
         super().__init__(engine, compute, dense, tracer, options)
         self._lookup = LookupAhead(self._machine)
 
@@ -40,3 +39,6 @@ class Nested(Pipelined):
             if following is not None:  # its rows are final, and the dense update need not be over
                 following.first_vectors = machine.vectors(following, 0)
             return machine.apply_dense(step, sums)
+
+
+NESTED = ScheduleSpec(name="nested", build=Nested, is_exact=True, splits=True, rows_outlive_step=True)

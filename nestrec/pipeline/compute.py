@@ -1,0 +1,56 @@
+"""Forward and backward of a loss on looked-up rows."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+
+from nestrec.data.batches import MicroBatch
+from nestrec.embedding.transfer import sent_to_device
+from nestrec.pipeline.stages import Coupling
+
+Precision = Literal["fp32", "tf32", "bf16"]
+Tensors = Mapping[str, torch.Tensor]
+Loss = Callable[[MicroBatch, Tensors, Tensors], torch.Tensor]
+"""(micro-batch on the device; for each table the (U, D) distinct rows; for each feature the places of its keys in the
+rows of its table) to the sum of the losses."""
+
+
+class LossCompute:
+    """Runs a loss on the device. The caller owns the rows; dense gradients add up in the parameters."""
+
+    def __init__(
+        self, loss: Loss, device: torch.device, precision: Precision = "fp32", couples_samples: Coupling = "micro_batch"
+    ) -> None:
+        self._loss, self._device, self.couples_samples = loss, device, couples_samples
+        self._half = precision == "bf16" and device.type == "cuda"
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+
+    def transfer(self, micro_batch: MicroBatch) -> MicroBatch:
+        return on_device(micro_batch, self._device)
+
+    def forward_backward(
+        self, micro_batch: MicroBatch, rows: Tensors, index: Tensors, weight: float
+    ) -> tuple[torch.Tensor, Tensors]:
+        leaves = {name: row.detach().requires_grad_() for name, row in rows.items()}
+        if micro_batch.num_tokens == 0:
+            return torch.zeros((), device=self._device), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        with torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext():
+            loss = self._loss(micro_batch, leaves, index)
+        loss = loss / weight
+        loss.backward()
+        return loss.detach(), {name: _gradient(leaf) for name, leaf in leaves.items()}
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch with its tensors on `device`; copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return batch
+    moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
+    return MicroBatch(batch.sample_ids, batch.keys, moved, batch.max_length, batch.num_tokens, batch.others)
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,0 +1,29 @@
+"""How weights follow gradients."""
+
+from nestrec.base.bounds import Decay, Natural, NonNegative
+from nestrec.base.config import config
+from nestrec.pipeline.stages import Rates
+
+
+@config
+class OptimizerConfig:
+    learning_rate: NonNegative = 1e-3
+    """of the dense weights"""
+    table_learning_rate: NonNegative | None = None
+    """of the tables; none takes that of the dense weights"""
+    beta1: Decay = 0.9
+    """AdamW, first moment"""
+    beta2: Decay = 0.98
+    """AdamW, second moment"""
+    eps: NonNegative = 1e-8
+    """AdamW"""
+    weight_decay: NonNegative = 0.0
+    """AdamW, on dense weights only"""
+    warmup_steps: Natural = 0
+    """steps over which both learning rates grow linearly from 0"""
+
+    def rates(self, step: int) -> Rates:
+        """Learning rates of a step, from 1."""
+        warmup = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+        tables = self.learning_rate if self.table_learning_rate is None else self.table_learning_rate
+        return Rates(dense=self.learning_rate * warmup, tables=tables * warmup)

@@ -1,0 +1,50 @@
+"""The loss of a module of the user's own, as schedules compute it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nestrec.base.errors import UserError
+from nestrec.data.batches import MicroBatch
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.pipeline.samples import Samples, as_field, given_to_model
+
+_TOLERANCE = 1e-6
+
+
+class ModuleLoss:
+    """Gives a module the vectors of each feature instead of distinct rows and their places."""
+
+    def __init__(self, module: nn.Module, table_of: Mapping[str, str], weight: Callable[[Samples], float]) -> None:
+        self._module, self._table_of, self._weight = module, table_of, weight
+
+    def __call__(
+        self, micro_batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        vectors = {
+            feature: as_field(micro_batch, feature, gather_rows(rows[table], index[feature]))
+            for feature, table in self._table_of.items()
+        }
+        batch = given_to_model(micro_batch)
+        answer = self._module(vectors, batch)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise UserError(
+                "must return the sum of its losses and their weight", field="model", value=type(answer).__name__,
+                remedy="return loss.sum(), num_samples (or what `weight` gives for the batch)",
+            )  # fmt: skip
+        loss, weight = answer
+        summed: torch.Tensor = loss
+        if summed.device.type == "cpu":  # on a GPU the host would wait for it
+            self._check(weight, batch)
+        return summed
+
+    def _check(self, weight: Any, batch: Samples) -> None:
+        """What was announced before the computation must be what the model computed."""
+        found, announced = float(weight), self._weight(batch)
+        if abs(found - announced) > _TOLERANCE * max(1.0, abs(announced)):
+            raise UserError(
+                f"the model says {found:g} of a micro-batch that was announced with {announced:g}", field="weight",
+                value=found, remedy="give TrainingPipeline weight=..., a function of a batch that says the same",
+            )  # fmt: skip

@@ -1,0 +1,233 @@
+"""`nestrec.TrainingPipeline`: a model of the user's own on sharded tables, under any schedule, on any number of ranks.
+
+    tables = [nestrec.Table("items", rows=1_000_000, dim=64), nestrec.Table("users", rows=None, dim=64)]
+    pipeline = nestrec.TrainingPipeline(model, tables, schedule="nested", micro_batches=4)
+    for loss in pipeline.run(batches):
+        ...
+
+This is the one place where engine, computation, dense update, tracer and schedule are joined. The trainer, a plan's
+rehearsal and the benchmarks stand on it too, and give parts of their own in the place of a module or of tables.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from nestrec.base.errors import UserError
+from nestrec.data.batches import Batch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_gather_equal
+from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding.flight.source_keys import FeatureKeys
+from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.embedding.table import Table
+from nestrec.pipeline.compute import LossCompute, Precision
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.lanes import make_tracer
+from nestrec.pipeline.module_loss import ModuleLoss
+from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.samples import Samples, cut, micro_batch_of, num_samples_of
+from nestrec.pipeline.stages import Compute, Coupling, Dense, Rates, Step, Totals
+from nestrec.trace import Tracer
+
+T = TypeVar("T")
+
+
+class TrainingPipeline:
+    """Trains a model and its tables, batch after batch."""
+
+    def __init__(
+        self,
+        model: nn.Module | Compute,
+        tables: Sequence[Table | TableConfig] | EmbeddingEngine,
+        *,
+        dense_optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None = None,
+        schedule: str | PipelineConfig = "serial",
+        micro_batches: int = 1,
+        weight: Callable[[Samples], float] | None = None,
+        table_learning_rate: float | None = None,
+        couples_samples: Coupling = "micro_batch",
+        precision: Precision = "fp32",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        replica_sync: ReplicaSyncConfig | None = None,
+        topology: Topology | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """Collective: every rank builds the same one. The weights of the first rank's model are taken by all.
+
+        model: called as `model(vectors, batch)`, it returns the sum of the losses of the samples and their weight.
+            `vectors` holds for each feature (*shape of its keys, dim), a `Jagged` where its keys are one; `batch` the
+            fields of the batch, on the device. It sees one micro-batch at a time, and never one without samples.
+        tables: the sharded tables; a field of a batch that is named as a feature of one holds keys of it.
+        dense_optimizer: of the model's own weights: AdamW with these options, or one of torch's over them.
+        schedule: by name, or with its options. All that are exact give the same bits as `serial`.
+        micro_batches: parts of a rank's batch, computed one after the other before the one update.
+        weight: weight of a batch or of some of its samples, which must be known before anything is computed: the loss
+            of a step is the sum of the losses over all ranks divided by the sum of the weights. By default the number
+            of samples. What the model returns must agree with it.
+        table_learning_rate: of the tables; none takes that of the dense optimiser.
+        couples_samples: `batch` where the loss of a sample depends on all others of a rank's batch, which is then not
+            cut.
+        device: auto takes a GPU where there is one. topology: the ranks, where they were not started by torchrun.
+
+        Parts that exist already are taken as they are: a `Compute` as the model, an engine as the tables, a `Dense` as
+        the dense optimiser.
+        """
+        self.options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=schedule)
+        if isinstance(tables, EmbeddingEngine):
+            self.engine = tables
+        else:
+            topology = topology or Topology.from_environment(_device_of(device))
+            configs = [table.config if isinstance(table, Table) else table for table in tables]
+            self.engine = EmbeddingEngine(configs, topology, topology.device, replica_sync)
+        self.topology = self.engine.topology
+        self.options.spec.check_tables(self.engine)
+        self.tracer = tracer or make_tracer(self.engine.device, rank=self.topology.rank)
+        self._features = {f: table.name for table in self.engine.tables.values() for f in table.feature_names}
+        self._micro_batches, self._weight = micro_batches, weight or _one_a_sample
+        self.dense, self._rates = self._dense_of(model, dense_optimizer, table_learning_rate)
+        if isinstance(model, nn.Module):
+            loss = ModuleLoss(model, self._features, self._weight)
+            model = LossCompute(loss, self.engine.device, precision, couples_samples)
+        self.schedule = self.options.spec.build(self.engine, model, self.dense, self.tracer, self.options)
+        self.number = 0
+        """Steps made."""
+        self._is_whole = True
+
+    def run(self, batches: Iterable[Samples], *, fence_every: int | None = None) -> Iterator[torch.Tensor]:
+        """Train on all batches, looking ahead as far as the schedule does; the loss of each step, still on the device.
+
+        Every rank gives equally many batches, empty ones where it has no samples. The tables are whole after the last
+        batch, and after every `fence_every`-th: between those, later batches may be in flight. So the loop may not be
+        left early: shorten the batches instead (`itertools.islice`).
+        """
+        self._check_whole()
+        feed = Feed(self._prepared(iter(batches)))
+        for batch in feed:
+            is_fence = feed.peek(1) is None or (fence_every is not None and (self.number + 1) % fence_every == 0)
+            yield self._advance(batch, feed, is_fence=is_fence)
+
+    def step(self, batch: Samples) -> torch.Tensor:
+        """Train on one batch, to the end; its loss, still on the device.
+
+        Nothing is known of the batches after it, so none of their work is hidden behind it: `run` does that.
+        """
+        (loss,) = self.run([batch])
+        return loss
+
+    def advance(self, step: Step, feed: Feed) -> Totals:
+        """One step for those who number their steps and cut their batches themselves; see `Schedule.advance`."""
+        return self.schedule.advance(step, feed)
+
+    def lookup(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
+        """Feature to (*shape of its keys, dim) vectors, as they are now; changes nothing. Collective."""
+        self._check_whole()
+        return self.issue(lambda: self.engine.lookup_readonly(keys))
+
+    def digest(self) -> str:
+        """The same text for the same tables and dense weights, to the bit, whatever the ranks. Collective."""
+        self._check_whole()
+        found = hashlib.sha256()
+        for name in self.engine.tables:
+            found.update(self.issue(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
+        if isinstance(self.dense, DenseUpdate):
+            for name, tensor in self.dense.tensors().items():
+                found.update(name.encode())
+                found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def issue(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller's in the order of the schedule's own, and wait for it."""
+        return self.schedule.issue(collective)
+
+    def close(self) -> None:
+        """End the threads, and give back the memory and files of the tables."""
+        self.schedule.close()
+        self.engine.close()
+
+    def _dense_of(
+        self, model: nn.Module | Compute, optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None,
+        table_rate: float | None,
+    ) -> tuple[Dense, Callable[[int], Rates]]:  # fmt: skip
+        """The dense side, and the learning rates of each step."""
+        if optimizer is None:
+            optimizer = OptimizerConfig(table_learning_rate=table_rate)
+        if not isinstance(optimizer, OptimizerConfig | torch.optim.Optimizer):
+            return optimizer, OptimizerConfig(table_learning_rate=table_rate).rates
+        assert isinstance(model, nn.Module), "who brings a computation of his own brings the dense side, too"
+        model.to(self.engine.device)
+        dense = DenseUpdate(model, optimizer, self.topology, self.engine.device)
+        dense.share_first()
+        return dense, _rates_of(optimizer, table_rate)
+
+    def _advance(self, batch: Batch, feed: Feed, *, is_fence: bool) -> torch.Tensor:
+        self.number += 1
+        self._is_whole = False
+        step = Step(number=self.number, batch=batch, rates=self._rates(self.number), is_fence=is_fence)
+        try:
+            loss = self.advance(step, feed).loss
+        except BaseException as error:
+            self.schedule.abandon(error)
+            raise
+        self._is_whole = is_fence
+        return loss
+
+    def _check_whole(self) -> None:
+        if not self._is_whole:
+            raise UserError(
+                "batches are still in flight", field="pipeline.run", value=f"after step {self.number}",
+                remedy="let the loop over run() end before anything else; to end sooner, shorten its batches",
+            )  # fmt: skip
+
+    def _prepared(self, batches: Iterator[Samples]) -> Iterator[Batch]:
+        """Batches as schedules take them: cut, with the weight of the global batch."""
+        for number, batch in enumerate(batches):
+            num_samples = num_samples_of(batch)
+            weight = self._global_weight(self._weight(batch))
+            groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
+            micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
+            samples = np.arange(num_samples)
+            yield Batch(Position(0, number), weight, samples, micro_batches, tokens=np.ones(num_samples, np.int64))
+        self._global_weight(None)
+
+    def _global_weight(self, mine: float | None) -> float:
+        """Sum over ranks of the weights of a batch; none where this rank has no more. Collective.
+
+        Over the communicator of the data: this thread runs beside the one that issues for the steps.
+        """
+        told = torch.tensor([mine is not None, mine or 0.0], dtype=torch.float64)
+        everyone = [rank.tolist() for rank in all_gather_equal(self.topology.samples, told)]
+        ended = [rank for rank, (has_batch, _) in enumerate(everyone) if not has_batch]
+        if ended and len(ended) < len(everyone):
+            raise UserError(
+                "has fewer batches than others", field="rank", value=ended[0],
+                remedy="give every rank equally many, empty ones where it has no samples",
+            )  # fmt: skip
+        return float(sum(weight for _, weight in everyone))
+
+
+def _one_a_sample(batch: Samples) -> float:
+    return float(num_samples_of(batch))
+
+
+def _device_of(device: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _rates_of(optimizer: OptimizerConfig | torch.optim.Optimizer, table_rate: float | None) -> Callable[[int], Rates]:
+    def rates(step: int) -> Rates:
+        if isinstance(optimizer, OptimizerConfig):
+            found = optimizer.rates(step)
+        else:
+            rate = float(optimizer.param_groups[0]["lr"])
+            found = Rates(dense=rate, tables=rate)
+        return found if table_rate is None else Rates(dense=found.dense, tables=table_rate)
+
+    return rates

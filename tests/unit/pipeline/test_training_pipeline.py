@@ -1,0 +1,159 @@
+"""`nestrec.TrainingPipeline`: a module of the user's own, batches that are plain mappings, any schedule."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import nestrec
+from nestrec.base.errors import UserError
+from nestrec.distributed import Topology
+from nestrec.pipeline import SCHEDULES, PipelineConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
+
+DIM = 4
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.mix = nn.Linear(DIM, DIM)
+
+    def forward(self, vectors, batch):
+        history = vectors["history"]
+        mean = torch.stack([self.mix(row).tanh().sum(0) for row in history.rows()])
+        score = (mean * vectors["item"]).sum(1) + batch["shift"]
+        return nn.functional.softplus(-score * batch["sign"]).sum(), len(score)
+
+
+def batches(num_steps: int = 6, num_samples: int = 7):
+    for step in range(num_steps):
+        draw = np.random.default_rng(step)
+        rows = [torch.from_numpy(draw.integers(0, 30, n)) for n in draw.integers(1, 5, num_samples)]
+        sign = torch.from_numpy(draw.choice([-1.0, 1.0], num_samples).astype(np.float32))
+        yield {
+            "history": nestrec.Jagged.from_rows(rows), "item": draw.integers(0, 30, num_samples), "sign": sign,
+            "shift": 0.5,
+        }  # fmt: skip
+
+
+def made(schedule: str | PipelineConfig = "serial", **options) -> nestrec.TrainingPipeline:
+    table = nestrec.Table("items", rows=30, dim=DIM, optimizer="adam", features=("history", "item"))
+    options = {"micro_batches": 3, "topology": Topology.single(), "device": "cpu", **options}
+    return nestrec.TrainingPipeline(options.pop("model", None) or Towers(), [table], schedule=schedule, **options)
+
+
+def trained(schedule: str | PipelineConfig, **options) -> tuple[list[float], str]:
+    pipeline = made(schedule, **options)
+    losses = [float(loss) for loss in pipeline.run(batches())]
+    digest = pipeline.digest()
+    pipeline.close()
+    return losses, digest
+
+
+def test_exact_schedules_give_the_bits_of_serial():
+    expected = trained("serial")
+    assert len(set(expected[0])) == 6
+    for name in SCHEDULES:
+        if SCHEDULES.find(name).is_exact:
+            assert trained(name) == expected, name
+
+
+def test_clustering_and_the_window_cache_are_options_of_the_schedule():
+    serial, nested = (
+        trained(PipelineConfig(schedule=name, clustering="greedy", window_cache=True)) for name in ("serial", "nested")
+    )
+    assert nested == serial
+    assert serial != trained("serial"), "other micro-batches round otherwise"
+    assert serial[0] == pytest.approx(trained("serial")[0], rel=1e-4)
+
+
+def test_step_by_step_is_the_same_training():
+    pipeline = made("nested")
+    losses = [float(pipeline.step(batch)) for batch in batches()]
+    assert (losses, pipeline.digest()) == trained("serial")
+    assert pipeline.lookup({"item": np.array([3, 4])})["item"].shape == (2, DIM)
+    pipeline.close()
+
+
+def test_one_step_is_that_of_plain_torch():
+    batch, model = next(batches(1)), Towers()
+    pipeline = made(model=model, dense_optimizer=torch.optim.SGD(model.parameters(), 0.5), table_learning_rate=0.0)
+    vectors = pipeline.lookup({"history": batch["history"].values, "item": batch["item"]})
+    twin = Towers()
+    history = nestrec.Jagged(vectors["history"], batch["history"].offsets)
+    loss, weight = twin({"history": history, "item": vectors["item"]}, batch)
+    (loss / weight).backward()
+    assert float(pipeline.step(batch)) == pytest.approx(loss.item() / weight, rel=1e-6)
+    torch.testing.assert_close(model.mix.weight, twin.mix.weight - 0.5 * twin.mix.weight.grad)
+    pipeline.close()
+
+
+def test_batches_may_be_smaller_than_the_number_of_micro_batches():
+    pipeline = made("nested", micro_batches=4)
+    assert all(np.isfinite(float(loss)) for loss in pipeline.run([*batches(2), *batches(1, 2), *batches(2)]))
+    pipeline.close()
+
+
+def test_a_run_that_was_left_early_is_not_gone_on_with():
+    pipeline = made("nested")
+    for _ in itertools.islice(pipeline.run(batches()), 2):
+        pass
+    for use in (pipeline.digest, lambda: pipeline.step(next(batches(1)))):
+        with pytest.raises(UserError, match=r"still in flight.*\n.*shorten its batches"):
+            use()
+    pipeline.close()
+
+
+def test_tables_are_whole_at_the_fences_inside_a_run():
+    pipeline = made("nested")
+    digests = [
+        pipeline.digest() for number, _ in enumerate(pipeline.run(batches(), fence_every=2), 1) if not number % 2
+    ]
+    assert len(set(digests)) == 3
+    assert digests[-1] == trained("serial")[1]
+    pipeline.close()
+
+
+class Tokens(Towers):
+    def forward(self, vectors, batch):
+        return super().forward(vectors, batch)[0], vectors["history"].num_values
+
+
+def test_the_weight_is_known_before_and_must_be_the_models():
+    with pytest.raises(UserError, match=r"announced with 3.*\n.*weight=\.\.\."):
+        trained("serial", model=Tokens())
+    losses, _ = trained("serial", model=Tokens(), weight=lambda batch: batch["history"].num_values)
+    first = next(batches(1))
+    assert losses[0] == pytest.approx(trained("serial")[0][0] * 7 / first["history"].num_values, rel=1e-6)
+
+
+def test_a_loss_without_a_weight_and_fields_that_disagree_are_refused():
+    model = Towers()
+    model.forward = lambda vectors, batch: vectors["item"].sum()
+    with pytest.raises(UserError, match="sum of its losses and their weight"):
+        trained("serial", model=model)
+    pipeline = made()
+    with pytest.raises(UserError, match="holds 3 samples where others hold 7"):
+        pipeline.step({**next(batches(1)), "sign": torch.ones(3)})
+    pipeline.close()
+
+
+def test_samples_coupled_over_the_batch_are_not_cut():
+    with pytest.raises(UserError, match="couples the samples of the whole batch"):
+        trained("serial", couples_samples="batch")
+
+
+def test_warm_up_and_rates_come_with_the_options_of_our_optimiser():
+    options = OptimizerConfig(learning_rate=0.5, table_learning_rate=0.25, warmup_steps=4)
+    assert [(options.rates(n).dense, options.rates(n).tables) for n in (1, 4, 9)] == [
+        (0.125, 0.0625), (0.5, 0.25), (0.5, 0.25),
+    ]  # fmt: skip
+
+
+def test_an_unknown_schedule_is_refused_with_the_nearest_name():
+    with pytest.raises(UserError, match="did you mean 'nested'"):
+        made("nestet")
