@@ -3,8 +3,9 @@
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.models import HSTUConfig
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.training.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 
 MAX_EVENTS = 64
 PREPARE = (
