@@ -6,11 +6,23 @@ nobody can make up.
 
 from collections.abc import Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 HEADER = b"x-nestrec-client"
 _MOST_CHARACTERS = 64
 
-current_client: ContextVar[str] = ContextVar("nestrec_client", default="")
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Of one request."""
+
+    client: str = ""
+    num_bytes: int = 0
+    """of its body; 0 where nobody knows"""
+
+
+NOBODY = Sender()
+current_sender: ContextVar[Sender] = ContextVar("nestrec_sender", default=NOBODY)
 """of the request that this task serves"""
 
 

@@ -15,6 +15,7 @@ from nestrec.base.bounds import Count, NonNegative
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.keyed_hash import KeyedHash
@@ -92,16 +93,11 @@ class Service:
         """The model that ranks candidates: the ranking model where there is one."""
         return "ranking" if "ranking" in self.fleets else "retrieval"
 
-    @property
-    def is_full(self) -> bool:
-        """Some model has an instance without room for a request of the usual size."""
-        return any(engine.is_full for fleet in self.fleets.values() for engine in fleet.engines)
-
-    def refusal(self, role: str, client: str, num_bytes: int) -> OverloadedError | None:
-        """For a request of so many bytes that nobody has looked into yet, where no instance has room for it."""
+    def refusal(self, role: str, sender: Sender) -> OverloadedError | None:
+        """For a request that nobody has looked into yet, where no instance has room for one of its bytes."""
         engines = self.fleets[role].engines
         for engine in engines:
-            if not engine.is_full:
+            if not engine.is_full_for(sender):
                 return None
         return engines[0].refuse()
 
@@ -112,7 +108,8 @@ class Service:
         slot = self._begin(user)
         try:
             try:
-                work = fleet.engines[slot].rank(user, history, candidates, timeout_s=timeout_s)
+                engine, sender = fleet.engines[slot], current_sender.get()
+                work = engine.rank(user, history, candidates, timeout_s=timeout_s, sender=sender)
             except UnavailableError:
                 if fleet not in self.fleets.values():
                     raise SwappedError from None
@@ -128,7 +125,8 @@ class Service:
         slot = self._begin(user)
         try:
             engine = fleet.engines[slot]
-            return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s)[0]
+            sender = current_sender.get()
+            return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s, sender=sender)[0]
         finally:
             self._end(slot)
 

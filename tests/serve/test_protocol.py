@@ -293,13 +293,14 @@ def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front
     refused_before = engine.counts.get("refused_overload", 0)
     read = []
     front._with_history = lambda _, data: read.append(data) or data
+    engine._backlog.add("somebody", "else", 1e10)
 
     async def run():
         async with listening(front) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             found = []
             for waiting, data in ((1, whole), (1, whole), (1, chunked), (0, whole), (1, whole), (0, chunked)):
-                engine._num_pending, engine._queued_s = waiting, 1e10 * waiting
+                engine._byte_s = 1e10 * waiting
                 writer.write(data)
                 head = await reader.readuntil(b"\r\n\r\n")
                 content = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
@@ -311,6 +312,7 @@ def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front
 
     no, yes = (429, True, True), (200, False, False)
     assert asyncio.run(run()) == [(*no, 0), (*no, 0), (*no, 0), (*yes, 1), (*no, 1), (*yes, 2)]
+    engine._backlog.remove("somebody", "else", 1e10)
     assert engine.counts["refused_overload"] == refused_before + 4
     assert 'nestrec_requests_total{route="/v1/rank",status="429"} 4.0' in front.metrics.exposition().decode()
 

@@ -28,7 +28,7 @@ from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_json, parse_user
 from nestrec.serving.api.shapes import reader
-from nestrec.serving.client import client_of, current_client
+from nestrec.serving.client import Sender, client_of, current_sender
 from nestrec.serving.engine.work import OverloadedError, RefusedError
 from nestrec.serving.service import Service, SwappedError
 
@@ -87,7 +87,6 @@ class App:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = time.perf_counter()
         route, body = scope["path"], Body(scope, receive, self._limits)
-        current_client.set(client_of(address_of(scope.get("client")), scope["headers"]))
         try:
             route, answered = await self._answer(scope, receive, body)
         except DisconnectedError:
@@ -101,7 +100,7 @@ class App:
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         """Answer a request without ASGI in between."""
         start_s = time.perf_counter()
-        current_client.set(client)
+        current_sender.set(Sender(client, len(body)))
         try:
             answered = await self._through_swaps(self._posts[route], self._with_history(route, parse_json(body)))
         except asyncio.CancelledError:
@@ -119,7 +118,9 @@ class App:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
             body = await unread.read()
-            if (refusal := self._refusal(path, current_client.get(), len(body))) is not None:
+            sender = Sender(client_of(address_of(scope.get("client")), scope["headers"]), len(body))
+            current_sender.set(sender)
+            if (refusal := self._refusal(path, sender)) is not None:
                 raise refusal
             data = self._with_history(path, parse_json(body))
             return path, await unless_disconnected(self._through_swaps(self._posts[path], data), receive)
@@ -144,7 +145,7 @@ class App:
 
         Under overload most requests end here: reading them would take the interpreter from the work of the others.
         """
-        refusal = self._refusal(route, client, num_bytes)
+        refusal = self._refusal(route, Sender(client, num_bytes))
         if refusal is None:
             return None
         self.metrics.observe(route, 429, 0.0)
@@ -153,10 +154,10 @@ class App:
     def count_malformed(self, status: int) -> None:
         self.metrics.observe("malformed", status, 0.0)
 
-    def _refusal(self, path: str, client: str, num_bytes: int) -> OverloadedError | None:
+    def _refusal(self, path: str, sender: Sender) -> OverloadedError | None:
         role = self._computed_by[path]
         role = self._service.ranker if role == "ranker" else role
-        return self._service.refusal(role, client, num_bytes) if role in self._service.fleets else None
+        return self._service.refusal(role, sender) if role in self._service.fleets else None
 
     def _with_history(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
         """A request without a history gets the one that the store has."""

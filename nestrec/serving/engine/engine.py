@@ -15,12 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from nestrec.base.clock import Clock, RealClock
+from nestrec.serving.client import NOBODY, Sender
+from nestrec.serving.engine.backlog import Backlog
 from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.cost_model import CostModel, work_of
 from nestrec.serving.engine.pace import Pace
-from nestrec.serving.engine.planner import Planner, Step
+from nestrec.serving.engine.planner import Planner
 from nestrec.serving.engine.runner import BatchRunner, Launched, Scored
 from nestrec.serving.engine.runners import make_runner
+from nestrec.serving.engine.step import Step
 from nestrec.serving.engine.warm_up import warm_up
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.keyed_hash import KeyedHash
@@ -67,17 +70,16 @@ class Engine:
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
         self._planner = Planner(
             cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event,
-            row_step=self._runner.row_step, end=self._finish,
-            signal_done=self._signal_done, count=self._count, queued_s=lambda: self._queued_s,
+            appends_candidates=form.appends_candidates, row_step=self._runner.row_step, end=self._finish,
+            signal_done=self._signal_done, count=self._count, queued_s=lambda: self.queued_s,
         )  # fmt: skip
         self._condition = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
         self._pace = Pace(spins=self._runner.spins)
-        self._queued_s = 0.0
-        self._usual_s = 0.0  # of a ranking request, of late
-        self._num_pending = 0
+        self._backlog = Backlog()
+        self._byte_s = 0.0  # device seconds of a byte of a request, of late
         self._is_draining = self._is_closed = self._has_ended = False
         self._is_warm = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
@@ -86,39 +88,46 @@ class Engine:
 
     # Submitting: any thread.
 
-    def rank(self, user: str, history: History, candidates: Candidates, *, timeout_s: float) -> Work:
+    def rank(
+        self, user: str, history: History, candidates: Candidates, *, timeout_s: float, sender: Sender = NOBODY
+    ) -> Work:
         """Queue a ranking request; `work.future` gives its answer. Refused at once where it could not be in time."""
         tokens = self.form.tokens(history, candidates.now_ms)
-        work = self._work(user, tokens, candidates.copied(), timeout_s)
+        work = self._work(user, tokens, candidates.copied(), timeout_s, sender)
         with self._condition:
             self._check_open()
-            self._usual_s += _SMOOTH * (work.estimate_s - self._usual_s)
-            if self._num_pending and self._queued_s + work.estimate_s > min(timeout_s, self.cfg.max_queue_s):
+            if sender.num_bytes:
+                self._byte_s += _SMOOTH * (work.estimate_s / sender.num_bytes - self._byte_s)
+            expected_s = self._backlog.expected_s(sender.client, user, work.estimate_s)
+            if self._backlog.num_works and expected_s > min(timeout_s, self.cfg.max_queue_s):
                 raise self.refuse()
             self._enqueue(work)
         return work
 
-    @property
-    def is_full(self) -> bool:
-        """A request of the usual size would be refused."""
-        return self._num_pending > 0 and self._queued_s + self._usual_s > self.cfg.max_queue_s
+    def is_full_for(self, sender: Sender) -> bool:
+        """A request of so many bytes, whatever is in them, would be refused."""
+        estimate_s = self._byte_s * sender.num_bytes
+        return self._backlog.num_works > 0 and (
+            self._backlog.expected_s(sender.client, None, estimate_s) > self.cfg.max_queue_s
+        )
 
     def refuse(self) -> OverloadedError:
         """Count a refusal, and say when to come back."""
         self._count("refused_overload")
-        return OverloadedError("more work waits than can be done in time", max(0.05, self._queued_s))
+        return OverloadedError("more work waits than can be done in time", max(0.05, self.queued_s))
 
     def preinfer(
-        self, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
-    ) -> tuple[Decision, Work | None]:
+        self, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float,
+        sender: Sender = NOBODY,
+    ) -> tuple[Decision, Work | None]:  # fmt: skip
         """Decide on a signal, and queue it where it is admitted."""
         tokens = self.form.tokens(history, now_ms)
-        work = self._work(user, tokens, None, timeout_s)
+        work = self._work(user, tokens, None, timeout_s, sender)
         cached = tokens.num_cacheable
         with self._condition:
             self._check_open()
             decision = self.trigger.decide(
-                work.key, tail=self.costs.tail, wait_s=self._queued_s, preinfer_s=work.estimate_s,
+                work.key, tail=self.costs.tail, wait_s=self.queued_s, preinfer_s=work.estimate_s,
                 full_rank_s=self.costs.predict_s(*work_of(0, tokens.length, num_candidates)),
                 num_bytes=cached * self.tiers.bytes_a_token,
             )  # fmt: skip
@@ -142,7 +151,7 @@ class Engine:
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Whether all accepted work was done in time."""
         with self._condition:
-            return self._condition.wait_for(lambda: self._num_pending == 0, timeout_s)
+            return self._condition.wait_for(lambda: self._backlog.num_works == 0, timeout_s)
 
     def close(self) -> None:
         with self._condition:
@@ -164,13 +173,13 @@ class Engine:
     @property
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
-        return self._queued_s
+        return self._backlog.seconds
 
     def _check_open(self) -> None:
         if self._is_draining or self._is_closed:
             raise UnavailableError("the engine is stopping", 1.0)
 
-    def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float) -> Work:
+    def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float, sender: Sender) -> Work:
         key = self._key(user)
         prefix = min(self.tiers.device.length_of(key), tokens.num_cacheable) if tokens.num_cacheable else 0
         end = tokens.num_cacheable if candidates is None else tokens.length
@@ -178,15 +187,14 @@ class Engine:
 
         return Work(
             key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
-            estimate_s=self.costs.share_s(*work),
+            estimate_s=self.costs.share_s(*work), client=sender.client,
         )  # fmt: skip
 
     def _key(self, user: str) -> CacheKey:
         return CacheKey(user, self._version, self._slide)
 
     def _enqueue(self, work: Work) -> None:
-        self._queued_s += work.estimate_s
-        self._num_pending += 1
+        self._backlog.add(work.client, work.key.user, work.estimate_s)
         self._inbox.append(work)
         self._condition.notify_all()
 
@@ -283,23 +291,32 @@ class Engine:
         # Before the answers: whoever waits for them needs the interpreter as soon as they are there.
         self.costs.observe(*batch.work, seconds, len(batch.steps))
         for step, scored in zip(batch.steps, results, strict=True):
+            step.work.computed_s += seconds
             if scored is not None:
-                self._answer(step, scored)
-            else:
+                step.work.scored.append(scored.scores)
+            if step.work.candidates is None:
                 self._signal_advanced(step)
+            elif step.is_last and scored is not None:
+                self._answer(step, scored)
+            else:  # a piece of it
+                self._release(step)
         self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
 
     def _answer(self, step: Step, scored: Scored) -> None:
         work = step.work
+        assert work.candidates is not None
         with self._condition:
             self.trigger.consumed(work.key)
         self._count(f"rank_{work.source}")
         if step.entry is not None:
             self.tiers.device.hold(step.entry, float("-inf"))
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
-                self.tiers.spill(step.entry, ahead_s=self._queued_s)
+                self.tiers.spill(step.entry, ahead_s=self.queued_s)
         self._release(step)
-        self._finish(work, Answer(scored.items, scored.scores, work.key.version, work.source, step.part.first), None)
+        items, scores = scored.items, scored.scores
+        if len(work.scored) > 1:
+            items, scores = work.candidates.items, np.concatenate(work.scored)
+        self._finish(work, Answer(items, scores, work.key.version, work.source, work.num_cached), None)
 
     def _signal_advanced(self, step: Step) -> None:
         if step.is_last and step.entry is not None:
@@ -329,10 +346,8 @@ class Engine:
             return
         work.is_finished = True
         with self._condition:
-            self._queued_s = max(0.0, self._queued_s - work.estimate_s)
-            self._num_pending -= 1
-            if self._num_pending == 0:
-                self._queued_s = 0.0
+            self._backlog.remove(work.client, work.key.user, work.estimate_s)
+            if self._backlog.num_works == 0:
                 self._condition.notify_all()
         if answer is not None and work.future.set_running_or_notify_cancel():
             work.future.set_result(answer)

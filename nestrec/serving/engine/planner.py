@@ -1,45 +1,25 @@
 """Which work makes up the next batch.
 
-Ranking requests go first, in order of arrival; signals to compute a prefix ahead fill what is left of a batch, in
-chunks, so that no request waits behind a long one. A request whose user has a prefix in the cache computes only what is
-missing; any other computes everything, and the scores are the same. At most one request of a user is in a batch, so a
-user's requests keep their order and share what they compute.
+Ranking requests go first, as `rank_planner` chooses them; signals to compute a prefix ahead fill what is left of a
+batch, in chunks, so that no request waits behind a long one. A request whose user has a prefix in the cache computes
+only what is missing; any other computes everything, and the scores are the same.
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nestrec.base.clock import Clock
 from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.cost_model import CostModel
-from nestrec.serving.engine.runner import Part
+from nestrec.serving.engine.rank_planner import FEWEST_TOKENS, LEAST_SHARE, RankPlanner
+from nestrec.serving.engine.step import Step
 from nestrec.serving.engine.work import Answer, UnavailableError, Work
 from nestrec.serving.prefix.cache import CacheKey, Entry
 from nestrec.serving.prefix.tiers import PrefixTiers
 
 _CHUNK_SHARE = 0.25
 """of the budget of ranking: what a batch may take until signals no longer fill it"""
-_LEAST_SHARE = 0.25
-"""of that which signals get beside any number of requests, lest they starve"""
-_FEWEST_TOKENS = 256
-"""of a chunk that time alone would make smaller: less keeps no device busy"""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A work's share of a batch; its entry is pinned until the batch has ended."""
-
-    work: Work
-    part: Part
-    entry: Entry | None
-
-    @property
-    def is_last(self) -> bool:
-        """Nothing is left of a signal after this step."""
-        return self.part.end >= self.work.tokens.num_cacheable
-
 
 End = Callable[[Work, Answer | None, Exception | None], None]
 
@@ -52,20 +32,23 @@ class Planner:
 
     def __init__(
         self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int,
-        row_step: int, end: End, signal_done: Callable[[Work, Entry], None], count: Callable[[str], None],
-        queued_s: Callable[[], float],
+        appends_candidates: bool, row_step: int, end: End, signal_done: Callable[[Work, Entry], None],
+        count: Callable[[str], None], queued_s: Callable[[], float],
     ):  # fmt: skip
         self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
         self._costs, self._row_step = costs, row_step
         chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
         self._chunk_s = chunk_ms / 1e3 or math.inf
         self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
-        self._ranks: deque[Work] = deque()
+        self._ranks = RankPlanner(
+            cfg, tiers, costs=costs, chunk_s=self._chunk_s, tokens_an_event=tokens_an_event,
+            appends_candidates=appends_candidates, is_wanted=self._is_wanted, resume=self._resume,
+        )  # fmt: skip
         self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ranks or self._signals)
+        return bool(self._ranks.queue or self._signals)
 
     def add(self, work: Work) -> None:
         """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
@@ -74,28 +57,14 @@ class Planner:
             self._count("signal_superseded")
             self._end(signal, None, UnavailableError("a later request took over", 0.0))
         if work.is_rank:
-            self._ranks.append(work)
+            self._ranks.queue.push(work)
         else:
             self._signals[work.key] = work
 
     def plan(self) -> list[Step]:
         """The next batch; empty where all that is left waits for copies."""
-        budget = self._cfg.max_batch_tokens
-        steps: list[Step] = []
-        later: deque[Work] = deque()
-        while self._ranks and budget > 0 and len(steps) < self._cfg.max_batch_requests:
-            work = self._ranks.popleft()
-            if not self._is_wanted(work):
-                continue
-            if any(step.work.key == work.key for step in steps):
-                later.append(work)
-                continue
-            step = self._plan_rank(work)
-            if step is not None:
-                steps.append(step)
-                budget -= step.part.num_new
-        self._ranks.extendleft(reversed(later))
-        return steps + self._plan_signals(steps)
+        ranked, is_full = self._ranks.plan()
+        return ranked if is_full else ranked + self._plan_signals(ranked)
 
     def launched(self, step: Step) -> None:
         """The batch is on its way: a signal whose last chunk it holds needs no further one."""
@@ -103,14 +72,17 @@ class Planner:
             self._signals.pop(step.work.key, None)
 
     def drop(self, work: Work) -> None:
-        """Forget a signal that failed."""
+        """Forget a work that failed."""
+        self._ranks.forget(work)
         if self._signals.get(work.key) is work:
             del self._signals[work.key]
 
     def waiting(self) -> list[Work]:
-        return [*self._ranks, *self._signals.values()]
+        return [*self._ranks.queue, *self._signals.values()]
 
     def _is_wanted(self, work: Work) -> bool:
+        if work.is_finished:  # a piece of it failed
+            return False
         if work.future.cancelled():
             self._count("cancelled")
             self._end(work, None, None)
@@ -121,24 +93,13 @@ class Planner:
             return False
         return True
 
-    def _plan_rank(self, work: Work) -> Step | None:
-        """How to compute a request; none where it waits for a copy from DRAM."""
-        entry = self._tiers.find(work)
-        behind = len(self._ranks)
-        if entry is None and self._tiers.reload(work, ahead_s=0.0, behind=behind, resume=self._resume):
-            return None
-        return self._step(work, entry, work.tokens.length)
-
     def _plan_signals(self, ranked: list[Step]) -> list[Step]:
-        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long.
-        None while requests are left waiting, whose time has come."""
-        if self._ranks:
-            return []
+        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
         busy = {step.work.key for step in ranked}
         steps: list[Step] = []
         budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
         ranked_s = sum(self._costs.predict_s(*step.part.work, steps=0.0) for step in ranked)
-        left_s = max(self._chunk_s - ranked_s, _LEAST_SHARE * self._chunk_s)
+        left_s = max(self._chunk_s - ranked_s, LEAST_SHARE * self._chunk_s)
         for work in [w for w in self._signals.values() if w.key not in busy]:
             if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
                 break
@@ -158,7 +119,7 @@ class Planner:
         missing = work.tokens.num_cacheable - self._tiers.device.length_of(work.key)
         in_time = self._costs.tokens_within(left_s, 0)
         least = self._row_step if rows % self._row_step == 0 else 1
-        return in_time >= max(least, min(_FEWEST_TOKENS, missing))
+        return in_time >= max(least, min(FEWEST_TOKENS, missing))
 
     def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> Step | None:
         """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
@@ -172,12 +133,13 @@ class Planner:
             return None
         first = entry.length if entry is not None else 0
         if not math.isinf(left_s):
-            in_time = self._costs.tokens_within(left_s, first) // _FEWEST_TOKENS * _FEWEST_TOKENS
-            budget = min(budget, max(_FEWEST_TOKENS, in_time))
+            in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
+            budget = min(budget, max(FEWEST_TOKENS, in_time))
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
         end = self._cut(first, min(work.tokens.num_cacheable, first + chunk), rows)
-        step = self._step(work, entry, end)
-        if step.part.store_until < end:  # no room to keep it: nothing to compute ahead
+        is_last = end >= work.tokens.num_cacheable
+        step = Step.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
+        if not step.is_kept:  # no room to keep it: nothing to compute ahead
             if step.entry is not None:
                 self._tiers.device.unpin(step.entry)
             self._end(work, None, UnavailableError("no room in the cache", 0.0))
@@ -187,23 +149,13 @@ class Planner:
     def _cut(self, first: int, end: int, rows: int) -> int:
         """Where a chunk best ends: the rows beyond the last whole step would cost as much as a step."""
         beyond = (rows + end - first) % self._row_step // self._tokens_an_event * self._tokens_an_event
-        return end - beyond if end - first - beyond >= _FEWEST_TOKENS else end
+        return end - beyond if end - first - beyond >= FEWEST_TOKENS else end
 
     def _resume(self, work: Work) -> None:
         """The copy that a work waited for has ended."""
         if work.is_rank:
-            self._ranks.appendleft(work)
+            self._ranks.queue.push_first(work)
         elif work.key not in self._signals:
             self._signals[work.key] = work
         else:
             self._end(work, None, UnavailableError("a later request took over", 0.0))
-
-    def _step(self, work: Work, entry: Entry | None, end: int) -> Step:
-        """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
-        first = entry.length if entry is not None else 0
-        entry, store_until = self._tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
-        pages = list(entry.pages) if entry is not None else []
-        part = Part(
-            tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=work.candidates
-        )
-        return Step(work, part, entry)

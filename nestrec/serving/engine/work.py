@@ -1,5 +1,6 @@
 """What waits for an engine: requests to rank and signals to compute a prefix ahead."""
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,10 +57,24 @@ class Work:
     deadline_s: float
     estimate_s: float
     """device seconds that it was admitted with"""
+    client: str = ""
+    """whom it is from"""
     future: "Future[Answer]" = field(default_factory=Future)
     source: Source = "none"
+    num_cached: int = 0
+    """tokens that were there when it began"""
+    is_begun: bool = False
+    """a part of it is computed, or on its way"""
+    num_planned: int = 0
+    """candidates that are scored, or on their way"""
+    scored: list[NDArray[np.float32]] = field(default_factory=list)
+    """of the candidates so far"""
     is_finished: bool = False
     """answered, refused or cancelled"""
+    arrived_s: float = field(default_factory=time.perf_counter)
+    """`perf_counter`"""
+    computed_s: float = 0.0
+    """device seconds of the batches that it had a part in"""
     planned_s: float = 0.0
     """`perf_counter` when its last batch began to be put together"""
     launched_s: float = 0.0
@@ -70,6 +85,13 @@ class Work:
     @property
     def is_rank(self) -> bool:
         return self.candidates is not None
+
+    @property
+    def candidates_left(self) -> Candidates | None:
+        """Those that no batch has taken yet."""
+        if self.candidates is None or self.num_planned == 0:
+            return self.candidates
+        return self.candidates.part(self.num_planned, len(self.candidates))
 
     def content_of(self, num_tokens: int) -> bytes | None:
         """None beyond what can be cached: an entry of more tokens belongs to another history."""

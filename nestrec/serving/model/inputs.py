@@ -58,6 +58,11 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.items)
 
+    def part(self, first: int, end: int) -> "Candidates":
+        """Those from `first` on, before `end`."""
+        features = {name: values[first:end] for name, values in self.features.items()}
+        return replace(self, items=self.items[first:end], features=features)
+
     def copied(self) -> "Candidates":
         """A copy, which its owner cannot change."""
         features = {name: values.copy() for name, values in self.features.items()}

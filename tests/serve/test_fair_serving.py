@@ -1,0 +1,198 @@
+"""A long request cannot hold an engine: it is computed in pieces, and others go between them."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from serving_oracle import oracle_scores
+from serving_sequences import draw_candidates, draw_history
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.client import Sender
+from nestrec.serving.engine import rank_planner
+from nestrec.serving.engine.config import EngineConfig
+from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.engine import Engine
+from nestrec.serving.engine.runner import Runner
+from nestrec.serving.engine.work import OverloadedError, UnavailableError
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.prefix.tiers import TiersConfig
+
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=256, time_bias=True)
+MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
+TOKEN_S, PAGE_BYTES = 1e-5, 256
+CONFIG = EngineConfig(
+    tiers=TiersConfig(cache_bytes=PAGE_BYTES << 8, dram_bytes=0, page_tokens=4), chunk_ms=0.2, max_queue_s=0.1
+)
+TIMEOUT_S = 60.0
+
+
+class Recording(Runner):
+    """Remembers the rows of its batches."""
+
+    def __init__(self, form, pool):
+        super().__init__(form, pool)
+        self.rows = []
+
+    def launch(self, parts):
+        self.rows.append([part.num_new for part in parts])
+        return super().launch(parts)
+
+
+@pytest.fixture(params=list(MODELS))
+def servable(request, monkeypatch):
+    """Ten microseconds a token, since what so small a model costs is lost in noise, and pieces as small as can be."""
+    monkeypatch.setattr(rank_planner, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(rank_planner, "_FEWEST_CANDIDATES", 4)
+    monkeypatch.setattr(CostModel, "tokens_within", lambda _, seconds, _prefix: int(seconds / TOKEN_S))
+    predicted = lambda _, tokens, _pairs, steps=1.0: tokens * TOKEN_S + steps * 1e-6  # noqa: E731
+    monkeypatch.setattr(CostModel, "predict_s", predicted)
+    return MODELS[request.param](ENCODER, num_items=200)
+
+
+def make_engine(servable, cfg=CONFIG):
+    form = make_form(servable, None)
+    pool = PagePool(
+        ENCODER, num_pages=cfg.tiers.cache_bytes // PAGE_BYTES, page_tokens=4, device=torch.device("cpu"),
+        dtype=torch.float32,
+    )  # fmt: skip
+    runner = Recording(form, pool)
+    engine = Engine(form, cfg, runner=runner)
+    runner.rows.clear()  # of the warm-up
+    return engine, runner
+
+
+def check(servable, engine, history, candidates, answer):
+    expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
+    assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+
+
+def test_a_long_request_is_computed_in_pieces_with_the_scores_of_the_whole(servable):
+    engine, runner = make_engine(servable)
+    rng = np.random.default_rng(1)
+    history = draw_history(rng, 60)
+    candidates = draw_candidates(rng, history, 26)
+    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    check(servable, engine, history, candidates, answer)
+    assert (answer.source, answer.num_cached) == ("none", 0), "what it has computed itself does not count as found"
+    assert answer.items.tolist() == candidates.items.tolist()
+    pieces = [rows for (rows,) in runner.rows]
+    assert sum(pieces) == engine.form.tokens(history, 0).length + 26
+    assert pieces[:3] == [16] * 3
+    most = 16 if engine.form.appends_candidates else 60  # candidates that are no tokens go with the last event
+    assert max(pieces) <= most + 4
+    again = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    assert again.source == "device"
+    engine.close()
+    engine.tiers.device.check()
+    assert all(entry.pins == 0 for entry in engine.tiers.device.entries())
+
+
+@pytest.mark.parametrize("is_one_client", [True, False])
+def test_short_requests_are_admitted_beside_long_ones_and_answered_before_them(servable, is_one_client):
+    """More work waits than may: by its own share each short one is in time all the same."""
+    engine, runner = make_engine(servable, replace(CONFIG, max_queue_s=0.004))
+    rng, done = np.random.default_rng(2), []
+    long, short = draw_history(rng, 60), draw_history(rng, 3)
+    with engine._condition:  # nothing is computed meanwhile
+        works = [engine.rank("hog", long, draw_candidates(rng, long, 26), timeout_s=TIMEOUT_S, sender=Sender("h"))]
+        with pytest.raises(OverloadedError):
+            engine.rank("hog2", long, draw_candidates(rng, long, 900), timeout_s=TIMEOUT_S, sender=Sender("h"))
+        for number in range(20):
+            sender = Sender("h" if is_one_client else f"s{number % 4}")
+            works.append(engine.rank(f"{number}", short, draw_candidates(rng, short), timeout_s=1.0, sender=sender))
+    for number, work in enumerate(works):
+        work.future.add_done_callback(lambda _, number=number: done.append(number))
+    for work in works:
+        work.future.result(TIMEOUT_S)
+    assert done[-1] == 0, "the long one is answered last"
+    assert max(map(sum, runner.rows)) <= 20 + 20 * 9, "no batch is long"
+    assert engine.queued_s == 0.0
+    engine.close()
+
+
+def test_a_long_request_that_is_given_up_leaves_nothing_behind(servable):
+    engine, runner = make_engine(servable)
+    rng = np.random.default_rng(3)
+    history = draw_history(rng, 60)
+    launch = runner.launch
+    work = None
+
+    def cancel_in_the_middle(parts):
+        if len(runner.rows) == 1:
+            work.future.cancel()
+        return launch(parts)
+
+    runner.launch = cancel_in_the_middle
+    with engine._condition:
+        work = engine.rank("a", history, draw_candidates(rng, history, 8), timeout_s=TIMEOUT_S)
+    assert engine.wait_until_idle(TIMEOUT_S)
+    assert sum(map(sum, runner.rows)) == 32, "two pieces, and then nobody wanted the rest"
+    assert all(entry.held_until_s == float("-inf") and entry.pins == 0 for entry in engine.tiers.device.entries())
+    assert engine.counts["cancelled"] == 1
+    candidates = draw_candidates(rng, history, 8)
+    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    check(servable, engine, history, candidates, answer)
+    assert answer.num_cached == 32
+    engine.close()
+
+
+def test_without_room_in_the_cache_the_rest_is_computed_at_once(servable):
+    engine, runner = make_engine(servable, replace(CONFIG, tiers=replace(CONFIG.tiers, cache_bytes=6 * PAGE_BYTES)))
+    rng = np.random.default_rng(4)
+    history = draw_history(rng, 60)
+    candidates = draw_candidates(rng, history, 26)
+    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    check(servable, engine, history, candidates, answer)
+    assert len(runner.rows) == 2
+    engine.close()
+    engine.tiers.device.check()
+
+
+def test_requests_in_pieces_are_exact_whoever_else_asks(servable):
+    """One user from two clients with two histories, small caches, forgetting in the middle."""
+    cfg = replace(CONFIG, max_queue_s=1e9, tiers=replace(CONFIG.tiers, cache_bytes=40 * PAGE_BYTES))
+    engine, _ = make_engine(servable, cfg)
+    rng, py = np.random.default_rng(5), random.Random(5)
+    histories = [draw_history(rng, length) for length in (60, 50, 5, 20, 2)]
+    asked = []
+    for _ in range(30):
+        history = py.choice(histories)
+        candidates = draw_candidates(rng, history, py.choice([1, 8, 20]))
+        sender = Sender(py.choice("ab"))
+        asked.append((history, candidates,
+                      engine.rank(py.choice("uv"), history, candidates, timeout_s=1e9, sender=sender)))  # fmt: skip
+        if py.random() < 0.2:
+            engine.forget("u")
+    for history, candidates, work in asked:
+        check(servable, engine, history, candidates, work.future.result(TIMEOUT_S))
+    assert engine.drain(TIMEOUT_S)
+    engine.close()
+    engine.tiers.device.check()
+    assert all(entry.pins == 0 for entry in engine.tiers.device.entries())
+
+
+def test_a_piece_that_fails_fails_its_request_and_no_other(servable):
+    engine, runner = make_engine(servable)
+    rng = np.random.default_rng(6)
+    history, launch = draw_history(rng, 60), runner.launch
+
+    def fail_the_second(parts):
+        launched = launch(parts)
+        if len(runner.rows) == 2:
+            raise ValueError("made to fail")
+        return launched
+
+    runner.launch = fail_the_second
+    work = engine.rank("a", history, draw_candidates(rng, history, 8), timeout_s=TIMEOUT_S)
+    with pytest.raises((RuntimeError, UnavailableError)):
+        work.future.result(TIMEOUT_S)
+    candidates = draw_candidates(rng, history, 8)
+    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    check(servable, engine, history, candidates, answer)
+    assert engine.drain(TIMEOUT_S)
+    engine.close()
