@@ -17,7 +17,10 @@ def parse_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> dict
         name, has_value, value = rest.pop(0).partition("=")
         if not name.startswith("--"):
             raise UserError(
-                "does not belong to an option", field="argument", value=name, remedy="write --dotted.name value"
+                "does not belong to an option",
+                field="argument",
+                value=name,
+                remedy="write --dotted.name value; a pattern of several files stands in quotes",
             )
         if not has_value:
             if not rest:

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+import nestrec
 from nestrec.base import exit_codes
-from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
+from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_you_mean
 from nestrec.base.memory import ask_for_huge_pages
 from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.base.paths import check_folder
 from nestrec.bench.app import app as bench_app
+from nestrec.cli.help import with_plain_flags
+from nestrec.cli.said_once import say_once
 
 if TYPE_CHECKING:
     from nestrec.training.config import RunConfig
@@ -26,6 +30,21 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nestrec {nestrec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(context_settings=PASSED_ON)
@@ -42,8 +61,8 @@ def train(
 
     Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
     dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold];
-    [bold]nestrec options train demo[/bold] lists them. Under torchrun the same command trains on all ranks:
-    [bold]torchrun --nproc-per-node 2 -m nestrec train demo[/bold].
+    [bold]nestrec options train demo[/bold] lists them. On several ranks of this machine: [bold]nestrec launch -n 2
+    train demo[/bold]; under torchrun the same command trains on all ranks.
     """
     from nestrec.cli.training import train_run
 
@@ -56,7 +75,32 @@ def train(
     if cluster is not None:
         remedy = "add --plan-only, or see `nestrec plan --help` and docs/many-machines.md"
         raise UserError("only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
-    train_run(cfg, output or Path("runs") / cfg.name)
+    folder = output or Path("runs") / cfg.name
+    check_folder(folder, "--output")
+    train_run(cfg, folder)
+
+
+@app.command(context_settings={**PASSED_ON, "allow_interspersed_args": False})
+def launch(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks on this machine.")],
+) -> None:
+    """Run a command on several ranks of this machine: nestrec launch -n 2 train demo.
+
+    A thin wrapper of torchrun. The exit code is that of the ranks: 0, 2 a mistake of the user, 70 a loss that is not
+    finite, 75 saved and stopped by a signal, 76 a rank was lost; a line says which. Several machines and restarts:
+    docs/many-machines.md.
+    """
+    from nestrec.cli.launch import launch as run_ranks
+
+    if not context.args:
+        raise UserError("has nothing to run", field="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
+    known = [command.name or (command.callback.__name__ if command.callback else "") for command in
+             app.registered_commands]  # fmt: skip
+    if context.args[0] not in known:
+        raise UserError("is no command", field="launch", value=context.args[0],
+                        remedy=did_you_mean(context.args[0], known))  # fmt: skip
+    sys.exit(run_ranks(ranks, context.args))
 
 
 @app.command(context_settings=PASSED_ON)
@@ -113,27 +157,34 @@ def recipes() -> None:
     """List the recipes that `train` knows."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from nestrec.base.config import leaves
     from nestrec.training.recipes import RECIPES
 
-    table = Table("recipe", "task", "model", "data", box=None)
+    table = Table("recipe", "task", "what it is", "data", box=None)
     for name, make in RECIPES.items():
         cfg = make()
-        table.add_row(name, cfg.task.kind, leaves(cfg.task)["encoder.kind"], cfg.data.folder)
+        what = " ".join((make.__doc__ or "").split()).removesuffix(".")
+        table.add_row(name, cfg.task.kind, what, Text(cfg.data.folder or "your own", overflow="fold"))
     Console().print(table)
 
 
 @app.command("options")
 def list_options(
     command: Annotated[
-        list[str], typer.Argument(help="train RECIPE, prepare, serve, replay, bench NAME; then a word.")
-    ],
+        list[str] | None, typer.Argument(help="train RECIPE, prepare FORMAT, serve, bench NAME, ...; then a word.")
+    ] = None,
 ) -> None:
-    """List a command's dotted options with their values and meaning: nestrec options train demo learning_rate."""
-    from nestrec.cli.options import show_options
+    """List a command's dotted options with their values and meaning: nestrec options train demo learning_rate.
 
-    show_options(command)
+    Without a command, lists the commands that have such options.
+    """
+    from nestrec.cli.options import show_commands, show_options
+
+    if command:
+        show_options(command)
+    else:
+        show_commands()
 
 
 @app.command("eval")
@@ -318,7 +369,7 @@ def main() -> None:
 
 
 def _fail(error: UserError, code: int) -> NoReturn:
-    typer.echo(f"error: {error}", err=True)
+    say_once(f"error: {error}")
     sys.exit(code)
 
 
@@ -353,6 +404,8 @@ def _saved_config(file: Path) -> "RunConfig":
         remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
         raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error
 
+
+with_plain_flags(app)
 
 if __name__ == "__main__":
     main()

@@ -55,6 +55,14 @@ def config_of(words: list[str]) -> tuple[Any, str]:
     return getattr(importlib.import_module(module), name)(), " ".join(rest)
 
 
+def show_commands() -> None:
+    """Print the commands that have dotted options, as they are asked about."""
+    print("Commands with dotted options; a word at the end searches names and meanings:")
+    for command in ("train RECIPE", "plan RECIPE", "prepare FORMAT", *CONFIGS):
+        print(f"  nestrec options {command}")
+    print("`nestrec recipes` and `nestrec formats` list the recipes and formats.")
+
+
 def show_options(words: list[str]) -> None:
     """Print the options whose name or meaning holds the last word, or all of them."""
     config, wanted = config_of(words)

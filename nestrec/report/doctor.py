@@ -56,6 +56,7 @@ _CHECKS = (
     _Check("Limited links", probes.limited_links, "no benchmarks over them; needs root, `ip` and `tc`", True),
     _Check("TensorBoard", probes.tensorboard, "no TensorBoard files: `pip install tensorboard`", True),
     _Check("TorchRec", probes.torchrec, "no conversion to it, no comparison with it: `make torchrec`", True),
+    _Check("Serving", probes.serving, "no `nestrec serve`: `pip install 'nestrec[serve]'`", True),
     _Check("Ray", probes.ray, "no serving on several machines: `pip install 'ray[serve]'`", True),
 )  # fmt: skip
 

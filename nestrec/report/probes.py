@@ -17,6 +17,8 @@ from pathlib import Path
 _IMPORT_LIMIT_S = 10
 _COMMAND_LIMIT_S = 5
 _GIB = 1 << 30
+SERVING_PACKAGES = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
+"""As the extra `serve` of the package names them."""
 
 
 class Absent(Exception):
@@ -162,6 +164,11 @@ def torchrec() -> str:
     return _imported("torchrec")
 
 
+def serving() -> str:
+    """Every package of the extra `serve`, in a process of its own."""
+    return ", ".join(f"{package} {_imported(package)}" for package in SERVING_PACKAGES)
+
+
 def ray() -> str:
     return _imported("ray")
 
@@ -169,7 +176,7 @@ def ray() -> str:
 def _imported(package: str) -> str:
     """Version of a package that another process could import."""
     if importlib.util.find_spec(package) is None:
-        raise Absent("not installed")
+        raise Absent(f"{package} is not installed")
     code = f"import {package}; print(getattr({package}, '__version__', 'of unknown version'))"
     return _command([sys.executable, "-c", code], limit_s=_IMPORT_LIMIT_S).splitlines()[-1]
 

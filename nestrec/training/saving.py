@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint import Checkpoints, Peers
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
@@ -45,7 +45,11 @@ class Saving:
 
     def restore_best(self) -> TrainState:
         """The session at its best validation score; as last saved where nothing was validated."""
-        restored = self._best.restore_latest()
+        try:
+            restored = self._best.restore_latest()
+        except DamagedError as error:
+            remedy = "take the last weights instead with --last, or train again"
+            raise DamagedError(error.problem, field="best", value=str(self._folder.best), remedy=remedy) from error
         return self.restore_last() if restored is None else self._session.restore(restored)
 
     def close(self) -> None:

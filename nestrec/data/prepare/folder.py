@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
+from nestrec.base.paths import check_folder
 from nestrec.data.card import CARD_FILE
 
 
@@ -20,6 +21,7 @@ def whole_folder(output: Path, *, force: bool) -> Iterator[Path]:
     """
     output = output.absolute()
     check_replaceable(output, force=force)
+    check_folder(output.parent, "output")
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.parent / f".{output.name}.preparing"
     descriptor = _lock(temporary, output)

@@ -1,5 +1,7 @@
 """MovieLens: the published recipes of the HSTU release (sampled softmax, temperature 0.05, 128 negatives a token)."""
 
+from collections.abc import Callable
+
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
@@ -62,21 +64,43 @@ ML_1M_ORDERED = (
 ML_20M = ("ml-20m", "nestrec prepare movielens ml-20m/ data/ml-20m (GroupLens' folder with ratings.csv)")
 ML_100K = ("ml-100k", "nestrec prepare movielens ml-100k/ data/ml-100k (u.data, or RecBole's ml-100k.inter)")
 
-RECIPES = {
-    "ml_1m_sasrec": lambda: _movielens("ml_1m_sasrec", *ML_1M, _sasrec()),
-    "ml_1m_hstu": lambda: _movielens("ml_1m_hstu", *ML_1M, _hstu()),
-    "ml_1m_hstu_large": lambda: _movielens("ml_1m_hstu_large", *ML_1M, _hstu(num_layers=8, num_heads=2)),
-    "ml_1m_fuxi": lambda: _movielens("ml_1m_fuxi", *ML_1M, _fuxi()),
-    "ml_1m_ordered_fuxi": lambda: _movielens("ml_1m_ordered_fuxi", *ML_1M_ORDERED, _fuxi(time_channel=False)),
-    "ml_1m_ordered_sasrec": lambda: _movielens("ml_1m_ordered_sasrec", *ML_1M_ORDERED, _sasrec()),
-    "ml_1m_ordered_hstu": lambda: _movielens("ml_1m_ordered_hstu", *ML_1M_ORDERED, _hstu(time_bias=False)),
-    "ml_1m_ordered_sasrec_large": lambda: _movielens("ml_1m_ordered_sasrec_large", *ML_1M_ORDERED, _sasrec(64, 4, 2)),
-    "ml_1m_ordered_hstu_large": lambda: _movielens(
-        "ml_1m_ordered_hstu_large", *ML_1M_ORDERED, _hstu(64, 4, 2, time_bias=False)
+
+def _recipe(name: str, data: tuple[str, str], encoder: EncoderConfig, what: str) -> Callable[[], RunConfig]:
+    def make() -> RunConfig:
+        return _movielens(name, *data, encoder)
+
+    make.__doc__ = f"{what}."
+    return make
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "ml_1m_sasrec": _recipe("ml_1m_sasrec", ML_1M, _sasrec(), "SASRec on MovieLens 1M"),
+    "ml_1m_hstu": _recipe("ml_1m_hstu", ML_1M, _hstu(), "HSTU on MovieLens 1M, as its release"),
+    "ml_1m_hstu_large": _recipe(
+        "ml_1m_hstu_large", ML_1M, _hstu(num_layers=8, num_heads=2), "HSTU on MovieLens 1M, 8 layers"
     ),
-    "ml_20m_sasrec": lambda: _movielens("ml_20m_sasrec", *ML_20M, _sasrec(256, 4, 4)),
-    "ml_20m_hstu": lambda: _movielens("ml_20m_hstu", *ML_20M, _hstu(256, 4, 4)),
-    "ml_20m_hstu_large": lambda: _movielens("ml_20m_hstu_large", *ML_20M, _hstu(256, 16, 8)),
-    "ml_100k_sasrec": lambda: _movielens("ml_100k_sasrec", *ML_100K, _sasrec()),
-    "ml_100k_hstu": lambda: _movielens("ml_100k_hstu", *ML_100K, _hstu()),
+    "ml_1m_fuxi": _recipe("ml_1m_fuxi", ML_1M, _fuxi(), "FuXi-alpha on MovieLens 1M"),
+    "ml_1m_ordered_fuxi": _recipe(
+        "ml_1m_ordered_fuxi", ML_1M_ORDERED, _fuxi(time_channel=False), "FuXi-alpha on MovieLens 1M without times"
+    ),
+    "ml_1m_ordered_sasrec": _recipe(
+        "ml_1m_ordered_sasrec", ML_1M_ORDERED, _sasrec(), "SASRec on MovieLens 1M without times"
+    ),
+    "ml_1m_ordered_hstu": _recipe(
+        "ml_1m_ordered_hstu", ML_1M_ORDERED, _hstu(time_bias=False), "HSTU on MovieLens 1M without times"
+    ),
+    "ml_1m_ordered_sasrec_large": _recipe(
+        "ml_1m_ordered_sasrec_large", ML_1M_ORDERED, _sasrec(64, 4, 2), "SASRec on MovieLens 1M without times, larger"
+    ),
+    "ml_1m_ordered_hstu_large": _recipe(
+        "ml_1m_ordered_hstu_large",
+        ML_1M_ORDERED,
+        _hstu(64, 4, 2, time_bias=False),
+        "HSTU on MovieLens 1M without times, larger",
+    ),
+    "ml_20m_sasrec": _recipe("ml_20m_sasrec", ML_20M, _sasrec(256, 4, 4), "SASRec on MovieLens 20M"),
+    "ml_20m_hstu": _recipe("ml_20m_hstu", ML_20M, _hstu(256, 4, 4), "HSTU on MovieLens 20M"),
+    "ml_20m_hstu_large": _recipe("ml_20m_hstu_large", ML_20M, _hstu(256, 16, 8), "HSTU on MovieLens 20M, 16 layers"),
+    "ml_100k_sasrec": _recipe("ml_100k_sasrec", ML_100K, _sasrec(), "SASRec on MovieLens 100K"),
+    "ml_100k_hstu": _recipe("ml_100k_hstu", ML_100K, _hstu(), "HSTU on MovieLens 100K"),
 }

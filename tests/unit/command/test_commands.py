@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import nestrec
 from nestrec.balance import POLICIES
 from nestrec.base.config import leaves, with_overrides
 from nestrec.base.errors import UserError
@@ -14,7 +15,10 @@ from nestrec.base.overrides import PASSED_ON
 from nestrec.bench.app import app as bench_app
 from nestrec.cli.app import app
 from nestrec.cli.options import CONFIGS, config_of, option_text
+from nestrec.cli.said_once import SAID_FOLDER, say_once
 from nestrec.data.formats.registry import FORMATS
+from nestrec.data.synthetic.logs import generate, preset
+from nestrec.training.recipes import RECIPES
 
 
 def refusal(*arguments: str) -> UserError:
@@ -187,3 +191,54 @@ def test_formats_are_listed_with_what_they_are() -> None:
     error = refusal("prepare", "movielens", "x", "y", "--log.user", "uid")
     assert "is not an option of the format movielens" in str(error)
     assert error.remedy == "leave it out; it belongs to log"
+
+
+def test_the_version_can_be_asked_for() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"nestrec {nestrec.__version__}\n")
+
+
+def test_options_alone_lists_the_commands() -> None:
+    output = CliRunner().invoke(app, ["options"]).output
+    assert all(f"nestrec options {name}" in output for name in ("train RECIPE", "prepare FORMAT", *CONFIGS))
+
+
+def test_every_recipe_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [name for name, make in RECIPES.items() if not make.__doc__] == []
+    monkeypatch.setenv("COLUMNS", "200")
+    output = CliRunner().invoke(app, ["recipes"]).output
+    assert "HSTU on MovieLens 20M, 16 layers" in output
+
+
+def test_help_shows_no_type_of_flags() -> None:
+    names = [[command.name or command.callback.__name__] for command in app.registered_commands if command.callback]
+    names += [["bench", c.name or c.callback.__name__] for c in bench_app.registered_commands if c.callback]
+    for words in ([], ["bench"], *names):
+        result = CliRunner().invoke(app, [*words, "--help"])
+        assert result.exit_code == 0, words
+        assert "bool" not in result.output, words
+
+
+@pytest.mark.parametrize("inner", ["", "deeper/run"])
+def test_an_output_that_runs_through_a_file_is_refused_by_name(tmp_path: Path, inner: str) -> None:
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / inner)
+    assert refusal("train", "demo", "--output", path).field == "--output"
+    through = f"{path}/data"
+    assert " file" in refusal("prepare", "synthetic", "tiny", through, "--num_users", "5").problem
+    with pytest.raises(UserError, match=r"is a file|runs through the file"):
+        generate(preset("tiny", num_users=5), Path(through))
+
+
+def test_what_all_ranks_say_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SAID_FOLDER, str(tmp_path))
+    for text in ("error: a", "error: a", "error: b"):
+        say_once(text)
+    assert capsys.readouterr().err == "error: a\nerror: b\n"
+
+
+def test_launch_refuses_what_it_could_not_run() -> None:
+    assert refusal("launch", "-n", "2").field == "launch"
+    assert refusal("launch", "-n", "2", "trian", "demo").remedy == "did you mean 'train'?"

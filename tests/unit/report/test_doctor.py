@@ -16,11 +16,17 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_what_the_tests_themselves_need_is_found_to_work() -> None:
     found = by_name(examine())
-    for name in ("Python", "PyTorch", "CPU", "numba", "pyarrow", "Gloo", "TensorBoard"):
+    for name in ("Python", "PyTorch", "CPU", "numba", "pyarrow", "Gloo", "TensorBoard", "Serving"):
         assert found[name].status == "ok", found[name]
         assert found[name].remedy == ""
     assert {"CUDA", "Triton", "NCCL", "Symmetric memory", "Limited links", "Disk", "TorchRec", "Ray"} <= found.keys()
     assert all(finding.remedy for finding in found.values() if finding.status != "ok")
+
+
+def test_serving_lacks_what_any_of_its_packages_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "SERVING_PACKAGES", ("json", "no_such_package"))
+    with pytest.raises(probes.Absent, match="no_such_package is not installed"):
+        probes.serving()
 
 
 def test_a_part_that_raises_is_broken_and_one_that_is_not_there_absent(monkeypatch: pytest.MonkeyPatch) -> None:

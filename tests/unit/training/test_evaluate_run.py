@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from nestrec.base.errors import DamagedError
 from nestrec.cli.training import evaluate_run
 from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import config_of
@@ -26,3 +28,15 @@ def test_eval_keeps_the_result_of_the_best_epoch_as_train_does(tiny_data: Path, 
         by_eval = kept["rank/model"]
     expected = trainer.evaluate("test").details["rank/model"]
     assert np.array_equal(by_eval, expected)
+
+
+def test_damaged_best_weights_name_the_last_ones_that_could_serve(tiny_data: Path, tmp_path: Path) -> None:
+    cfg = config_of("hstu", tiny_data, {"training.epochs": 1})
+    Trainer(cfg, tmp_path, Topology.single("cpu")).train()
+    for file in (tmp_path / "best").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedError) as refused:
+        evaluate_run(tmp_path, "test", best=True)
+    assert "--last" in str(refused.value.remedy)
+    evaluate_run(tmp_path, "test", best=False)

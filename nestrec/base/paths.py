@@ -1,0 +1,22 @@
+"""Paths that a user names, checked before anything is written."""
+
+import os
+from pathlib import Path
+
+from nestrec.base.errors import UserError
+
+
+def check_folder(path: Path, field: str) -> None:
+    """Raise unless `path` is a folder that can be written, or one that could be made."""
+    present = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
+    if not present.is_dir():
+        problem = "is a file" if present == path.absolute() else f"runs through the file {present}"
+        raise UserError(problem, field=field, value=str(path), remedy="name a folder, or one that does not exist yet")
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise UserError(f"cannot be written: no permission in {present}", field=field, value=str(path),
+                        remedy="name another folder, or change its permissions")  # fmt: skip
+
+
+def _is_there(path: Path) -> bool:
+    """Also where a link leads nowhere; not where the path runs through a file."""
+    return os.path.lexists(path)
