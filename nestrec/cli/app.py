@@ -5,7 +5,7 @@ Heavy imports stand inside the commands, so that `nestrec --help` answers at onc
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,9 +18,6 @@ from nestrec.base.paths import check_folder
 from nestrec.bench.app import app as bench_app
 from nestrec.cli.help import with_plain_flags
 from nestrec.cli.said_once import say_once
-
-if TYPE_CHECKING:
-    from nestrec.training.config import RunConfig
 
 app = typer.Typer(
     help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and "
@@ -65,8 +62,9 @@ def train(
     train demo[/bold]; under torchrun the same command trains on all ranks.
     """
     from nestrec.cli.training import train_run
+    from nestrec.library.configured import configured
 
-    cfg = _configured(recipe, parse_overrides(context.args, ("output", "cluster", "plan-only")))
+    cfg = configured(recipe, parse_overrides(context.args, ("output", "cluster", "plan-only")))
     if plan_only:
         from nestrec.cli.plan import check_plan
 
@@ -124,11 +122,12 @@ def plan(
     """
     from nestrec.bench.harness.frame import make_frame, save_frame
     from nestrec.cli.plan import open_cluster, plan_run
+    from nestrec.library.configured import configured
     from nestrec.report import progress_for
 
     given = ("cluster", "hosts", "profile", "most", "json", "page")
     overrides = parse_overrides(context.args, given)
-    cfg = _configured(recipe, overrides)
+    cfg = configured(recipe, overrides)
     with progress_for(f"plan {recipe}"):
         found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
     if json is not None:
@@ -371,38 +370,6 @@ def main() -> None:
 def _fail(error: UserError, code: int) -> NoReturn:
     say_once(f"error: {error}")
     sys.exit(code)
-
-
-def _configured(name: str, overrides: dict[str, str]) -> "RunConfig":
-    """A named recipe, or the resolved config of an earlier run, with overrides.
-
-    A recipe may make the synthetic logs it names; in a folder that the user names, a mistyped name would get them too.
-    """
-    from nestrec.base.config import with_overrides
-    from nestrec.training.recipes import recipe
-
-    if Path(name, "config.json").exists():
-        remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
-        raise UserError("is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
-    own_folder = {"data.synthetic": "none"} if "data.folder" in overrides else {}
-    base = _saved_config(Path(name)) if name.endswith(".json") else recipe(name)
-    return with_overrides(base, {**own_folder, **overrides})
-
-
-def _saved_config(file: Path) -> "RunConfig":
-    import json
-
-    from nestrec.base.config import from_plain
-    from nestrec.training.config import RunConfig
-
-    try:
-        plain = json.loads(file.read_text())
-        if not isinstance(plain, dict):
-            raise ValueError("it holds no named fields")
-        return from_plain(RunConfig, plain)
-    except (OSError, ValueError) as error:
-        remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
-        raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error
 
 
 with_plain_flags(app)

@@ -4,14 +4,13 @@ import contextlib
 import sys
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from nestrec.base import exit_codes
 from nestrec.data.card import Card
 from nestrec.data.samples.split import Part
-from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
+from nestrec.library.runs import topology_of
 from nestrec.report import LiveProgress, evaluation_table, progress_for
 from nestrec.report.evaluations import verdict_on
 from nestrec.report.tensorboard import TensorBoardWriter
@@ -25,7 +24,7 @@ from nestrec.training.trainer import Trainer
 
 def train_run(cfg: RunConfig, folder: Path) -> None:
     """Train, measure the best epoch on the test part, and print it beside its baselines."""
-    topology = _topology(cfg, cfg.ranks)
+    topology = topology_of(cfg, cfg.ranks)
     with contextlib.ExitStack() as shown:
         listeners: list[Listener] = []
         if topology.is_first:
@@ -50,7 +49,7 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
     cfg = RunFolder(folder).config()
-    topology = _topology(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
+    topology = topology_of(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
     with progress_for(f"measure {folder}"), contextlib.closing(Trainer(cfg, folder, topology)) as trainer:
         evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
@@ -86,9 +85,3 @@ def _show(evaluation: Evaluation, title: str) -> None:
         print(verdict.sentence)
     for note in evaluation.notes:
         print(f"note: {note}")
-
-
-def _topology(cfg: RunConfig, ranks: RanksConfig) -> Topology:
-    wanted = cfg.training.device
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-    return Topology.from_environment(device, ranks)

@@ -48,6 +48,11 @@ class KeptShape(Protocol):
     def head_dim(self) -> int: ...
 
 
+Forward = Callable[[Any, torch.Tensor, Sequence[Segment], PrefixReader], tuple[torch.Tensor, list[KeysAndValues]]]
+"""(model, (T, D) vectors of the new tokens, segments, prefixes) to the (T, D) states of the new tokens and, for each
+layer, their keys and values, each (T, H, head_dim)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedForward:
     """How a backbone computes new tokens against what is kept of their prefixes. Its results are those of a pass over
@@ -55,8 +60,7 @@ class CachedForward:
 
     kept: Callable[[Any], KeptShape]
     """of a config; a config with these three fields may be handed back as it is"""
-    forward: Callable[[Any, torch.Tensor, Sequence[Segment], PrefixReader], tuple[torch.Tensor, list[KeysAndValues]]]
-    """(model, (T, D) vectors of the new tokens, segments, prefixes) to the (T, D) states of the new tokens and, for
-    each layer, their keys and values, each (T, H, head_dim)"""
+    forward: Forward
+    """a pass over new tokens"""
     is_pageable: Callable[[Any], bool] = lambda model: False
     """whether the captured graphs of HSTU (`nestrec.models.hstu_paged`) compute this model"""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nestrec"
 ORDER = [
     "base", "trace", "jagged", "ops", "models", "data", "distributed", "balance", "embedding", "pipeline", "tasks",
-    "checkpoint", "training", "planning", "serving", "report", "bench", "testing",
+    "checkpoint", "training", "planning", "serving", "library", "report", "bench", "testing",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("pipeline") + 1]
 CORE_LIBRARIES = {"torch", "triton", "numpy", "numba"}

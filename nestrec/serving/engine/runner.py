@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.models.segments import KeysAndValues, Segment
+from nestrec.models.segments import Forward, KeysAndValues, Segment
 from nestrec.serving.engine.cost_model import work_of
 from nestrec.serving.model.forms import Form, Tokens
 from nestrec.serving.model.inputs import Candidates
@@ -95,8 +95,9 @@ class Runner:
     row_step: int = 1
     spins: bool = False
 
-    def __init__(self, form: Form, pool: PagePool):
-        self.form, self.pool = form, pool
+    def __init__(self, form: Form, pool: PagePool, forward: Forward | None = None):
+        """forward: instead of the backbone's cached forward."""
+        self.form, self.pool, self._forward = form, pool, forward or form.servable.cached.forward
 
     def launch(self, parts: Sequence[Part]) -> Launched:
         start_s = time.perf_counter()
@@ -116,7 +117,7 @@ class Runner:
         state_TD = torch.zeros(0, servable.encoder_config.dim, dtype=servable.dtype, device=servable.device)
         if bounds[-1]:
             segments = [self._segment(part, count) for part, count in zip(parts, counts, strict=True)]
-            state_TD, made = servable.cached.forward(
+            state_TD, made = self._forward(
                 self.form.encoder, torch.cat([self._vectors(part) for part in parts]), segments,
                 lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
             )  # fmt: skip

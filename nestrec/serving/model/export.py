@@ -57,15 +57,18 @@ def export_run(
     run: Path, output: Path, *, best: bool = True, defaults: InputDefaults | None = None
 ) -> ServableManifest:
     """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out."""
-    cfg = RunFolder(run).config()
-    check_served(cfg.task)
-    session = Session.open(cfg, Topology.from_environment("cpu"))
+    check_served(RunFolder(run).config().task)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return write_servable(_with_defaults(servable_of_run(run, output.parent, best=best), defaults), output)
+
+
+def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
+    """The best (or last) weights of a run, on the CPU. scratch: a folder on a disk with room for its tables."""
+    session = Session.open(RunFolder(run).config(), Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
     with contextlib.closing(session.engine):
         session.restore(restored)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        servable = _with_defaults(_servable(session, restored.step, output.parent), defaults)
-    return write_servable(servable, output)
+        return _servable(session, restored.step, scratch)
 
 
 def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
@@ -109,7 +112,7 @@ def _servable(session: Session, step: int, scratch: Path) -> Servable:
     tables = {name: ResidentTable(_table(session, name, scratch)) for name in session.engine.tables}
     of_items = [c.name for c in columns if c.name.startswith("item_")]
     return Servable(
-        spec=spec, version="", model=model, tables=tables,
+        spec=spec, version="", model=model.eval().requires_grad_(False), tables=tables,
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
         index=None if serving.index is None else _index(partial(serving.index, model), tables["items"].weight, scratch),
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},

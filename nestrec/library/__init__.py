@@ -1,0 +1,1 @@
+"""What Python users call: train, evaluate, load. `import nestrec` hands it on, and the commands are built on it."""

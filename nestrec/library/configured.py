@@ -1,0 +1,46 @@
+"""The configuration of a run, from what a user names: a recipe, a config.json, or a config of their own."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.config import from_plain, with_overrides
+from nestrec.base.errors import UserError
+from nestrec.training.config import RunConfig
+from nestrec.training.recipes import recipe as named_recipe
+
+
+def configured(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A named recipe, the config.json of an earlier run, or a config, with dotted overrides.
+
+    Overrides are values, or text as on the command line. A recipe may make the synthetic logs it names; in a folder
+    that the user names, a mistyped name would get them too.
+    """
+    texts = {name: override_text(value) for name, value in (overrides or {}).items()}
+    base = recipe if isinstance(recipe, RunConfig) else _named(str(recipe))
+    own_folder = {"data.synthetic": "none"} if "data.folder" in texts else {}
+    return with_overrides(base, {**own_folder, **texts})
+
+
+def override_text(value: Any) -> str:
+    """A value as it would be typed."""
+    return str(value) if isinstance(value, str | Path) else json.dumps(value)
+
+
+def _named(name: str) -> RunConfig:
+    if Path(name, "config.json").exists():
+        remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
+        raise UserError("is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
+    return _saved_config(Path(name)) if name.endswith(".json") else named_recipe(name)
+
+
+def _saved_config(file: Path) -> RunConfig:
+    try:
+        plain = json.loads(file.read_text())
+        if not isinstance(plain, dict):
+            raise ValueError("it holds no named fields")
+        return from_plain(RunConfig, plain)
+    except (OSError, ValueError) as error:
+        remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
+        raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error

@@ -1,0 +1,281 @@
+"""A trained model for Python users: what to recommend, how candidates rank, vectors of items; all by source ids.
+
+    model = nestrec.load("runs/demo")                        # a run, or a folder that `nestrec export` wrote
+    model.recommend(["12", "7"], k=5).items
+    model.rank_all([["12", "7"], ["301"]], candidates=[["5", "9"], ["5"]])
+
+A history is a list of ids, oldest first, or a mapping with the fields of the server's requests: `items`, `times_ms`,
+`actions`, `features`, `user_features`, `now_ms`. Answers are those of the server: the same code reads histories and
+scores candidates.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.errors import UserError
+from nestrec.models.backbones import backbone_of
+from nestrec.models.whole_forward import whole_forward
+from nestrec.serving.engine.runner import Part, Runner, Scored
+from nestrec.serving.model.forms import form_of
+from nestrec.serving.model.inputs import Candidates
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import MANIFEST_FILE
+from nestrec.serving.model.tables import ResidentTable
+from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from nestrec.library.runs import Run
+    from nestrec.serving.api.reading import Asked, Reader
+    from nestrec.serving.api.requests import RankRequest
+
+Items = Sequence[str | int]
+"""source ids"""
+History = Items | Mapping[str, Any]
+"""ids of a user's items, oldest first, or a mapping with the fields of the server's requests"""
+_FIELDS = ("items", "times_ms", "actions", "features", "user_features", "now_ms")
+_BATCH_TOKENS = 16_384
+"""tokens that are computed at once"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Items with their scores."""
+
+    items: tuple[str, ...]
+    """source ids; recommended ones best first, candidates in their order"""
+    scores: Mapping[str, NDArray[np.float32]]
+    """by output of the model, a number an item; larger is better. Unknown candidates have the least number"""
+    unknown: tuple[str, ...] = ()
+    """ids that the model does not know: events were left out, candidates got the last place"""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    part: Part
+    unknown: tuple[str, ...]
+    """ids that the model does not know"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is kept of a prefix where there is none."""
+
+    num_layers: int = 1
+    num_heads: int = 1
+    head_dim: int = 1
+
+
+class Recommender:
+    """A model in memory. Nothing is kept between calls; any thread may call."""
+
+    def __init__(self, servable: Servable):
+        self.servable = servable
+        self._form = form_of(servable, slide_events=1)
+        has_cached = backbone_of(servable.encoder_config).cached is not None
+        pool = PagePool(
+            servable.kept if has_cached else _Kept(), num_pages=1, page_tokens=1, device=servable.device,
+            dtype=servable.dtype,
+        )  # fmt: skip
+        self._runner = Runner(self._form, pool, None if has_cached else whole_forward)
+
+    @property
+    def item_ids(self) -> tuple[str, ...]:
+        """Source ids of all items that the model knows."""
+        return self.servable.item_keys
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of a candidate's scores."""
+        return self._form.outputs
+
+    def recommend(
+        self,
+        history: History,
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        exclude: Items = (),
+        allow: Items | None = None,
+    ) -> Ranking:
+        """The k best items of the catalogue for a history, best first.
+
+        exclude_seen: items of the history are not recommended. exclude: nor are these. allow: only these are.
+        """
+        return self.recommend_all([history], k, exclude_seen=exclude_seen, exclude=exclude, allow=allow)[0]
+
+    def recommend_all(
+        self,
+        histories: Sequence[History],
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        exclude: Items = (),
+        allow: Items | None = None,
+    ) -> list[Ranking]:
+        """The k best items for each of many histories, computed together."""
+        if self.servable.index is None:
+            raise UserError("ranks candidates and has no catalogue to recommend from", field="model",
+                            value=self.servable.spec.name, remedy="load a retrieval model, or call rank")  # fmt: skip
+        barred, allowed = self._known(exclude), None if allow is None else self._known(allow)
+        none, keys = np.zeros(0, np.int64), self.servable.item_keys
+
+        def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
+            excluded = np.union1d(asked.history.items, barred) if exclude_seen else barred
+            return Candidates(items=none, now_ms=asked.now_ms, num_best=k, excluded=excluded, allowed=allowed)
+
+        asked = [self._asked(_request(history, (), None), wanted) for history in histories]
+        return [
+            Ranking(tuple(keys[i - 1] for i in found.items.tolist()), self._columns(found.scores), one.unknown)
+            for one, found in zip(asked, self._computed(asked), strict=True)
+        ]
+
+    def rank(self, history: History, candidates: Items, *, context: Mapping[str, Any] | None = None) -> Ranking:
+        """Scores of candidates for a history, in the order of the candidates.
+
+        context: by name of a category of an event, its value for every candidate.
+        """
+        return self.rank_all([history], [candidates], context=context)[0]
+
+    def rank_all(
+        self, histories: Sequence[History], candidates: Sequence[Items], *, context: Mapping[str, Any] | None = None
+    ) -> list[Ranking]:
+        """Scores for each of many histories and its own list of candidates, computed together."""
+        from nestrec.serving.api.endpoints.rank import LAST
+
+        if len(candidates) != len(histories):
+            raise UserError(f"must be lists for each of {len(histories)} histories", field="candidates",
+                            value=len(candidates), remedy="give as many lists as histories")  # fmt: skip
+
+        def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
+            ids = reader.items(request.candidates, "candidates")
+            features = reader.candidate_features(request, len(request.candidates))
+            return Candidates(items=ids, now_ms=asked.now_ms, features=features)
+
+        requests = [_request(h, c, context) for h, c in zip(histories, candidates, strict=True)]
+        asked = [self._asked(request, wanted) for request in requests]
+        answers = []
+        for request, one, found in zip(requests, asked, self._computed(asked), strict=True):
+            is_known = found.items > 0
+            keys, unknown = [str(key) for key in request.candidates], np.flatnonzero(~is_known).tolist()
+            scores = np.where(is_known[:, None], found.scores, np.float32(LAST))
+            answers.append(Ranking(tuple(keys), self._columns(scores), (*one.unknown, *(keys[i] for i in unknown))))
+        return answers
+
+    def item_vectors(self, items: Items | None = None) -> NDArray[np.float32]:
+        """(items, D) vectors of these items, or of all in the order of `item_ids`.
+
+        Of a retrieval model those whose products with its states are the scores; of a ranking model rows of its table.
+        """
+        ids = np.arange(1, len(self.item_ids) + 1) if items is None else self.servable.ids_of(_plain_ids(items))
+        if not ids.all():
+            unknown = [items[i] for i in np.flatnonzero(ids == 0)[:10]] if items is not None else []
+            raise UserError("the model knows no such item", field="items", value=unknown, remedy="see item_ids")
+        index = self.servable.index
+        table, rows = (self.servable.tables["items"], ids) if index is None else (index, ids - 1)
+        return table.rows(torch.from_numpy(rows)).float().cpu().numpy()
+
+    def _known(self, items: Items) -> NDArray[np.int64]:
+        ids = self.servable.ids_of(_plain_ids(items))
+        return np.unique(ids[ids > 0])
+
+    def _asked(self, request: "RankRequest", wanted: "Callable[[Asked, Reader, RankRequest], Candidates]") -> "_Asked":
+        """A request as the server reads it."""
+        from nestrec.serving.api.notes import Notes
+        from nestrec.serving.api.reading import Reader, check_feature_names
+        from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+
+        notes = Notes()
+        reader = Reader(self.servable, LimitsConfig(), notes)
+        try:
+            check_feature_names(request, self.servable)
+            asked = reader.user(request)
+            candidates = wanted(asked, reader, request)
+        except BadRequestError as error:
+            remedy = f"a history may be a mapping with {', '.join(_FIELDS)}"
+            raise UserError(error.message, field=error.field or "history", value=None, remedy=remedy) from None
+        tokens = self._form.tokens(asked.history, asked.now_ms)
+        part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+        return _Asked(part, tuple(dict.fromkeys(str(key) for said in notes.said()["unknown"] for key in said["ids"])))
+
+    def _computed(self, asked: "list[_Asked]") -> Iterator[Scored]:
+        """In order, as many tokens at a time as fit together."""
+        batch, tokens = list[Part](), 0
+        for one in asked:
+            if batch and tokens + one.part.num_new > _BATCH_TOKENS:
+                yield from self._run(batch)
+                batch, tokens = [], 0
+            batch.append(one.part)
+            tokens += one.part.num_new
+        yield from self._run(batch)
+
+    def _run(self, parts: list[Part]) -> Iterator[Scored]:
+        for found in self._runner.run(parts) if parts else ():
+            assert found is not None
+            yield found
+
+    def _columns(self, scores: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+        return {name: np.ascontiguousarray(scores[:, i]) for i, name in enumerate(self.outputs)}
+
+
+def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> Recommender:
+    """The model of a run, or of a folder that `nestrec export` wrote, ready to recommend.
+
+    best: of a run the weights of the best validation score, else the last ones. Models of every sequence task can be
+    loaded; those that the server cannot serve are computed in whole passes.
+    """
+    folder = Path(run) if isinstance(run, str | Path) else run.folder
+    if (folder / MANIFEST_FILE).exists():
+        return Recommender(Servable.load(folder, device))
+    RunFolder(folder).config()  # says what is wrong with a folder that is neither
+    from nestrec.serving.model.export import servable_of_run
+
+    servable = servable_of_run(folder, Path(tempfile.gettempdir()), best=best)
+    return Recommender(servable if device == "cpu" else _moved(servable, device))
+
+
+def _moved(servable: Servable, device: str) -> Servable:
+    def moved(table: Any) -> ResidentTable:
+        return ResidentTable(table.weight.to(device))
+
+    return replace(
+        servable, model=servable.model.to(device), index=None if servable.index is None else moved(servable.index),
+        tables={name: moved(table) for name, table in servable.tables.items()},
+        item_columns={name: column.to(device) for name, column in servable.item_columns.items()},
+    )  # fmt: skip
+
+
+def _request(history: History, candidates: Items, context: Mapping[str, Any] | None) -> "RankRequest":
+    from nestrec.serving.api.requests import HistoryFields, RankRequest
+
+    given: dict[str, Any] = dict(history) if isinstance(history, Mapping) else {"items": history}
+    if unknown := [name for name in given if name not in _FIELDS]:
+        raise UserError("a history has no such field", field=f"history.{unknown[0]}", value=given[unknown[0]],
+                        remedy=f"known: {', '.join(_FIELDS)}")  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(HistoryFields)} & given.keys()
+    of_history = {name: _plain(given[name]) for name in fields}
+    of_history["items"] = _plain_ids(given.get("items", ()))
+    return RankRequest(
+        user="-", candidates=_plain_ids(candidates), history=HistoryFields(**of_history), context=context,
+        user_features=given.get("user_features"), now_ms=given.get("now_ms"),
+    )  # fmt: skip
+
+
+def _plain_ids(items: Items) -> list[str | int]:
+    """Ids as JSON would have them: arrays of numpy hold numbers of its own."""
+    return [item if isinstance(item, str) else int(item) for item in items]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,91 @@
+"""Runs for Python users: train a recipe, measure a run.
+
+    run = nestrec.train("demo", {"training.epochs": 2})
+    print(run.evaluation.score, run.evaluation.metrics["model"])
+
+Under torchrun every rank makes the same call, and all of them share the work.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nestrec.data.samples.split import Part
+from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
+from nestrec.library.configured import configured
+from nestrec.tasks.task import Evaluation
+from nestrec.training.config import RunConfig
+from nestrec.training.listener import Listener
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from nestrec.library.loaded import Recommender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A trained run."""
+
+    folder: Path
+    """config, metrics, evaluations and checkpoints; `nestrec report` makes a page of it"""
+    steps: int
+    """of which the weights with the best validation score were made"""
+    evaluation: Evaluation | None
+    """of the best weights on the test part, beside baselines; none where nothing is held out to test on"""
+
+    def load(self) -> "Recommender":
+        """The best weights, ready to recommend."""
+        from nestrec.library.loaded import load
+
+        return load(self.folder)
+
+
+def train(
+    recipe: str | Path | RunConfig,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    output: Path | str | None = None,
+    listener: Listener | None = None,
+) -> Run:
+    """Train a recipe, then measure its best epoch on the test part.
+
+    recipe: a recipe's name (`nestrec recipes` lists them), a config.json of a run, or a config. overrides: dotted names
+    to values (`{"training.epochs": 2}`; `nestrec options train RECIPE` lists them). output: the run folder, runs/NAME
+    where not given; on a folder with checkpoints the run goes on from the last one. listener: hears of the progress.
+    Told to stop by SIGTERM or SIGINT, it saves and raises `nestrec.training.stopping.Interrupted`.
+    """
+    cfg = configured(recipe, overrides)
+    folder = Path("runs") / cfg.name if output is None else Path(output)
+    with contextlib.closing(Trainer(cfg, folder, topology_of(cfg, cfg.ranks), listener)) as trainer:
+        trainer.train()
+        evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
+        return Run(folder=folder, steps=trainer.state.step, evaluation=evaluation)
+
+
+def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -> Evaluation:
+    """Measure a run on held-out data, beside its baselines; that of the best weights is kept in RUN/eval.
+
+    run: what `train` gave, or its folder. best: the weights of the best validation score, else the last ones.
+    """
+    folder = _folder_of(run)
+    cfg = RunFolder(folder).config()
+    # To read tables, one group of any number of ranks will do.
+    with contextlib.closing(Trainer(cfg, folder, topology_of(cfg, RanksConfig()))) as trainer:
+        return trainer.evaluate(part) if best else trainer.measure(part, best=False)
+
+
+def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
+    """The ranks that torchrun has started, or this process alone, on the device that the config wants."""
+    wanted = cfg.training.device
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    return Topology.from_environment(device, ranks)
+
+
+def _folder_of(run: Run | Path | str) -> Path:
+    return run.folder if isinstance(run, Run) else Path(run)

@@ -1,0 +1,126 @@
+"""A model loaded in Python answers as the server does, from a run or from its export, one history or many."""
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+
+import nestrec
+from nestrec.library.loaded import Recommender
+from nestrec.models.whole_forward import whole_forward
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.runner import Runner
+from nestrec.serving.service import Service, ServiceConfig
+
+NOW_MS = 1_642_300_000_000
+HISTORIES = [
+    {"items": ["5", "9", "13"], "times_ms": [NOW_MS - 3_000, NOW_MS - 2_000, NOW_MS - 1_000], "now_ms": NOW_MS},
+    {"items": [7, 8], "times_ms": [NOW_MS - 3_600_000, NOW_MS - 1_000], "now_ms": NOW_MS},
+]  # fmt: skip
+ACTED = [{**history, "actions": ["click"] * len(history["items"])} for history in HISTORIES]
+
+
+def asked_of_server(folder, path, body):
+    service = Service.load([folder], ServiceConfig(slide_events=1))
+    try:
+
+        async def ask():
+            transport = httpx.ASGITransport(App(service, LimitsConfig()))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return (await client.post(path, json=body)).json()
+
+        return asyncio.run(ask())
+    finally:
+        service.close()
+
+
+def test_recommendations_are_those_of_the_server(retrieval):
+    of_run, of_export = nestrec.load(retrieval.run), nestrec.load(retrieval.folder)
+    history = dict(HISTORIES[0])
+    served = asked_of_server(
+        retrieval.folder, "/v1/recommend", {"user": "u", "now_ms": history.pop("now_ms"), "history": history, "k": 7}
+    )
+    for model in (of_run, of_export):
+        found = model.recommend(HISTORIES[0], k=7)
+        assert list(found.items) == served["items"]
+        np.testing.assert_allclose(found.scores["score"], served["scores"]["score"], rtol=1e-5)
+        assert not set(found.items) & {"5", "9", "13"}
+
+
+def test_ranks_are_those_of_the_server(ranking):
+    model, candidates = nestrec.load(ranking.folder), ["5", "6", "no such item", "40"]
+    history = dict(ACTED[0])
+    served = asked_of_server(
+        ranking.folder, "/v1/rank",
+        {"user": "u", "now_ms": history.pop("now_ms"), "history": history, "candidates": candidates},
+    )  # fmt: skip
+    found = model.rank(ACTED[0], candidates)
+    assert model.outputs == ("click", "long_view")
+    assert (found.items, found.unknown) == (tuple(candidates), ("no such item",))
+    for name, scores in found.scores.items():
+        np.testing.assert_allclose(scores, served["scores"][name], rtol=1e-4, atol=1e-5)
+
+
+def test_many_histories_are_computed_together_as_each_alone(retrieval, ranking):
+    model = nestrec.load(retrieval.folder)
+    for found, history in zip(model.recommend_all(HISTORIES, k=5), HISTORIES, strict=True):
+        assert found.items == model.recommend(history, k=5).items
+    ranker, lists = nestrec.load(ranking.folder), [["5", "6"], ["7"]]
+    for found, history, candidates in zip(ranker.rank_all(ACTED, lists), ACTED, lists, strict=True):
+        alone = ranker.rank(history, candidates)
+        assert found.items == alone.items
+        np.testing.assert_allclose(found.scores["click"], alone.scores["click"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "ranking"])
+def test_whole_passes_are_the_twin_of_the_cached_forward(request, kind):
+    """Backbones without a cached forward are computed so."""
+    model = nestrec.load(request.getfixturevalue(kind).folder)
+    twin = Recommender(model.servable)
+    twin._runner = Runner(twin._form, twin._runner.pool, whole_forward)
+    for history in ACTED:
+        empty = {**history, "items": [], "times_ms": [], "actions": []}
+        for asked in [history] if kind == "retrieval" else [history, empty]:
+            found, expected = (one.rank(asked, ["3", "4", "90"]) for one in (twin, model))
+            for name in model.outputs:
+                np.testing.assert_allclose(found.scores[name], expected.scores[name], rtol=1e-4, atol=1e-5)
+
+
+def test_item_vectors_are_what_scores_are_products_with(retrieval):
+    model = nestrec.load(retrieval.folder)
+    everything = model.item_vectors()
+    assert everything.shape == (len(model.item_ids), model.servable.encoder_config.dim)
+    some = model.item_vectors([model.item_ids[4], int(model.item_ids[0])])
+    np.testing.assert_array_equal(some, everything[[4, 0]])
+    scores = model.rank(HISTORIES[0], model.item_ids).scores["score"]
+    vectors = everything.astype(np.float64)
+    query, *_ = np.linalg.lstsq(vectors, scores.astype(np.float64), rcond=None)
+    np.testing.assert_allclose(vectors @ query, scores, rtol=1e-4, atol=1e-4)
+    with pytest.raises(nestrec.UserError, match="knows no such item"):
+        model.item_vectors(["no such item"])
+
+
+def test_lists_of_allowed_and_excluded_items_hold(retrieval):
+    model = nestrec.load(retrieval.folder)
+    best = model.recommend(HISTORIES[0], k=3).items
+    assert best[0] not in model.recommend(HISTORIES[0], k=3, exclude=[best[0]]).items
+    assert set(model.recommend(HISTORIES[0], k=3, allow=best[1:]).items) == set(best[1:])
+    seen = model.recommend(HISTORIES[0], k=len(model.item_ids), exclude_seen=False).items
+    assert {"5", "9", "13"} <= set(seen)
+
+
+def test_mistakes_are_named(retrieval, ranking):
+    model, ranker = nestrec.load(retrieval.folder), nestrec.load(ranking.folder)
+    for call, field in (
+        (lambda: model.recommend(["5"]), "history.times_ms"),
+        (lambda: model.recommend([]), "history"),
+        (lambda: model.recommend({"item": ["5"]}), "history.item"),
+        (lambda: ranker.recommend(ACTED[0]), "model"),
+        (lambda: ranker.rank(HISTORIES[0], ["5"]), "history.actions"),
+        (lambda: ranker.rank_all(ACTED, [["5"]]), "candidates"),
+    ):
+        with pytest.raises(nestrec.UserError) as raised:
+            call()
+        assert raised.value.field == field

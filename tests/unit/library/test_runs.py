@@ -1,0 +1,98 @@
+"""Runs from Python: what `nestrec train` and `nestrec eval` do, with values instead of text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nestrec
+from nestrec.data.dataset import Dataset
+from nestrec.library.configured import configured
+from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.listener import Listener
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> nestrec.Run:
+    """SASRec, which no server serves: a loaded run recommends all the same."""
+    overrides = {"training.epochs": 1, "task.evaluation.filter_seen": "history", "task.evaluation.ks": [10, 60]}
+    return nestrec.train(config_of("sasrec", data), overrides, output=tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_a_run_is_measured_and_can_be_measured_again(run: nestrec.Run) -> None:
+    assert run.evaluation is not None
+    assert run.steps > 0
+    assert (run.folder / "checkpoints").is_dir()
+    again = nestrec.evaluate(run)
+    assert again.to_plain() == run.evaluation.to_plain()
+    assert nestrec.evaluate(str(run.folder), "valid", best=False).part == "valid"
+
+
+def test_a_loaded_run_recommends_what_its_evaluation_measured(run: nestrec.Run, data: Path) -> None:
+    """The rank of each user's last item among what is recommended to the events before it, user by user."""
+    dataset = Dataset.open(data / "sequences")
+    items, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
+    keys = dataset.items().column("item_key").to_pylist()
+    users = run.evaluation.details["users"]
+    events = [[keys[i - 1] for i in items[offsets[user] : offsets[user + 1]]] for user in users]
+    model = run.load()
+    found = model.recommend_all([keys[:-1] for keys in events], k=dataset.num_items)
+    rank = [ranking.items.index(keys[-1]) + 1 if keys[-1] in ranking.items else 0
+            for keys, ranking in zip(events, found, strict=True)]  # fmt: skip
+    assert rank == run.evaluation.details["rank/model"].tolist()
+    assert model.recommend(events[0][:-1], k=3).items == found[0].items[:3]
+
+
+def test_whoever_listens_hears_of_steps_and_a_folder_with_checkpoints_goes_on(data: Path, tmp_path: Path) -> None:
+    class Heard(Listener):
+        first: int = -1
+
+        def started(self, total_steps: int, first_step: int) -> None:
+            self.first = first_step
+
+    short = {"training.max_steps": 2, "training.evaluate_every_epochs": 0}
+    nestrec.train(config_of("hstu", data), short, output=tmp_path / "run")
+    heard = Heard()
+    run = nestrec.train(
+        tmp_path / "run/config.json", {"training.max_steps": 3}, output=tmp_path / "run", listener=heard
+    )
+    assert (heard.first, run.steps) == (2, 3)
+
+
+def test_overrides_are_values_or_text_as_typed(tmp_path: Path) -> None:
+    of_values = {
+        "training.epochs": 2,
+        "task.evaluation.ks": [10, 5],
+        "training.patience": None,
+        "data.folder": tmp_path,
+    }
+    of_text = {"training.epochs": "2", "task.evaluation.ks": "10,5", "training.patience": "none",
+               "data.folder": str(tmp_path)}  # fmt: skip
+    assert configured("demo", of_values) == configured("demo", of_text)
+    assert configured("demo", of_values).data.synthetic is None
+    assert configured(configured("demo"), {"training.epochs": 3}).training.epochs == 3
+
+
+@pytest.mark.parametrize("name", ["demmo", "no/such.json"])
+def test_what_is_no_recipe_is_refused(name: str) -> None:
+    with pytest.raises(nestrec.UserError):
+        nestrec.train(name)
+
+
+def test_a_folder_that_is_neither_a_run_nor_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(nestrec.UserError, match="is not the folder of a run"):
+        nestrec.load(tmp_path)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in nestrec.__all__:
+        assert getattr(nestrec, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        nestrec.trian  # noqa: B018
