@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_jobs import train
 
+from nestrec.base.errors import PeerLostError
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_to_all_rows, borrow, deliver
 from nestrec.distributed.options import RanksConfig
@@ -117,3 +118,28 @@ def is_heard() -> bool:
 def leave_network() -> int:
     """The calling thread gets a network namespace of its own."""
     return ctypes.CDLL(None).unshare(0x40000000)
+
+
+_kept: list[Topology] = []
+"""A rank that drops its lines, or ends, is noticed in any case."""
+
+
+def lose_a_peer(topology: Topology) -> str:
+    """Rank 3 hangs up on rank 0 alone; what each rank of an exchange hears then."""
+    _kept[:] = [Topology.of_process_group(torch.device("cpu"), RanksConfig(), timeout_s=20.0)]
+    vectors = _kept[0].vectors
+    assert isinstance(vectors.transport, SharedMemory)
+    if topology.rank == 3:
+        vectors.transport._peers[0].hang_up()
+    for _ in range(2):  # whoever got through the first has to hear of it in the second
+        try:
+            all_to_all_rows(vectors, torch.zeros(topology.world), [1] * topology.world, [1] * topology.world)
+        except PeerLostError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_has_lost_a_peer_hangs_up_on_the_others(pools):
+    for heard in pools[4].run(lose_a_peer):
+        assert "a peer was lost in vectors.all_to_all" in heard
+        assert "no answer in time" not in heard

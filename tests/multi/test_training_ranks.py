@@ -202,3 +202,13 @@ def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_
     assert stopped_at in ([6, 6], [7, 7])
     pools[2].run(train, "sasrec", data, str(tmp_path / "cut"), more)
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+
+
+def test_told_to_stop_between_averages_a_run_goes_on_until_copies_are_alike(pools, data: str, tmp_path: Path) -> None:
+    """The fence of a stop would average, and so make another run of it."""
+    more = {"training.max_steps": 12, "training.epochs": 9, "training.evaluate_every_epochs": 0, "ranks.replicas": 2,
+            "replica_sync.mode": "weights", "replica_sync.every": 5}  # fmt: skip
+    pools[2].run(train, "hstu", data, str(tmp_path / "whole"), more)
+    assert pools[2].run(terminate_one_rank, "hstu", data, str(tmp_path / "cut"), more) == [10, 10]
+    pools[2].run(train, "hstu", data, str(tmp_path / "cut"), more)
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")

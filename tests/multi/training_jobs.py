@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from schedule_jobs import regrouped
+
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
@@ -18,7 +20,8 @@ More = Mapping[str, object]
 
 
 def trainer_of(topology: Topology, family: str, data: str, run: str, more: More) -> Trainer:
-    return Trainer(config_of(family, Path(data), more), Path(run), topology)
+    cfg = config_of(family, Path(data), more)
+    return Trainer(cfg, Path(run), regrouped(topology, cfg.ranks))
 
 
 def train(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:

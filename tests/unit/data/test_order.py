@@ -109,3 +109,7 @@ def test_an_error_of_a_worker_reaches_the_loop():
     batches = Batches(Broken([1, 2, 3]), BatchConfig(batch_samples=2), seed=0, rank=0, world=1)
     with pytest.raises(ValueError, match="a bad row"):
         next(batches.starting_at(Position()))
+
+
+def test_a_token_batch_takes_what_just_fits():
+    assert cuts_by_tokens(np.array([3, 3, 4, 2, 7, 1]), 6).tolist() == [0, 2, 4, 5, 6]
