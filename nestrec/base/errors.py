@@ -76,7 +76,7 @@ class BatchError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient became NaN or infinite."""
+    """A loss, a gradient or a weight became NaN or infinite."""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

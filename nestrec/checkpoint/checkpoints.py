@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import from_plain, to_plain
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import DamagedError, NonFiniteError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.background import Background
 from nestrec.checkpoint.content import Content
@@ -53,7 +53,8 @@ class Checkpoints:
         self._num_deltas = 0
 
     def save(self, step: int, content: Content) -> Path:
-        """Write the checkpoint of a step; `SaveError` on all ranks when one of them cannot.
+        """Write the checkpoint of a step; `SaveError` on all ranks when one of them cannot, `NonFiniteError` when it
+        may not: what is not finite is no state to go on from.
 
         The state after a step is a function of the run, so a step that is saved already and whole is left as it is.
         """
@@ -154,7 +155,7 @@ class Checkpoints:
             entries = [from_plain(FileEntry, entry) for part in written for entry in part["files"]]
             tables = sorted({table for part in written for table in part["tables"]})
             self._first_agrees(lambda: self._commit(self._manifest(step, base, tables, entries), partial), problem)
-        except SaveError:
+        except (SaveError, NonFiniteError):
             if self._peers.is_first:
                 remove_folder(partial)
             raise

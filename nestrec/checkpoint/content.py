@@ -1,10 +1,13 @@
 """What goes into a checkpoint."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from nestrec.base.errors import NonFiniteError
 
 Chunk = Mapping[str, torch.Tensor]
 """Some rows of a table: `keys` (n,) int64, and any other columns of n rows each (`weight`, `state_*`, ...)."""
@@ -61,6 +64,16 @@ def check_chunk(table: str, chunk: Chunk) -> None:
     assert (keys.dtype, keys.dim()) == (torch.int64, 1), f"keys of table {table} must be (n,) int64"
     wrong = [name for name, column in chunk.items() if column.shape[:1] != keys.shape]
     assert not wrong, f"columns {wrong} of table {table} have another number of rows than its keys"
+
+
+def check_finite(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise a NonFiniteError for numbers that nobody could go on from."""
+    for name, tensor in tensors.items():
+        # A sum is many times quicker than a look at each number, and may at most suspect too much.
+        if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all()):
+            continue
+        rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1) if tensor.dim() else ~tensor.isfinite()
+        raise NonFiniteError(f"{int(rows.sum()):,} rows of {what} are not finite ({name})")
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

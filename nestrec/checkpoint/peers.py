@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.distributed import CollectiveLog, Communicator, Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.distributed.meeting import meeting_watched
@@ -54,16 +54,24 @@ class Peers:
         return self.rank == 0
 
     def agree(self, action: Callable[[], T], problem: str) -> list[T]:
-        """Run `action` on every rank; the results of all ranks, or `SaveError` on all ranks when one of them failed."""
+        """Run `action` on every rank; the results of all ranks, or an error on all of them when one has failed.
+
+        That is a `NonFiniteError` where one was raised, else a `SaveError`.
+        """
         result: T | None = None
         failure: Exception | None = None
         try:
             result = action()
         except Exception as error:  # whatever it is, the other ranks must not be left waiting
             failure = error
-        answers = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None]
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answers = self.gather((result, text, isinstance(failure, NonFiniteError)))
+        failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(answers) if text is not None]
+        if any(is_not_finite for _, _, is_not_finite in answers):
+            remedy = "resume with a smaller learning rate"
+            text = f"{problem}: {'; '.join(failed)}: the run stops, the last checkpoint is intact"
+            raise NonFiniteError(text, remedy=remedy) from failure
         if failed:
             remedy = "mend the cause (free disk space, permissions) and go on from the last checkpoint, which is intact"
             raise SaveError(f"{problem}: {'; '.join(failed)}", remedy=remedy) from failure
-        return [value for value, _ in answers]
+        return [value for value, _, _ in answers]

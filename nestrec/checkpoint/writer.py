@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from nestrec.base.failpoints import fail_point
-from nestrec.checkpoint.content import Content, check_chunk, parts_of
+from nestrec.checkpoint.content import Content, check_chunk, check_finite, parts_of
 from nestrec.checkpoint.durable import safetensors_content, write_file
 from nestrec.checkpoint.manifest import FileEntry, Kind
 from nestrec.checkpoint.peers import Peers
@@ -29,6 +29,7 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
     if peers.is_first:
         yield _write_state(folder, content)
         for part, tensors in enumerate(parts_of(content.tensors, PART_BYTES)):
+            check_finite("the dense weights and their optimiser state", tensors)
             name = f"tensors-{part:05d}.safetensors"
             yield _entry(name, write_file(folder / name, safetensors_content(tensors)), "tensors")
     for table, keys in content.removed.items():
@@ -38,6 +39,7 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
     for table, chunks in content.tables.items():
         for part, chunk in enumerate(chunks):
             check_chunk(table, chunk)
+            check_finite(f"table {table!r}", chunk)
             name = f"rows-{_safe(table)}-{peers.rank:05d}-{part:05d}.safetensors"
             written = write_file(folder / name, safetensors_content(chunk))
             yield _entry(name, written, "rows", table, content.shard or (peers.rank, peers.world))

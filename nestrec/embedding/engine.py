@@ -42,6 +42,7 @@ from nestrec.embedding.flight.routing import (
     route,
 )
 from nestrec.embedding.flight.row_buffers import RowBuffers
+from nestrec.embedding.flight.row_watch import RowWatch
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
 from nestrec.embedding.flight.working_set import WorkingSet, WorkingTable
 from nestrec.embedding.layout import RowLayout
@@ -81,6 +82,7 @@ class EmbeddingEngine:
         self.shards = {t.name: TableShard(t, topology.shard, topology.num_shards, self.device) for t in tables}
         self.statistics = EngineStatistics()
         self.reads_ahead = ReadsAhead()
+        self.row_watch = RowWatch(len(self.tables), self.device)
 
     def route(self, *parts: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
@@ -226,11 +228,13 @@ class EmbeddingEngine:
         self, working: WorkingSet, *, learning_rate: float, places: Mapping[str, torch.Tensor] | None = None
     ) -> None:
         """The row optimiser step alone, on all rows or on those at the given places of each table. Local."""
-        for name, table in working.tables.items():
+        for number, (name, table) in enumerate(working.tables.items()):
             if places is None:
-                table.update(working.step, learning_rate)
+                updated = table.update(working.step, learning_rate)
             else:
-                table.update_some(places[name], working.step, learning_rate)
+                updated = table.update_some(places[name], working.step, learning_rate)
+            if updated is not None:
+                self.row_watch.look(number, table.layout, updated)
 
     def average_over_holders(self, working: WorkingSet) -> None:
         """Copies of rows replaced by their mean, in the steps that replica_sync names. Collective."""
@@ -313,6 +317,7 @@ class EmbeddingEngine:
     def clear(self, table: str) -> None:
         """Forget every row of a table."""
         self.shards[table].clear()
+        self.row_watch.forget(list(self.tables).index(table))
 
     def unsettled(self, table: str) -> Chunk:
         """What a checkpoint of a dynamic table holds beside its rows: keys that wait for admission. Empty if static."""

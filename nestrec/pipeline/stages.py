@@ -1,7 +1,7 @@
 """What a schedule is given, what it gives back, and what it needs from the outside."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -55,6 +55,8 @@ class Totals:
     """of the dense gradients"""
     wants_stop: torch.Tensor
     """number of ranks that were told to stop"""
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """for each table 0, or NaN where a row that was updated before this step, or beside it, is not finite"""
 
 
 class Compute(Protocol):

@@ -163,7 +163,7 @@ class TrainingPipeline:
             return optimizer, OptimizerConfig(table_learning_rate=table_rate).rates
         assert isinstance(model, nn.Module), "who brings a computation of his own brings the dense side, too"
         model.to(self.engine.device)
-        dense = DenseUpdate(model, optimizer, self.topology, self.engine.device)
+        dense = DenseUpdate(model, optimizer, self.topology, self.engine.device, self.engine.row_watch)
         dense.share_first()
         return dense, _rates_of(optimizer, table_rate)
 

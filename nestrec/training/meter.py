@@ -15,9 +15,11 @@ from nestrec.trace import Span
 
 @dataclass
 class Meter:
-    """Watches losses and counts samples and tokens between two reports."""
+    """Watches losses and rows, and counts samples and tokens between two reports."""
 
     clock: Clock = field(default_factory=RealClock)
+    tables: Sequence[str] = ()
+    """names of the tables whose rows the totals tell of"""
     loss: float = float("nan")
     wants_stop: bool = False
     _pending: tuple[int, Totals] | None = None
@@ -38,16 +40,23 @@ class Meter:
         self._steps += 1
 
     def flush(self) -> None:
-        """Read what is pending; a loss or gradient that is not finite ends the run."""
+        """Read what is pending; a loss, a gradient or rows that are not finite end the run."""
         if self._pending is None:
             return
         step, totals = self._pending
         self._pending = None
-        loss, norm, stop = torch.stack([totals.loss, totals.gradient_norm.double(), totals.wants_stop]).tolist()
+        numbers = torch.stack([totals.loss, totals.gradient_norm.double(), totals.wants_stop])
+        loss, norm, stop, *rows = torch.cat([numbers, totals.rows.to(numbers)]).tolist()
         if not (abs(loss) < float("inf") and norm < float("inf")):
             raise NonFiniteError(
                 f"loss {loss}, gradient norm {norm} at step {step}: the run stops, the last checkpoint is intact",
                 field="step", value=step, remedy="resume with a smaller learning rate, or look at this step's samples",
+            )  # fmt: skip
+        if bad := [name for name, seen in zip(self.tables, rows, strict=False) if seen != 0]:
+            raise NonFiniteError(
+                f"rows of the table {', '.join(map(repr, bad))} are not finite at step {step}: the run stops, the last "
+                "checkpoint is intact",
+                field="step", value=step, remedy="resume with a smaller learning rate (optimizer.table_learning_rate)",
             )  # fmt: skip
         self.loss, self.wants_stop = loss, stop > 0
 

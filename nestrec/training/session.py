@@ -47,7 +47,8 @@ class Session:
         engine = EmbeddingEngine(task.tables, topology, topology.device, cfg.replica_sync)
         return Session(
             cfg=cfg, topology=topology, dataset=dataset, task=task, engine=engine,
-            dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device), tables=SavedTables(engine),
+            tables=SavedTables(engine),
+            dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device, engine.row_watch),
         )  # fmt: skip
 
     def content(self, state: TrainState, base: int | None = None, *, copied: bool = False) -> Content:

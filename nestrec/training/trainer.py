@@ -66,7 +66,7 @@ class Trainer:
             dense_optimizer=self.session.dense, schedule=cfg.pipeline, tracer=self.tracer,
         )  # fmt: skip
         self.saving = Saving(self.session, self.folder, self._listener.warned)
-        self._meter = Meter()
+        self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
 
     def train(self) -> TrainState:

@@ -146,3 +146,22 @@ def test_large_batches_are_deduplicated_on_the_gpu_and_learn_the_same(num_rows, 
         with pytest.raises(UserError, match="9000") if num_rows else contextlib.nullcontext():
             engine.route({"a": np.zeros(1, np.int64), "b": np.arange(MIN_KEYS) % 9001})
     assert digests_found[0] == digests_found[1]
+
+
+def test_rows_are_watched_without_waiting_for_the_device():
+    engine = EmbeddingEngine(
+        [TableConfig(name="t", dim=8, num_rows=100, dtype="bfloat16")], Topology.single("cuda"), CUDA
+    )
+    layout, rows = engine.shards["t"].layout, torch.zeros(50, engine.shards["t"].layout.num_words, dtype=torch.int32)
+    rows = rows.to(CUDA)
+    layout.view(rows, "weight").fill_(1000.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.row_watch.look(0, layout, rows[:40:2])
+        fine = engine.row_watch.seen()
+        layout.view(rows, "state_sum")[7] = float("inf")
+        engine.row_watch.look(0, layout, rows)
+        bad = engine.row_watch.seen()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (fine.tolist(), bad.isnan().tolist()) == ([0.0], [True])

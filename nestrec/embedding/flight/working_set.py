@@ -65,26 +65,35 @@ class WorkingTable:
         for where, grad in zip(places, gradients, strict=True):
             add_distinct(self.total, where, grad)  # a holder has a row once
 
-    def update_some(self, places: torch.Tensor, step: int, learning_rate: float) -> None:
-        """One step of the row optimiser on the rows at these places; the gradients of the others wait."""
+    def update_some(self, places: torch.Tensor, step: int, learning_rate: float) -> torch.Tensor | None:
+        """One step of the row optimiser on the rows at these places; the gradients of the others wait.
+
+        Those rows, or none where there was nothing to do.
+        """
         gradient = self.gradient if self.total is None else self.total
         if gradient is None or not len(places):
-            return
+            return None
         rows, chosen = self.fetched.rows.index_select(0, places), gradient.index_select(0, places)
         slots = self.fetched.slots[places.cpu().numpy()]
         self._update(rows, chosen * self.gradient_scale, slots, step, learning_rate)
         self.fetched.rows.index_copy_(0, places, rows)
+        return rows
 
-    def update(self, step: int, learning_rate: float) -> None:
-        """One step of the row optimiser; rows that were not admitted stay as they begin."""
+    def update(self, step: int, learning_rate: float) -> torch.Tensor | None:
+        """One step of the row optimiser; rows that were not admitted stay as they begin.
+
+        The rows, or none where there was nothing to do.
+        """
         gradient = self.gradient if self.total is None else self.total
         end = len(self.fetched.keys) if self.num_touched is None else self.num_touched
         self.gradient = self.total = None
         if gradient is None or not end:
-            return
+            return None
         if self.gradient_scale != 1:
             gradient = gradient * self.gradient_scale
-        self._update(self.fetched.rows[:end], gradient[:end], self.fetched.slots[:end], step, learning_rate)
+        rows = self.fetched.rows[:end]
+        self._update(rows, gradient[:end], self.fetched.slots[:end], step, learning_rate)
+        return rows
 
     def _update(
         self, rows: torch.Tensor, gradient: torch.Tensor, slots: NDArray[np.int64], step: int, learning_rate: float

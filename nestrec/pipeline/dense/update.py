@@ -9,6 +9,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.distributed.dense_sync import DenseSync
 from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.embedding.flight.row_watch import RowWatch
 from nestrec.pipeline.dense.adamw import AdamW
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.torch_optimizer import TorchOptimizer
@@ -22,10 +23,11 @@ class DenseUpdate:
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerConfig | torch.optim.Optimizer, topology: Topology,
-        device: torch.device,
+        device: torch.device, row_watch: RowWatch | None = None,
     ):  # fmt: skip
+        """row_watch: of the rows on this rank; what all ranks have seen travels with the sums."""
         self._named = dict(model.named_parameters())
-        self._device, self._topology = device, topology
+        self._device, self._topology, self._row_watch = device, topology, row_watch
         self._optimizer = (
             AdamW(self._named, optimizer, device)
             if isinstance(optimizer, OptimizerConfig)
@@ -38,10 +40,12 @@ class DenseUpdate:
         self._sync.broadcast_parameters()
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
-        """Sum gradients over ranks in place, and (loss, wish to stop). Collective."""
+        """Sum gradients over ranks in place, and (loss, wish to stop, watch of each table). Collective."""
         # A fill and not a copy: the host would wait for the device to take a number from pageable memory.
         wish = torch.full((), float(wants_stop), device=self._device, dtype=torch.float64)
         sums = torch.stack([loss.double(), wish])
+        if self._row_watch is not None:
+            sums = torch.cat([sums, self._row_watch.seen()])
         for parameter in self._named.values():
             if (
                 parameter.requires_grad and parameter.grad is None
@@ -56,7 +60,7 @@ class DenseUpdate:
         norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
         self._optimizer.step(learning_rate)
         self._optimizer.clear_gradients()
-        return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1])
+        return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[2:])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimiser state by name."""

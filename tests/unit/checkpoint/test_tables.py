@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.base.random import mix64
 from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
 from nestrec.checkpoint.export import export_parquet, export_safetensors
@@ -304,3 +304,27 @@ def test_exports_of_unknown_and_empty_tables_are_user_errors(tmp_path: Path) -> 
         export_parquet(restored, "item", tmp_path / "x")
     with pytest.raises(UserError, match="no rows"):
         export_safetensors(restored, "empty", tmp_path / "x")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_rows_of_one_rank_that_are_not_finite_are_refused_on_all_and_the_last_checkpoint_stays(
+    tmp_path: Path, value: float
+) -> None:
+    Checkpoints(tmp_path).save(1, Content(tables={"items": [make_rows([0, 1], 0.5)]}))
+
+    def save(peers: Peers) -> None:
+        rows = make_rows([2 * peers.rank, 2 * peers.rank + 1], value if peers.rank == 1 else 0.5)
+        Checkpoints(tmp_path, peers=peers).save(2, Content(tables={"items": [rows]}))
+
+    for error in run_ranks(3, save):
+        assert isinstance(error, NonFiniteError)
+        assert "rank 1: NonFiniteError: 2 rows of table 'items' are not finite (weight)" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_large_numbers_are_saved_although_their_sum_overflows(tmp_path: Path) -> None:
+    tensors = {"a": torch.full((3,), 3e38), "b": torch.full((9,), 6e4, dtype=torch.float16)}
+    Checkpoints(tmp_path).save(1, Content(tensors=tensors))
+    assert verify(tmp_path / "step-00000001") == []
+    with pytest.raises(NonFiniteError, match=r"the dense weights .* are not finite \(c\)"):
+        Checkpoints(tmp_path).save(2, Content(tensors={**tensors, "c": torch.tensor([1.0, float("nan")])}))

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,13 @@ def test_what_is_not_finite_ends_the_run_and_names_its_step(loss: float, norm: f
     meter = Meter()
     meter.watch(8, batch_of([1]), totals(loss=loss, norm=norm))
     with pytest.raises(NonFiniteError, match="at step 8"):
+        meter.flush()
+
+
+def test_rows_that_are_not_finite_end_the_run_and_are_named_with_their_table() -> None:
+    meter = Meter(tables=("users", "items"))
+    meter.watch(8, batch_of([1]), replace(totals(), rows=torch.tensor([0.0, float("nan")], dtype=torch.float64)))
+    with pytest.raises(NonFiniteError, match=r"rows of the table 'items' .* at step 8: the run stops"):
         meter.flush()
 
 

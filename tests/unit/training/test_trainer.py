@@ -156,6 +156,27 @@ def test_a_non_finite_loss_names_its_step_and_leaves_the_last_checkpoint(tiny_da
     trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 8}).train()
 
 
+@pytest.mark.parametrize("saving", [{}, BACKGROUND], ids=["full", "background"])
+def test_rows_that_are_not_finite_are_not_saved(tiny_data: Path, tmp_path: Path, saving: dict) -> None:
+    """The loss of the last step has not seen its own update, so only the rows tell."""
+    more = {
+        "training.max_steps": 4,
+        "training.checkpoint_every_steps": 4,
+        "training.evaluate_every_epochs": 0,
+        **saving,
+    }
+    trainer_of("rows", tiny_data, tmp_path, more).train()
+    before = run_digest(tmp_path)
+    again = {**more, "training.max_steps": 5, "optimizer.table_learning_rate": 3e38}
+    with pytest.raises(NonFiniteError, match="table 'categories' are not finite") as refused:
+        trainer_of("rows", tiny_data, tmp_path, again).train()
+    assert "the last checkpoint is intact" in str(refused.value)
+    assert "smaller learning rate" in refused.value.remedy
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+    assert run_digest(tmp_path) == before
+    trainer_of("rows", tiny_data, tmp_path, {**more, "training.max_steps": 8}).train()
+
+
 def test_told_to_stop_it_saves_and_goes_on_later(tiny_data: Path, tmp_path: Path) -> None:
     more = {"training.max_steps": 12}
     trainer_of("sasrec", tiny_data, tmp_path / "whole", more).train()

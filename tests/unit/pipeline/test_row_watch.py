@@ -1,0 +1,65 @@
+"""Rows that are no longer finite are noticed by every schedule, although no loss ever meets them."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
+from nestrec.pipeline import SCHEDULES, Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
+
+NUM_STEPS, BAD_STEP, BAD_KEY = 7, 3, 31
+
+
+class Gradients:
+    """A loss of nothing, whose gradient is huge for one row."""
+
+    couples_samples = "micro_batch"
+
+    def transfer(self, part: MicroBatch) -> MicroBatch:
+        return part
+
+    def forward_backward(
+        self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        found = {name: torch.ones_like(vectors) for name, vectors in rows.items()}
+        if BAD_KEY in part.keys["bad"]:
+            found["bad"][index["bad"][part.keys["bad"] == BAD_KEY].long()] = 3e38
+        return torch.zeros(()), found
+
+
+def batch_of(number: int) -> Batch:
+    """Rows of its own and one that all share, in two micro-batches; one row that only the third batch has."""
+    bad = [BAD_KEY] if number == BAD_STEP else []
+    keys = [{"good": np.array([0, 2 * number + part]), "bad": np.array([*bad, 1, 40 + number])} for part in range(2)]
+    parts = [MicroBatch(np.array([part]), keys[part], {}, max_length=1, num_tokens=1) for part in range(2)]
+    return Batch(Position(0, number), 1.0, np.array([0, 1]), tuple(parts))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_that_are_not_finite_are_told_with_the_totals_of_one_of_the_next_steps(schedule, optimizer):
+    tables = [
+        TableConfig(name=name, dim=4, num_rows=60, optimizer=RowOptimizerConfig(kind=optimizer))
+        for name in ("good", "bad")
+    ]
+    engine = EmbeddingEngine(tables, Topology.single())
+    dense = DenseUpdate(
+        torch.nn.Linear(1, 1), OptimizerConfig(), Topology.single(), torch.device("cpu"), engine.row_watch
+    )
+    pipeline = TrainingPipeline(Gradients(), engine, dense_optimizer=dense, schedule=schedule)
+    feed, told = Feed(batch_of(number) for number in range(1, NUM_STEPS + 1)), []
+    for number in range(1, NUM_STEPS + 1):
+        step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=10.0), is_fence=number == NUM_STEPS)
+        told.append(torch.isfinite(pipeline.advance(step, feed).rows).tolist())
+    assert told[: BAD_STEP - 1] == [[True, True]] * (BAD_STEP - 1)
+    assert told[BAD_STEP + 1 :] == [[True, False]] * (NUM_STEPS - BAD_STEP - 1), "which table, and at most a step late"
+    engine.clear("bad")
+    assert torch.isfinite(engine.row_watch.seen()).all(), "a table that is loaded anew is watched anew"
+    pipeline.close()
