@@ -203,7 +203,8 @@ class Training:
             name: list(self.engine.snapshot(name)) for name, t in self.engine.tables.items() if t.num_rows is None
         }
         columns = ("keys", "uses", "last_step")
-        return {name: [torch.cat([c[of] for c in found]).tolist() for of in columns] for name, found in chunks.items()}
+        # A shard may have no row at all, and so no chunk.
+        return {name: [[n for c in found for n in c[of].tolist()] for of in columns] for name, found in chunks.items()}
 
     def _restart(self) -> None:
         rows = {name: list(self.engine.snapshot(name)) for name in self.engine.tables}
