@@ -138,7 +138,7 @@ class TestUnknownCandidates:
 class TestUnknownEvents:
     MIXED: ClassVar = {
         "items": [1, "gone", 2, 3], "times_ms": [1000, 1500, 2000, 3000], "actions": [1, 3, 2, 3],
-        "features": {"tab": ["home", "search", "search", "home"]},
+        "features": {"tab": ["home", "no such tab", "search", "home"]},
     }  # fmt: skip
     UNKNOWN: ClassVar = {
         "items": ["x", "y"],
@@ -160,11 +160,18 @@ class TestUnknownEvents:
         mixed = {**BODY, **self.CANDIDATES, "history": self.MIXED}
         answers = [answered(fronts["cascade"], "/v1/rank", {**mixed, "unknown": p}) for p in ("score", "drop")]
         assert np.abs(click(answers[0]) - click(answers[1])).max() > 1e-4
-        assert answers[0]["unknown"][0]["done"] == "scored"
+        assert [(ids["field"], ids["done"]) for ids in answers[0]["unknown"]] == [
+            ("history.items", "scored"), ("history.features.tab", "scored"),
+        ]  # fmt: skip
 
     def test_they_are_refused_where_the_request_wants_it(self, fronts):
         mixed = {**BODY, **self.CANDIDATES, "history": self.MIXED, "unknown": "refuse"}
         assert refused_field(fronts["cascade"], "/v1/rank", mixed) == "history.items"
+
+    @pytest.mark.parametrize("change", [{"times_ms": [1]}, {"actions": [1] * 5}, {"features": {"tab": ["home"]}}])
+    def test_lists_beside_them_must_have_a_value_an_event(self, fronts, change):
+        body = {**BODY, **self.CANDIDATES, "history": {**self.MIXED, **change}}
+        assert refused_field(fronts["cascade"], "/v1/rank", body).startswith(f"history.{next(iter(change))}")
 
     @pytest.mark.parametrize("policy", ["last", "score", "drop"])
     def test_a_history_without_a_known_event_is_none(self, fronts, policy):

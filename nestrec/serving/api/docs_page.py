@@ -8,7 +8,8 @@ from typing import Any
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1a1a2e;
 background:#fff}h1{font-size:1.3rem}h2{font-size:1.05rem;margin-top:2.2rem;border-top:1px solid #d5d8e0;
 padding-top:1rem}h3{font-size:.95rem;margin-bottom:.3rem}code,pre{font:13px/1.45 ui-monospace,monospace}
-pre{background:#f3f4f8;padding:.7rem 1rem;border-radius:8px;overflow-x:auto}.method{display:inline-block;min-width:4rem;
+pre{background:#f3f4f8;padding:.7rem 1rem;border-radius:8px;white-space:pre-wrap;
+overflow-wrap:anywhere}.method{display:inline-block;min-width:4rem;
 font-weight:600}table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;
 padding:.25rem .8rem .25rem 0;border-bottom:1px solid #e6e8ee}th{font-weight:600}a{color:#2b59c3}
 @media(prefers-color-scheme:dark){body{background:#14161c;color:#e6e8ee}pre{background:#1e212b}
@@ -38,30 +39,38 @@ def _page(described: dict[str, Any]) -> Iterator[str]:
         yield f'<li><span class="method">{method.upper()}</span> {link} {escape(operation["summary"])}</li>'
     yield "</ul>"
     for path, method, operation in operations:
-        yield from _operation(path, method, operation)
+        yield from _operation(path, method, operation, described["components"]["schemas"])
     yield "<h2>Values with fields</h2>"
     for name, schema in described["components"]["schemas"].items():
         yield f'<h3 id="schema-{escape(name)}">{escape(name)}</h3>{_fields(schema)}'
     yield "</html>"
 
 
-def _operation(path: str, method: str, operation: dict[str, Any]) -> Iterator[str]:
+def _operation(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
     heading = f'<span class="method">{method.upper()}</span> <code>{escape(path)}</code>'
     yield f'<h2 id="{escape(operation["operationId"])}">{heading}</h2><p>{escape(operation["summary"])}.</p>'
     if "requestBody" in operation:
         body = operation["requestBody"]["content"]["application/json"]
-        yield f"<p>Request: {_type(body['schema'])}</p>"
         if "example" in body:
             yield f"<pre>{escape(_curl(path, body['example']))}</pre>"
-    yield "<table><tr><th>Status</th><th>Answer</th><th></th></tr>"
-    for status, answer in operation["responses"].items():
-        content = " ".join(
-            f"{_type(media['schema'])} ({escape(kind)})" for kind, media in answer.get("content", {}).items()
-        )
-        headers = "".join(f"; header {escape(name)}" for name in answer.get("headers", {}))
-        description = escape(answer["description"])
-        yield f"<tr><td><code>{escape(status)}</code></td><td>{content}</td><td>{description}{headers}</td></tr>"
-    yield "</table>"
+        yield f"<h3>Request</h3>{_fields(_resolved(body['schema'], schemas))}"
+    (status, answer), *refusals = operation["responses"].items()
+    content = "; ".join(f"{_type(media['schema'])}, {kind}" for kind, media in answer.get("content", {}).items())
+    yield f"<h3>Answer</h3><p><code>{escape(status)}</code> {content or 'without a body'}</p>"
+    for media in answer.get("content", {}).values():
+        schema = _resolved(media["schema"], schemas)
+        yield _fields(schema) if "properties" in schema else ""
+    if refusals:
+        yield "<h3>Refusals</h3><table>"
+        for status, refusal in refusals:
+            headers = "".join(f"; header {escape(name)}" for name in refusal.get("headers", {}))
+            yield f"<tr><td><code>{escape(status)}</code></td><td>{escape(refusal['description'])}{headers}</td></tr>"
+        yield "</table>"
+
+
+def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = schemas[schema["$ref"].removeprefix(_REFERENCE)] if "$ref" in schema else schema
+    return found
 
 
 def _curl(path: str, example: Any) -> str:

@@ -81,6 +81,6 @@ def joined_history(first: RawHistory | None, second: RawHistory, most: int) -> R
     return {
         "items": column(first["items"], second["items"], None),
         "times_ms": column(first.get("times_ms"), second["times_ms"], 0),
-        "actions": column(first.get("actions"), second.get("actions"), 0),
+        "actions": column(first.get("actions"), second.get("actions"), None),
         "features": {name: column(old.get(name), new.get(name), None) for name in dict.fromkeys([*old, *new])},
     }

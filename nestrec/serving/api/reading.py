@@ -2,6 +2,7 @@
 is taken and the answer says so, or the request is refused.
 """
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,13 +94,7 @@ class Reader:
 
     def events(self, given: HistoryFields, now_ms: int) -> History:
         """Events as they were given, those of unknown items with id 0; without categories of the user."""
-        items = self.items(given.items or [], "history.items")
-        return History(
-            items=items,
-            times_ms=self._times(given.times_ms, len(items), now_ms),
-            actions=self._actions(given.actions, len(items)),
-            features=self._event_categories(given.features or {}, len(items)),
-        )
+        return self._events(given, self.items(given.items or [], "history.items"), now_ms)
 
     def candidate_features(self, request: AboutCandidates, count: int) -> Features:
         """Categories of so many candidates, in the model's ids."""
@@ -123,22 +118,35 @@ class Reader:
         except TypeError:
             raise BadRequestError("must be a list of item ids (text or whole numbers)", field) from None
 
+    def _events(self, given: HistoryFields, items: Ids, now_ms: int) -> History:
+        return History(
+            items=items,
+            times_ms=self._times(given.times_ms, len(items), now_ms),
+            actions=self._actions(given.actions, len(items)),
+            features=self._event_categories(given.features or {}, len(items)),
+        )
+
     def _known_events(self, given: HistoryFields, now_ms: int) -> History:
         """A history without any known event is none at all."""
-        history = self.events(given, now_ms)
-        is_known = history.items > 0
+        keys = given.items or []
+        items = self.items(keys, "history.items")
+        is_known = items > 0
         if not is_known.all():
             keeps = self.notes.policy == "score" and bool(is_known.any())
-            unknown = unknown_of(given.items or [], history.items)
-            self.notes.add_unknown("history.items", unknown, "scored" if keeps else "dropped")
-            history = history if keeps else history.kept(is_known)
-        return history if len(history) else self._default_events(given, now_ms)
+            self.notes.add_unknown("history.items", unknown_of(keys, items), "scored" if keeps else "dropped")
+            if not keeps:
+                given, items = _kept(given, is_known), items[is_known]
+        events = self._events(given, items, now_ms)
+        return (
+            events if len(events) else self._default_events(is_told=given.items is not None and not keys, now_ms=now_ms)
+        )
 
-    def _default_events(self, given: HistoryFields, now_ms: int) -> History:
+    def _default_events(self, *, is_told: bool, now_ms: int) -> History:
+        """is_told: the request says itself that there is no event."""
         default = self._defaults.history
         if not default and self.servable.needs_event:
             raise BadRequestError(_NO_EVENT, "history")
-        if default is not None or given.items is None or len(given.items):
+        if default is not None or not is_told:
             self.notes.add_default("history", {"items": list(default or ())})
         return self.events(HistoryFields(items=list(default or ())), now_ms)
 
@@ -245,6 +253,22 @@ def _sum_of_bits(action: Action, bits: Mapping[str, int]) -> int:
             return sum({bits[name] for name in action})
         case None:
             raise KeyError
+
+
+def _kept(given: HistoryFields, is_kept: NDArray[np.bool_]) -> HistoryFields:
+    """Without the events that are not marked, and all that is told of them."""
+
+    def of(values: list[Any] | None, field: str) -> list[Any] | None:
+        if values is None:
+            return None
+        _check_count(values, len(is_kept), field)
+        return [*itertools.compress(values, is_kept)]
+
+    features = {name: of(values, f"history.features.{name}") for name, values in (given.features or {}).items()}
+    return HistoryFields(
+        items=of(given.items, "history.items"), times_ms=of(given.times_ms, "history.times_ms"),
+        actions=of(given.actions, "history.actions"), features=features,
+    )  # fmt: skip
 
 
 def _check_names(given: Mapping[str, Any], known: Mapping[str, Any], field: str) -> None:

@@ -24,13 +24,6 @@ class History:
     def __len__(self) -> int:
         return len(self.items)
 
-    def kept(self, which: NDArray[np.bool_]) -> "History":
-        """Without the events that are not marked."""
-        features = {name: values[which] for name, values in self.features.items()}
-        return History(
-            items=self.items[which], times_ms=self.times_ms[which], actions=self.actions[which], features=features
-        )
-
     def copied(self, first: int = 0) -> "History":
         """A copy without the first events: whatever its owner does with the arrays, a prefix is kept as it was read."""
         features = {name: values[first:].copy() for name, values in self.features.items()}

@@ -21,7 +21,7 @@ def test_events_are_joined_in_order_and_bounded():
 
 def test_columns_that_are_missing_on_one_side_are_filled():
     joined = joined_history(events(1), {**events(2), "actions": [3], "features": {"tab": ["home"]}}, 10)
-    assert joined["actions"] == [0, 3]
+    assert joined["actions"] == [None, 3], "not told is not the same as nothing done"
     assert joined["features"] == {"tab": [None, "home"]}
 
 
