@@ -12,6 +12,7 @@ from nestrec.bench.serving.replay import ReplayConfig, made_up_request, reads_fr
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.spec import InputDefaults
 from nestrec.serving.service import Service, ServiceConfig
@@ -19,7 +20,8 @@ from nestrec.serving.service import Service, ServiceConfig
 ENCODER = HSTUConfig(dim=16, num_layers=1, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 NUM_ITEMS = 60
 RETRIEVAL, RANKING = random_retrieval(ENCODER, num_items=NUM_ITEMS), random_ranking(ENCODER, num_items=NUM_ITEMS)
-LIMITS = LimitsConfig(max_listed=50)
+PATIENT = EngineConfig(max_queue_s=1e9)
+LIMITS = LimitsConfig(max_listed=50, default_timeout_ms=10_000)
 HISTORY = {
     "items": [1, 2, 3], "times_ms": [1000, 2000, 3000], "actions": [1, 2, 3],
     "features": {"tab": ["home", "search", "home"]},
@@ -44,7 +46,9 @@ def fronts():
         "lenient": {"ranking": with_defaults(RANKING)},
         "lenient_retrieval": {"retrieval": with_defaults(RETRIEVAL)},
     }
-    services = {name: Service(servables, ServiceConfig(preranked=20)) for name, servables in models.items()}
+    services = {
+        name: Service(servables, ServiceConfig(engine=PATIENT, preranked=20)) for name, servables in models.items()
+    }
     yield {name: App(service, LIMITS) for name, service in services.items()}
     for service in services.values():
         service.close()
@@ -380,7 +384,7 @@ class TestListsOfItems:
 
 def test_an_item_that_only_retrieval_knows_comes_last(fronts):
     ranking = random_ranking(ENCODER, num_items=20)
-    service = Service({"retrieval": RETRIEVAL, "ranking": ranking}, ServiceConfig(preranked=40))
+    service = Service({"retrieval": RETRIEVAL, "ranking": ranking}, ServiceConfig(engine=PATIENT, preranked=40))
     app = App(service, LIMITS)
     allow = [*range(10, 31)]
     answer = answered(app, "/v1/recommend", {**BODY, "allow": allow, "k": 21})

@@ -19,11 +19,13 @@ from nestrec.serving.api.app import App
 from nestrec.serving.api.routes import ENDPOINTS, all_endpoints, endpoint_seam
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.api.shapes import reader
+from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
-LIMITS = LimitsConfig(max_candidates=400)
+PATIENT = EngineConfig(max_queue_s=1e9)
+LIMITS = LimitsConfig(max_candidates=400, default_timeout_ms=10_000)
 HISTORY = {"items": [1, 2], "times_ms": [1, 2], "actions": ["click", 2], "features": {"tab": ["home", None]}}
 BODIES = {
     "rank": {"user": "a", "history": HISTORY, "candidates": [3, "none"], "context": {"tab": "home"}, "unknown": "drop"},
@@ -37,7 +39,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 @pytest.fixture(scope="module")
 def service():
     models = {"retrieval": random_retrieval(ENCODER, num_items=30), "ranking": random_ranking(ENCODER, num_items=30)}
-    service = Service(models, ServiceConfig(preranked=10))
+    service = Service(models, ServiceConfig(engine=PATIENT, preranked=10))
     yield service
     service.close()
 

@@ -24,7 +24,9 @@ from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=64, time_bias=True)
-LIMITS = LimitsConfig(max_body_bytes=20_000, max_history=50, max_candidates=20, max_k=15, max_user_characters=8)
+LIMITS = LimitsConfig(
+    max_body_bytes=20_000, max_history=50, max_candidates=20, max_k=15, max_user_characters=8, default_timeout_ms=10_000
+)
 CONFIG = ServiceConfig(
     engine=EngineConfig(
         tiers=TiersConfig(cache_bytes=1 << 20, page_tokens=4), max_queue_s=1e9,
