@@ -1,0 +1,69 @@
+"""The reference pages of the site, made while it is built: public Python names, commands, and every dotted option."""
+
+from typing import Any
+
+import nestrec
+import typer.main
+from mkdocs.structure.files import File, Files
+from nestrec.base.field_docs import describe
+from nestrec.cli.app import app
+from nestrec.cli.options import CONFIGS, config_of, option_text
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """A hook of mkdocs."""
+    pages = {"api": _api(), "commands": _commands(), "options": _options()}
+    for name, text in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def _api() -> str:
+    names = [name for name in nestrec.__all__ if name != "__version__"]
+    modules = {name: f"{getattr(nestrec, name).__module__}.{name}" for name in names}
+    parts = ["# Python", "Everything here is exported by `nestrec` itself."]
+    return "\n\n".join([*parts, *(f"::: {path}" for path in modules.values())])
+
+
+def _commands() -> str:
+    parts = ["# Commands", "`nestrec COMMAND --help` prints the same."]
+    root: Any = typer.main.get_command(app)
+    for name, command in sorted(root.commands.items()):
+        for words, one in _with_inner(name, command):
+            parts.append(f"## nestrec {words}")
+            parts.append(_plain(one.help or ""))
+            rows = [
+                f"| `{' '.join(p.opts) if p.param_type_name == 'option' else p.name}` | {_plain(getattr(p, 'help', '') or '')} |"
+                for p in one.params
+            ]
+            if rows:
+                parts.append("\n".join(["| argument or option | meaning |", "| --- | --- |", *rows]))
+    return "\n\n".join(parts)
+
+
+def _with_inner(name: str, command: Any) -> list[tuple[str, Any]]:
+    inner = getattr(command, "commands", {})
+    return [(name, command), *((f"{name} {word}", one) for word, one in sorted(inner.items()))]
+
+
+def _options() -> str:
+    parts = ["# Options", "`nestrec options COMMAND [WORD]` prints them, with the values of a recipe."]
+    for words in ("train demo", "prepare log", *CONFIGS):
+        if words == "demo":
+            continue
+        parts.append(f"## {words}")
+        rows = ["| option | default | may be | meaning |", "| --- | --- | --- | --- |"]
+        for field in describe(config_of(words.split())[0]):
+            cells = (f"`--{field.name}`", f"`{option_text(field.value) or chr(39) * 2}`", field.allowed, field.meaning)
+            rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
+
+
+def _plain(text: str) -> str:
+    """Help without the marks of rich."""
+    return _cell(text.replace("[bold]", "`").replace("[/bold]", "`")).replace("`\\[", "`[")
