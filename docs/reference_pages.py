@@ -2,10 +2,12 @@
 
 from typing import Any
 
-import nestrec
 import typer.main
 from mkdocs.structure.files import File, Files
+
+import nestrec
 from nestrec.base.field_docs import describe
+from nestrec.bench.benches import BENCHES
 from nestrec.cli.app import app
 from nestrec.cli.options import CONFIGS, config_of, option_text
 
@@ -32,13 +34,14 @@ def _commands() -> str:
         for words, one in _with_inner(name, command):
             parts.append(f"## nestrec {words}")
             parts.append(_plain(one.help or ""))
-            rows = [
-                f"| `{' '.join(p.opts) if p.param_type_name == 'option' else p.name}` | {_plain(getattr(p, 'help', '') or '')} |"
-                for p in one.params
-            ]
+            rows = [f"| `{_name(p)}` | {_plain(getattr(p, 'help', '') or '')} |" for p in one.params]
             if rows:
                 parts.append("\n".join(["| argument or option | meaning |", "| --- | --- |", *rows]))
     return "\n\n".join(parts)
+
+
+def _name(parameter: Any) -> str:
+    return " ".join(parameter.opts) if parameter.param_type_name == "option" else str(parameter.name)
 
 
 def _with_inner(name: str, command: Any) -> list[tuple[str, Any]]:
@@ -48,7 +51,7 @@ def _with_inner(name: str, command: Any) -> list[tuple[str, Any]]:
 
 def _options() -> str:
     parts = ["# Options", "`nestrec options COMMAND [WORD]` prints them, with the values of a recipe."]
-    for words in ("train demo", "prepare log", *CONFIGS):
+    for words in ("train demo", "prepare log", *CONFIGS, *(f"bench {name}" for name in BENCHES)):
         if words == "demo":
             continue
         parts.append(f"## {words}")

@@ -9,8 +9,13 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Settings of a command that takes dotted options beside its own."""
 
 
-def parse_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> dict[str, str]:
-    """`--a.b 3` and `--a.b=3` as {"a.b": "3"}; `known` are the command's own options, for what was meant."""
+def parse_overrides(
+    arguments: Sequence[str], known: Sequence[str] = (), *, joins_repeated: bool = False
+) -> dict[str, str]:
+    """`--a.b 3` and `--a.b=3` as {"a.b": "3"}; `known` are the command's own options, for what was meant.
+
+    joins_repeated: what is given several times is a list, as if written with commas; otherwise the last one counts.
+    """
     found: dict[str, str] = {}
     rest = list(arguments)
     while rest:
@@ -27,7 +32,8 @@ def parse_overrides(arguments: Sequence[str], known: Sequence[str] = ()) -> dict
                 remedy = did_you_mean(name.removeprefix("--"), known)
                 raise UserError("needs a value", field=name, value="", remedy=f"write {name} VALUE; or {remedy}")
             value = rest.pop(0)
-        found[name.removeprefix("--")] = value
+        key = name.removeprefix("--")
+        found[key] = f"{found[key]},{value}" if joins_repeated and key in found else value
         if (close := difflib.get_close_matches(name.removeprefix("--"), known, n=1)) and "." not in name:
             raise UserError("no such option", field=name, value=value, remedy=f"did you mean --{close[0]}?")
     return found

@@ -47,6 +47,13 @@ class Seam(Generic[T]):
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
+    def module_of(self, name: str) -> str:
+        """The module that holds a member, without importing it."""
+        entry = self._built_in.get(name)
+        if entry is None:
+            return self._foreign[name].module
+        return entry.partition(":")[0] if isinstance(entry, str) else type(entry).__module__
+
     def package_of(self, name: str) -> str:
         """The distribution that brings a member; `nestrec` for ours."""
         point = self._foreign.get(name)

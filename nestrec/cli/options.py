@@ -9,29 +9,15 @@ from typing import Any
 
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.field_docs import FieldDoc, describe
+from nestrec.bench.benches import BENCHES
 
 CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
     "export": "nestrec.serving.model.export:ExportConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "replay": "nestrec.bench.serving.replay:ReplayConfig",
-    "bench stores": "nestrec.bench.kernels.stores:StoresBench",
-    "bench lookup": "nestrec.bench.kernels.lookup:LookupBench",
-    "bench layer": "nestrec.bench.kernels.layer:LayerBench",
-    "bench step": "nestrec.bench.step.step:StepBench",
-    "bench schedules": "nestrec.bench.schedules.schedules:SchedulesBench",
-    "bench sparse": "nestrec.bench.schedules.sparse:SparseBench",
-    "bench exchange": "nestrec.bench.kernels.exchange:ExchangeBench",
-    "bench relay": "nestrec.bench.serving.relay:RelayBench",
-    "bench overload": "nestrec.bench.serving.overload:OverloadBench",
-    "bench front": "nestrec.bench.serving.front:FrontBench",
-    "bench calibrate": "nestrec.bench.planning.calibrate:CalibrateBench",
-    "bench prediction": "nestrec.bench.planning.prediction:PredictionBench",
-    "bench simulator": "nestrec.bench.planning.simulator:SimulatorBench",
-    "bench attention": "nestrec.bench.kernels.attention:AttentionBench",
-    "bench negatives": "nestrec.bench.step.negatives:NegativesBench",
 }
-"""What each command with dotted options builds from them; `train` and `plan` build a recipe, `prepare` has formats."""
+"""What commands build from dotted options; `train` and `plan` build a recipe, `prepare` and `bench` their members."""
 
 
 def config_of(words: list[str]) -> tuple[Any, str]:
@@ -47,9 +33,9 @@ def config_of(words: list[str]) -> tuple[Any, str]:
         format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
         return FORMATS.find(format).options(), " ".join(rest)
     if command == "bench" and rest:
-        command, rest = f"bench {rest[0]}", rest[1:]
+        return BENCHES.find(rest[0], field="bench").config(), " ".join(rest[1:])
     if command not in CONFIGS:
-        known = ["train", "plan", "prepare", *CONFIGS]
+        known = ["train", "plan", "prepare", "bench", *CONFIGS]
         raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))
     module, _, name = CONFIGS[command].partition(":")
     return getattr(importlib.import_module(module), name)(), " ".join(rest)

@@ -1,7 +1,6 @@
 """Both systems train the same job: their losses agree step by step."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,8 +45,8 @@ def test_every_mode_of_torchrec_gives_our_losses(pool, dense):
 
 @pytest.mark.timeout(600)
 def test_the_benchmark_gives_the_known_losses_to_six_digits():
-    bench = PeersBench(dense="mlp", rounds=1, steps=4, modes=("plain",))
-    rows = measure_peers(bench, Path(sys.executable))
+    bench = PeersBench(dense=("mlp",), rounds=1, steps=4, modes=("plain",), python=sys.executable)
+    rows = list(measure_peers(bench))
     assert [row["mode"] for row in rows] == ["serial", "serial_gloo", "plain"]
     for row in rows:
         assert row["losses"] == pytest.approx(EXPECTED, abs=1.1e-6)

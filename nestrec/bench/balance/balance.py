@@ -1,14 +1,16 @@
-"""`nestrec bench balance`: every policy on the same global batches, its imbalance predicted by a cost model.
+"""Every balance policy on the same global batches, beside what the papers print.
 
 Predicted means (max - mean) / max of the cost of the ranks, where the cost of a sample comes from the cost model, or
 from the cost model times noise that the policy cannot foresee. Two models are used: `tokens` counts tokens, with
 which the fixed baseline on `freescale` lengths comes closest to FreeScale's own; `hstu-1024` counts the FLOPs of HSTU
 with 8 heads of 128 (TurboGR's large model), a * L + b * L^2 with b / a = 1 / 5120.
+
+    nestrec bench balance --lengths turbogr-kuai --ranks 16 --batch 128
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from nestrec.balance import POLICIES, TOKENS, CostModel, hstu_cost, micro_partit
 from nestrec.balance.metrics import Evenness, evenness, noise_floor, noise_gaussian, noise_uniform
 from nestrec.balance.micro_batches import window_imbalance
 from nestrec.balance.ordering import Groups, loads_of
+from nestrec.base.bounds import Count, Natural
+from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold
 from nestrec.bench.balance.job import MeasuredBench
 from nestrec.bench.balance.keys import unique_key_rows, with_unique_keys
 from nestrec.bench.balance.ranks import measure, show_measured
+from nestrec.bench.bench import Bench, Shown
 from nestrec.data.dataset import Dataset
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic.logs import PRESETS, SyntheticConfig
@@ -295,3 +300,34 @@ def _percent(part: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+@config
+class BalanceBench:
+    lengths: str | None = None
+    """preset, dataset or file of lengths; none: all published settings"""
+    ranks: Count = 16
+    """ranks, where lengths are given"""
+    batch: Count = 128
+    """samples a rank, where lengths are given"""
+    rounds: Count = 50
+    """global batches to average over"""
+    seed: int = 0
+    """of lengths, order and noise"""
+    measured_rounds: Natural = 30
+    """global batches trained on by real ranks, of up to 4 ranks; 0 trains none"""
+
+
+def measure_balance(bench: BalanceBench) -> list[Row]:
+    """The rows of the settings of the papers, or of one."""
+    if bench.lengths is None:
+        return run_settings(seed=bench.seed, rounds=bench.rounds, measured_rounds=bench.measured_rounds)
+    return run_one(bench.lengths, bench.ranks, bench.batch, bench.seed, bench.rounds, bench.measured_rounds)
+
+
+def _show(rows: Sequence[Row], more: Mapping[str, Any]) -> list[Shown]:
+    show(rows)
+    return []
+
+
+BENCH = Bench(config=BalanceBench, measure=measure_balance, show=_show)

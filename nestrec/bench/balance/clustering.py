@@ -1,18 +1,23 @@
-"""What clustering and the window cache save: rows that cross the network over the distinct keys of a rank's batch.
+"""Rows that cross the network for each clustering into micro-batches, with and without the window cache.
 
 Without the cache the rows are counted from the partition. With it they are read from the counters of the engine, which
 routes the very batches and exchanges their vectors.
+
+    nestrec bench clustering turbogr-kuai data/ml-1m-ordered --rounds 3
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nestrec.base.bounds import Count
+from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.data.dataset import Dataset
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic.logs import generate, preset
@@ -94,3 +99,27 @@ def _batches(data: str, batch: int, rounds: int, seed: int) -> list[SampleKeys]:
         order = epoch_order(dataset.num_samples, seed, 0)[: batch * rounds]
         chunks = [dataset.rows(order[i : i + batch]) for i in range(0, len(order), batch)]
     return [SampleKeys(*rows.lists["item_ids"]) for rows in chunks if rows.num_rows == batch]
+
+
+@config
+class ClusteringBench:
+    data: tuple[str, ...] = ("turbogr-kuai",)
+    """presets or prepared datasets"""
+    batch: Count = 512
+    """samples of a rank in a step"""
+    rounds: Count = 5
+    """batches to average over"""
+
+
+def _rows(bench: ClusteringBench) -> Iterator[dict[str, Any]]:
+    for name in bench.data:
+        yield from measure_clustering(name, batch=bench.batch, rounds=bench.rounds)
+
+
+TITLE = "vectors sent over unique keys of the batch (with the window cache: cached)"
+BENCH = Bench(
+    config=ClusteringBench,
+    measure=_rows,
+    show=lambda rows, more: [(TITLE, short_rows(rows))],
+    argument="data",
+)

@@ -1,9 +1,11 @@
-"""HSTU attention on one GPU against what a user would take instead, forward and backward.
+"""HSTU attention on this GPU against what torch offers, with the ceilings of a matrix product and a copy.
 
 FLOPs are those of exact causal attention over valid tokens, whoever computes it: forward 2 sum(L (L + 1)) heads dim,
 backward 2.5 times that. Softmax attentions stand in for HSTU's, as the same amount of matrix work. The ceilings, a
 large matrix product and a device copy, are measured in the same run. Inputs rotate, so that no run finds them in the
 cache.
+
+    nestrec bench attention --shapes u4096,logn --heads 4x128 --impls nestrec
 """
 
 import statistics
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.harness.length_shapes import LENGTH_SHAPES, lengths_of
 from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS, Attention, Batch
 from nestrec.distributed.topology import check_device
@@ -191,3 +194,6 @@ def _median_ms(call: Callable[[], object], rounds: int) -> float:
         if n >= 3:
             found.append(marks[0].elapsed_time(marks[1]))
     return float(round(statistics.median(found), 4))
+
+
+BENCH = Bench(config=AttentionBench, measure=measure_attention)

@@ -1,10 +1,12 @@
-"""`nestrec bench exchange`: what a transport carries, how long a small message takes, what a matmul beside it loses.
+"""Bandwidth and latency of each transport between processes, and what a matmul beside it loses (on a GPU).
 
 Ranks are processes on one device (or on the CPU, where only `host` exists), or those of torchrun. Fewer ranks are
 measured as groups of them, at the same time. Every transport sends the same bytes, and what arrives is compared with
 Gloo's to the bit. The matmul runs on the first rank alone, while the other ranks are quiet: several processes on one
 device take turns, and would measure that. Beside it, chunks are copied the way the transport does it, at a given rate;
 `sm_copy` is the same with a kernel, the thing to be compared with.
+
+    nestrec bench exchange --ranks 2,4 --transports host,copy_engine --bytes 1048576
 """
 
 import os
@@ -17,6 +19,7 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.base.errors import PeerLostError
+from nestrec.bench.bench import Bench
 from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.kernels.exchange_matmul import ways_to_copy
 from nestrec.distributed import Topology
@@ -147,3 +150,6 @@ def _equals_gloo(reference: Topology, under_test: Topology, seed: int) -> bool:
     expected = all_to_all_rows(reference.vectors, rows, send, receive)
     arrived = all_to_all_rows(under_test.vectors, rows.to(under_test.device), send, receive)
     return torch.equal(arrived.cpu(), expected)
+
+
+BENCH = Bench(config=ExchangeBench, measure=measure_exchange)

@@ -1,4 +1,4 @@
-"""`nestrec bench layer`: one HSTU layer, forward and backward, beside the same layer in plain torch.
+"""One HSTU layer, forward and backward: fused, with recomputation, and in plain torch.
 
 impl         what runs
 fused        the row kernels, the attention kernel and cuBLAS, as the model uses them
@@ -7,6 +7,8 @@ eager        the definitions in torch under autocast, on padded blocks
 
 TFLOP/s count what bench.harness.flops counts. The ceilings are measured in the same run: a large bf16 product and a
 device copy. The error is that of the output and of the gradient of the input against float64, on the first sequences.
+
+    nestrec bench layer --lengths u4096,logn --heads 4x256,8x128
 """
 
 import itertools
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
-from nestrec.bench.harness.flops import step_flops
+from nestrec.bench.bench import Bench
+from nestrec.bench.harness.flops import FORMULA, step_flops
 from nestrec.bench.harness.length_shapes import lengths_of
 from nestrec.data.samples.windows import positions, sample_keys, token_keys
 from nestrec.distributed.topology import check_device
@@ -221,3 +224,10 @@ def _ceilings(repeats: int) -> Iterator[dict[str, Any]]:
     y = torch.empty_like(x)
     ms = statistics.median(_milliseconds(lambda: y.copy_(x), "cuda") for _ in range(3 + repeats))
     yield {"impl": "ceiling: copy", "gb_per_s": round(2 * x.numel() * 4 / ms / 1e6), "fwd_ms": round(ms, 3)}
+
+
+BENCH = Bench(
+    config=LayerBench,
+    measure=measure_layers,
+    show=lambda rows, more: [FORMULA, ("one HSTU layer, forward and backward", rows)],
+)

@@ -1,8 +1,10 @@
-"""Reading and training rows of a table in device memory, beside plain torch and beside a plain copy, in one run.
+"""Rows of a table in device memory: gather, update, and deduplicate + sum + update, beside plain torch and a copy.
 
 Bytes are those an operation must move: each row it reads or writes once, whatever the caches do. The copy counts bytes
 read and written too. A figure is the median of rounds that follow each other without waiting for the device, as the
 steps of a training run do; each round has other keys than the one before.
+
+    nestrec bench lookup --num_rows 1000000 --num_keys 65536 --zipf 1.05 --device cpu
 """
 
 import itertools
@@ -17,6 +19,7 @@ import torch
 from torch.nn.functional import embedding
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.kernels.torch_rows import PATHS, TorchTable
 from nestrec.distributed.topology import check_device
 from nestrec.embedding.flight.dedup import dedup
@@ -277,3 +280,6 @@ def _median_cuda_s(call: Callable[[int], object], rounds: int) -> float:
         events[number + 1].record()
     torch.cuda.synchronize()
     return statistics.median(float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)) / 1e3
+
+
+BENCH = Bench(config=LookupBench, measure=measure_lookup, show=lambda rows, more: [("lookup", short_rows(rows))])

@@ -4,6 +4,8 @@ Rounds are interleaved, so that all see the same machine; a figure is the median
 bytes once; the copy figure is a plain copy of as many bytes, counted the same way. Every call begins after a pause:
 threads of OpenMP go on spinning for up to 0.2 s after torch's own operations and would take cores from the next one.
 `copy_hidden` is the part of the copy to the device that took no time beside the gather into pinned memory.
+
+    nestrec bench stores --num_rows 100000 --num_keys 10000 --disk_rows 10000
 """
 
 import statistics
@@ -19,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.harness.frame import write_frame
 from nestrec.distributed.topology import check_device
 from nestrec.embedding.key_table import KeyTable
@@ -192,3 +195,6 @@ def _add_hidden_copy(rows: list[dict[str, Any]]) -> None:
         row["copy_hidden"] = None
         if (row["op"], row["store"]) == ("gather", "dram") and apart[0] is not None and apart[1] is not None:
             row["copy_hidden"] = round((apart[0] + apart[1] - row["ms"]) / apart[1], 3)
+
+
+BENCH = Bench(config=StoresBench, measure=measure_stores)

@@ -1,7 +1,9 @@
-"""`nestrec bench peers`: the same job through our serial schedule and through TorchRec, by turns in the same processes.
+"""The same job through our serial schedule and through TorchRec, by turns in the same two processes.
 
 TorchRec lives in an environment of its own (`make torchrec`), whose Python then runs both systems. Without it, our side
 runs alone.
+
+    nestrec bench peers --dense mlp --rounds 15
 """
 
 import importlib.util
@@ -11,12 +13,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
+from nestrec.bench.bench import Bench, Shown
 from nestrec.bench.peers.dense import DENSE_KINDS
 from nestrec.bench.peers.torchrec_job import TORCHREC_MODES
 from nestrec.report.peers_page import peers_page
@@ -34,14 +37,16 @@ _IS_THERE = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torchre
 class PeersBench:
     """What is measured."""
 
-    dense: str = "mlp"
-    """Dense part: `mlp`, where the sparse path dominates, or `bucket`, a transformer."""
+    dense: tuple[str, ...] = ("mlp", "bucket")
+    """Dense parts: `mlp`, where the sparse path dominates, `bucket`, a transformer."""
     rounds: int = 15
     """Rounds of each system."""
     steps: int = 0
     """Steps of a round; 0: 4 for `mlp`, 1 for `bucket`, whose steps are long."""
     modes: tuple[str, ...] = TORCHREC_MODES
     """TorchRec's plain loop and pipelines to compare with."""
+    python: str | None = None
+    """Python that has TorchRec, if not that of .venv-torchrec"""
 
 
 def find_python(given: Path | None) -> Path | None:
@@ -57,17 +62,23 @@ def find_python(given: Path | None) -> Path | None:
     return Path(sys.executable) if importlib.util.find_spec("torchrec") else None
 
 
-def measure_peers(bench: PeersBench, python: Path | None) -> list[dict[str, Any]]:
-    """A row for each system and mode. python: one that has TorchRec; none: our side alone."""
+def measure_peers(bench: PeersBench) -> Iterator[dict[str, Any]]:
+    """A row for each dense part, system and mode; our side alone where TorchRec is not found."""
     _check(bench)
+    python = find_python(None if bench.python is None else Path(bench.python))
+    for dense in bench.dense:
+        yield from _measure_dense(bench, dense, python)
+
+
+def _measure_dense(bench: PeersBench, dense: str, python: Path | None) -> list[dict[str, Any]]:
     modes = [] if python is None else list(bench.modes)
     with tempfile.TemporaryDirectory(prefix="nestrec-peers-") as folder:
         output, log = Path(folder) / "rows.json", Path(folder) / "log"
         command = [
             str(python or sys.executable), "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(NUM_RANKS), "-m", "nestrec.bench.peers.ranks", "--dense", bench.dense,
-            "--rounds", str(bench.rounds), "--steps", str(bench.steps or _STEPS[bench.dense]), "--output", str(output),
-            "--modes", *_MODES[bench.dense], "--torchrec-modes", *modes,
+            "--nproc-per-node", str(NUM_RANKS), "-m", "nestrec.bench.peers.ranks", "--dense", dense,
+            "--rounds", str(bench.rounds), "--steps", str(bench.steps or _STEPS[dense]), "--output", str(output),
+            "--modes", *_MODES[dense], "--torchrec-modes", *modes,
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with log.open("wb") as stream:
@@ -75,7 +86,7 @@ def measure_peers(bench: PeersBench, python: Path | None) -> list[dict[str, Any]
         if code:
             raise RuntimeError(f"the ranks ended with code {code}:\n{log.read_text(errors='replace')[-4000:]}")
         measured = json.loads(output.read_text())
-    return rows_of(bench.dense, measured)
+    return rows_of(dense, measured)
 
 
 def rows_of(dense: str, measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -131,7 +142,7 @@ def _quartiles(values: Sequence[float], digits: int) -> list[float]:
 
 def _check(bench: PeersBench) -> None:
     known = {
-        "dense": (bench.dense, DENSE_KINDS),
+        **{f"dense[{i}]": (d, DENSE_KINDS) for i, d in enumerate(bench.dense)},
         **{f"modes[{i}]": (m, TORCHREC_MODES) for i, m in enumerate(bench.modes)},
     }
     for name, (value, names) in known.items():
@@ -140,3 +151,12 @@ def _check(bench: PeersBench) -> None:
     for name, number, least in (("rounds", bench.rounds, 1), ("steps", bench.steps, 0)):
         if number < least:
             raise UserError(f"must be at least {least}", field=name, value=number, remedy="give a larger number")
+
+
+def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> Iterator[Shown]:
+    if all(row["system"] == "nestrec" for row in rows):
+        yield HOW_TO_COMPARE
+    yield "peers [quartiles of rounds]; ratio: nestrec over the row", short_rows(rows)
+
+
+BENCH = Bench(config=PeersBench, measure=measure_peers, show=_show, page=write_page)

@@ -1,12 +1,14 @@
-"""`nestrec bench calibrate`: what the operations of a step take on this machine, as a profile for `nestrec plan`.
+"""What the operations of a step take on this machine: a profile for `nestrec plan --profile`.
 
 Stages come from the trace of a small job that one rank trains with batches of several sizes, once serially and once
 with the lookup ahead; dense compute from an HSTU of several lengths; exchanges from two ranks. Each becomes a line.
+
+    nestrec bench calibrate --samples 64,192 --lengths 16,64 --job.dim 64
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 import torch
 
 from nestrec.balance.cost import fit_cost, hstu_cost
-from nestrec.base.config import config
+from nestrec.base.config import config, to_plain
+from nestrec.bench.bench import Bench, More, Row
 from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.schedules.job import Contestant, JobConfig, make_batches, make_engine
 from nestrec.data.batches import MicroBatch
@@ -204,3 +207,16 @@ def _host_copies(repeats: int) -> list[dict[str, Any]]:
         copies["host to device"] = (_timed(lambda: remote.copy_(pinned, non_blocking=True), repeats, device), source)
         copies["device to host"] = (_timed(lambda: pinned.copy_(remote, non_blocking=True), repeats, device), source)
     return [_row(name, Rate(unit_s=seconds / tensor.numel())) for name, (seconds, tensor) in copies.items()]
+
+
+def _measure(bench: CalibrateBench) -> Generator[Row, None, More]:
+    rows, profile = calibrate(bench)
+    yield from rows
+    return {"profile": to_plain(profile)}
+
+
+BENCH = Bench(
+    config=CalibrateBench,
+    measure=_measure,
+    show=lambda rows, more: [("calibrate: time = fixed + unit x amount", rows)],
+)

@@ -1,21 +1,25 @@
-"""`nestrec bench prediction`: the simulator against real ranks over limited links.
+"""Simulated steps beside measured ones on 2 and 4 ranks: fitted to a third of the configurations, tested on others.
 
 Configurations (schedule, micro-batches) are measured on beds (ranks, bandwidth, shape of lengths). The serial ones, a
 third of them, fit the cost model; the others are predicted: loads counted from the very batches, the schedule's own
 program, replayed on shared cores with the chance that was measured. Errors are of the median round; the spread of a
 configuration is that of its own rounds.
+
+    nestrec bench prediction --ranks 2 --link_mbit 300,900 --rounds 5
 """
 
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError
+from nestrec.bench.bench import Bench, More, Row, Shown
+from nestrec.bench.harness.frame import load_frame
 from nestrec.bench.harness.limited_links import BURST_BYTES, can_limit
 from nestrec.bench.planning.calibrate import token_flops
 from nestrec.bench.planning.prediction_fit import WorldFit, compute_spread, describe, fit_world, profile_of
@@ -70,6 +74,10 @@ class PredictionBench:
     """cores that other processes may take before a round counts as disturbed"""
     job: JobConfig = JobConfig(samples=128)
     """what is trained"""
+    measured: str | None = None
+    """file of measurements: kept, and beds in it not repeated"""
+    rows_of: tuple[str, ...] = ()
+    """predict result files of `bench schedules` instead"""
 
     def beds(self) -> list[Bed]:
         return [Bed(ranks=r, link_mbit=m, lengths=s) for r in self.ranks for m in self.link_mbit for s in self.lengths]
@@ -262,3 +270,32 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _rows_of(bench: PredictionBench) -> Generator[Row, None, More]:
+    if bench.rows_of:
+        return (yield from _of_files(bench.rows_of))
+    rows, summary = predict(bench, measure_beds(bench, None if bench.measured is None else Path(bench.measured)))
+    yield from rows
+    return {"summary": summary}
+
+
+def _of_files(files: Sequence[str]) -> Generator[Row, None, More]:
+    """The overlapping schedules of result files of one machine out of their serial rows."""
+    from nestrec.bench.planning.prediction_rows import predict_rows
+
+    frames = [load_frame(Path(file)) for file in files]
+    rows, summary = predict_rows([row for frame in frames for row in frame["rows"]])
+    yield from rows
+    measured_by = [frame["command"] for frame in frames]
+    emulated = any(frame["emulated"] for frame in frames)
+    return {"summary": summary, "measured_by": measured_by, "hardware": frames[0]["hardware"], "emulated": emulated}
+
+
+def _show(rows: Sequence[Row], more: More) -> list[Shown]:
+    of_files = "measured_by" in more
+    errors = [{k: v for k, v in more["summary"].items() if not isinstance(v, dict)}]
+    return [("prediction: milliseconds of a step", rows if of_files else short_rows(rows)), ("errors", errors)]
+
+
+BENCH = Bench(config=PredictionBench, measure=_rows_of, show=_show, is_emulated=lambda bench: bench.options().emulated)

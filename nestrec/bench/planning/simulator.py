@@ -1,4 +1,7 @@
-"""`nestrec bench simulator`: how long the simulator itself takes, and how much memory, in a fresh process."""
+"""How long simulating many ranks and steps takes, and how much memory, in a fresh process.
+
+nestrec bench simulator --ranks 4096 --steps 100 --schedules nested
+"""
 
 import json
 import resource
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.replay import Cost, Mesh, replay
@@ -78,3 +82,6 @@ class _Varied:
         if operation in ("fetch", "read_ahead", "write_back", "deduplicate"):
             return Cost(0.15 * busy)
         return Cost(0.0, 0.002, "all") if operation == "dense_reduce" else Cost(0.001 * busy)
+
+
+BENCH = Bench(config=SimulatorBench, measure=measure_simulator)

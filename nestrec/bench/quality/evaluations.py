@@ -1,4 +1,7 @@
-"""The tested runs of any task as rows: every system and metric, as `nestrec train` or `nestrec eval` measured them."""
+"""What `nestrec train` or `nestrec eval` measured on the test part of runs of any task, model and baselines.
+
+nestrec bench evaluations runs/demo
+"""
 
 import json
 import math
@@ -6,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.bench.bench import Bench
 
 
 def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
@@ -36,3 +41,17 @@ def by_recipe(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
         shown = {k: v for k, v in row.items() if k not in ("recipe", "dataset") and not k.endswith("_interval")}
         tables.setdefault(f"{row['recipe']} on {row['dataset']}", []).append(shown)
     return tables
+
+
+@config
+class EvaluationsBench:
+    runs: tuple[str, ...] = ()
+    """tested runs of any task"""
+
+
+BENCH = Bench(
+    config=EvaluationsBench,
+    measure=lambda bench: evaluation_rows([Path(run) for run in bench.runs]),
+    show=lambda rows, more: by_recipe(rows).items(),
+    argument="runs",
+)

@@ -1,4 +1,7 @@
-"""`nestrec prepare` on a large synthetic log: events a second, and the peak memory of a fresh process."""
+"""`nestrec prepare` on a large synthetic log: events a second, and the peak memory of a fresh process.
+
+nestrec bench prepare --events 1000000
+"""
 
 import dataclasses
 import multiprocessing
@@ -9,6 +12,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nestrec.base.bounds import Count
+from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.harness.frame import write_frame
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
@@ -75,3 +81,14 @@ def peak_memory_mib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@config
+class PrepareBench:
+    events: tuple[int, ...] = (10_000_000,)
+    """events of the log; several sizes in turn"""
+    items: Count = 50_000
+    """items of the log"""
+
+
+BENCH = Bench(config=PrepareBench, measure=lambda bench: measure_prepare(bench.events, num_items=bench.items))

@@ -1,14 +1,18 @@
-"""`nestrec bench quality`: the tests of finished runs, averaged over seeds and compared recipe by recipe.
+"""The tests of finished runs: means of seeds with intervals over users, baselines, and paired differences.
 
 It trains nothing: the runs were made by `nestrec train`, on a machine whose facts they carry.
+
+    nestrec bench quality runs/beauty --pair hstu:sasrec --page quality.md
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.bench.harness.frame import make_frame
 from nestrec.report.quality import comparison_rows, quality_rows
 from nestrec.report.quality_page import quality_page
@@ -65,7 +69,7 @@ def short_rows(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> list[dict
     return short
 
 
-def write_page(path: Path, frame: dict[str, Any]) -> None:
+def write_page(path: Path, frame: Mapping[str, Any]) -> None:
     """Put the tables into a page; what stands around them is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(quality_page(frame, path.read_text() if path.exists() else None))
@@ -80,3 +84,25 @@ def _with_interval(row: Mapping[str, Any], name: str) -> str:
 
 def _is_run(path: Path) -> bool:
     return (path / "config.json").is_file()
+
+
+@config
+class QualityBench:
+    runs: tuple[str, ...] = ()
+    """tested runs, or folders of them"""
+    pair: tuple[str, ...] = ()
+    """RECIPE:OTHER, compared user by user"""
+
+
+def _measure(bench: QualityBench) -> Generator[Row, None, More]:
+    frame = quality_frame([Path(run) for run in bench.runs], bench.pair, command="")
+    yield from frame["rows"]
+    return {name: frame[name] for name in ("hardware", "comparisons")}
+
+
+def _show(rows: Sequence[Row], more: More) -> list[Shown]:
+    means = "quality, mean of seeds [95% interval over users]", short_rows(rows)
+    return [means, ("paired differences", short_rows(more["comparisons"], "_difference"))]
+
+
+BENCH = Bench(config=QualityBench, measure=_measure, show=_show, page=write_page, argument="runs")

@@ -1,4 +1,4 @@
-"""`nestrec bench schedules`: every schedule on the same batches, over links of limited bandwidth.
+"""Every schedule on the same batches, over limited links between real ranks (real as root, else emulated).
 
 Ranks are processes in network namespaces (see limited_links), or, with `fabric_ranks`, this process alone stands for
 one rank of many that are like it, on a CPU or a GPU, and the time of its exchanges is emulated; so may its lookups be.
@@ -7,6 +7,8 @@ the machine does. A round goes from an empty pipeline to an empty pipeline; its 
 Figures are medians of rounds on the slowest rank; times of parts come from trace spans and add up to the step.
 `step_over_bound` and `exposed_over_raw` compare with the parts of serial at the same partition; with `own` they compare
 with the parts of the very steps, which other load spoils less.
+
+    nestrec bench schedules --ranks 2 --micro_batches 4,8 --link_mbit 500 --job.dim 64
 """
 
 import statistics
@@ -16,6 +18,7 @@ from typing import Any, Literal
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.bench.bench import Bench, Shown
 from nestrec.bench.harness.limited_links import can_limit
 from nestrec.bench.schedules.job import JobConfig
 from nestrec.bench.schedules.paced_engine import Pace
@@ -296,3 +299,11 @@ def _row(entry: Entry, bench: SchedulesBench, conditions: Conditions, measured: 
         "collision_rate": round(measured.collision_rate, 4),
         "max_abs_diff": measured.difference[entry],
     }  # fmt: skip
+
+
+def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Shown]:
+    kinds = {"EMULATED" if row["emulated"] else "real" for row in rows}
+    return [(f"schedules over {' and '.join(sorted(kinds))} links, medians", short_rows(rows))]
+
+
+BENCH = Bench(config=SchedulesBench, measure=measure_schedules, show=_show, is_emulated=is_emulated)

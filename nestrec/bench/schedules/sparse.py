@@ -1,15 +1,19 @@
-"""`nestrec bench sparse`: what sharing rows between batches and between replica groups costs, over limited links.
+"""Rows shared by consecutive batches and by replica groups: exposed communication, All2All, sync and memory.
 
 collisions    serial, priority, semi_async and nested while the share of rows in two consecutive batches grows
 replicas      the same ranks in more and more replica groups: All2All inside groups against sync between them
 memory        bytes that a rank holds, against the formula S (M - 1) / T for what replication adds
+
+    nestrec bench sparse --collisions 0,0.12,0.6 --replicas 1,2,4 --job.dim 64
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench, Shown
+from nestrec.bench.harness.limited_links import can_limit
 from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.schedules.job import TABLE, JobConfig, make_engine
 from nestrec.bench.schedules.schedules import SchedulesBench, measure_schedules
@@ -163,3 +167,18 @@ _SHOWN = {
                  "replica_sync_ms", "replica_mb", "all_rows_mb", "max_abs_diff"),
     "memory": ("replicas", "held_mb", "extra_mb", "formula_mb", "extra_over_formula_less_1"),
 }  # fmt: skip
+
+
+def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Shown]:
+    return [
+        (experiment, short_rows([dict(row) for row in rows], experiment))
+        for experiment in ("collisions", "replicas", "memory")
+    ]
+
+
+BENCH = Bench(
+    config=SparseBench,
+    measure=measure_sparse,
+    show=_show,
+    is_emulated=lambda bench: bench.emulated or not can_limit(),
+)

@@ -1,4 +1,7 @@
-"""`nestrec bench front`: what HTTP itself costs, on a model that computes next to nothing: one event of width 4."""
+"""What HTTP itself costs: ranking requests on a model that computes next to nothing.
+
+nestrec bench front --rate 500 --candidates 256 --duration_s 20
+"""
 
 import tempfile
 from pathlib import Path
@@ -7,6 +10,7 @@ from typing import Any
 import psutil
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.serving.replay import Reads
 from nestrec.bench.serving.served import Served, made_up_load, quantile, serve_load, server
 from nestrec.models.hstu import HSTUConfig
@@ -67,3 +71,6 @@ def _row(client: str, number: int, served: Served, bench: FrontBench) -> dict[st
         "p90_ms": quantile(ordered, 90), "p99_ms": quantile(ordered, 99),
         "server_cores": round(served.server_cores, 2), "generator_late_p99_ms": round(served.trial.lateness_ms, 3),
     }  # fmt: skip
+
+
+BENCH = Bench(config=FrontBench, measure=measure_front)

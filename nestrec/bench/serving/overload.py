@@ -1,6 +1,8 @@
-"""`nestrec bench overload`: a server process under several times its capacity.
+"""A server under 2, 5 and 10 times its capacity: goodput, latency of the accepted, time to refuse, memory.
 
 The model is slow on purpose (by its length), so that neither the front nor the generator is what saturates.
+
+    nestrec bench overload --duration_s 30 --multiples 2,5,10
 """
 
 import asyncio
@@ -17,6 +19,7 @@ import orjson
 import psutil
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.serving.http_client import HttpClient
 from nestrec.bench.serving.replay import ReplayConfig, made_up_request, reads_of
 from nestrec.bench.serving.served import Served, made_up_load, quantile, serve_load, server
@@ -134,3 +137,6 @@ def _row(load: str, served: Served, bench: OverloadBench, *, capacity: float, pe
         "rss_mb": round(served.rss_after / 1e6), "rss_growth_mb": round((served.rss_after - served.rss_before) / 1e6),
         "server_cores": round(served.server_cores, 2), "generator_late_p99_ms": round(trial.lateness_ms, 2),
     }  # fmt: skip
+
+
+BENCH = Bench(config=OverloadBench, measure=measure_overload)

@@ -1,4 +1,4 @@
-"""`nestrec bench relay`: how many requests a second meet a P99, in several ways of serving the same model.
+"""Largest rate that meets a P99: full inference, prefixes from DRAM, relay on the device, relay with DRAM.
 
     full        every request computes history and candidates
     dram_fetch  prefixes of earlier visits wait in DRAM and are fetched when the ranking request is there
@@ -7,6 +7,8 @@
 
 and the ablations of `relay_modes`. All use the same kernels, batches and engine. Requests go straight to the engine:
 the front is measured by `nestrec bench front`.
+
+    nestrec bench relay --history 512 --candidates 64 --returning 0,0.3 --duration_s 8
 """
 
 import gc
@@ -17,11 +19,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from nestrec.bench.bench import Bench
 from nestrec.bench.serving.open_loop import Trial, largest
 from nestrec.bench.serving.relay_bed import LONGEST, Bed, RelayBench
 from nestrec.bench.serving.relay_bound import Costs, measure_costs
 from nestrec.bench.serving.relay_load import Load, Outcome
 from nestrec.bench.serving.relay_modes import mode_named
+from nestrec.bench.serving.relay_page import write_page
+from nestrec.bench.serving.relay_tables import short_rows, summary
 
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
@@ -205,3 +210,12 @@ def _shares(counts: dict[str, int]) -> dict[str, float | None]:
 
 
 _DECISIONS = ("admitted", "safe", "live_cap", "rate_cap", "never")
+
+
+BENCH = Bench(
+    config=RelayBench,
+    measure=measure_relay,
+    show=lambda rows, more: [(f"relay: {title}", shown) for title, shown in short_rows(rows).items()],
+    said=summary,
+    page=write_page,
+)

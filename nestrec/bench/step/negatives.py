@@ -1,9 +1,11 @@
-"""`nestrec bench negatives`: memory and time of whole training steps, by the number of negatives and how they are kept.
+"""Memory and time of training steps, by the number of negatives and how their vectors are kept.
 
 Steps are those of `nestrec bench step` (tables, schedule, model, loss, both optimisers), on sequences of one length.
 Memory of negatives is the peak above that of the same step without negatives; `loss_ms` is forward and backward of the
 loss alone, on random float32 rows. Published figures are TurboGR's of
 FuXi-large on another kind of device, without and with its offload: only their ratios can be compared.
+
+    nestrec bench negatives --negatives 32,128 --variants plain,fused --precision bf16
 """
 
 import statistics
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
+from nestrec.bench.bench import Bench
 from nestrec.bench.step.data import write_step_data
 from nestrec.bench.step.negatives_bytes import Lookup, measure_bytes
 from nestrec.bench.step.step import NUM_BATCHES, StepRunner
@@ -210,3 +213,11 @@ def _beside(bench: NegativesBench, row: dict[str, Any]) -> dict[str, Any]:
         moved = 2 * bench.batch * bench.length * (1 + row["negatives"] * bench.sharing) * bench.dim * 4
         found["bus_floor_ms"] = round(1e3 * moved / BUS_BYTES_PER_S, 2)
     return found
+
+
+def _said(row: dict[str, Any]) -> str:
+    figures = [f"{name} {row[name]}" for name in ("peak_gib", "step_ms", "looked_up_bytes") if name in row]
+    return f"{row['variant']} {row['negatives']}: {', '.join(figures)}"
+
+
+BENCH = Bench(config=NegativesBench, measure=measure_negatives, said=_said)

@@ -1,14 +1,16 @@
-"""`nestrec bench step`: whole training steps, as `nestrec train` takes them, and where their time goes.
+"""Whole training steps, as `nestrec train` takes them: MFU, tokens a second, memory, and where their time goes.
 
 Samples of the named lengths go through the task's own assembler, the engine with its tables on the device, the
 schedule, the model in bf16, the sampled loss, the dense AdamW and the row optimiser. Batches are assembled beforehand,
 as the background threads of a run would; everything else of a step is timed.
+
+    nestrec bench step --cases hstu-4x256-u4096 --num_negatives 32 --recompute true
 """
 
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.bench.bench import Bench, Shown
 from nestrec.bench.harness.clocks import ClockLog
 from nestrec.bench.harness.flops import FORMULA, loss_flops, step_flops
 from nestrec.bench.harness.length_shapes import lengths_of
@@ -253,3 +256,18 @@ def short_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def memory_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if "impl" in row]
+
+
+def _said(row: dict[str, Any]) -> str:
+    if "step_ms" not in row:
+        return f"{row['model']}: memory"
+    return f"{row['model']}: {row['step_ms']} ms, MFU {row['mfu']:.1%}. {row.get('parts', '')}"
+
+
+def _show(rows: Sequence[dict[str, Any]], more: Mapping[str, Any]) -> Iterator[Shown]:
+    yield FORMULA
+    yield "training step", short_rows(list(rows))
+    yield "memory of forward and backward", memory_rows(list(rows))
+
+
+BENCH = Bench(config=StepBench, measure=measure_steps, show=_show, said=_said)

@@ -81,10 +81,10 @@ def test_ratios_are_taken_within_rounds():
     assert [row["system"] for row in short_rows([ours, theirs])] == ["nestrec m", "other m"]
 
 
-@pytest.mark.parametrize("wrong", [{"dense": "mpl"}, {"modes": ("plane",)}, {"rounds": 0}, {"steps": -1}])
+@pytest.mark.parametrize("wrong", [{"dense": ("mpl",)}, {"modes": ("plane",)}, {"rounds": 0}, {"steps": -1}])
 def test_what_cannot_be_measured_is_named(wrong):
     with pytest.raises(UserError) as caught:
-        measure_peers(PeersBench(**wrong), None)
+        list(measure_peers(PeersBench(**wrong)))
     assert caught.value.field.startswith(next(iter(wrong)))
 
 

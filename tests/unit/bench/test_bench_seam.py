@@ -1,0 +1,88 @@
+"""A bench is one file and one entry; what it wrote can be repeated."""
+
+import json
+import shlex
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from nestrec.base.config import config
+from nestrec.base.errors import UserError
+from nestrec.bench.app import app, configured, run_bench
+from nestrec.bench.bench import Bench
+from nestrec.bench.benches import BENCHES
+
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+
+
+@config
+class Squares:
+    numbers: tuple[int, ...] = (1, 2)
+    """to be squared"""
+
+
+def squares(bench: Squares) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    for number in bench.numbers:
+        if number < 0:
+            raise UserError("is negative", field="numbers", value=number, remedy="give none below 0")
+        yield {"number": number, "square": number**2}
+    return {"sum": sum(number**2 for number in bench.numbers)}
+
+
+BENCH = Bench(config=Squares, measure=squares, argument="numbers")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHES._built_in, "squares", f"{__name__}:BENCH")
+
+
+def test_rows_and_what_the_measurement_returned_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_bench("squares", ["3", "4"], tmp_path / "result.json")
+    frame = json.loads((tmp_path / "result.json").read_text())
+    assert frame["rows"] == [{"number": 3, "square": 9}, {"number": 4, "square": 16}]
+    assert frame["sum"] == 25
+    assert "16" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_keeps_the_rows_it_has(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is negative"):
+        run_bench("squares", ["--numbers", "5", "--numbers", "-1"], tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text())["rows"] == [{"number": 5, "square": 25}]
+
+
+def test_words_without_a_field_and_pages_without_a_writer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not belong to an option"):
+        configured(BENCHES.find("simulator"), ["nested"])
+    with pytest.raises(UserError, match="has no page"):
+        run_bench("squares", [], page=tmp_path / "page.md")
+
+
+def test_help_of_a_bench_is_its_docstring_with_an_example() -> None:
+    for name in BENCHES:
+        if name != "squares":
+            text = CliRunner().invoke(app, [name, "--help"]).output
+            assert f"nestrec bench {name} " in text, name
+
+
+def commands() -> list[str]:
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        frame = json.loads(path.read_text())
+        found += [frame["command"], *(run["command"] for run in frame.get("runs", []))]
+    return [command for command in dict.fromkeys(found) if command.startswith("nestrec bench ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_of_every_result_file_still_parses(command: str) -> None:
+    _, _, name, *arguments = shlex.split(command)
+    if name == "join":
+        return
+    for option in ("--json", "--page"):
+        if option in arguments:
+            place = arguments.index(option)
+            del arguments[place : place + 2]
+    configured(BENCHES.find(name), arguments)
