@@ -132,7 +132,7 @@ class Recommender:
         none, keys = np.zeros(0, np.int64), self.servable.item_keys
 
         def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
-            excluded = np.union1d(asked.history.items, barred) if exclude_seen else barred
+            excluded = np.union1d(asked.seen, barred) if exclude_seen else barred
             return Candidates(items=none, now_ms=asked.now_ms, num_best=k, excluded=excluded, allowed=allowed)
 
         asked = [self._asked(_request(history, (), None), wanted) for history in histories]

@@ -58,6 +58,9 @@ class Asked:
 
     user: str
     history: History
+    """what the model reads"""
+    seen: Ids
+    """items of the events that the user really has: not those of a default"""
     now_ms: int
     timeout_s: float
 
@@ -86,11 +89,15 @@ class Reader:
             if self.servable.reads_times:
                 self.notes.add_default("now_ms", now_ms)
         timeout_ms = self._limits.default_timeout_ms if request.timeout_ms is None else request.timeout_ms
-        history = self._known_events(request.history or HistoryFields(), now_ms)
+        given = request.history or HistoryFields()
+        history = self._known_events(given, now_ms)
+        seen = history.items
+        if not len(history):
+            history = self._default_events(is_told=given.items is not None and not len(given.items), now_ms=now_ms)
         of_user = self._user_categories(request.user_features, len(history))
         if of_user:
             history = replace(history, features={**history.features, **of_user})
-        return Asked(user=user, history=history, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
+        return Asked(user=user, history=history, seen=seen, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
 
     def events(self, given: HistoryFields, now_ms: int) -> History:
         """Events as they were given, those of unknown items with id 0; without categories of the user."""
@@ -127,7 +134,7 @@ class Reader:
         )
 
     def _known_events(self, given: HistoryFields, now_ms: int) -> History:
-        """A history without any known event is none at all."""
+        """Those that the model is to read; none where it knows none of them."""
         keys = given.items or []
         items = self.items(keys, "history.items")
         is_known = items > 0
@@ -136,10 +143,7 @@ class Reader:
             self.notes.add_unknown("history.items", unknown_of(keys, items), "scored" if keeps else "dropped")
             if not keeps:
                 given, items = _kept(given, is_known), items[is_known]
-        events = self._events(given, items, now_ms)
-        return (
-            events if len(events) else self._default_events(is_told=given.items is not None and not keys, now_ms=now_ms)
-        )
+        return self._events(given, items, now_ms)
 
     def _default_events(self, *, is_told: bool, now_ms: int) -> History:
         """is_told: the request says itself that there is no event."""

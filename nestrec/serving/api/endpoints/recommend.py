@@ -40,7 +40,7 @@ class _Recommending:
     async def found(self, least: int = 0) -> RecommendAnswer:
         """What retrieval finds: so many as are wanted, and at least so many."""
         asked, request, servable = self._asked, self._request, self._retrieval.servable
-        seen = np.unique(asked.history.items) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
+        seen = np.unique(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
         found = await self._front.service.retrieve(
             self._retrieval, asked.user, asked.history, count=max(self._k, least), now_ms=asked.now_ms,
             excluded=np.union1d(seen, self._listed(request.exclude or (), "exclude")),
