@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow check format torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo test test-slow check docs results format torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -21,12 +21,19 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Tables of pages, written anew from the result files that they name.
+results: setup
+	$(BIN)/python docs/result_tables.py
+
 # Tests of one process, or of one after another, run two at a time, the longest files first; the others start several
 # ranks or servers and measure what these do.
 ALONE := tests/faults/test_training_kill.py tests/faults/test_checkpoint_kill.py tests/faults/test_checkpoint_damage.py \
 	tests/serve/test_serving_engine.py tests/serve/test_export.py tests/serve/test_served_tables.py \
 	tests/serve/test_paged_batches.py tests/meta tests/unit
-test: check
+test: check docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE) --numprocesses 2 --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE:%=--ignore=%)
 
