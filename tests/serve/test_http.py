@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from dataclasses import replace
 
@@ -25,7 +26,13 @@ from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 LIMITS = LimitsConfig(
-    max_body_bytes=20_000, max_history=50, max_candidates=20, max_k=15, max_user_characters=8, default_timeout_ms=10_000
+    max_body_bytes=20_000,
+    max_history=50,
+    max_candidates=20,
+    max_k=15,
+    max_user_characters=8,
+    tells_prefix=True,
+    default_timeout_ms=10_000,
 )
 CONFIG = ServiceConfig(
     engine=EngineConfig(
@@ -343,3 +350,71 @@ def test_events_without_times_are_refused_as_often_as_they_come(models):
             response = call(front, "POST", "/v1/events", {"user": "eve", "history": history})
             assert (response.status_code, response.json()["error"]["field"]) == (400, "history")
     service.close()
+
+
+def test_kept_events_are_cut_to_what_a_request_may_hold_and_the_model_knows(models):
+    """Nobody who asks can change them: more than a request may hold, and a model with fewer actions."""
+    service = Service({"ranking": models["ranking"]}, CONFIG)
+    front = App(service, LIMITS)
+    body = rank_body(num_events=40, user="fay")
+    history = body.pop("history")
+    for part in (slice(20), slice(20, None)):
+        kept = {name: values[part] for name, values in history.items() if name != "features"}
+        kept["features"] = {"tab": history["features"]["tab"][part]}
+        assert call(front, "POST", "/v1/events", {"user": "fay", "history": kept}).status_code == 202
+    shorter = App(service, replace(LIMITS, max_history=30), front._store)
+    assert call(shorter, "POST", "/v1/rank", body).status_code == 200
+    assert call(shorter, "POST", "/v1/rank", rank_body(num_events=31, user="gil")).status_code == 400, "if it is sent"
+    service.close()
+    spec = models["ranking"].spec
+    fewer = {name: bit for name, bit in spec.action_bits.items() if bit == 1}
+    assert fewer != spec.action_bits
+    service = Service({"ranking": replace(models["ranking"], spec=replace(spec, action_bits=fewer))}, CONFIG)
+    other = App(service, LIMITS, front._store)
+    assert call(other, "POST", "/v1/rank", body).status_code == 200
+    sent = call(other, "POST", "/v1/rank", rank_body(user="gil", history={**history, "actions": [3] * 40}))
+    assert sent.status_code == 400
+    service.close()
+
+
+def test_an_id_at_its_limit_and_one_character_above(front):
+    for length, status in ((256, 200), (257, 400)):
+        assert call(front, "POST", "/v1/rank", rank_body(candidates=["x" * length] * 4)).status_code == status
+        history = {**rank_body()["history"], "items": ["1", "2", 3, "x" * length, "5"]}
+        assert call(front, "POST", "/v1/rank", rank_body(history=history)).status_code == status
+
+
+def test_answers_do_not_tell_whether_a_guess_of_a_history_is_right(service):
+    """Unless they are told to: whoever asks for a user with a made-up history would learn whether it is known."""
+    front = App(service, replace(LIMITS, tells_prefix=False))
+    known = call(front, "POST", "/v1/rank", rank_body(user="hal")).json()
+    guessed = call(front, "POST", "/v1/rank", rank_body(user="hal")).json()
+    other = call(front, "POST", "/v1/rank", rank_body(user="hal", history={**rank_body()["history"], "items": [9] * 5}))
+    assert known.keys() == guessed.keys() == other.json().keys()
+    assert "prefix" not in known
+    assert known["scores"]["click"] == pytest.approx(guessed["scores"]["click"])
+    body = {k: v for k, v in rank_body(user="hal").items() if not k.startswith("candidate")}
+    assert "prefix" not in call(front, "POST", "/v1/recommend", {**body, "context": {"tab": "home"}}).json()
+
+
+def test_times_of_answers_are_apart_from_refusals_and_queue_from_compute(front, service, monkeypatch):
+    call(front, "POST", "/v1/rank", rank_body())
+    call(front, "POST", "/v1/rank", rank_body(num_candidates=0))
+
+    def refuse(*_, **__):
+        raise OverloadedError("busy", 0.3)
+
+    monkeypatch.setattr(service.fleet("ranking").engines[0], "rank", refuse)
+    for _ in range(3):
+        call(front, "POST", "/v1/rank", rank_body())
+    metrics = call(front, "GET", "/metrics").text
+    for outcome, count in (("answered", 1.0), ("rejected", 1.0), ("refused", 3.0)):
+        assert f'nestrec_request_seconds_count{{outcome="{outcome}",route="/v1/rank"}} {count}' in metrics
+    for what in ("queue", "compute"):
+        assert f'nestrec_{what}_seconds_count{{model="ranking"}} 1.0' in metrics
+        assert f'nestrec_{what}_seconds_count{{model="retrieval"}} 0.0' in metrics
+    total = float(re.search(r'nestrec_request_seconds_sum{outcome="answered",route="/v1/rank"} (\S+)', metrics)[1])
+    parts = [float(re.search(rf'nestrec_{what}_seconds_sum{{model="ranking"}} (\S+)', metrics)[1])
+             for what in ("queue", "compute")]  # fmt: skip
+    assert min(parts) > 0
+    assert sum(parts) <= total

@@ -46,8 +46,8 @@ class RankAnswer(TypedDict):
     """where unknown ones were to be left out: the candidates that the scores belong to"""
     model: str
     """version of the model that computed all of them"""
-    prefix: Prefix
-    """what was known of the history before the request came"""
+    prefix: NotRequired[Prefix]
+    """what was known of the history before the request came; only with `--limits.tells_prefix true`"""
     unknown: list[UnknownIds]
     """ids that the model does not know, and what was done with them"""
     defaults: list[UsedDefault]
@@ -63,8 +63,8 @@ class RecommendAnswer(TypedDict):
     """by output of the model, a number an item; one in the last place has the least number of float32"""
     model: str
     """version of the model that computed all of them"""
-    prefix: Prefix
-    """what was known of the history before the request came"""
+    prefix: NotRequired[Prefix]
+    """what was known of the history before the request came; only with `--limits.tells_prefix true`"""
     unknown: list[UnknownIds]
     """ids that the model does not know, and what was done with them"""
     defaults: list[UsedDefault]

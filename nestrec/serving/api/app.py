@@ -24,6 +24,7 @@ from nestrec.serving.api.http import (
     retry_after,
     unless_disconnected,
 )
+from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_json, parse_user
@@ -102,7 +103,7 @@ class App:
         start_s = time.perf_counter()
         current_sender.set(Sender(client, len(body)))
         try:
-            answered = await self._through_swaps(self._posts[route], self._with_history(route, parse_json(body)))
+            answered = await self._through_swaps(route, parse_json(body))
         except asyncio.CancelledError:
             self.metrics.observe(route, 499, time.perf_counter() - start_s)
             raise
@@ -122,8 +123,7 @@ class App:
             current_sender.set(sender)
             if (refusal := self._refusal(path, sender)) is not None:
                 raise refusal
-            data = self._with_history(path, parse_json(body))
-            return path, await unless_disconnected(self._through_swaps(self._posts[path], data), receive)
+            return path, await unless_disconnected(self._through_swaps(path, parse_json(body)), receive)
         endpoint, argument = self._found(path)
         if endpoint is None:
             return "other", problem(404, "there is nothing here")
@@ -164,13 +164,15 @@ class App:
         if "history" in data or path not in self._takes_kept_history:
             return data
         kept = self._store.get(parse_user(data.get("user"), self._limits))
-        return data if kept is None else {**data, "history": kept}
+        if kept is None:
+            return data
+        return {**data, "history": fitted(kept, self._service.fleet(self._service.ranker).servable, self._limits)}
 
-    async def _through_swaps(self, handler: Handler, data: dict[str, Any]) -> Answered:
+    async def _through_swaps(self, path: str, data: dict[str, Any]) -> Answered:
         """A request that arrives while a model is swapped begins again with the new one."""
         while True:
             try:
-                return await handler(data)
+                return await self._posts[path](self._with_history(path, data))
             except SwappedError:
                 continue
 

@@ -1,7 +1,5 @@
 """Counters and latencies for Prometheus and for the live page. No id of a user or an item enters them."""
 
-import itertools
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nestrec.serving.histogram import Histogram
 from nestrec.serving.service import Service
 
-_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _WINDOW = 4096
 
 
@@ -77,28 +75,38 @@ class _Answers(Collector):
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int], int] = {}
-        self._times: dict[str, list[int]] = {}
-        self._sums: dict[str, float] = {}
+        self._times: dict[tuple[str, str], Histogram] = {}
 
     def observe(self, route: str, status: int, seconds: float) -> None:
         self._counts[route, status] = self._counts.get((route, status), 0) + 1
-        times = self._times.get(route)
+        key = (route, outcome_of(status))
+        times = self._times.get(key)
         if times is None:
-            times = self._times[route] = [0] * (len(_BOUNDS_S) + 1)
-        times[bisect_left(_BOUNDS_S, seconds)] += 1
-        self._sums[route] = self._sums.get(route, 0.0) + seconds
+            times = self._times[key] = Histogram()
+        times.observe(seconds)
 
     def collect(self) -> Iterable[Metric]:
         answers = CounterMetricFamily("nestrec_requests", "Answers by route and status", labels=["route", "status"])
         for (route, status), count in self._counts.items():
             answers.add_metric([route, str(status)], count)
         yield answers
-        seconds = HistogramMetricFamily("nestrec_request_seconds", "Time to answer", labels=["route"])
-        for route, times in self._times.items():
-            names = (*map(str, _BOUNDS_S), "+Inf")
-            buckets = list(zip(names, itertools.accumulate(times), strict=True))
-            seconds.add_metric([route], buckets, self._sums[route])
+        seconds = HistogramMetricFamily("nestrec_request_seconds", "Time to answer", labels=["route", "outcome"])
+        for labels, times in self._times.items():
+            seconds.add_metric(labels, times.buckets(), times.seconds)
         yield seconds
+
+
+def outcome_of(status: int) -> str:
+    """How a request ended, for those who look at times: a refusal takes none, and says nothing about the others."""
+    match status:
+        case 429 | 503:
+            return "refused"
+        case 499:
+            return "gone"
+        case _ if status >= 500:
+            return "failed"
+        case _:
+            return "answered" if status < 400 else "rejected"
 
 
 class _EngineCollector(Collector):
@@ -125,7 +133,21 @@ class _EngineCollector(Collector):
         yield rows
         yield events
         yield gauges
+        yield from self._times()
         router = CounterMetricFamily("nestrec_router_events", "Routes off a user's own instance", labels=["event"])
         router.add_metric(["diverted"], self._service.router.num_diverted)
         router.add_metric(["leaked"], self._service.router.num_leaked)
         yield router
+
+    def _times(self) -> Iterable[Metric]:
+        """Of ranking requests that were answered."""
+        queued = HistogramMetricFamily("nestrec_queue_seconds", "Time in the queue of an engine", labels=["model"])
+        computed = HistogramMetricFamily("nestrec_compute_seconds", "Time of the batches", labels=["model"])
+        for role, fleet in self._service.fleets.items():
+            for family, times in (
+                (queued, Histogram.sum_of(engine.queue_times for engine in fleet.engines)),
+                (computed, Histogram.sum_of(engine.compute_times for engine in fleet.engines)),
+            ):
+                family.add_metric([role], times.buckets(), times.seconds)
+        yield queued
+        yield computed

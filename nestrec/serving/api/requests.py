@@ -9,8 +9,8 @@ from nestrec.serving.api.shapes import Least, Most
 
 LATEST_MS = 7_258_118_400_000
 """the year 2200"""
-ItemId = str | int
-Category = str | int | None
+ItemId = Annotated[str, Most("max_id_characters")] | int
+Category = Annotated[str, Most("max_id_characters")] | int | None
 Moment = Annotated[int, Bound(0, LATEST_MS)]
 Action = int | str | list[str] | None
 UserId = Annotated[str, Least(1), Most("max_user_characters")] | int

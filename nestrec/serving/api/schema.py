@@ -24,10 +24,15 @@ class LimitsConfig:
     """items that a recommendation excludes, or is bound to"""
     max_user_characters: Count = 256
     """of a user's id"""
+    max_id_characters: Count = 256
+    """of an item's id, and of a category"""
     max_timeout_ms: Count = 10_000
     """longest deadline a request may ask for"""
     default_timeout_ms: Count = 1_000
     """deadline of a request that names none"""
+    tells_prefix: bool = False
+    """answers tell whether the history was known, and where it was kept: for measurements, since whoever asks can so
+    find out whether a guess of a user's history is right"""
     head_timeout_s: Positive = 10.0
     """request line and headers must have arrived by then"""
     body_timeout_s: Positive = 5.0

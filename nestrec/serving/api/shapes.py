@@ -242,6 +242,9 @@ def _list(of: _Kind, least: int, most: int | None) -> _Kind:
         if kinds == {int} and int in ranges:  # a range is kept by all where it is kept by the least and the largest
             of.check(min(value), field)
             of.check(max(value), field)
+        elif kinds == {str} and str in ranges:
+            of.check(min(value, key=len), field)
+            of.check(max(value, key=len), field)
         elif not kinds.isdisjoint(ranges):
             for inner in value:
                 of.check(inner, field)

@@ -26,6 +26,7 @@ from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.engine.step import Step
 from nestrec.serving.engine.warm_up import warm_up
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
+from nestrec.serving.histogram import Histogram
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.model.forms import Form, Tokens
 from nestrec.serving.model.inputs import Candidates, History
@@ -61,6 +62,8 @@ class Engine:
         self.counts: dict[str, int] = {}
         self.device_s = 0.0
         """seconds for which the device has been at work"""
+        self.queue_times, self.compute_times = Histogram(), Histogram()
+        """of ranking requests that were answered; a request computes while a batch does that it has a part in"""
         self.costs = CostModel()
         self.tiers = PrefixTiers(
             form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
@@ -313,6 +316,8 @@ class Engine:
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
                 self.tiers.spill(step.entry, ahead_s=self.queued_s)
         self._release(step)
+        self.compute_times.observe(work.computed_s)
+        self.queue_times.observe(max(0.0, time.perf_counter() - work.arrived_s - work.computed_s))
         items, scores = scored.items, scored.scores
         if len(work.scored) > 1:
             items, scores = work.candidates.items, np.concatenate(work.scored)

@@ -4,7 +4,8 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from nestrec.serving.api.metrics import _BOUNDS_S, _Answers
+from nestrec.serving.api.metrics import _Answers, outcome_of
+from nestrec.serving.histogram import BOUNDS_S
 
 
 def samples(registry):
@@ -16,12 +17,12 @@ def test_answers_are_counted_as_by_the_objects_of_the_library():
     ours, theirs, answers = CollectorRegistry(), CollectorRegistry(), _Answers()
     ours.register(answers)
     count = Counter("nestrec_requests", "Answers by route and status", ["route", "status"], registry=theirs)
-    times = Histogram("nestrec_request_seconds", "Time", ["route"], buckets=_BOUNDS_S, registry=theirs)
+    times = Histogram("nestrec_request_seconds", "Time", ["route", "outcome"], buckets=BOUNDS_S, registry=theirs)
     rng = random.Random(1)
     for _ in range(500):
-        route, status = rng.choice(["/v1/rank", "other"]), rng.choice([200, 400, 429])
-        seconds = rng.choice([*_BOUNDS_S, 0.0, 9.0, 0.25])
+        route, status = rng.choice(["/v1/rank", "other"]), rng.choice([200, 202, 400, 429, 499, 500, 503])
+        seconds = rng.choice([*BOUNDS_S, 0.0, 9.0, 0.25])
         answers.observe(route, status, seconds)
         count.labels(route, str(status)).inc()
-        times.labels(route).observe(seconds)
+        times.labels(route, outcome_of(status)).observe(seconds)
     assert samples(ours) == samples(theirs)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.serving.api.answers import RecommendAnswer
+from nestrec.serving.api.answers import Prefix, RecommendAnswer
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.endpoints.rank import Wanted, columns, prefix_of, score
 from nestrec.serving.api.notes import Notes
@@ -46,11 +46,13 @@ class _Recommending:
             excluded=np.union1d(seen, self._listed(request.exclude or (), "exclude")),
             allowed=None if request.allow is None else self._listed(request.allow, "allow"), timeout_s=asked.timeout_s,
         )  # fmt: skip
-        return {
+        said = self._notes.said()
+        answer: RecommendAnswer = {
             "items": [servable.item_keys[i - 1] for i in found.items.tolist()],
-            "scores": columns(self._retrieval, found.scores), "model": found.version[:12], "prefix": prefix_of(found),
-            **self._notes.said(),
+            "scores": columns(self._retrieval, found.scores), "model": found.version[:12], "unknown": said["unknown"],
+            "defaults": said["defaults"],
         }  # fmt: skip
+        return self._with_prefix(answer, prefix_of(found))
 
     async def ranked_by(self, ranking: Fleet) -> RecommendAnswer:
         """The best of what retrieval finds, in the order of the ranking model."""
@@ -63,10 +65,17 @@ class _Recommending:
         notes.policy = "last" if notes.policy == "refuse" else notes.policy  # the client has named none of these
         scored = await score(self._front, ranking, asked, Wanted(keys, of_all, "items"), notes)
         order = np.argsort(-scored.scores[:, 0], kind="stable")[: self._k]
-        return {
+        said = notes.said()
+        answer: RecommendAnswer = {
             "items": [str(scored.keys[i]) for i in order], "scores": columns(ranking, scored.scores[order]),
-            "model": ranking.servable.version[:12], "prefix": scored.prefix, **notes.said(),
+            "model": ranking.servable.version[:12], "unknown": said["unknown"], "defaults": said["defaults"],
         }  # fmt: skip
+        return self._with_prefix(answer, scored.prefix)
+
+    def _with_prefix(self, answer: RecommendAnswer, prefix: Prefix) -> RecommendAnswer:
+        if self._front.limits.tells_prefix:
+            answer["prefix"] = prefix
+        return answer
 
     def _listed(self, keys: Sequence[ItemId], field: str) -> NDArray[np.int64]:
         """Ids of the known items of a list."""

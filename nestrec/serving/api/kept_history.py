@@ -1,0 +1,45 @@
+"""Events that the server keeps, as the present model can read them.
+
+They were checked when they came, by the model and the limits of that time. Whoever asks now cannot change them, so what
+does not fit any more is cut and never refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nestrec.serving.api.history_store import RawHistory, newest
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.servable import Servable
+
+
+def fitted(kept: RawHistory, servable: Servable, limits: LimitsConfig) -> dict[str, Any]:
+    """The newest events that a request may hold, with the actions and categories that the model knows. A category that
+    was not told is one that nobody knows; where actions were not told and the model names no default, none was."""
+    kept, bits = newest(kept, limits.max_history), servable.spec.action_bits
+    features = {name: kept["features"].get(name) for name in servable.event_features}
+    unknown = [None] * len(kept["items"])
+    missing = None if servable.spec.defaults.actions is not None else 0
+    return {
+        "items": kept["items"],
+        "times_ms": kept["times_ms"],
+        "actions": _known(kept["actions"], bits, missing) if servable.reads_actions else None,
+        "features": {name: unknown if values is None else values for name, values in features.items()},
+    }
+
+
+def _known(actions: Sequence[Any], bits: Mapping[str, int], missing: int | None) -> list[Any]:
+    """Without the actions that a model does not know."""
+    every = sum(bits.values())
+
+    def known(action: Any) -> Any:
+        match action:
+            case int():
+                return action & every
+            case str():
+                return action if action in bits else 0
+            case list():
+                return [name for name in action if name in bits]
+            case _:
+                return missing
+
+    return [known(action) for action in actions]
