@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from schedule_jobs import Job, Tiny, TinyCompute, batches_of, tables_of
+from schedule_jobs import Job, Tiny, batches_of, tables_of, tiny_loss
 
 from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.window import Window
+from nestrec.pipeline.compute import LossCompute
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.update import DenseUpdate
 
@@ -34,7 +35,7 @@ class Group:
         working = self.engine.fetch(routed, step=number)
         window, compute, loss = (
             Window(self.engine, routed, working),
-            TinyCompute(self.model, torch.device("cpu")),
+            LossCompute(tiny_loss(self.model), torch.device("cpu")),
             torch.zeros(()),
         )
         for i, part in enumerate(parts):
