@@ -10,6 +10,7 @@ import struct
 import pytest
 from uvicorn.server import ServerState
 
+from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.limited_protocol import LimitedProtocol
@@ -23,7 +24,12 @@ from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
 LIMITS = LimitsConfig(
-    max_body_bytes=2000, max_header_bytes=500, max_connections=3, body_timeout_s=0.3, answer_timeout_s=0.3
+    max_body_bytes=2000,
+    max_header_bytes=500,
+    max_connections=3,
+    body_timeout_s=0.3,
+    answer_timeout_s=0.3,
+    default_timeout_ms=10_000,
 )
 BODY = {"user": "u", "history": {"items": [1, 2], "times_ms": [1, 2]}, "candidates": [3, 4], "now_ms": 9}
 JSON_TYPE = b"content-type: application/json\r\n"
@@ -402,6 +408,59 @@ def test_names_of_others_and_bodies_of_no_type_are_refused_on_loopback(front, is
     assert answers(talk(front, request(kind=b"", is_chunked=is_chunked)))[0][0] == 415
     assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\nhost: evil.example\r\n\r\n"))[0][0] == 421
     assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\n\r\n"))[0][0] == 400
+
+
+def test_health_has_a_port_of_its_own_while_the_server_lives(front):
+    probe = b"GET %b HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+
+    async def ask(port, path):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(probe % path)
+        received = await reader.read()
+        writer.close()
+        return int(received.split()[1])
+
+    async def run():
+        config = uvicorn_config(front, ServeConfig(limits=LIMITS, health_port=0), front)
+        app, messages, told = config.app, asyncio.Queue(), asyncio.Queue()
+        lifespan = asyncio.create_task(app({"type": "lifespan"}, messages.get, told.put))
+        await messages.put({"type": "lifespan.startup"})
+        assert (await told.get())["type"] == "lifespan.startup.complete"
+        async with listening(front) as (port, state):  # where all connections are being answered
+            going_on, rank = asyncio.Event(), front._posts["/v1/rank"]
+
+            async def later(data):
+                await going_on.wait()
+                return await rank(data)
+
+            front._posts["/v1/rank"] = later
+            busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.max_connections)]
+            for _, writer in busy:
+                writer.write(request(ends=False))
+            while not all(c.cycle is not None for c in state.connections) or len(state.connections) < len(busy):
+                await asyncio.sleep(0.001)
+            found = [await ask(port, b"/health/live")]
+            paths = (b"/health/live", b"/health/ready", b"/metrics", b"/v1/status")
+            found += [await ask(app.port, path) for path in paths]
+            going_on.set()
+            for reader, writer in busy:
+                assert (await read_answer(reader))[0] == 200
+                writer.close()
+            while state.connections:
+                await asyncio.sleep(0.001)
+        await messages.put({"type": "lifespan.shutdown"})
+        assert (await told.get())["type"] == "lifespan.shutdown.complete"
+        await lifespan
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", app.port)
+        return found
+
+    assert asyncio.run(run()) == [503, 200, 200, 200, 404]
+
+
+def test_a_health_port_that_is_taken_is_said_so(front):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="health_port"):
+        uvicorn_config(front, ServeConfig(health_port=taken.getsockname()[1]), front)
 
 
 def test_the_protocol_is_what_the_server_runs():

@@ -19,10 +19,12 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
+from nestrec.serving.api.health_port import WithHealthPort
 from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.hosts import Hosts
 from nestrec.serving.api.limited_protocol import protocol_with
 from nestrec.serving.api.log import log_without_waiting
+from nestrec.serving.api.open_files import allow_open_files
 from nestrec.serving.api.plain_cycle import Door
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.model.servable import Servable
@@ -40,6 +42,8 @@ class ServeConfig:
     """address to listen on; other machines reach it only where you name another"""
     port: Port = 8000
     """0 takes a free one"""
+    health_port: Port | None = None
+    """a port of its own for /health/live, /health/ready and /metrics, with connections of its own; none: only `port`"""
     hosts: tuple[str, ...] = ()
     """names under which clients may ask, beside addresses and localhost; none: any, or none where only this machine is
     listened to; `*`: any"""
@@ -64,6 +68,7 @@ class ServeConfig:
 def serve(folders: list[Path], cfg: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT; accepted requests are answered before the process ends."""
     log_without_waiting()
+    allow_open_files(cfg.limits.max_connections)
     torch.set_num_threads(cfg.threads)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
         signal.signal(number, lambda *_: None)
@@ -106,7 +111,10 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
 def uvicorn_config(app: Any, cfg: ServeConfig, door: Door | None = None) -> uvicorn.Config:
     """Errors are logged and warnings are not: uvicorn warns of every malformed request, so that a client could fill the
     log, and stop the server where nobody reads it. They are counted in a metric instead."""
-    protocol = protocol_with(cfg.limits, Hosts(cfg.host, cfg.hosts), door)
+    hosts = Hosts(cfg.host, cfg.hosts)
+    protocol = protocol_with(cfg.limits, hosts, door)
+    if cfg.health_port is not None:
+        app = WithHealthPort(app, cfg.host, cfg.health_port, hosts)
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol, ws="none", lifespan="on", access_log=False,
         log_config=None, log_level="error", server_header=False, proxy_headers=False, timeout_keep_alive=30,

@@ -9,6 +9,7 @@ import uvicorn
 
 from nestrec.serving.api.hosts import is_loopback
 from nestrec.serving.api.log import log_without_waiting
+from nestrec.serving.api.open_files import allow_open_files
 from nestrec.serving.api.server import ServeConfig, uvicorn_config
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
@@ -18,6 +19,7 @@ from nestrec.serving.many.nginx import running_nginx
 def serve_many(folders: Sequence[Path], cfg: ServeConfig, overrides: dict[str, str]) -> None:
     """Serve until SIGTERM or SIGINT. overrides: the options as they were typed."""
     log_without_waiting()
+    allow_open_files(cfg.limits.max_connections)
     if cfg.front == "ray":
         from nestrec.serving.many.ray_front import serve_on_ray
 
@@ -50,6 +52,6 @@ def instance_arguments(folders: Sequence[Path], cfg: ServeConfig, overrides: dic
     if not cfg.hosts and not is_loopback(cfg.host):
         overrides["hosts"] = '["*"]'
     for name, value in overrides.items():
-        if name not in ("host", "port", "instances", "front"):
+        if name not in ("host", "port", "health_port", "instances", "front"):
             arguments += [f"--{name}", value]
     return arguments

@@ -1,9 +1,12 @@
 """Which connections give way, and under which names a server may be asked."""
 
+import resource
+
 import pytest
 
 from nestrec.serving.api.connections import Connections, address_of
 from nestrec.serving.api.hosts import Hosts
+from nestrec.serving.api.open_files import allow_open_files
 
 
 def test_an_address_has_at_most_its_own_connections_and_they_give_way_among_themselves():
@@ -61,3 +64,13 @@ def test_hosts(listens_on, names, taken, refused):
     hosts = Hosts(listens_on, names)
     for _ in range(2):  # the second time from memory
         assert [host in hosts for host in (*taken, *refused)] == [True] * len(taken) + [False] * len(refused)
+
+
+def test_connections_may_be_open_as_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert allow_open_files(200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 700
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
