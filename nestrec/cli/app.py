@@ -334,14 +334,17 @@ def report(
     cluster: Annotated[str | None, typer.Option(help="Add what a cluster would make of the run, simulated.")] = None,
 ) -> None:
     """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""
-    from nestrec.report import write_report
+    from nestrec.cli.report import sample_recommendations
+    from nestrec.report import progress_for, write_report
 
-    if cluster is None:
-        typer.echo(f"report: {write_report(run)}")
-        return
-    from nestrec.cli.plan import sections_of_run
+    with progress_for(f"report {run}"):
+        more = sample_recommendations(run)
+        if cluster is not None:
+            from nestrec.cli.plan import sections_of_run
 
-    typer.echo(f"report: {write_report(run, sections_of_run(run, cluster))}")
+            more |= sections_of_run(run, cluster)
+        page = write_report(run, more)
+    typer.echo(f"report: {page}")
 
 
 @app.command()

@@ -42,7 +42,8 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
         if topology.is_first:
             print(f"nothing is held out to test on; run folder: {folder}")
     elif topology.is_first:
-        _show(evaluation, f"{cfg.name}: test part, best validation epoch, 95% intervals")
+        name = f"{folder.resolve().name} (recipe {cfg.name})"
+        _show(evaluation, f"{name}: test part, best validation epoch, 95% intervals")
         print(f"run folder: {folder}")
 
 
@@ -54,7 +55,8 @@ def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
         evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
         weights = "best validation epoch" if best else "last weights"
-        _show(evaluation, f"{cfg.name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
+        name = f"{folder.resolve().name} (recipe {cfg.name})"
+        _show(evaluation, f"{name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
 
 
 def show_card(card: Card, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Charts as small inline SVG. Colours are classes of the page's style, so that they follow its light and dark form."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nestrec.report.axes import Axis, axis_over, counting_axis
@@ -64,7 +64,7 @@ def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_labe
 def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, int] | None = None) -> Markup:
     """A bar of parts with a table of their values and shares; colours in order where none are given."""
     total = sum(parts.values())
-    colours = colour_of or {name: GREY if name == "other" else i % GREY for i, name in enumerate(parts)}
+    colours = colour_of or colours_of(parts)
     pieces = [
         element("span", class_=f"b{colours[name]}", style=f"flex:{number(value / total * 1000)}",
                 title=f"{name}: {significant(value)} {unit}")
@@ -75,7 +75,19 @@ def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, i
                 element("td", f"{value / total:.1%}"))
         for name, value in parts.items()
     ]  # fmt: skip
-    return element("div", element("div", pieces, class_="bar", role="img"), element("table", rows, class_="numbers"))
+    return element(
+        "div", element("div", pieces, class_="bar", role="img"), element("table", rows, class_="numbers measures")
+    )
+
+
+def colours_of(names: Iterable[str], known: Mapping[str, int] | None = None) -> dict[str, int]:
+    """A colour for each name, none twice: that of `known` names, then those that are left in order, grey at last."""
+    fixed = {"other": GREY, **(known or {})}
+    names = list(names)
+    free = [colour for colour in range(GREY) if colour not in fixed.values()]
+    others = [name for name in names if name not in fixed]
+    given = dict(zip(others, [*free, *[GREY] * len(others)], strict=False))
+    return {name: fixed.get(name, given.get(name, GREY)) for name in names}
 
 
 def figure(title: str, content: Child, legend: Markup | None = None) -> Markup:

@@ -17,6 +17,7 @@ _SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
     "Speed": sections.speed,
     "Balance": sections.balance,
     "Timeline": sections.timeline,
+    "Model": sections.model,
     "Data": sections.dataset,
     "Events": sections.events,
     "Versions": sections.versions,
@@ -54,6 +55,7 @@ def _header(run: RunRecords) -> Markup:
     versions = run.versions
     last = run.steps[-1] if run.steps else None
     facts = [
+        f"recipe {run.recipe}" if run.recipe else None,
         run.card.get("name"),
         f"step {last['step']:,}, epoch {last.get('epoch', '?')}" if last else "not started",
         versions.get("device"),

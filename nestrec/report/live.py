@@ -22,7 +22,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
     "samples_per_s": lambda value: f"{compact(value)} samples/s",
     "tokens_per_s": lambda value: f"{compact(value)} tokens/s",
-    "imbalance": lambda value: f"waiting {value:.0%}",
+    "imbalance": lambda value: f"waiting for ranks {value:.0%}",
     "memory_mib": memory,
 }
 

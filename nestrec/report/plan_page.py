@@ -14,7 +14,7 @@ from nestrec.report.charts import Line, line_chart
 from nestrec.report.formats import significant
 from nestrec.report.markup import Markup, element
 from nestrec.report.sections.timeline import timeline_of
-from nestrec.report.style import STYLE
+from nestrec.report.style import GREY, STYLE
 
 _MOST = 5
 _COLUMNS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu", "compute_ms",
@@ -71,7 +71,7 @@ def _plans(plan: Plan) -> Markup:
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Markup:
     heads = element("tr", [element("th", name.replace("_", " ")) for name in columns])
     lines = [element("tr", [element("td", _shown(row[name])) for name in columns]) for row in rows]
-    return element("table", heads, lines, class_="numbers")
+    return element("div", element("table", heads, lines, class_="results plans"), class_="wide")
 
 
 def _shown(value: Any) -> str:
@@ -90,7 +90,7 @@ def _scaling(plan: Plan, best: Outcome, worlds: Sequence[int]) -> Markup:
 
 
 def _lines(curves: Sequence[Curve], values: Any) -> list[Line]:
-    return [Line(curve.schedule, curve.worlds, values(curve), colour=i % 6) for i, curve in enumerate(curves)]
+    return [Line(curve.schedule, curve.worlds, values(curve), colour=i % GREY) for i, curve in enumerate(curves)]
 
 
 def _timeline(plan: Plan, best: Outcome) -> Markup | None:

@@ -25,6 +25,8 @@ class RunRecords:
     """of the software and the machine"""
     card: Record
     """dataset card"""
+    parameters: Record
+    """how many the model has: `dense`, and `tables` with the rows and width of each"""
     steps: list[Record]
     """step records, one for each step, in order"""
     evaluations: list[Record]
@@ -38,7 +40,12 @@ class RunRecords:
 
     @property
     def name(self) -> str:
-        return str(self.config.get("name") or self.folder.resolve().name)
+        """Of the folder: runs of one recipe are told apart by where they are."""
+        return self.folder.resolve().name
+
+    @property
+    def recipe(self) -> str:
+        return str(self.config.get("name") or "")
 
     def part(self, part: str) -> list[Record]:
         return [record for record in self.evaluations if record.get("part") == part]
@@ -58,6 +65,7 @@ def load_run(folder: Path) -> RunRecords:
         config=_load_object(folder / "config.json", problems),
         versions=_load_object(folder / "versions.json", problems),
         card=_load_object(folder / "card.json", problems),
+        parameters=_load_object(folder / "parameters.json", problems),
         # A resumed run repeats the steps since its checkpoint: the later record stands.
         steps=[by_step[step] for step in sorted(by_step)],
         evaluations=sorted(by_part.values(), key=lambda record: record["step"]),

@@ -1,11 +1,13 @@
 """The look of a report page, in light and dark."""
 
-GREY = 11
-"""The colour of what is not a part or a system of its own."""
+GREY = 15
+"""The colour of what is not a part or a system of its own; those before it are told apart by people."""
+COLOUR_OF_KIND = {"compute": 0, "communication": 1, "lookup": 2, "other": 5, "wait": GREY}
+"""What a lane does, in every chart of time; a part of a step with another name has another colour."""
 _LIGHT = ("#2766b0", "#d2691e", "#2f8f57", "#a4478c", "#b8960c", "#2b8fa3", "#bf3f3f", "#5b4db8", "#7a9a1e", "#d6568a",
-          "#7b5a45", "#8b909a")  # fmt: skip
+          "#7b5a45", "#12355b", "#e0a458", "#0f6b5c", "#9b2226", "#8b909a")  # fmt: skip
 _DARK = ("#6ea8f0", "#f0975a", "#62c68b", "#d987c4", "#cdb658", "#63c3d6", "#ee7f7f", "#9d92f0", "#b4d05a", "#f294b8",
-         "#c09c84", "#7d838f")  # fmt: skip
+         "#c09c84", "#a9c7ea", "#f7d9a8", "#8fd6c6", "#e39a9c", "#7d838f")  # fmt: skip
 _LIGHT_GROUND = "--page:#f6f7f9;--card:#fff;--ink:#1d2129;--soft:#5b6472;--rule:#dde1e7;--grid:#e8ebf0;"
 _DARK_GROUND = "--page:#14161a;--card:#1d2026;--ink:#e6e9ee;--soft:#9aa3b2;--rule:#343a44;--grid:#2a2f38;"
 
@@ -61,8 +63,14 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 .results td small { display: block; color: var(--soft); font-size: .74rem; font-weight: 400 }
 .model { font-weight: 650 }
 .numbers { width: 100%; max-width: 480px; font-size: .88rem }
-.numbers td { padding: 2px 0; vertical-align: top; overflow-wrap: anywhere }
+.numbers td { padding: 2px 0; vertical-align: top }
 .numbers td + td { text-align: right; padding-left: 12px }
+.measures td + td { white-space: nowrap }
+.facts td + td { overflow-wrap: anywhere }
+.facts td:first-child { white-space: nowrap }
+.words th, .words td { text-align: left; vertical-align: top; white-space: normal }
+.words tbody th { white-space: nowrap }
+.words ol, .words ul { margin: 0; padding-left: 18px }
 summary { cursor: pointer; color: var(--c0); padding: 4px 0; margin-top: 8px }
 pre { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px; overflow-x: auto;
   font-size: .82rem }

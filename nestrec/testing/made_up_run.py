@@ -23,6 +23,8 @@ def write_run(folder: Path, *, num_epochs: int = 12, with_test: bool = True, wit
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(make_config(), indent=2))
     (folder / "versions.json").write_text(json.dumps(make_versions(), indent=2))
+    parameters = {"dense": 12_345, "tables": {"items": {"rows": 3707, "dim": 50}}}
+    (folder / "parameters.json").write_text(json.dumps(parameters))
     make_card().save(folder)
     records = make_records(num_epochs, with_test=with_test)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -89,7 +91,7 @@ def make_card() -> Card:
         name="ML-1M like",
         source_format="synthetic",
         counts=Counts(users=6040, items=3706, events=int(lengths.sum()), rows_read=int(lengths.sum()) + 12,
-                      quarantined={"missing id": 12}),
+                      quarantined={"missing id": 12}, filtered={"min_rating": 345}),
         lengths=length_statistics(lengths),
         popularity=popularity_statistics(popularity),
         length_histogram=log_histogram(lengths),

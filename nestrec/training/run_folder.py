@@ -17,6 +17,7 @@ import torch
 import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
+from nestrec.embedding import TableConfig
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
@@ -132,9 +133,15 @@ class RunFolder:
         self._write(rewrite)
 
     def write_trace(self, spans: Sequence[Span]) -> None:
-        """What the lanes of this rank did: for the report, and as a file for ui.perfetto.dev."""
+        """What the lanes of all ranks did: for the report, and as a file for ui.perfetto.dev."""
         self._write(lambda: save_spans(self.path / "trace.jsonl", spans))
         self._write(lambda: write_perfetto(self.path / "trace.perfetto.json", spans))
+
+    def write_parameters(self, dense: int, tables: Sequence[TableConfig]) -> None:
+        """How large the model is; a dynamic table has no number of rows."""
+        of_tables = {table.name: {"rows": table.num_rows, "dim": table.dim} for table in tables}
+        text = json.dumps({"dense": dense, "tables": of_tables}, indent=2)
+        self._write(lambda: _replace(self.path / "parameters.json", text))
 
     def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A line in metrics.jsonl, and the values of each user under eval/."""

@@ -30,6 +30,7 @@ from nestrec.training.saving import Saving
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
+from nestrec.training.traced_ranks import spans_of_ranks
 from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
@@ -134,6 +135,8 @@ class Trainer:
         found = self.saving.find_last()
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
         self.folder.begin(self.cfg, card_text, self._topology.device)
+        task = self.session.task
+        self.folder.write_parameters(sum(p.numel() for p in task.model.parameters()), task.tables)
         if found is not None:
             self.state = found
             self.folder.forget_after(self.state.step)
@@ -226,7 +229,7 @@ class Trainer:
         self._listener.stepped(self.state.step, epoch, values)
 
         if self.state.step <= TRACED_STEPS:
-            self.folder.write_trace(spans)
+            self.folder.write_trace(self.pipeline.issue(lambda: spans_of_ranks(self._topology, spans)))
         self._decide(spans)
         self.pipeline.issue(self._check_folder)
 

@@ -10,6 +10,7 @@ from nestrec.balance import POLICIES
 from nestrec.pipeline import SCHEDULES
 from nestrec.report import write_report
 from nestrec.testing.tiny_runs import make_datasets
+from nestrec.trace import load_spans
 
 NUM_STEPS = 100
 UNEQUAL, WITH_EMPTY_RANK = 7, 3
@@ -111,6 +112,9 @@ def test_both_modes_give_every_rank_the_same_samples_and_trade_in_one_order(pool
 def test_figures_of_every_step_are_recorded_and_drawn(pools, data, tmp_path):
     results = pools[2].run(train, data, str(tmp_path), 40, {"balance.policy": "refined", "batch.batch_samples": 8})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {span.rank for span in load_spans(tmp_path / "trace.jsonl")} == {0, 1}
+    perfetto = json.loads((tmp_path / "trace.perfetto.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in perfetto} == {0, 1}
     steps = [line["balance"] for line in lines if line["kind"] == "step"]
     assert [step for line in steps for step in line["steps"]] == list(range(1, 41))
     for name in ("straggler", "imbalance", "predicted_imbalance", "max_token_gap", "moved_bytes"):

@@ -15,6 +15,11 @@ _SHARES = {
     "straggler": "idle by computing times",
     "predicted_imbalance": "predicted by the cost model",
 }
+_WORDS = (
+    "Waiting at collectives: the share of a step that a rank, on average, spends in an exchange before the last rank "
+    "enters it. Idle by computing times: the share that it would wait if ranks met only at the end of a step, from how "
+    "long each computed. Predicted: the same by the costs that samples were dealt by."
+)
 _COUNTS = {"max_token_gap": "Largest token gap between ranks", "moved_bytes": "Bytes of samples moved between ranks"}
 
 
@@ -58,4 +63,4 @@ def _note(curves: dict[str, tuple[list[float], list[float]]]) -> Markup:
     shown = [f"{label} {means[name]:.1%}" for name, label in _SHARES.items() if math.isfinite(means[name])]
     shown += [f"token gap {compact(means['max_token_gap'])}"] if math.isfinite(means["max_token_gap"]) else []
     shown += [f"moved {compact(means['moved_bytes'])} bytes a step"] if means["moved_bytes"] > 0 else []
-    return element("p", f"Means: {', '.join(shown)}. Curves are smoothed.", class_="quiet")
+    return element("p", f"Means: {', '.join(shown)}. Curves are smoothed. {_WORDS}", class_="quiet")

@@ -19,9 +19,13 @@ def dataset(run: RunRecords) -> Markup | None:
     if not card:
         return None
     charts = [_histogram(card, name) for name in _HISTOGRAMS]
-    facts = {"name": card.get("name"), "source": card.get("source_format"), **card.get("counts", {})}
+    counts = dict(card.get("counts", {}))
+    removed, bad = counts.pop("filtered", {}), counts.pop("quarantined", {})
+    facts = {"name": card.get("name"), "source": card.get("source_format"), **counts}
     tables = [
         facts_table("Counts", facts),
+        facts_table("Events removed by filters", removed),
+        facts_table("Bad rows set aside", bad),
         facts_table("Events of a user", card.get("lengths", {})),
         facts_table("Popularity", card.get("popularity", {})),
     ]
@@ -35,7 +39,7 @@ def facts_table(title: str, facts: dict[str, Any]) -> Markup | None:
         for name, value in facts.items()
         if value not in (None, "", {}, [])
     ]
-    return element("div", element("h3", title), element("table", rows, class_="numbers")) if rows else None
+    return element("div", element("h3", title), element("table", rows, class_="numbers facts")) if rows else None
 
 
 def _histogram(card: dict[str, Any], name: str) -> Markup | None:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from nestrec.report.charts import Line, line_chart, stacked_bar
+from nestrec.report.charts import Line, colours_of, line_chart, stacked_bar
 from nestrec.report.curves import thinned
 from nestrec.report.formats import as_number, significant
 from nestrec.report.markup import Markup, element
 from nestrec.report.run_folder import Record, RunRecords
+from nestrec.report.style import COLOUR_OF_KIND
 
 _CURVES = {
     "samples_per_s": "Samples a second",
@@ -22,16 +23,16 @@ def speed(run: RunRecords) -> Markup | None:
     """Charts of throughput and memory, and the breakdown of a step."""
     if not run.steps:
         return None
-    charts = [_chart(name, title, colour, run.steps) for colour, (name, title) in enumerate(_CURVES.items())]
+    charts = [_chart(name, title, run.steps) for name, title in _CURVES.items()]
     return element("div", _breakdown(run.steps), element("div", charts, class_="charts"))
 
 
-def _chart(name: str, title: str, colour: int, steps: Sequence[Record]) -> Markup | None:
+def _chart(name: str, title: str, steps: Sequence[Record]) -> Markup | None:
     values = [as_number(record.get(name)) for record in steps]
     if not any(math.isfinite(value) for value in values):
         return None
     x, y = thinned([as_number(record["step"]) for record in steps], values, most=200)
-    return line_chart(title, [Line(title, x, y, colour=colour)], x_label="step", from_zero=True)
+    return line_chart(title, [Line(title, x, y)], x_label="step", from_zero=True)
 
 
 def _breakdown(steps: Sequence[Record]) -> Markup | None:
@@ -46,8 +47,9 @@ def _breakdown(steps: Sequence[Record]) -> Markup | None:
         note += f". Parts overlap: together {significant(total, 3)} ms in a step of {significant(step_ms, 3)} ms"
     elif step_ms > total * 1.001:
         parts["other"] = step_ms - total
-    return element("div", element("h3", "Where a step's time goes"), stacked_bar(parts, "ms"),
-                   element("p", f"{note}.", class_="quiet"), class_="card")  # fmt: skip
+    bar = stacked_bar(parts, "ms", colours_of(parts, COLOUR_OF_KIND))
+    title = element("h3", "Where a step's time goes")
+    return element("div", title, bar, element("p", f"{note}.", class_="quiet"), class_="card")
 
 
 def mean_parts(steps: Sequence[Record]) -> dict[str, float]:

@@ -7,11 +7,21 @@ from nestrec.report.charts import stacked_bar, swatch
 from nestrec.report.formats import significant
 from nestrec.report.markup import Markup, element
 from nestrec.report.run_folder import RunRecords
-from nestrec.report.style import GREY
+from nestrec.report.style import COLOUR_OF_KIND
 from nestrec.trace import Span, Timeline
 
-_COLOUR = {"compute": 0, "lookup": 2, "communication": 1, "wait": GREY, "other": 5}
-_PART_COLOUR = {"compute": 0, "exposed communication": 1, "exposed lookup": 2, "idle": GREY}
+_COLOUR = COLOUR_OF_KIND
+_PART_COLOUR = {
+    "compute": _COLOUR["compute"],
+    "exposed communication": _COLOUR["communication"],
+    "exposed lookup": _COLOUR["lookup"],
+    "idle": _COLOUR["wait"],
+}
+_WORDS = (
+    "Exposed: the part of lookup or communication that the compute lane waits for; what runs beside compute costs "
+    "nothing and is not in it. Idle: waiting for the slowest rank to enter an exchange, and time in which no lane of "
+    "the rank works. Wait (in the lanes): a lane that stands still until another is done."
+)
 _WIDTH, _MOST_SPANS, _MOST_LANES = 1000, 1500, 24
 
 
@@ -32,7 +42,10 @@ def timeline_of(spans: Sequence[Span], window_ns: int | None = None) -> Markup |
         return None
     cards = [_breakdown(times, rank, steps[rank]) for rank in ranks if steps[rank]]
     return element(
-        "div", element("div", cards, class_="charts"), _lanes([span for span in spans if span.rank in ranks], window_ns)
+        "div",
+        element("div", cards, class_="charts"),
+        _lanes([span for span in spans if span.rank in ranks], window_ns),
+        element("p", _WORDS, class_="quiet"),
     )
 
 

@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.report.axes import axis_over, counting_axis
+from nestrec.report.charts import colours_of
 from nestrec.report.curves import smoothed, thinned, unbroken
 from nestrec.report.formats import compact, duration, memory, significant
 from nestrec.report.markup import element
+from nestrec.report.style import GREY
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -74,3 +76,11 @@ def test_elements_escape_text_and_attributes() -> None:
     assert element("p", inner, '"', title='"<', class_="x", hidden=None) == (
         '<p title="&quot;&lt;" class="x"><b>&lt;&amp;&gt;</b>&quot;</p>'
     )
+
+
+def test_no_colour_is_given_twice() -> None:
+    names = [f"part {i}" for i in range(10)]
+    colours = colours_of(["compute", *names, "other"], {"compute": 0, "communication": 1})
+    assert (colours["compute"], colours["other"]) == (0, GREY)
+    assert len(set(colours.values())) == 12
+    assert 1 not in colours.values()

@@ -8,6 +8,7 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.report import write_report
+from nestrec.report.style import STYLE
 from nestrec.testing.made_up_run import make_records, write_run
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -194,3 +195,52 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_epochs=250)
     path = write_report(folder)
     assert path.stat().st_size < 1_500_000
+
+
+def test_the_page_is_named_after_the_run_and_names_its_recipe(tmp_path: Path) -> None:
+    page = outline(write_report(write_run(tmp_path / "mine-2")))
+    assert "mine-2 · nestrec" in page.text
+    assert "recipe ml_1m_hstu" in page.text
+
+
+def test_the_page_shows_parameters_and_what_filters_removed(tmp_path: Path) -> None:
+    text = outline(write_report(write_run(tmp_path / "run"))).text
+    assert "dense parameters12,345" in text
+    assert "parameters in tables185,350" in text
+    assert "3,707 rows of 50" in text
+    assert "Events removed by filtersmin rating345" in text
+    assert "Bad rows set asidemissing id12" in text
+
+
+def test_words_of_time_are_defined_where_they_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    balanced = {"steps": [1, 2], "imbalance": [0.1, 0.2], "straggler": [0.1, 0.1]}
+    append(folder, json.dumps({"kind": "step", "step": 999, "epoch": 12, "loss": 1.0, "balance": balanced}) + "\n")
+    text = outline(write_report(folder)).text
+    for word in ("Exposed: ", "Idle: ", "Wait (in the lanes): ", "Waiting at collectives: "):
+        assert word in text
+
+
+def colour_of(page: str, label: str, heading: str) -> str:
+    """The colour of a part in the first table after a heading."""
+    found = re.search(rf'<i class="swatch (b\d+)"></i>{label}<', page[page.index(heading) :])
+    assert found is not None
+    return found[1]
+
+
+def test_a_colour_means_one_thing_in_all_charts_of_time(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "run")).read_text()
+    first, second = "Where a step&#x27;s time goes", "<h2>Timeline"
+    assert colour_of(page, "compute", first) == colour_of(page, "compute", second)
+    of_kinds = {colour_of(page, f"exposed {kind}", second) for kind in ("communication", "lookup")}
+    parts = ("data", "route", "fetch", "vectors", "gradients", "update")
+    of_parts = [colour_of(page, name, first) for name in (*parts, "compute")]
+    assert len(set(of_parts)) == len(of_parts)
+    assert of_kinds.isdisjoint(of_parts)
+
+
+def test_no_table_breaks_words_or_numbers_inside() -> None:
+    rules = dict(re.findall(r"^(\.[\w .>:+-]+?) \{([^}]*)\}", STYLE, re.M))
+    assert "anywhere" not in rules[".numbers td"]
+    assert "nowrap" in rules[".facts td:first-child"]
+    assert "nowrap" in rules[".measures td + td"]

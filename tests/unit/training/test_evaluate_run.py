@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import DamagedError
+from nestrec.cli.report import sample_recommendations
 from nestrec.cli.training import evaluate_run
 from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import config_of
@@ -40,3 +41,15 @@ def test_damaged_best_weights_name_the_last_ones_that_could_serve(tiny_data: Pat
         evaluate_run(tmp_path, "test", best=True)
     assert "--last" in str(refused.value.remedy)
     evaluate_run(tmp_path, "test", best=False)
+
+
+def test_the_report_recommends_to_users_of_the_test(tiny_data: Path, tmp_path: Path) -> None:
+    assert sample_recommendations(tmp_path / "nowhere") == {}
+    run = tmp_path / "run"
+    trainer = Trainer(config_of("hstu", tiny_data, {"training.epochs": 1}), run, Topology.single("cpu"))
+    trainer.train()
+    assert sample_recommendations(run) == {}, "nothing was tested yet"
+    users = trainer.evaluate("test").details["users"]
+    page = str(sample_recommendations(run)["Sample recommendations"])
+    assert page.count("<ol>") == 4
+    assert all(f"<th>{user}</th>" in page for user in trainer.session.dataset.user_keys(np.sort(users)[:1]))
