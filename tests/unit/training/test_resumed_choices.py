@@ -9,6 +9,7 @@ import pytest
 from nestrec.balance import BalanceConfig
 from nestrec.balance.changes import CostChange
 from nestrec.balance.cost import CostModel
+from nestrec.balance.fitting import Measurement
 from nestrec.base.config import to_plain
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
@@ -69,6 +70,14 @@ def test_a_resumed_run_is_dealt_as_its_user_says_now(given, known):
     resumed = balancing(**given)
     found = resumed.resume(FITTED, 20, fitted_from=CostModel())
     assert found == known if known != 9.0 else [change.cost.token for change in found] == [9.0]
+
+
+def test_a_resumed_run_fits_when_it_would_have_done_and_not_at_its_first_report():
+    resumed = balancing(fit_every_steps=100)
+    resumed.resume((), 110)
+    resumed._measured = [Measurement(1e-3 + 1e-6 * n * n, n, n * n) for n in range(1, 400)]
+    assert resumed.decide(120, Position(1, 0), lambda position: position) is None, "a fit was due at step 100"
+    assert resumed.decide(200, Position(2, 0), lambda position: position) is not None
 
 
 def test_a_checkpoint_knows_the_cost_that_its_fits_began_with(tiny_data, tmp_path):

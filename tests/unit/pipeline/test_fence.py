@@ -1,0 +1,28 @@
+"""After a step that is a fence nothing is under way: what reads the tables then reads what the step has left."""
+
+import threading
+
+import pytest
+import torch
+
+from nestrec.data.batches import Batch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.pipeline import Rates, Step, TrainingPipeline
+from nestrec.pipeline.lanes import Label
+
+
+@pytest.mark.parametrize("lane", ["transfer", "communication", "lookup"])
+def test_a_fence_waits_for_every_lane(lane):
+    engine = EmbeddingEngine([TableConfig(name="t", dim=2)], Topology.single())
+    pipeline = TrainingPipeline(torch.nn.Linear(1, 1), engine, schedule="nested")
+    machine, go, done = pipeline.schedule._machine, threading.Event(), threading.Event()
+    batch = Batch(Position(), 1.0, torch.arange(1).numpy(), (), tokens=torch.arange(1).numpy())
+    timer = threading.Timer(0.2, go.set)
+    with machine.step(Step(number=1, batch=batch, rates=Rates(dense=0.1, tables=0.1), is_fence=True)):
+        label = Label(name="slow", kind="lookup", step=1)
+        getattr(machine.lanes, lane).submit(lambda span: go.wait(30) and done.set(), label)
+        timer.start()
+    assert done.is_set()
+    pipeline.close()
