@@ -62,8 +62,8 @@ FIELDS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_ca
 class Space:
     """The values that are tried."""
 
-    schedules: tuple[ScheduleName, ...] = ("serial", "dual_buffer", "frozen_window", "nested", "priority")
-    """by default those whose result equals serial's"""
+    schedules: tuple[ScheduleName, ...] = ()
+    """how stages share the time; none: all whose result equals serial's, those of other packages too"""
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """parts of a rank's batch"""
     replicas: tuple[int, ...] = ()
@@ -88,6 +88,7 @@ class Space:
         parts = tuple(n for n in self.micro_batches if n <= max(1, samples)) or (1,)
         return replace(
             self,
+            schedules=self.schedules or tuple(name for name in SCHEDULES if SCHEDULES.find(name).is_exact),
             replicas=self.replicas or tuple(copies), stores=self.stores or tuple(stores),
             micro_batches=parts, transports=self.transports or _transports(cluster),
         )  # fmt: skip

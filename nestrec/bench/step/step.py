@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import OneOf
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, Shown
@@ -32,12 +33,13 @@ from nestrec.data.batches import Assembler, Batch
 from nestrec.data.order import Position
 from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.distributed import Topology
-from nestrec.embedding import RowOptimizerConfig
+from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerConfig
 from nestrec.models import HSTUConfig
 from nestrec.models.backbone import SequenceConfig
 from nestrec.models.backbones import BACKBONES
 from nestrec.models.negatives import NegativesConfig
 from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
+from nestrec.pipeline.options import ScheduleName
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
 from nestrec.trace import Tracer
@@ -80,9 +82,9 @@ class StepBench:
     """where negatives come from"""
     variant: Literal["plain", "segments", "fused"] = "fused"
     """how the loss is computed, of all samplers but groups"""
-    row_optimizer: Literal["rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    row_optimizer: Annotated[str, OneOf(ROW_OPTIMIZERS)] = "rowwise_adagrad"
     """of the item table"""
-    schedule: Literal["serial", "dual_buffer", "nested"] = "dual_buffer"
+    schedule: ScheduleName = "dual_buffer"
     """how lookup and compute share the time"""
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"
     """of dense products"""

@@ -1,0 +1,33 @@
+"""A schedule: the stages of a step on lanes, each waited for. Equal to serial, and a beginning for one that is not.
+
+lane             batch t
+transfer         deduplicate, put together what crosses
+communication    key exchange; E1 G1 E2 G2 ... dense sums
+lookup           fetch                                               write back
+compute                          F1 F2 ... update rows, update dense
+"""
+
+from nestrec import ScheduleSpec
+from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.schedules.pipelined import Pipelined
+from nestrec.pipeline.stages import Step, Totals
+from nestrec.pipeline.windows import in_turn
+
+
+class Lanes(Pipelined):
+    def advance(self, step: Step, feed: Feed) -> Totals:
+        machine = self._machine
+        with machine.step(step):
+            now = machine.begin(step.number, step.batch)
+            machine.fetch(now)
+            loss, last_gradients = in_turn(machine, now, step.rates, lambda: None)
+            sums = machine.reduce_dense(step, loss)
+            last_gradients.wait()
+            machine.update_rows(now, step.rates)
+            written = machine.write_back(now, None)
+            totals = machine.apply_dense(step, sums)
+            written.wait()
+            return totals
+
+
+LANES = ScheduleSpec(name="lanes", build=Lanes, is_exact=True, splits=False)

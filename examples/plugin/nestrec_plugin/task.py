@@ -1,0 +1,48 @@
+"""A task: the next item against sampled ones, pair by pair (BPR). Samples, tables and metrics are those of retrieval.
+
+    loss of a token = mean over negatives of log(1 + exp(margin + score(negative) - score(positive)))
+
+Legend: T tokens, R negatives of a token, U rows, D channels.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch.nn.functional import softplus
+
+from nestrec import TaskSpec, config
+from nestrec.base.bounds import NonNegative
+from nestrec.data.batches import MicroBatch
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
+from nestrec.tasks.task import sequence_info
+
+
+@config
+class PairwiseTaskConfig(RetrievalTaskConfig):
+    kind: Literal["pairwise"] = "pairwise"  # type: ignore[assignment]
+    """next-item retrieval, learned from pairs"""
+    margin: NonNegative = 0.0
+    """by which a positive should lead"""
+
+
+class PairwiseTask(RetrievalTask):
+    cfg: PairwiseTaskConfig
+
+    def loss(
+        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        query_TD = self.model(gather_rows(rows["items"], index["history"]), sequence_info(batch))
+        item_UD = self.model.item_vectors(rows["items"])
+        positive_T = (query_TD * gather_rows(item_UD, index["positive"])).sum(1)
+        negative_TR = torch.einsum("td,trd->tr", query_TD, gather_rows(item_UD, index["negative"]))
+        return softplus(self.cfg.margin + negative_TR - positive_T[:, None]).mean(1).sum()
+
+
+PAIRWISE = TaskSpec(
+    config=PairwiseTaskConfig,
+    make=PairwiseTask,
+    store_field="item_store",
+    serving="nestrec.serving.model.retrieval_form:SERVING",  # a RetrievalModel and a history: served as ours are
+)

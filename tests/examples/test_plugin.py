@@ -1,0 +1,123 @@
+"""A package outside the tree extends nestrec at seven seams and goes the whole way, from its own format to its own
+endpoint: two ranks, a rank killed with -9 in between, planned, benched, exported, served. nestrec is not changed.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from server_process import running_server
+
+from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
+from nestrec.training.run_digest import run_digest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "plugin"
+ENCODER = {"kind": "linear", "dim": 8, "num_heads": 2, "head_dim": 4, "max_length": 12}
+TASK = {
+    "kind": "pairwise", "encoder": ENCODER, "history": {"max_length": 12}, "num_negatives": 4,
+    "item_optimizer": {"kind": "lion", "options": {"beta1": 0.8}}, "evaluation": {"ks": [5, 10]},
+}  # fmt: skip
+TRAIN = {
+    "task": json.dumps(TASK), "batch.batch_samples": "16", "batch.micro_batches": "2", "training.device": "cpu",
+    "training.epochs": "100", "training.max_steps": "24", "training.checkpoint_every_steps": "4",
+    "training.evaluate_every_epochs": "0",
+}  # fmt: skip
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package installed into a folder of its own, which the processes of the test see."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(PACKAGE, source)  # a build leaves files behind
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
+               "--no-build-isolation", "--target", str(site), str(source)]  # fmt: skip
+    subprocess.run(command, check=True, timeout=300)
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *([before] if before else [])]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return site
+
+
+def nestrec(*commands: list[str]) -> None:
+    """Several commands in one process, one after the other."""
+    code = "import json, sys; from nestrec.cli.app import app; "
+    code += "[app(command, standalone_mode=False) for command in json.loads(sys.argv[1])]"
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True,
+                          timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def options(**more: str) -> list[str]:
+    return [f"--{name}={value}" for name, value in {**TRAIN, **more}.items()]
+
+
+def train_on_two_ranks(run: Path, data: Path, schedule: str, kills: list[KillWhen]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                f"--max-restarts={len(kills)}", "--monitor-interval=0.05"]  # fmt: skip
+    given = options(**{"data.folder": str(data), "pipeline.schedule": schedule})
+    (attempt,) = run_with_faults(
+        [*launcher, "-m", "nestrec", "train", "demo", "--output", str(run), *given], kills, limit_s=300.0
+    )
+    assert attempt.num_fired == len(kills)
+
+
+def asked(port: int, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
+    data, headers = None if body is None else json.dumps(body).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())
+
+
+def test_a_package_of_another_goes_the_whole_way(installed: Path, tmp_path: Path) -> None:
+    baskets, data, model = tmp_path / "baskets.txt", tmp_path / "data", tmp_path / "model"
+    lines = [
+        f"u{u}> " + " ".join(f"i{(3 * u + 4 * b + j) % 30}" for j in range(4)) for u in range(40) for b in range(3)
+    ]
+    baskets.write_text("\n".join(lines))
+    nestrec(["prepare", "baskets", str(baskets), str(data), "--after_user", ">"])
+
+    train_on_two_ranks(tmp_path / "whole", data, "serial", [])
+    kill = KillWhen(saves_reach(tmp_path / "cut" / "checkpoints", 8), rank_of(1))
+    train_on_two_ranks(tmp_path / "cut", data, "lanes", [kill])
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole"), "killed, resumed, and under its own schedule"
+
+    of_data = options(**{"data.folder": str(data)})
+    nestrec(
+        ["plan", "demo", "--cluster", "cpu-hosts", "--json", str(tmp_path / "plan.json"), *of_data],
+        ["train", "demo", "--plan-only", *of_data, "--pipeline.schedule", "lanes"],
+        ["bench", "step", "--cases", "linear-2x4-u1024", "--dim", "8", "--num_layers", "1", "--tokens", "2048",
+         "--num_items", "50", "--num_negatives", "3", "--row_optimizer", "lion", "--schedule", "lanes", "--precision",
+         "fp32", "--device", "cpu", "--warm_up", "1", "--steps", "1", "--profiled", "0", "--memory_length", "0",
+         "--json", str(tmp_path / "step.json")],
+        ["bench", "lion", "--rows", "100", "--json", str(tmp_path / "lion.json")],
+        ["export", str(tmp_path / "cut"), str(model)],
+    )  # fmt: skip
+    plans, steps, lion = (
+        json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("plan", "step", "lion")
+    )
+    assert plans[0]["step_ms"] > 0
+    assert steps[0]["dense_weights"] == 1025 * 8 + (8 + 1) * 4 * 8 + (8 + 1) * 8, "positions, input, output"
+    assert steps[0]["mfu"] >= 0, "bench step knows its FLOPs"
+    assert {row["op"] for row in lion} == {"sgd", "lion"}
+
+    history = {"items": ["i3", "i4", "i5", "i6"]}
+    with running_server(model) as (port, _):
+        first = asked(port, "/v1/recommend", {"user": "u", "history": history, "k": 5})
+        again = asked(port, "/v1/recommend", {"user": "u", "history": history, "k": 5})
+        similar = asked(port, "/v1/similar", {"item": "i3", "k": 4})
+        described = asked(port, "/openapi.json")
+    assert len(first["items"]) == 5
+    assert not set(first["items"]) & set(history["items"])
+    assert (first["prefix"]["tokens"], again["prefix"]["tokens"]) == (0, 3), "its cached forward is used"
+    assert again["items"] == first["items"]
+    assert again["scores"]["score"] == pytest.approx(first["scores"]["score"], rel=1e-5)
+    assert len(similar["items"]) == 4
+    assert "i3" not in similar["items"]
+    assert "/v1/similar" in described["paths"]

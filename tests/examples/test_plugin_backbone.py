@@ -1,0 +1,48 @@
+"""The cached forward of the example's backbone gives the states of whole passes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestrec.models.segments import Segment
+from nestrec.models.whole_forward import whole_forward
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("num_prefix", [0, 2])
+def test_new_tokens_against_a_kept_prefix_are_those_of_a_whole_pass(
+    monkeypatch: pytest.MonkeyPatch, num_prefix: int
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples" / "plugin")
+    from nestrec_plugin.backbone import Linear, LinearConfig, cached_forward
+
+    torch.manual_seed(0)
+    cfg = LinearConfig(dim=8, num_layers=2, num_heads=2, head_dim=4, max_length=9)
+    model = Linear(cfg)
+    times = torch.zeros(9, dtype=torch.float64)
+    x = [torch.randn(7, 8), torch.randn(3, 8)]
+
+    def segment(prefix: int, history: int, candidates: int) -> Segment:
+        return Segment(prefix_length=prefix, num_history=history, num_candidates=candidates,
+                       time_K=times[: prefix + history], query_time_S=times[:history])  # fmt: skip
+
+    def none(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(2, 0, 4), torch.empty(2, 0, 4)
+
+    whole, _ = whole_forward(model, torch.cat(x), [segment(0, 5, 2), segment(0, 3, 0)], none)
+    firsts = torch.cat([one[:num_prefix] for one in x])
+    _, kept = cached_forward(model, firsts, [segment(0, num_prefix, 0)] * 2, none)
+
+    def prefix(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(sequence * num_prefix, (sequence + 1) * num_prefix)
+        return tuple(part[rows].transpose(0, 1) for part in kept[layer])
+
+    rest = torch.cat([one[num_prefix:] for one in x])
+    found, _ = cached_forward(
+        model, rest, [segment(num_prefix, 5 - num_prefix, 2), segment(num_prefix, 3 - num_prefix, 0)], prefix
+    )
+    torch.testing.assert_close(found, torch.cat([whole[num_prefix:7], whole[7 + num_prefix :]]), rtol=1e-4, atol=1e-5)
+    sys.modules.pop("nestrec_plugin.backbone"), sys.modules.pop("nestrec_plugin")
