@@ -24,6 +24,8 @@ from nestrec.checkpoint.restored import Restored
 from nestrec.checkpoint.verify import file_problems, files_of, read_chain, read_manifest
 from nestrec.checkpoint.writer import write_files
 
+IDENTITY = "identity"
+"""Under this name the state of a checkpoint may say whose it is."""
 Report = Callable[[str], None]
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class Checkpoints:
         """Write the checkpoint of a step; `SaveError` on all ranks when one of them cannot, `NonFiniteError` when it
         may not: what is not finite is no state to go on from.
 
-        The state after a step is a function of the run, so a step that is saved already and whole is left as it is.
+        The state after a step is a function of the run, so a step that is saved already, is whole and names the same
+        identity in its state is left as it is.
         """
         self._background.join()
         return self._save(step, content)
@@ -118,6 +121,21 @@ class Checkpoints:
             raise DamagedError(_summary(problems), field="checkpoint of step", value=step, remedy=remedy)
         return restored
 
+    def state(self, step: int) -> dict[str, Any] | None:
+        """The state of a checkpoint alone, or none where that is damaged. Local."""
+        path = folder_of(self._folder, step)
+        try:
+            manifest = read_manifest(path)
+        except DamagedError:
+            return None
+        files = [(path, entry) for entry in manifest.files if entry.kind == "state"]
+        return None if file_problems(files) else Restored([(path, manifest)]).state
+
+    def set_aside(self, step: int) -> None:
+        """Take a checkpoint out of those that can be restored; its files stay."""
+        problem = f"the checkpoint of step {step} could not be set aside"
+        self._first_agrees(lambda: self._set_aside(folder_of(self._folder, step)), problem)
+
     def _open(self, step: int) -> tuple[list[str], Restored | None]:
         """Verify together, each rank its share of the files; the problems, or the checkpoint."""
         chain, problems = [], []
@@ -134,9 +152,12 @@ class Checkpoints:
 
     def _save(self, step: int, content: Content) -> Path:
         target = folder_of(self._folder, step)
-        if step in self._peers.gather(self.steps())[0] and self._open(step)[1] is not None:
-            return target
         base, num_deltas = self._base, self._num_deltas
+        if step in self._peers.gather(self.steps())[0]:
+            saved = self._open(step)[1]
+            # What the first rank says is what is written.
+            if self._peers.gather(saved is not None and saved.state.get(IDENTITY) == content.state.get(IDENTITY))[0]:
+                return target
         assert content.base in (None, base), "an incremental save builds on the last checkpoint"
         self._base = None  # after a failed save the next one must be full
         is_incremental = self._write(step, content, is_merging=num_deltas >= self._max_deltas)

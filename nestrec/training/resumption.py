@@ -37,11 +37,16 @@ def check_same_data(run: Path, card: Card) -> None:
         )  # fmt: skip
 
 
+def is_fixed(name: str) -> bool:
+    """Whether a field of the config, by its dotted name, may not change while a run goes on."""
+    return name.startswith(_FIXED) and not name.endswith(_FREE_IN_TASK)
+
+
 def changes_since(before: RunConfig, now: RunConfig) -> list[str]:
     """What was changed, in words; a UserError for what may not be changed."""
     changes = []
     for name, old, new in _differences(leaves(before), leaves(now)):
-        if name.startswith(_FIXED) and not name.endswith(_FREE_IN_TASK):
+        if is_fixed(name):
             raise UserError(
                 f"was {old!r} when this run began, and may not change while it goes on", field=name, value=new,
                 remedy=f"give --{name} {old}, or train into another folder (--output)",

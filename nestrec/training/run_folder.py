@@ -17,11 +17,14 @@ import torch
 import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
+from nestrec.checkpoint.folders import committed_steps
 from nestrec.embedding import TableConfig
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
+from nestrec.training.identity import Identity
 
+_IDENTITY_FILE = "identity.json"
 _REMEDY = "free disk space or mend permissions and start again (it goes on from the last checkpoint), or name --output"
 
 
@@ -101,6 +104,16 @@ class RunFolder:
 
         self._write(write)
 
+    def identity(self) -> Identity | None:
+        """What the run is called and how it went, or none where nobody has begun it yet."""
+        file = self.path / _IDENTITY_FILE
+        return Identity.from_plain(json.loads(file.read_text())) if file.exists() else None
+
+    def name(self, identity: Identity) -> None:
+        """Write what the run is called and how it goes on."""
+        text = json.dumps(identity.to_plain(), indent=1)
+        self._write(lambda: _replace(self.path / _IDENTITY_FILE, text))
+
     def config(self) -> RunConfig:
         file = self.path / "config.json"
         if not file.exists():
@@ -109,8 +122,8 @@ class RunFolder:
         return from_plain(RunConfig, json.loads(file.read_text()))
 
     def resumed_config(self) -> RunConfig | None:
-        """With what the run was last started, where there is a checkpoint to go on from."""
-        is_saved = any(self.checkpoints.glob("step-*"))
+        """With what the run was last started, where it has saved anything."""
+        is_saved = any(self.checkpoints.glob("step-*")) or bool(committed_steps(self.best))
         return self.config() if is_saved and (self.path / "config.json").exists() else None
 
     def record(self, kind: str, **values: Any) -> None:

@@ -1,11 +1,15 @@
 """The checkpoints of a run: the last ones, to go on from, and the one with the best validation score."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.checkpoint import Checkpoints, Peers
+from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
+from nestrec.checkpoint.folders import folder_of
+from nestrec.distributed.exchange import all_gather_json
+from nestrec.training.identity import Identity, check_restored, check_same_run, identity_of, is_of_another_course
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.session import Session
+from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 
 
@@ -20,6 +24,9 @@ class Saving:
             peers=Peers.of_topology(session.topology), report=report,
         )  # fmt: skip
         self._best = Checkpoints(folder.best, keep=1, peers=Peers.of_topology(session.topology), report=report)
+        # Of the first rank alone: it writes what checkpoints name, and checks it.
+        self._named = folder.identity()
+        self._mine = Identity.of(session.cfg, self._named)
 
     def save(self, state: TrainState) -> None:
         """The state to go on from."""
@@ -34,7 +41,49 @@ class Saving:
     def find_last(self) -> TrainState | None:
         """The session as last saved, or none where nothing was saved yet."""
         restored = self._last.restore_latest()
-        return None if restored is None else self._session.restore(restored)
+        return None if restored is None else self._restore(restored)
+
+    def find_to_go_on(self) -> TrainState:
+        """The session as last saved, or as it begins; a UserError where it, or the best one, is another run's."""
+        state = self.find_last() or TrainState()
+        topology = self._session.topology
+        self._mine = self._mine.going_on(state.step, self._session.cfg, topology.world)
+        on_first(topology, self._check_best)
+        return state
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Write what the run is called, and set aside best weights that are no part of it any more."""
+        self._folder.name(self._mine)
+        topology = self._session.topology
+        steps = all_gather_json(topology.control, self._best_steps() if topology.is_first else None)[0]
+        for step, is_foreign in steps:
+            if is_foreign:
+                self._best.set_aside(step)
+        if steps and all(is_foreign for _, is_foreign in steps):
+            # Where a better score was reached than any to come, its weights are gone: the next one is the best.
+            return replace(state, best_score=None, best_step=None)
+        return state
+
+    def _best_steps(self) -> list[tuple[int, bool]]:
+        """Steps that are saved as best, and whether they are of another course; what is damaged is left alone."""
+        states = [(step, self._best.state(step)) for step in self._best.steps()]
+        return [(s, is_of_another_course(identity_of(state), s, self._mine)) for s, state in states if state]
+
+    def _check_best(self) -> None:
+        for step in self._best.steps():
+            saved = identity_of(self._best.state(step) or {})
+            check_same_run(saved, self._mine, folder_of(self._folder.best, step))
+
+    def _restore(self, restored: Restored) -> TrainState:
+        on_first(self._session.topology, lambda: self._check(restored))
+        return self._session.restore(restored)
+
+    def _check(self, restored: Restored) -> None:
+        saved = identity_of(restored.state)
+        if saved is not None and self._named is None:
+            # Checkpoints that were copied into a new folder: the run goes on under its name.
+            self._named, self._mine = saved, Identity.of(self._session.cfg, saved)
+        check_restored(restored, self._mine)
 
     def restore_last(self) -> TrainState:
         """The session as last saved."""
@@ -50,7 +99,7 @@ class Saving:
         except DamagedError as error:
             remedy = "take the last weights instead with --last, or train again"
             raise DamagedError(error.problem, field="best", value=str(self._folder.best), remedy=remedy) from error
-        return self.restore_last() if restored is None else self._session.restore(restored)
+        return self.restore_last() if restored is None else self._restore(restored)
 
     def close(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
@@ -59,6 +108,8 @@ class Saving:
 
     def _save(self, checkpoints: Checkpoints, state: TrainState, base: int | None) -> None:
         content = self._session.content(state, base, copied=self._cfg.checkpoint_async)
+        named = {**content.state, IDENTITY: self._mine.at(state.step).to_plain()}
+        content = replace(content, state=named)
         if self._cfg.checkpoint_async:
             checkpoints.save_async(state.step, content, is_copied=True)
         else:

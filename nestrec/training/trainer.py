@@ -132,13 +132,13 @@ class Trainer:
     def _begin(self) -> None:
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []
-        found = self.saving.find_last()
+        found = self.saving.find_to_go_on()
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
         self.folder.begin(self.cfg, card_text, self._topology.device)
         task = self.session.task
         self.folder.write_parameters(sum(p.numel() for p in task.model.parameters()), task.tables)
-        if found is not None:
-            self.state = found
+        self.state = self.saving.begin(found)
+        if self.state.step:
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
             for change in changes:

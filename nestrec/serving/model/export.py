@@ -41,6 +41,7 @@ from nestrec.serving.model.spec import (
     table_file,
 )  # fmt: skip
 from nestrec.serving.model.tables import ResidentTable, Table
+from nestrec.training.identity import Identity, check_restored, identity_of
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
 
@@ -66,6 +67,7 @@ def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
     """The best (or last) weights of a run, on the CPU. scratch: a folder on a disk with room for its tables."""
     session = Session.open(RunFolder(run).config(), Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
+    check_restored(restored, Identity.of(session.cfg, RunFolder(run).identity() or identity_of(restored.state)))
     with contextlib.closing(session.engine):
         session.restore(restored)
         return _servable(session, restored.step, scratch)

@@ -1,0 +1,167 @@
+"""A checkpoint names its run, seed, model and course: another's is refused or set aside, and never measured."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints, SaveError
+from nestrec.distributed import Topology
+from nestrec.serving.model.export import export_run
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.listener import Listener
+from nestrec.training.run_digest import run_digest
+from nestrec.training.trainer import Trainer
+
+RUN = {"training.max_steps": 6, "training.keep_checkpoints": 9, "training.checkpoint_every_steps": 2}
+RATE = "optimizer.learning_rate"
+
+
+class Heard(Listener):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warned(self, message: str) -> None:
+        self.warnings.append(message)
+
+
+def trainer_of(data: Path, run: Path, more: Mapping[str, object] | None = None, heard: Heard | None = None) -> Trainer:
+    return Trainer(config_of("hstu", data, {**RUN, **(more or {})}), run, Topology.single(), heard)
+
+
+def check_best_is_its_own(trainer: Trainer) -> None:
+    """The weights that are kept as best have the score that the run remembers as its best."""
+    best = trainer.state.best_score
+    assert best is not None
+    assert trainer.measure("valid", best=True).score == best
+
+
+def raise_error() -> None:
+    raise RuntimeError
+
+
+def cut_after_the_first_best(data: Path, run: Path) -> None:
+    """Ended between the first best weights and the first checkpoint."""
+    with armed("checkpoint.after_rename", raise_error, at=1), pytest.raises(SaveError):
+        trainer_of(data, run, {"training.checkpoint_every_steps": "none"}).train()
+    assert Checkpoints(run / "best").steps() == [3]
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_run_that_has_only_its_best_weights_is_not_begun_again_with_another_seed(tiny_data, tmp_path):
+    cut_after_the_first_best(tiny_data, tmp_path)
+    with pytest.raises(UserError, match="may not change while it goes on") as refused:
+        trainer_of(tiny_data, tmp_path, {"training.seed": 7}).train()
+    assert refused.value.field == "training.seed"
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"the checkpoint is of another seed: training\.seed is 42 there, 7 here"):
+        trainer_of(tiny_data, tmp_path, {"training.seed": 7}).train()
+    trainer = trainer_of(tiny_data, tmp_path)
+    trainer.train()
+    check_best_is_its_own(trainer)
+
+
+def test_a_run_that_has_only_its_best_weights_begins_again_with_other_rates_and_its_own_best(tiny_data, tmp_path):
+    cut_after_the_first_best(tiny_data, tmp_path)
+    heard, more = Heard(), {RATE: 0.05, "optimizer.table_learning_rate": 0.5}
+    trainer = trainer_of(tiny_data, tmp_path, more, heard)
+    trainer.train()
+    assert "from another course of training; it is set aside" in heard.warnings[0]
+    check_best_is_its_own(trainer)
+
+
+def test_weights_of_a_course_that_was_left_are_not_kept_as_best(tiny_data, tmp_path):
+    """The checkpoints behind step 2 are lost, and the run goes on from there with other rates."""
+    first = trainer_of(tiny_data, tmp_path)
+    first.train()
+    assert Checkpoints(tmp_path / "best").steps()[0] > 2
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
+    for rate in (0.0, 0.05):
+        trainer = trainer_of(tiny_data, tmp_path, {RATE: rate, "optimizer.table_learning_rate": rate})
+        trainer.train()
+        check_best_is_its_own(trainer)
+        for step in (4, 6):
+            shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
+
+
+def test_going_on_as_before_keeps_best_weights_of_steps_that_come_again(tiny_data, tmp_path):
+    trainer_of(tiny_data, tmp_path).train()
+    whole, best = run_digest(tmp_path), (tmp_path / "best").stat().st_mtime_ns
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
+    trainer = trainer_of(tiny_data, tmp_path, {"training.keep_checkpoints": 8})
+    trainer.train()
+    assert run_digest(tmp_path) == whole
+    assert (tmp_path / "best").stat().st_mtime_ns == best
+    check_best_is_its_own(trainer)
+
+
+def test_a_checkpoint_tells_its_run_seed_model_and_course(tiny_data, tmp_path):
+    trainer_of(tiny_data, tmp_path).train()
+    trainer_of(tiny_data, tmp_path, {"training.max_steps": 8, RATE: 0.5}).train()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    early, late = (checkpoints.restore(step).state["identity"] for step in (6, 8))
+    assert early["run"] == late["run"]
+    assert (early["seed"], early["model"]["task.encoder.dim"]) == (42, 8)
+    assert [step for step, _ in early["course"]] == [0]
+    assert late["course"] == [*early["course"], [6, {RATE: 0.5}]]
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "best"])
+def test_what_was_copied_from_another_run_is_refused_and_told_what_differs(tiny_data, tmp_path, part):
+    other = {"training.seed": 7, "task.item_optimizer.kind": "sgd"}
+    trainer_of(tiny_data, tmp_path / "other", other).train()
+    trainer_of(tiny_data, tmp_path / "run").train()
+    shutil.rmtree(tmp_path / "run" / part)
+    shutil.copytree(tmp_path / "other" / part, tmp_path / "run" / part)
+    config = (tmp_path / "run" / "config.json").read_text()
+    actions = [
+        lambda: trainer_of(tiny_data, tmp_path / "run", {"training.max_steps": 8}).train(),
+        lambda: trainer_of(tiny_data, tmp_path / "run").measure("test", best=part == "best"),
+        lambda: export_run(tmp_path / "run", tmp_path / "model", best=part == "best"),
+    ]
+    for action in actions:
+        with pytest.raises(UserError, match="the checkpoint is of another run and seed and model") as refused:
+            action()
+        assert "training.seed is 7 there, 42 here" in str(refused.value)
+        assert "is 'sgd' there, 'adam' here" in str(refused.value)
+        assert part in refused.value.value
+        assert "another one (--output)" in refused.value.remedy
+    assert (tmp_path / "run" / "config.json").read_text() == config
+
+
+def test_a_checkpoint_of_another_course_of_the_same_run_is_refused(tiny_data, tmp_path):
+    trainer_of(tiny_data, tmp_path / "run").train()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    trainer_of(tiny_data, tmp_path / "copy", {RATE: 0.5, "training.max_steps": 8}).train()
+    trainer_of(tiny_data, tmp_path / "run", {"training.max_steps": 8}).train()
+    newest = "checkpoints/step-00000008"
+    shutil.rmtree(tmp_path / "run" / newest)
+    shutil.copytree(tmp_path / "copy" / newest, tmp_path / "run" / newest)
+    with pytest.raises(UserError, match=r"of another course: optimizer\.learning_rate is 0\.5 there, 0\.003 here"):
+        trainer_of(tiny_data, tmp_path / "run", {"training.max_steps": 10}).train()
+
+
+def test_checkpoints_that_were_copied_alone_go_on_under_their_name_with_the_same_config_only(tiny_data, tmp_path):
+    trainer_of(tiny_data, tmp_path / "run").train()
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "copy" / "checkpoints")
+    with pytest.raises(UserError, match="the checkpoint is of another seed"):
+        trainer_of(tiny_data, tmp_path / "copy", {"training.seed": 7}).train()
+    for run in ("run", "copy"):
+        trainer_of(tiny_data, tmp_path / run, {"training.max_steps": 9}).train()
+    assert run_digest(tmp_path / "copy") == run_digest(tmp_path / "run")
+    names = [Checkpoints(tmp_path / run / "checkpoints").restore(9).state["identity"]["run"] for run in ("run", "copy")]
+    assert names[0] == names[1]
+
+
+def test_checkpoints_from_before_they_had_names_go_on(tiny_data, tmp_path):
+    old = trainer_of(tiny_data, tmp_path / "old", {"training.max_steps": 4})
+    old.train()
+    Checkpoints(tmp_path / "run" / "checkpoints").save(4, old.session.content(old.state))
+    trainer_of(tiny_data, tmp_path / "old").train()
+    trainer_of(tiny_data, tmp_path / "run").train()
+    assert run_digest(tmp_path / "run") == run_digest(tmp_path / "old")
