@@ -3,6 +3,7 @@
 Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -281,7 +282,9 @@ def serve(
     ray).
     """
     from nestrec.base.config import with_overrides
+    from nestrec.serving.api.signals import Signals
 
+    signals = Signals.installed()  # before what takes its time: a signal that comes meanwhile is not lost
     try:
         from nestrec.serving.api.server import ServeConfig
         from nestrec.serving.api.server import serve as serve_models
@@ -290,16 +293,21 @@ def serve(
         raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
     overrides = parse_overrides(context.args, ("model",))
     cfg = with_overrides(ServeConfig(), overrides)
-    typer.echo(f"serving on http://{cfg.host}:{cfg.port} (live page at /, stop with Ctrl-C)", err=True)
     if cfg.front == "none":
         if cfg.instances != 1:
             remedy = "name a front: --front gateway, nginx or ray"
             raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
-        serve_models(model, cfg)
+        serve_models(model, cfg, signals, _say_where)
     else:
         from nestrec.serving.many.start import serve_many
 
-        serve_many(model, cfg, overrides)
+        serve_many(model, cfg, overrides, signals, _say_where)
+
+
+def _say_where(url: str) -> None:
+    if "NESTREC_SLOT" in os.environ:  # an instance: its front says where it can be reached
+        return
+    typer.echo(f"serving on {url} (live page at /, stop with Ctrl-C)", err=True)
 
 
 @app.command(context_settings=PASSED_ON)

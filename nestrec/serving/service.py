@@ -23,6 +23,7 @@ from nestrec.serving.many.router import Ring, Router
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.soundness import check_sound
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.prefix.trigger import Decision
 
@@ -61,12 +62,26 @@ class Fleet:
             engine.close()
 
 
+@dataclass(slots=True)
+class Reloads:
+    """How often models were asked to be loaded anew, and what became of it."""
+
+    asked: int = 0
+    done: int = 0
+    """requests that have been seen to: equal to `asked` where nothing is under way"""
+    is_refused: bool = False
+    """the last one left a model as it was; the log says why"""
+
+
 class Service:
     """Thread safe. `models` gives one retrieval model, one ranking model, or both."""
 
     def __init__(self, models: Mapping[str, Servable], cfg: ServiceConfig, clock: Clock | None = None):
         self.cfg, self._clock, self._keyed = cfg, clock or RealClock(), KeyedHash()
         self._lock = threading.Lock()
+        self.sources: dict[str, Path] = {}
+        """folder of each model that was loaded, by its role"""
+        self.reloads = Reloads()
         self.fleets = {role: self._fleet(servable) for role, servable in models.items()}
         ring = Ring.make(cfg.instances, self._keyed)
         self.router = Router(ring, self._keyed, self._clock)
@@ -76,13 +91,16 @@ class Service:
         folders: list[Path], cfg: ServiceConfig, device: torch.device | str = "cpu", tables: TablesConfig | None = None
     ) -> "Service":
         models: dict[str, Servable] = {}
+        sources: dict[str, Path] = {}
         for folder in folders:
             servable = Servable.load(folder, device, tables)
             role = role_of(servable)
             if role in models:
                 raise UserError(f"is a second {role} model", field="MODEL", value=str(folder), remedy="give one")
-            models[role] = servable
-        return Service(models, cfg)
+            models[role], sources[role] = servable, folder
+        service = Service(models, cfg)
+        service.sources = sources
+        return service
 
     def fleet(self, role: str) -> Fleet:
         """The engines in service now; work that began on older ones ends there."""
@@ -156,13 +174,20 @@ class Service:
     def swap(self, servable: Servable) -> str:
         """Serve another version of a model from now on; requests under way end with the one they began with."""
         role = role_of(servable)
+        if role not in self.fleets:
+            remedy = f"serve a {' or '.join(self.fleets)} model, or start a server of both"
+            raise UserError("has no older version here", field="model", value=role, remedy=remedy)
         fresh = self._fleet(servable)
         with self._lock:
-            old = self.fleets.get(role)
+            old = self.fleets[role]
             self.fleets = {**self.fleets, role: fresh}
-        if old is not None:
-            old.close(self.cfg.drain_s)
+        old.close(self.cfg.drain_s)
         return servable.version
+
+    @property
+    def is_live(self) -> bool:
+        """No engine has died: one that has does not come back in this process."""
+        return all(engine.is_alive for fleet in self.fleets.values() for engine in fleet.engines)
 
     @property
     def is_ready(self) -> bool:
@@ -173,7 +198,8 @@ class Service:
             fleet.close(self.cfg.drain_s)
 
     def _fleet(self, servable: Servable) -> Fleet:
-        """All of its engines, or none: memory may not suffice for one of them."""
+        """All of its engines, or none: the model may not be sound, and memory may not suffice for one of them."""
+        check_sound(servable)
         form = make_form(servable, self.cfg.slide_events)
         with contextlib.ExitStack() as made:
             engines = []

@@ -16,7 +16,7 @@ import pytest
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.many.instances import free_port, listens
+from nestrec.serving.many.instances import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
@@ -25,6 +25,7 @@ from nestrec.serving.model.random_model import random_retrieval
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_USERS, GAP_S = 40, 0.02
+SECRET = "carla-s-id"
 BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "now_ms": 5}
 
 
@@ -36,13 +37,19 @@ def served(tmp_path_factory):
     write_servable(model, folder)
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     command += ["--instances", "2", "--front", "nginx", "--service.engine.trigger.policy", "all"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while not listens(port):
-        assert process.poll() is None
+    log = folder.parent / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=file)
+    while b"serving on" not in log.read_bytes():
+        assert process.poll() is None, log.read_text()
         time.sleep(0.05)  # other processes start: there is no clock to inject
     yield model, f"http://127.0.0.1:{port}", process
-    process.terminate()
-    assert process.wait(60) == 0
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive, "neither instances nor nginx outlive their front"
+    assert SECRET not in log.read_text()
 
 
 async def post(client, path, user):
@@ -103,3 +110,71 @@ def test_no_request_fails_when_an_instance_is_killed(served):
     kept = [(user, place) for user, (_, place, _) in zip(users, seen, strict=True) if before[user] != lost]
     assert all(place == before[user] for user, place in kept), "only the lost instance's users have moved"
     assert any(place != lost for user, (_, place, _) in zip(users, seen, strict=True) if before[user] == lost)
+
+
+def instance_at(process, address):
+    """The process that listens there."""
+    port = address.rpartition(":")[2]
+    return next(c for c in psutil.Process(process.pid).children() if port in c.cmdline())
+
+
+def wait_for_all(client):
+    """Until those that were killed are back."""
+    while client.get("/health/ready").json() != {"slots": [True, True]}:
+        time.sleep(0.05)  # other processes start: there is no clock to inject
+
+
+def write_events(client, user):
+    body = {"user": user, "history": {"items": ["1"], "times_ms": [1]}}
+    return client.post("/v1/events", json=body, headers={"x-nestrec-user": user})
+
+
+def test_events_are_erased_on_every_instance_whatever_the_id_and_without_the_header(served):
+    _, url, _ = served
+    with httpx.Client(base_url=url, timeout=20.0) as client:
+        wait_for_all(client)
+        for user in (f"{SECRET}/{number}" for number in range(8)):
+            for _ in range(2):
+                assert write_events(client, user).json() == {"events": 1}
+                erased = client.build_request("DELETE", "/")
+                target = f"/v1/users/{user.replace('/', '%2F')}/events"
+                erased.url = erased.url.copy_with(raw_path=target.encode())
+                assert client.send(erased).status_code == 204
+        nobody = client.post("/v1/events", json={"user": "a", "history": {"items": ["1"], "times_ms": [1]}})
+        assert nobody.status_code == 400
+        assert "X-Nestrec-User" in nobody.json()["error"]["message"]
+
+
+def test_a_stopped_instance_keeps_no_deadline_waiting_and_no_erasure_counts(served):
+    _, url, process = served
+    with httpx.Client(base_url=url, timeout=20.0) as client:
+        wait_for_all(client)
+        body, headers = {"user": SECRET, **BODY, "candidates": ["3"]}, {"x-nestrec-user": SECRET}
+        found = client.post("/v1/rank", json=body, headers=headers)
+        stopped = instance_at(process, found.headers["x-nestrec-instance"])
+        stopped.suspend()
+        try:
+            start_s = time.monotonic()
+            late = client.post(
+                "/v1/rank", json={**body, "timeout_ms": 500}, headers={**headers, "x-nestrec-timeout-ms": "500"}
+            )
+            took_s = time.monotonic() - start_s
+            erased = client.delete(f"/v1/users/{SECRET}/events")
+        finally:
+            stopped.resume()
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert "in time" in late.json()["error"]["message"]
+        assert 0.5 <= took_s < 3.0
+        assert (erased.status_code, erased.headers["retry-after"]) == (503, "1")
+
+
+def test_what_nginx_refuses_by_itself_is_told_as_the_instances_tell_it(served):
+    _, url, _ = served
+    with httpx.Client(base_url=url, timeout=20.0) as client:
+        large = client.post("/v1/rank", content=b"x" * (2 << 20))
+        long = client.get("/" + "a" * 40_000)
+        hidden = client.get("/nestrec-wait/500")
+        for response, status in ((large, 413), (long, 414), (hidden, 404)):
+            assert response.status_code == status
+            assert response.headers["content-type"] == "application/json"
+            assert response.json()["error"]["message"]

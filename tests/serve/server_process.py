@@ -20,12 +20,19 @@ def free_port():
 def running_server(folder, *options):
     """Yields (port, process); the process is ended afterwards."""
     port = free_port()
-    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
+    with starting_server(folder, "--port", str(port), *options) as process:
         wait_until_ready(port, process)
         yield port, process
+
+
+@contextlib.contextmanager
+def starting_server(folder, *options, **environment):
+    """Yields a process that is not ready yet, with all that it writes on `stdout`; it is ended afterwards."""
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        yield process
     finally:
         process.kill()
         process.wait()

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -113,6 +114,15 @@ def test_slow_heads_and_bodies_are_cut_off_and_connections_are_bounded(retrieval
         assert status_of(exchange(port, whole)) == 200
 
 
+def wait_until_reloaded(port):
+    while True:
+        answer = exchange(port, b"GET /v1/status HTTP/1.0\r\n\r\n")
+        reloads = json.loads(answer.partition(b"\r\n\r\n")[2])["reloads"]
+        if reloads["done"] == reloads["asked"]:
+            return
+        time.sleep(0.02)  # another process loads: there is no clock to inject
+
+
 def test_sighup_swaps_the_model_and_refuses_a_damaged_one(tmp_path):
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16, time_bias=True)
     current = tmp_path / "current"
@@ -134,6 +144,16 @@ def test_sighup_swaps_the_model_and_refuses_a_damaged_one(tmp_path):
         while (found := version()) == first:
             pass
         assert found == second
+        assert f"{second} has taken over from {first}".encode() in next(
+            line for line in process.stdout if b"over" in line
+        )
+        for number in range(1, 9):  # faster than a model is loaded: the last one wins
+            current.unlink()
+            current.symlink_to(tmp_path / ("1", "2")[number % 2 == 0])
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.01)
+        wait_until_reloaded(port)
+        assert version() == second
         (tmp_path / "2" / "weights.safetensors").write_bytes(b"damaged")
         process.send_signal(signal.SIGHUP)
         assert b"stays as it is" in next(line for line in process.stdout if b"stays" in line)

@@ -126,6 +126,8 @@ class ModelsAnswer(TypedDict):
 class StatusAnswer(TypedDict):
     """What the live page shows."""
 
+    reloads: Mapping[str, Any]
+    """how often models were asked to be loaded anew, how often that was done, and whether the last one was refused"""
     latency: Mapping[str, float]
     """of recent answers, in milliseconds, and their number"""
     models: Mapping[str, Any]
@@ -138,7 +140,7 @@ class HealthAnswer(TypedDict):
     """Alive, or ready."""
 
     status: str
-    """live or ready"""
+    """live, dead or ready"""
 
 
 class Problem(TypedDict):

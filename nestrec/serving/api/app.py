@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 from nestrec.serving.api.connections import address_of
 from nestrec.serving.api.endpoint import Endpoint, Front
@@ -64,7 +65,7 @@ class App:
 
     def _add(self, endpoint: Endpoint) -> None:
         if "{" in endpoint.path:
-            path = re.compile(re.sub(r"\\{\w+\\}", "(.*)", re.escape(endpoint.path)), re.DOTALL)
+            path = re.compile(re.sub(r"\\{\w+\\}", "([^/]*)", re.escape(endpoint.path)))
             self._patterns.append((path, endpoint))
         elif endpoint.method == "POST":
             read = reader(endpoint.request, self._limits) if endpoint.request is not None else lambda _: None
@@ -124,20 +125,23 @@ class App:
             if (refusal := self._refusal(path, sender)) is not None:
                 raise refusal
             return path, await unless_disconnected(self._through_swaps(path, parse_json(body)), receive)
-        endpoint, argument = self._found(path)
+        endpoint, argument = self._found(path, scope["raw_path"].decode("latin-1"))
         if endpoint is None:
             return "other", problem(404, "there is nothing here")
         if method != endpoint.method and (method, endpoint.method) != ("HEAD", "GET"):
             return endpoint.path, problem(405, f"use {endpoint.method}", "", (b"allow", endpoint.method.encode()))
         return endpoint.path, await self._handle(endpoint, _as_it_is, argument)
 
-    def _found(self, path: str) -> tuple[Endpoint | None, str | None]:
-        """The endpoint without a body that a path belongs to, and what the path holds in place of braces."""
+    def _found(self, path: str, raw_path: str) -> tuple[Endpoint | None, str | None]:
+        """The endpoint without a body that a path belongs to, and what the path holds in place of braces.
+
+        raw_path: in percent encoding, in which an id may hold any character.
+        """
         if (endpoint := self._others.get(path)) is not None:
             return endpoint, None
         for pattern, endpoint in self._patterns:
-            if (match := pattern.fullmatch(path)) is not None:
-                return endpoint, match[1]
+            if (match := pattern.fullmatch(raw_path)) is not None:
+                return endpoint, unquote(match[1])
         return None, None
 
     def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:

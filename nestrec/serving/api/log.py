@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 import threading
+import time
 
 _MOST_WAITING = 1000
 """messages"""
@@ -49,13 +50,29 @@ class PatientHandler(logging.Handler):
                 _write_all(self._descriptor, data.encode("utf-8", "replace"))
             except OSError:  # nobody is there to be told
                 return
+            self._waiting.task_done()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until all is written, or not: nobody may read it."""
+        end_s = time.monotonic() + timeout_s
+        while self._waiting.unfinished_tasks and time.monotonic() < end_s:
+            time.sleep(0.005)
 
 
 def log_without_waiting() -> None:
-    """Everything that is logged from now on goes to standard error through one handler."""
+    """Everything that is logged from now on goes to standard error through one handler, with what this package tells
+    its operator: what took over, what was lost, that it ended."""
     root = logging.getLogger()
     if not any(isinstance(handler, PatientHandler) for handler in root.handlers):
         root.addHandler(PatientHandler())
+    logging.getLogger("nestrec").setLevel(logging.INFO)
+
+
+def wait_for_log(timeout_s: float = 1.0) -> None:
+    """Give the last messages their time before the process ends."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PatientHandler):
+            handler.wait(timeout_s)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

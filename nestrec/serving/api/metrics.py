@@ -41,7 +41,9 @@ class Metrics:
             {f"p{q}_ms": float(np.quantile(recent, q / 100) * 1e3) for q in (50, 90, 99)} if recent.size else {}
         )
         router = self._service.router
+        reloads = self._service.reloads
         return {
+            "reloads": {"asked": reloads.asked, "done": reloads.done, "refused": reloads.is_refused},
             "latency": {"answers": int(recent.size), **percentiles},
             "models": {role: engine_status(self._service, role) for role in self._service.fleets},
             "router": {"loads": list(router.loads), "diverted": router.num_diverted, "leaked": router.num_leaked},

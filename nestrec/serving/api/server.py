@@ -5,9 +5,8 @@ SIGTERM drains and ends it; SIGHUP loads the model folders anew and swaps what h
 
 import gc
 import logging
-import signal
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +15,20 @@ import uvicorn
 
 from nestrec.base.bounds import Count, Port
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
 from nestrec.serving.api.health_port import WithHealthPort
 from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.hosts import Hosts
 from nestrec.serving.api.limited_protocol import protocol_with
-from nestrec.serving.api.log import log_without_waiting
+from nestrec.serving.api.listening import bound_sockets, close_all, port_of, run_server, url_of
+from nestrec.serving.api.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.open_files import allow_open_files
 from nestrec.serving.api.plain_cycle import Door
+from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.model.servable import Servable
+from nestrec.serving.api.signals import Signals
+from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
 
@@ -65,42 +66,38 @@ class ServeConfig:
     """events that the server keeps"""
 
 
-def serve(folders: list[Path], cfg: ServeConfig) -> None:
-    """Serve until SIGTERM or SIGINT; accepted requests are answered before the process ends."""
+def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; accepted requests are answered before it returns.
+
+    announce: told the address when somebody listens there.
+    """
     log_without_waiting()
     allow_open_files(cfg.limits.max_connections)
     torch.set_num_threads(cfg.threads)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn drains, then raises the signal again for whoever was first
-        signal.signal(number, lambda *_: None)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
     check_device(device)
-    service = Service.load(folders, cfg.service, device, cfg.tables)
-    signal.signal(signal.SIGHUP, lambda *_: _reload(service, folders, device, cfg.tables))
+    end_with_front(signals, cfg.service.drain_s + 5.0)
+    sockets = bound_sockets(cfg.host, cfg.port)
+    try:
+        service = Service.load(folders, cfg.service, device, cfg.tables)
+    except BaseException:
+        close_all(sockets)
+        raise
+    reloader = Reloader(service, device, cfg.tables)
+    signals.when_reloaded(reloader.ask)
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
     gc.set_threshold(_COLLECT_EVERY, 20, 100)
     # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
     sys.setswitchinterval(5e-5)
+    url = url_of(cfg.host, port_of(sockets))
     try:
-        uvicorn.Server(server_config(service, cfg)).run()
+        run_server(server_config(service, cfg), sockets, signals, lambda: announce(url))
     finally:
+        reloader.close()
         service.close()
-
-
-def _reload(service: Service, folders: list[Path], device: str, tables: TablesConfig) -> None:
-    """SIGHUP: load the folders anew, beside the running models, and swap those that have changed."""
-
-    def swap() -> None:
-        serving = {fleet.servable.version for fleet in service.fleets.values()}
-        for folder in folders:
-            try:
-                servable = Servable.load(folder, device, tables)
-                if servable.version not in serving:
-                    service.swap(servable)
-            except (UserError, OSError) as error:
-                _LOG.error("the model stays as it is: %s", error)
-
-    threading.Thread(target=swap, name="nestrec-swap", daemon=True).start()
+    _LOG.info("stopped")
+    wait_for_log()
 
 
 def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:

@@ -21,6 +21,7 @@ from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.cost_model import CostModel, work_of
 from nestrec.serving.engine.pace import Pace
 from nestrec.serving.engine.planner import Planner
+from nestrec.serving.engine.probe import check_probe
 from nestrec.serving.engine.runner import BatchRunner, Launched, Scored
 from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.engine.step import Step
@@ -84,10 +85,12 @@ class Engine:
         self._backlog = Backlog()
         self._byte_s = 0.0  # device seconds of a byte of a request, of late
         self._is_draining = self._is_closed = self._has_ended = False
+        self._failure: BaseException | None = None
         self._is_warm = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
         self._thread.start()
         self._is_warm.wait()
+        self._check_warm()
 
     # Submitting: any thread.
 
@@ -178,6 +181,11 @@ class Engine:
         """Estimated device seconds of the work that waits or runs."""
         return self._backlog.seconds
 
+    def _check_warm(self) -> None:
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
     def _check_open(self) -> None:
         if self._is_draining or self._is_closed:
             raise UnavailableError("the engine is stopping", 1.0)
@@ -210,8 +218,7 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            warm_up(self._runner, self.costs)
-            self._is_warm.set()
+            self._warm_up()
             while self._take_new():
                 if self._is_answer_due:
                     self._complete(self._in_flight.popleft())
@@ -221,8 +228,17 @@ class Engine:
             _LOG.exception("an engine failed; its requests go elsewhere")
             raise
         finally:
-            self._is_warm.set()
             self._fail_all()
+
+    def _warm_up(self) -> None:
+        """Ready for requests, or known to have failed."""
+        try:
+            warm_up(self._runner, self.costs)
+            check_probe(self._runner)
+        except BaseException as error:
+            self._failure, self._is_closed = error, True
+        finally:
+            self._is_warm.set()
 
     def _take_new(self) -> bool:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from nestrec.base.clock import Clock
+from nestrec.base.failpoints import fail_point
 from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.cost_model import CostModel
 from nestrec.serving.engine.rank_planner import FEWEST_TOKENS, LEAST_SHARE, RankPlanner
@@ -63,6 +64,7 @@ class Planner:
 
     def plan(self) -> list[Step]:
         """The next batch; empty where all that is left waits for copies."""
+        fail_point("serving.plan")
         ranked, is_full = self._ranks.plan()
         return ranked if is_full else ranked + self._plan_signals(ranked)
 

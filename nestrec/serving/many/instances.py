@@ -1,94 +1,216 @@
-"""Instances as processes: started together, each started again in its slot when it dies, stopped together."""
+"""Instances as processes: started together, each started again in its slot when it dies, stopped together.
 
+Each slot has a thread that starts its process and watches it: one that ends, says that it is dead (an engine of it has
+died) or does not answer for long is replaced, ever more slowly where it dies as soon as it starts. All of them end with
+the process that started them.
+"""
+
+import http.client
+import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from nestrec.base.errors import UserError
+from nestrec.serving.api.serially import Serially
+from nestrec.serving.many.tie import Tie
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.05
+_PROBE_EVERY_S = 0.5
+_HANG_S = 15.0
+"""without an answer to a probe: an interpreter may be busy for seconds, but not for so long"""
 _SHORT_LIFE_S = 10.0
-_MOST_FAILURES = 5
+_LONGEST_PAUSE_S = 30.0
+
+
+class Instance:
+    """A slot: its port, and whichever process listens there."""
+
+    def __init__(self, slot: int, arguments: Sequence[str], tie: Tie, *, start_timeout_s: float, stop_timeout_s: float):
+        self.slot, self.port = slot, free_port()
+        self._arguments, self._tie = list(arguments), tie
+        self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_up = False
+        """its process has listened"""
+        self.num_failures = 0
+        """short lives in a row"""
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._supervise, name=f"nestrec-instance-{slot}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def begin_stop(self) -> None:
+        self._is_stopping.set()
+
+    def wait(self) -> None:
+        """Until its process has ended, after `begin_stop`."""
+        self._thread.join()
+
+    def reload(self) -> bool:
+        """Let it load its models anew, and wait; whether it has. An instance that starts meanwhile has loaded them."""
+        end_s = time.monotonic() + self._start_timeout_s
+        process = self.process
+        before = self._reloads()
+        if process is None or before is None:
+            return self._wait_until(lambda: self.is_up, end_s)
+        process.send_signal(signal.SIGHUP)
+        while time.monotonic() < end_s and not self._is_stopping.wait(_POLL_S):
+            if self.process is not process:
+                return self._wait_until(lambda: self.is_up, end_s)
+            now = self._reloads()
+            if now is not None and now["done"] > before["asked"]:
+                return not now["refused"]
+        return False
+
+    def _reloads(self) -> dict[str, Any] | None:
+        answer = asked(self.port, "/v1/status", timeout_s=5.0) if self.is_up else None
+        return None if answer is None else answer.get("reloads")
+
+    def _wait_until(self, is_so: Callable[[], bool], end_s: float) -> bool:
+        while not is_so():
+            if time.monotonic() > end_s or self._is_stopping.wait(_POLL_S):
+                return False
+        return True
+
+    # Its thread.
+
+    def _supervise(self) -> None:
+        while not self._is_stopping.is_set():
+            started_s = time.monotonic()
+            self.process = self._started()
+            code = self._watched(self.process, started_s)
+            self.is_up = False
+            if code is None:
+                return
+            is_short = time.monotonic() - started_s < _SHORT_LIFE_S
+            self.num_failures = self.num_failures + 1 if is_short else 0
+            pause_s = min(_LONGEST_PAUSE_S, 0.25 * 2**self.num_failures) if is_short else 0.0
+            _LOG.warning("instance %d ended with code %d; starting it again in %.1f s", self.slot, code, pause_s)
+            self._is_stopping.wait(pause_s)
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        place = ["--host", "127.0.0.1", "--port", str(self.port)]
+        command = [sys.executable, "-m", "nestrec", "serve", *self._arguments, *place]
+        environment = {**os.environ, "NESTREC_SLOT": str(self.slot), **self._tie.environment}
+        # A group of its own: Ctrl-C is for the front, which then stops its instances in order.
+        return subprocess.Popen(command, env=environment, pass_fds=[self._tie.descriptor], process_group=0)
+
+    def _watched(self, process: "subprocess.Popen[bytes]", started_s: float) -> int | None:
+        """The code that it ended with by itself, or because it was of no use; none where it was stopped."""
+        answered_s, probe_s = started_s, started_s
+        while not self._is_stopping.wait(_POLL_S):
+            if process.poll() is not None:
+                return process.returncode
+            now_s = time.monotonic()
+            if not self.is_up:
+                self.is_up = listens(self.port)
+                answered_s = now_s
+                if not self.is_up and now_s - started_s > self._start_timeout_s:
+                    _LOG.error("instance %d does not come to serve", self.slot)
+                    return self._ended(process)
+            elif now_s - probe_s > _PROBE_EVERY_S:
+                answer = asked(self.port, "/health/live", timeout_s=1.0)
+                probe_s = time.monotonic()
+                if answer is not None:
+                    answered_s = probe_s
+                    if answer.get("status") == "dead":
+                        _LOG.error("instance %d has lost an engine", self.slot)
+                        return self._ended(process)
+                elif probe_s - answered_s > _HANG_S:
+                    _LOG.error("instance %d does not answer", self.slot)
+                    process.kill()
+                    return process.wait()
+        self._ended(process)
+        return None
+
+    def _ended(self, process: "subprocess.Popen[bytes]") -> int:
+        """Stopped in order, or by force where that takes too long."""
+        process.terminate()
+        try:
+            return process.wait(self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
 
 
 class Instances:
-    """Slots of `nestrec serve` processes on ports of this machine. A context: all are ready inside it."""
+    """Slots of `nestrec serve` processes on ports of this machine. A context: they have all ended after it."""
 
     def __init__(self, arguments: Sequence[str], count: int, *, start_timeout_s: float = 300.0, stop_timeout_s: float):
         """arguments: of `nestrec serve`, without host and port."""
-        self._arguments, self._start_timeout_s, self._stop_timeout_s = list(arguments), start_timeout_s, stop_timeout_s
-        self.ports = [free_port() for _ in range(count)]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.num_restarted = 0
-        self._started_s = [0.0] * count
-        self._failures = [0] * count
-        self._is_stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="nestrec-instances", daemon=True)
+        self._tie = Tie()
+        self.slots = [
+            Instance(slot, arguments, self._tie, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+            for slot in range(count)
+        ]
+        self._start_timeout_s = start_timeout_s
+        self._rolls = Serially("nestrec-roll", self._roll_all)
 
     def __enter__(self) -> "Instances":
-        self.processes = [self._start(slot) for slot in range(len(self.ports))]
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self._stop()
-            raise
-        self._watcher.start()
+        for instance in self.slots:
+            instance.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_stopping.set()
-        self._watcher.join()
-        self._stop()
+        self._rolls.close()
+        for instance in self.slots:
+            instance.begin_stop()
+        for instance in self.slots:
+            instance.wait()
+        self._tie.close()
 
-    def _start(self, slot: int) -> "subprocess.Popen[bytes]":
-        self._started_s[slot] = time.monotonic()
-        place = ["--host", "127.0.0.1", "--port", str(self.ports[slot])]
-        command = [sys.executable, "-m", "nestrec", "serve", *self._arguments, *place]
-        # A group of its own: Ctrl-C is for the front, which then stops its instances in order.
-        return subprocess.Popen(command, env={**os.environ, "NESTREC_SLOT": str(slot)}, process_group=0)
+    @property
+    def ports(self) -> list[int]:
+        return [instance.port for instance in self.slots]
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_up(self, is_stopping: Callable[[], bool]) -> bool:
+        """Whether all of them serve; not where the front is to stop meanwhile. `UserError` where one does not start."""
         end_s = time.monotonic() + self._start_timeout_s
-        for process, port in zip(self.processes, self.ports, strict=True):
-            while not listens(port):
-                if process.poll() is not None or time.monotonic() > end_s:
-                    raise UserError(
-                        "did not start", field="instance", value=str(port), remedy="see what it wrote above"
-                    )
-                time.sleep(_POLL_S)
+        while not all(instance.is_up for instance in self.slots):
+            for instance in self.slots:
+                if instance.num_failures or time.monotonic() > end_s:
+                    remedy = "see what it wrote above"
+                    raise UserError("did not start", field="instance", value=instance.slot, remedy=remedy)
+            if is_stopping():
+                return False
+            time.sleep(_POLL_S)
+        return not is_stopping()
 
-    def _watch(self) -> None:
-        while not self._is_stopping.wait(_POLL_S):
-            for slot, process in enumerate(self.processes):
-                if process.poll() is not None and self._failures[slot] < _MOST_FAILURES:
-                    self._replace(slot, process.returncode)
+    def roll(self) -> None:
+        """Let all of them load their models anew, one after the other, from another thread."""
+        self._rolls.ask()
 
-    def _replace(self, slot: int, code: int) -> None:
-        lived_s = time.monotonic() - self._started_s[slot]
-        self._failures[slot] = self._failures[slot] + 1 if lived_s < _SHORT_LIFE_S else 0
-        if self._failures[slot] == _MOST_FAILURES:
-            _LOG.error("instance %d dies as soon as it starts and is left out", slot)
-            return
-        _LOG.warning("instance %d ended with code %d; starting it again", slot, code)
-        self.processes[slot] = self._start(slot)
-        self.num_restarted += 1
+    def _roll_all(self) -> None:
+        for instance in self.slots:
+            if not instance.reload():
+                _LOG.error(
+                    "instance %d has not taken the new model; those after it keep the old one as well", instance.slot
+                )
+                return
+        _LOG.info("all %d instances have loaded their models anew", len(self.slots))
 
-    def _stop(self) -> None:
-        for process in self.processes:
-            process.terminate()
-        end_s = time.monotonic() + self._stop_timeout_s
-        for process in self.processes:
-            try:
-                process.wait(max(0.1, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+
+def asked(port: int, path: str, *, timeout_s: float) -> dict[str, Any] | None:
+    """What an instance answers to GET, whatever the status; none where it does not."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        answer = json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+    return answer if isinstance(answer, dict) else None
 
 
 def free_port() -> int:
@@ -97,9 +219,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listens(port: int) -> bool:
+def listens(port: int, host: str = "127.0.0.1") -> bool:
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        with socket.create_connection((host, port), timeout=1.0):
             return True
     except OSError:
         return False

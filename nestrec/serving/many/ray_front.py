@@ -5,11 +5,10 @@ listen on every interface: run it in a network namespace or behind a firewall.
 """
 
 import asyncio
+import logging
 import os
 import secrets
-import signal
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,13 @@ from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
 from nestrec.serving.api.history_store import MemoryHistoryStore
 from nestrec.serving.api.http import Receive, Scope, Send
+from nestrec.serving.api.listening import url_of
 from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.many.gateway import user_of
+from nestrec.serving.api.signals import Signals
+from nestrec.serving.many.addressed import user_of
 from nestrec.serving.service import Service
 
+_LOG = logging.getLogger(__name__)
 APPLICATION = "nestrec"
 _SLOT_ROUTER = "nestrec.serving.many.ray_router:SlotRouter"
 
@@ -108,13 +110,13 @@ class GateApp:
         await send({"type": "http.response.body", "body": content})
 
 
-def serve_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    stop = threading.Event()
+def serve_on_ray(folders: Sequence[Path], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; SIGHUP leaves the models as they are, and says so."""
     start_on_ray(folders, cfg)
-    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own meanwhile
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+    signals.take_over()  # Ray has set its own meanwhile
+    announce(url_of(cfg.host, cfg.port))
+    signals.when_reloaded(lambda: _LOG.error("the models stay as they are: Ray Serve takes new ones by a new start"))
+    signals.wait_for_stop()
     import ray
     from ray import serve
 

@@ -30,6 +30,10 @@ class Ring:
         )
         return Ring(tuple(place for place, _ in pairs), tuple(slot for _, slot in pairs))
 
+    def home(self, place: int) -> int:
+        """The slot of a user at `place` where all are alive and none is at its bound."""
+        return self.slots[bisect_right(self.places, place) % len(self.slots)]
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -81,13 +85,18 @@ class Router:
         self.num_leaked = 0
         """ranking requests whose pre-infer went to a slot that has died since"""
 
-    def begin(self, user: str) -> Route | None:
-        """The way of a request of this user, counted as under way until `end`; none where nothing is alive."""
+    def begin(self, user: str, *, at_home: bool = False) -> Route | None:
+        """The way of a request of this user, counted as under way until `end`; none where nothing is alive.
+
+        at_home: only the user's own slot will do, whatever its load; none where that is not alive.
+        """
         if len(self.loads) == 1:
             return self._begin_at_the_only_one()
         now_s = self._clock.now_s()
         self._forget(now_s)
         hashed = self._keyed.digest("user", user)
+        if at_home:
+            return self._begin_at_home(int.from_bytes(hashed[:8], "little"))
         route, _ = self._chosen.get(hashed, (None, 0.0))
         if route is None or not self.is_alive[route.slot]:
             self.num_leaked += route is not None
@@ -107,6 +116,13 @@ class Router:
             return None
         self.loads[0] += 1
         return Route(0, False)
+
+    def _begin_at_home(self, place: int) -> Route | None:
+        slot = self._ring.home(place)
+        if not self.is_alive[slot]:
+            return None
+        self.loads[slot] += 1
+        return Route(slot, False)
 
     def end(self, slot: int) -> None:
         self.loads[slot] -= 1

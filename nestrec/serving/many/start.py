@@ -1,48 +1,87 @@
 """`nestrec serve --instances N --front ...`: instances and their front, started and stopped together."""
 
-import signal
+import logging
+import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import socket
 
-import uvicorn
-
+from nestrec.base.errors import UserError
 from nestrec.serving.api.hosts import is_loopback
-from nestrec.serving.api.log import log_without_waiting
+from nestrec.serving.api.listening import bound_sockets, close_all, port_of, run_server, url_of
+from nestrec.serving.api.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.open_files import allow_open_files
 from nestrec.serving.api.server import ServeConfig, uvicorn_config
+from nestrec.serving.api.signals import Signals
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
-from nestrec.serving.many.nginx import running_nginx
+from nestrec.serving.many.nginx import nginx_config, running_nginx
+
+_LOG = logging.getLogger(__name__)
 
 
-def serve_many(folders: Sequence[Path], cfg: ServeConfig, overrides: dict[str, str]) -> None:
-    """Serve until SIGTERM or SIGINT. overrides: the options as they were typed."""
+def serve_many(
+    folders: Sequence[Path], cfg: ServeConfig, overrides: dict[str, str], signals: Signals,
+    announce: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Serve until SIGTERM or SIGINT; SIGHUP lets every instance load its models anew, one after the other.
+
+    overrides: the options as they were typed. announce: told the address when somebody listens there.
+    """
     log_without_waiting()
     allow_open_files(cfg.limits.max_connections)
     if cfg.front == "ray":
         from nestrec.serving.many.ray_front import serve_on_ray
 
-        serve_on_ray(folders, cfg)
+        serve_on_ray(folders, cfg, signals, announce)
         return
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    instances = Instances(
-        instance_arguments(folders, cfg, overrides), cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0
-    )
-    with instances:
-        if cfg.front == "nginx":
-            limits = cfg.limits
-            nginx = running_nginx(
-                instances.ports, host=cfg.host, port=cfg.port, max_body_bytes=limits.max_body_bytes,
-                timeout_s=limits.max_timeout_ms // 1000 + 1,
-            )  # fmt: skip
-            with nginx as process:
-                while not stop.wait(0.2) and process.poll() is None:
-                    pass
-        else:
-            uvicorn.Server(uvicorn_config(Gateway(instances.ports, cfg.limits), cfg)).run()
+    sockets = bound_sockets(cfg.host, cfg.port)
+    url = url_of(cfg.host, port_of(sockets))
+    arguments = instance_arguments(folders, cfg, overrides)
+    try:
+        with Instances(arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
+            if instances.wait_until_up(lambda: signals.is_stopping):
+                signals.when_reloaded(instances.roll)
+                serve_front = _serve_nginx if cfg.front == "nginx" else _serve_gateway
+                serve_front(instances, cfg, sockets, signals, lambda: announce(url))
+    finally:
+        close_all(sockets)
+    _LOG.info("stopped, and all instances with it")
+    wait_for_log()
+
+
+def _serve_gateway(
+    instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None]
+) -> None:
+    run_server(uvicorn_config(Gateway(instances.ports, cfg.limits), cfg), sockets, signals, announce)
+
+
+def _serve_nginx(
+    instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None]
+) -> None:
+    """nginx at the address, and a gateway behind it for what concerns all instances."""
+    inner, port, limits = bound_sockets("127.0.0.1", 0), port_of(sockets), cfg.limits
+
+    def configured(folder: Path) -> str:
+        return nginx_config(
+            instances.ports, front_port=port_of(inner), host=cfg.host, port=port, folder=folder,
+            max_body_bytes=limits.max_body_bytes, longest_ms=limits.max_timeout_ms,
+            default_ms=limits.default_timeout_ms,
+        )  # fmt: skip
+
+    close_all(sockets)  # nginx opens its own
+    with running_nginx(configured, cfg.host, port, lambda: signals.is_stopping) as process:
+        threading.Thread(target=_stop_with, args=(process, signals), name="nestrec-nginx", daemon=True).start()
+        _serve_gateway(instances, cfg, inner, signals, announce)
+        if (code := process.poll()) is not None:
+            remedy = "see what it wrote above"
+            raise UserError(f"has ended with code {code}", field="front", value="nginx", remedy=remedy)
+
+
+def _stop_with(process: "subprocess.Popen[bytes]", signals: Signals) -> None:
+    process.wait()
+    signals.stop()
 
 
 def instance_arguments(folders: Sequence[Path], cfg: ServeConfig, overrides: dict[str, str]) -> list[str]:

@@ -4,7 +4,11 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
+from nestrec.serving.client import HEADER
+
 _MOST_IDLE = 256
+_LONGEST_S = 30.0
+_WITHOUT_BODY = (204, 304)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,40 +22,50 @@ class Response:
 class Upstream:
     """One instance. Used inside one event loop."""
 
-    def __init__(self, port: int, *, timeout_s: float = 30.0):
-        self.port, self._timeout_s = port, timeout_s
+    def __init__(self, port: int):
+        self.port = port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def send(self, method: str, target: bytes, body: bytes = b"", *, is_repeatable: bool = True) -> Response:
-        """Raises OSError, EOFError or TimeoutError where the instance does not answer.
+    async def send(
+        self, method: str, target: bytes, body: bytes = b"", *, client: str = "", is_repeatable: bool = True,
+        timeout_s: float = _LONGEST_S,
+    ) -> Response:  # fmt: skip
+        """client: whom the request comes from, by address.
+
+        Raises OSError or EOFError where the instance does not answer, TimeoutError where not in time.
 
         A connection that was kept may turn out to be closed, and nobody knows what became of the request: one that must
         not be repeated gets a new connection.
         """
         head = (
-            f"{method} ".encode() + target + b" HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: " + str(len(body)).encode() + b"\r\n\r\n"
-        )
-        async with asyncio.timeout(self._timeout_s):  # wait_for could swallow a cancellation that meets an error
-            return await self._exchange(head + body, is_repeatable)
+            f"{method} ".encode() + target + f" HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n".encode()
+            + (b"%s: %s\r\n" % (HEADER, client.encode("latin-1")) if client else b"")
+            + b"content-type: application/json\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
+        )  # fmt: skip
+        async with asyncio.timeout(timeout_s):  # wait_for could swallow a cancellation that meets an error
+            return await self._exchange(method, head + body, is_repeatable)
 
-    async def _exchange(self, data: bytes, is_repeatable: bool) -> Response:
+    async def _exchange(self, method: str, data: bytes, is_repeatable: bool) -> Response:
         while self._idle and is_repeatable:
             try:
-                return await self._on(*self._idle.pop(), data)
+                return await self._on(*self._idle.pop(), method, data)
             except (OSError, EOFError):  # the instance has closed it since: not a sign of anything, so try another one
                 continue
-        return await self._on(*await asyncio.open_connection("127.0.0.1", self.port), data)
+        return await self._on(*await asyncio.open_connection("127.0.0.1", self.port), method, data)
 
-    async def _on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> Response:
+    async def _on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, method: str, data: bytes
+    ) -> Response:
         is_kept = False
         try:
             writer.write(data)
             lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
             headers = {n.lower(): v.strip() for n, _, v in (line.partition(b":") for line in lines[1:] if line)}
-            body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
+            status = int(lines[0].split(b" ", 2)[1])
+            has_body = method != "HEAD" and status not in _WITHOUT_BODY  # else the length is of what is not sent
+            body = await reader.readexactly(int(headers.get(b"content-length", b"0"))) if has_body else b""
             is_kept = headers.get(b"connection") != b"close" and len(self._idle) < _MOST_IDLE
-            return Response(int(lines[0].split(b" ", 2)[1]), headers, body)
+            return Response(status, headers, body)
         finally:
             if is_kept:
                 self._idle.append((reader, writer))

@@ -22,6 +22,7 @@ from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
 from nestrec.data.samples.ranking import item_column
 from nestrec.distributed import Topology
+from nestrec.serving.engine.probe import recorded_probe
 from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.servable import Servable
@@ -31,6 +32,7 @@ from nestrec.serving.model.spec import (
     INDEX_FILE,
     ITEMS_FILE,
     MANIFEST_FILE,
+    PROBE_FILE,
     SPEC_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
@@ -132,6 +134,7 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
     files = [
         _write_json(folder, SPEC_FILE, dumps(servable.spec)),
         _write_json(folder, ITEMS_FILE, json.dumps(servable.item_keys)),
+        _write_json(folder, PROBE_FILE, dumps(recorded_probe(servable))),
         _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
     ]
     files += [

@@ -26,9 +26,11 @@ from nestrec.serving.model.spec import (
     INDEX_FILE,
     ITEMS_FILE,
     MANIFEST_FILE,
+    PROBE_FILE,
     SPEC_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
+    Probe,
     ServableManifest,
     ServableSpec,
     table_file,
@@ -51,6 +53,8 @@ class Servable:
     """vectors of items 1 to N, in rows 0 to N - 1, as the similarity sees them (retrieval)"""
     item_columns: Mapping[str, torch.Tensor]
     """category of each item id (ranking), where ids are looked up"""
+    probe: Probe | None = None
+    """a request that the export has recorded the scores of"""
 
     @cached_property
     def item_ids(self) -> ItemIds:
@@ -146,7 +150,7 @@ class Servable:
         weights = load_file(folder / WEIGHTS_FILE)
         serving, device, cfg = serving_form_of(spec.task), torch.device(device), tables or TablesConfig()
         model = serving.model(spec)
-        model.load_state_dict(weights)
+        _fill(model, weights)
         model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
         names = ("items", *(c.name for c in spec.columns))
         has_index = serving.index is not None
@@ -155,7 +159,7 @@ class Servable:
         servable = Servable(
             spec=spec, version=manifest.version, model=model, index=index, item_columns=columns,
             tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
-            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
+            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())), probe=_probe(folder),
         )  # fmt: skip
         place = servable.lookup_device
         return replace(servable, item_columns={name: column.to(place) for name, column in columns.items()})
@@ -184,6 +188,19 @@ def verified_manifest(folder: Path) -> ServableManifest:
         if path.is_symlink() or path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
             raise _damaged(entry.name, "does not match its digest")
     return manifest
+
+
+def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise _damaged(WEIGHTS_FILE, f"does not fit the model of the spec: {error}") from error
+
+
+def _probe(folder: Path) -> Probe | None:
+    """None in a folder of an earlier version, which recorded none."""
+    path = folder / PROBE_FILE
+    return from_plain(Probe, json.loads(path.read_text())) if path.exists() else None
 
 
 def _damaged(name: str, problem: str) -> DamagedError:

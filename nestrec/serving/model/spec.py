@@ -13,6 +13,7 @@ FORMAT = 1
 SPEC_FILE, MANIFEST_FILE = "spec.json", "manifest.json"
 WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
 ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
+PROBE_FILE = "probe.json"
 
 
 @config
@@ -59,6 +60,24 @@ class ServableSpec:
     """of inputs that a request leaves out"""
     format: int = FORMAT
     """version of this layout"""
+
+
+@config
+class Probe:
+    """A request and its scores, in the keys of the source."""
+
+    items: tuple[str, ...]
+    """of the events"""
+    times_ms: tuple[int, ...]
+    """of the events"""
+    actions: tuple[int, ...]
+    """action bits of the events"""
+    candidates: tuple[str, ...]
+    """items that are scored"""
+    now_ms: int
+    """when it was asked"""
+    scores: tuple[tuple[float, ...], ...]
+    """of each candidate, one value an output"""
 
 
 @config

@@ -6,7 +6,7 @@ from nestrec.base.config import to_plain
 from nestrec.serving.api.answers import HealthAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
 from nestrec.serving.api.docs_page import docs_page
 from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.http import Answered, problem, retry_after
+from nestrec.serving.api.http import Answered, as_json, problem, retry_after
 from nestrec.serving.api.openapi import openapi
 from nestrec.serving.api.page import PAGE
 from nestrec.serving.service import Fleet
@@ -36,9 +36,9 @@ async def status(front: Front, _: Any) -> Any:
     return front.metrics.status()
 
 
-async def live(front: Front, _: Any) -> HealthAnswer:
-    """The process runs."""
-    return {"status": "live"}
+async def live(front: Front, _: Any) -> HealthAnswer | Answered:
+    """The process is worth keeping: whoever supervises it starts another one where it is not."""
+    return {"status": "live"} if front.service.is_live else as_json({"status": "dead"}, 503)
 
 
 async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
@@ -82,7 +82,9 @@ STATUS = Endpoint(
 MODELS = Endpoint(
     method="GET", path="/v1/models", summary="What the models read and give", handle=models, answer=ModelsAnswer
 )
-LIVE = Endpoint(method="GET", path="/health/live", summary="The process runs", handle=live, answer=HealthAnswer)
+LIVE = Endpoint(
+    method="GET", path="/health/live", summary="The process runs, and its engines", handle=live, answer=HealthAnswer
+)
 READY = Endpoint(
     method="GET", path="/health/ready", summary="Requests can be served", handle=ready, answer=HealthAnswer
 )

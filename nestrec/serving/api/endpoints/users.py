@@ -27,20 +27,14 @@ async def keep_events(front: Front, request: EventsRequest) -> EventsAnswer:
 
 async def forget_cache(front: Front, user: str) -> Answered:
     """Prefixes that were computed for the user."""
-    front.service.forget(_checked(user, front))
+    front.service.forget(parse_user(user, front.limits))
     return Answered(204, b"")
 
 
 async def forget_events(front: Front, user: str) -> Answered:
     """Events that are kept of the user."""
-    front.store.forget(_checked(user, front))
+    front.store.forget(parse_user(user, front.limits))
     return Answered(204, b"")
-
-
-def _checked(user: str, front: Front) -> str:
-    if "/" in user:
-        raise BadRequestError(f"must be text of 1 to {front.limits.max_user_characters} characters", "user")
-    return parse_user(user, front.limits)
 
 
 EVENTS = Endpoint(

@@ -1,0 +1,100 @@
+"""Sockets of a server, and uvicorn over them.
+
+A port is taken before the models are loaded, so that one in use is told at once, but nobody can connect until there is
+something to answer: a socket that is bound and does not listen refuses.
+"""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+
+from nestrec.base.errors import UserError
+from nestrec.serving.api.signals import Signals
+
+_PORT_REMEDY = "stop what listens there, or name another port (--port 0 takes a free one)"
+
+
+def bound_sockets(host: str, port: int) -> list[socket.socket]:
+    """One for each address of the host, all on one port; 0 takes a free one."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        remedy = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        raise UserError(f"is no address: {error.strerror}", field="host", value=host, remedy=remedy) from error
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sockets.append(socket.socket(family, kind, protocol))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            taken = sockets[0].getsockname()[1] if len(sockets) > 1 else port
+            sockets[-1].bind((address[0], taken, *address[2:]))
+    except OSError as error:
+        close_all(sockets)
+        raise not_bound(error, host, port) from error
+    return sockets
+
+
+def not_bound(error: OSError, host: str, port: int) -> UserError:
+    """What it means that an address could not be taken."""
+    if error.errno == errno.EADDRINUSE:
+        return UserError("is in use", field="port", value=port, remedy=_PORT_REMEDY)
+    if error.errno == errno.EACCES:
+        remedy = "name a port above 1023, or put a proxy before it"
+        return UserError("is not permitted to this user", field="port", value=port, remedy=remedy)
+    remedy = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+    return UserError(f"cannot be listened on: {error.strerror}", field="host", value=host, remedy=remedy)
+
+
+def close_all(sockets: Sequence[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
+
+
+def port_of(sockets: Sequence[socket.socket]) -> int:
+    return int(sockets[0].getsockname()[1])
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host or '0.0.0.0'}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Says when it listens, and leaves signals to `Signals`."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for one in sockets or ():
+            one.listen(self.config.backlog)  # uvloop does not tell where this fails
+        await super().startup(sockets)
+        if self.started and not self.should_exit:
+            self._announce()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self, is_impatient: bool) -> None:
+        """Answer what was accepted, then return from `run`; at once where nobody waits for it any longer."""
+        self.should_exit, self.force_exit = True, self.force_exit or is_impatient
+
+
+def run_server(
+    config: uvicorn.Config, sockets: list[socket.socket], signals: Signals, announce: Callable[[], None]
+) -> None:
+    """Serve on bound sockets until a signal; `announce` is called when they listen."""
+    server = Server(config, announce)
+    signals.when_stopped(server.end)
+    try:
+        server.run(sockets)
+    except OSError as error:  # another process has bound the port as well, and listened first
+        raise not_bound(error, config.host, port_of(sockets)) from error
+    finally:
+        close_all(sockets)

@@ -1,0 +1,49 @@
+"""What a front reads in a request: whom it is about, how long it may take, and whether only one instance will do."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from nestrec.serving.api.schema import LimitsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Addressed:
+    user: str
+    """as the instance will read it; empty where the request names none, and is refused by any instance"""
+    timeout_s: float
+    """until its deadline"""
+    needs_home: bool
+    """it writes or reads events that the user's own instance keeps, and nobody else"""
+
+
+def addressed(path: str, body: bytes, limits: LimitsConfig) -> Addressed:
+    """Of a POST. What is no request at all may go anywhere and is refused there."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        data = None
+    if not isinstance(data, dict):
+        data = {"history": None}
+    timeout_ms = data.get("timeout_ms")
+    if type(timeout_ms) is not int or not 1 <= timeout_ms <= limits.max_timeout_ms:
+        timeout_ms = limits.default_timeout_ms
+    return Addressed(user_in(data), timeout_ms / 1000.0, path == "/v1/events" or "history" not in data)
+
+
+def user_of(body: bytes) -> str:
+    """Whoever a request is about; empty where it names nobody."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ""
+    return user_in(data) if isinstance(data, dict) else ""
+
+
+def user_in(data: dict[str, Any]) -> str:
+    """A number and the text of it are one user."""
+    user = data.get("user")
+    if type(user) is int:
+        return str(user)
+    return user if isinstance(user, str) else ""

@@ -1,0 +1,143 @@
+"""A front and its instances under signals and dying engines: they change models together, and they end together."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.many.instances import free_port
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.model.servable import Servable
+
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+PATIENCE_S = 100.0
+BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"], "timeout_ms": 10_000}
+
+
+@pytest.fixture
+def link(tmp_path):
+    """A link to the first of two exported models beside it."""
+    for seed in (1, 2):
+        write_servable(random_retrieval(ENCODER, num_items=20, seed=seed), tmp_path / str(seed))
+    (tmp_path / "current").symlink_to(tmp_path / "1")
+    return tmp_path / "current"
+
+
+@pytest.fixture
+def start(link):
+    """Starts a gateway and its instances: (port, process)."""
+    started = []
+
+    def start(num_instances, **environment):
+        port = free_port()
+        command = [sys.executable, "-m", "nestrec", "serve", "--model", str(link), "--port", str(port)]
+        command += ["--instances", str(num_instances), "--front", "gateway"]
+        process = subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stderr=subprocess.PIPE
+        )
+        started.append(process)
+        return port, process
+
+    yield start
+    for process in started:
+        for child in children(process):
+            child.kill()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def children(process):
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_until(is_so, what):
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.05)  # other processes act: there is no clock to inject
+
+
+def wait_for_line(process, text):
+    for line in process.stderr:
+        if text in line:
+            return
+    raise AssertionError(f"it ended without {text}")
+
+
+def ask(port, user):
+    """(status, version) of a ranking request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20.0)
+    connection.request("POST", "/v1/rank", json.dumps({**BODY, "user": user}), {"content-type": "application/json"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer.get("model")
+
+
+def versions(port):
+    """Over users of all instances."""
+    found = {ask(port, f"u{number}") for number in range(12)}
+    assert {status for status, _ in found} == {200}
+    return {version for _, version in found}
+
+
+@pytest.mark.timeout(300)
+def test_sighup_rolls_every_instance_and_none_outlives_its_front(start, link):
+    port, process = start(2)
+    wait_for_line(process, b"serving on")
+    first, second = (Servable.load(link.parent / name).version[:12] for name in ("1", "2"))
+    assert versions(port) == {first}
+    before = {child.pid for child in children(process)}
+    link.unlink()
+    link.symlink_to(link.parent / "2")
+    process.send_signal(signal.SIGHUP)
+    wait_for_line(process, b"all 2 instances have loaded their models anew")
+    assert versions(port) == {second}
+    assert {child.pid for child in children(process)} == before, "in place: what instances keep of users stays"
+    (link.parent / "2" / "weights.safetensors").write_bytes(b"damaged")
+    process.send_signal(signal.SIGHUP)
+    wait_for_line(process, b"instance 0 has not taken the new model")
+    assert versions(port) == {second}
+    instances = children(process)
+    process.kill()
+    _, alive = psutil.wait_procs(instances, timeout=PATIENCE_S)
+    assert not alive
+
+
+@pytest.mark.timeout(300)
+def test_sigterm_while_instances_start_ends_all_of_them(start):
+    _, process = start(2)
+    wait_until(lambda: len(children(process)) == 2, "instances begin")
+    instances = children(process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 0
+    assert b"serving on" not in output
+    assert not any(child.is_running() for child in instances)
+
+
+@pytest.mark.timeout(300)
+def test_an_instance_whose_engine_has_died_is_replaced(start, tmp_path):
+    """The second batch of each process ends its engine."""
+    log = tmp_path / "fired"
+    port, process = start(1, NESTREC_FAIL_POINTS="serving.plan@2=raise", NESTREC_FAIL_LOG=str(log))
+    wait_for_line(process, b"serving on")
+    before = children(process)
+    assert ask(port, "u")[0] == 200
+    assert ask(port, "u")[0] == 503
+    wait_for_line(process, b"instance 0 has lost an engine")
+    wait_until(lambda: ask(port, "u")[0] == 200, "another one has taken its place")
+    assert log.read_text() == "serving.plan\n"
+    assert not before[0].is_running()

@@ -1,0 +1,200 @@
+"""The gateway over instances that listen on sockets: whom it asks, how long it waits, and what it answers itself."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import httpx
+import pytest
+from uvicorn.server import ServerState
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.server import ServeConfig, uvicorn_config
+from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+LIMITS = LimitsConfig(default_timeout_ms=300)
+EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def service():
+    service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(app):
+    """The port of an application."""
+    config = uvicorn_config(app, ServeConfig(limits=LIMITS), app if isinstance(app, App) else None)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    for connection in list(state.connections):
+        connection.transport.close()
+    while state.connections:
+        await asyncio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def hung():
+    """The port of a process that has stopped: the kernel takes connections for it, and nobody answers."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(64)
+        yield deaf.getsockname()[1]
+
+
+def through_gateway(service, use, *, num_instances=2, num_hung=0):
+    """What `use(client, gateway)` gives, with instances that share a service and have a history store each."""
+
+    async def run():
+        async with contextlib.AsyncExitStack() as made:
+            ports = [await made.enter_async_context(listening(App(service, LIMITS))) for _ in range(num_instances)]
+            ports += [made.enter_context(hung()) for _ in range(num_hung)]
+            gateway = Gateway(ports, LIMITS)
+            made.push_async_callback(gateway.close)
+            port = await made.enter_async_context(listening(gateway))
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0)
+            return await use(await made.enter_async_context(client), gateway)
+
+    return asyncio.run(run())
+
+
+def user_of_slot(gateway, slot):
+    """A user whose own slot it is."""
+    for number in range(1000):
+        route = gateway.router.begin(str(number))
+        gateway.router.end(route.slot)
+        gateway.router._chosen.clear()  # as after a while
+        if route.slot == slot:
+            return str(number)
+    raise AssertionError("the slot has no users")
+
+
+def test_head_is_answered_at_once_and_without_a_body(service):
+    async def use(client, gateway):
+        head, full = await client.head("/v1/status", timeout=5.0), await client.get("/v1/status")
+        assert (head.status_code, head.content) == (200, b"")
+        assert int(head.headers["content-length"]) > 0
+        assert full.status_code == 200
+        assert gateway.status()["alive"] == [True, True], "nobody was lost over it"
+
+    through_gateway(service, use)
+
+
+def test_a_number_and_its_text_are_one_user(service):
+    async def use(client, _):
+        for user in range(8):
+            written = await client.post("/v1/events", json={"user": user, "history": EVENTS})
+            assert (written.status_code, written.json()["events"]) == (202, 2)
+            again = {"items": ["3"], "times_ms": [3]}
+            written = await client.post("/v1/events", json={"user": str(user), "history": again})
+            assert written.json()["events"] == 3, "it has found the events that were written by number"
+            assert (await client.post("/v1/recommend", json={"user": user, "k": 2})).status_code == 200
+        return {(await client.post("/v1/rank", json={"user": u, "candidates": ["1"]})).headers["x-nestrec-slot"]
+                for u in range(8)}  # fmt: skip
+
+    assert through_gateway(service, use) == {"0", "1"}
+
+
+def test_events_are_written_and_read_at_home_though_it_is_at_its_bound(service):
+    async def use(client, gateway):
+        user = user_of_slot(gateway, 0)
+        gateway.router.loads[0] += 100
+        diverted = await client.post("/v1/rank", json={"user": user, "history": EVENTS, "candidates": ["1"]})
+        assert diverted.headers["x-nestrec-slot"] == "1", "a request with its history may go elsewhere"
+        written = await client.post("/v1/events", json={"user": user, "history": EVENTS})
+        read = await client.post("/v1/recommend", json={"user": user, "k": 2})
+        assert (written.status_code, read.status_code) == (202, 200)
+        assert written.headers["x-nestrec-slot"] == read.headers["x-nestrec-slot"] == "0"
+        gateway.router.set_alive(0, False)
+        for path, body in (("/v1/events", {"history": EVENTS}), ("/v1/recommend", {"k": 2})):
+            away = await client.post(path, json={"user": user, **body})
+            assert (away.status_code, away.headers["retry-after"]) == (503, "1"), "no second history elsewhere"
+
+    through_gateway(service, use)
+
+
+def test_a_deadline_holds_where_the_instance_hangs(service, monkeypatch):
+    monkeypatch.setattr("nestrec.serving.many.gateway._PROBE_TIMEOUT_S", 0.3)
+
+    async def use(client, gateway):
+        body = {"history": EVENTS, "candidates": ["1"], "timeout_ms": 500}
+        start_s = time.monotonic()
+        late = await client.post("/v1/rank", json={"user": user_of_slot(gateway, 1), **body})
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert 0.5 <= time.monotonic() - start_s < 2.0
+        while gateway.router.is_alive[1]:
+            await asyncio.sleep(0.05)  # until the probe that it began has given up as well
+        found = await client.post("/v1/rank", json={"user": user_of_slot(gateway, 0), **body, "timeout_ms": 5000})
+        assert (found.status_code, found.headers["x-nestrec-slot"]) == (200, "0")
+
+    through_gateway(service, use, num_instances=1, num_hung=1)
+
+
+def test_an_erasure_counts_only_when_every_instance_has_confirmed_it(service):
+    async def use(client, gateway):
+        erased = await client.delete("/v1/users/ann/events")
+        assert (erased.status_code, erased.headers["retry-after"]) == (503, "1"), "one of them may remember"
+        return gateway
+
+    through_gateway(service, use, num_instances=2, num_hung=1)
+
+    async def use_all(client, gateway):
+        user = user_of_slot(gateway, 1)
+        await client.post("/v1/events", json={"user": user, "history": EVENTS})
+        assert (await client.delete(f"/v1/users/{user}/events")).status_code == 204
+        written = await client.post("/v1/events", json={"user": user, "history": EVENTS})
+        assert written.json()["events"] == 2
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            gateway._upstreams[0].drop()
+            gateway._upstreams[0].port = probe.getsockname()[1]  # bound and deaf: refused, as where no process is
+            assert (await client.delete(f"/v1/users/{user}/events")).status_code == 204, "who is gone has forgotten"
+
+    through_gateway(service, use_all)
+
+
+def test_ids_of_any_characters_can_be_erased(service):
+    ids = {"a/b": "a%2Fb", "..": "%2E%2E", "ä?#% &": "%C3%A4%3F%23%25%20%26", "a/events": "a%2fevents"}
+
+    async def use(client, _):
+        for user, path in ids.items():
+            for _ in range(2):
+                written = await client.post("/v1/events", json={"user": user, "history": EVENTS})
+                assert written.json() == {"events": 2}, user
+                request = client.build_request("DELETE", "/")
+                request.url = request.url.copy_with(raw_path=f"/v1/users/{path}/events".encode())
+                assert (await client.send(request)).status_code == 204
+
+    through_gateway(service, use)
+
+
+def test_an_instance_that_is_not_ready_is_left_out_and_its_request_answered_elsewhere(service):
+    """Its engine has died: it still listens and answers everything with 503."""
+    broken = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, ServiceConfig())
+    broken.fleet("retrieval").engines[0].close()
+
+    async def use(client, gateway):
+        async with listening(App(broken, LIMITS)) as port:
+            live = json.loads((await client.get(f"http://127.0.0.1:{port}/health/live")).content)
+            gateway._upstreams[1].port = port
+            body = {"user": user_of_slot(gateway, 1), "history": EVENTS, "candidates": ["1"]}
+            answers = [await client.post("/v1/rank", json=body) for _ in range(2)]
+            assert [a.status_code for a in answers] == [200, 200]
+            assert gateway.status()["alive"] == [True, False]
+        return live
+
+    assert through_gateway(service, use) == {"status": "dead"}
