@@ -232,7 +232,7 @@ def train_until_refused(topology: Topology, schedule: str, job: Job, last: int |
         error = None
     except UserError as refused:
         error = str(refused)
-        training.pipeline.abandon(refused)
+        training.pipeline.schedule.abandon(refused)
     losses = torch.stack(training.losses).tolist()
     training.engine.close()
     return {"error": error, "steps": len(losses), "losses": losses, "seen": training.seen}

@@ -13,7 +13,7 @@ import pytest
 
 from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.base.failpoints import armed
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import Checkpoints, SaveError
 from nestrec.data.order import Position
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic.logs import generate, preset
@@ -358,3 +358,11 @@ def test_more_micro_batches_than_the_window_cache_can_number_are_refused(tiny_da
     many = {"batch.micro_batches": 32769, "pipeline.window_cache": True}
     with pytest.raises(UserError, match=r"batch.micro_batches = 32769: is more than the window cache can tell apart"):
         trainer_of("rows", tiny_data, tmp_path, many)
+
+
+def test_a_run_told_to_stop_says_so_where_its_save_in_the_background_failed(tiny_data: Path, tmp_path: Path) -> None:
+    """Whoever reads that it stopped will start it again and count on what it saved."""
+    given = {**BACKGROUND, "training.max_steps": 12, "training.epochs": 9, "training.evaluate_every_epochs": 0}
+    trainer = trainer_of("rows", tiny_data, tmp_path, given)
+    with armed("train.step", terminate, at=3), armed("checkpoint.before_rename", crash), pytest.raises(SaveError):
+        trainer.train()
