@@ -77,7 +77,7 @@ def test_instances_share_a_cache_whose_hits_are_counted(retrieval, ranking):
 
     async def answers(service):
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(App(service, LimitsConfig())), base_url="http://test"
+            transport=httpx.ASGITransport(App(service, LimitsConfig(default_timeout_ms=10_000))), base_url="http://test"
         ) as client:
             asked = [client.post("/v1/recommend", json={**body, "user": str(u)}) for u in range(12)]
             found = [response.json() for response in await asyncio.gather(*asked)]
