@@ -30,6 +30,7 @@ class Saving:
 
     def save(self, state: TrainState) -> None:
         """The state to go on from."""
+        self._best.wait()  # it names the best step, so that must be on the disk before it
         base = self._last.base_for_next()
         self._save(self._last, state, base)
         self._session.tables.build_on(state.step)

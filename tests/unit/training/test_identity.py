@@ -1,6 +1,7 @@
 """A checkpoint names its run, seed, model and course: another's is refused or set aside, and never measured."""
 
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -98,6 +99,23 @@ def test_going_on_as_before_keeps_best_weights_of_steps_that_come_again(tiny_dat
     assert run_digest(tmp_path) == whole
     assert (tmp_path / "best").stat().st_mtime_ns == best
     check_best_is_its_own(trainer)
+
+
+def test_best_weights_are_written_before_the_checkpoint_that_counts_on_them(tiny_data, tmp_path):
+    """In the background, too: a kill in between must not leave a run that believes in weights it does not have."""
+    other_is_done, found = threading.Event(), []
+
+    def look() -> None:
+        found.append([Checkpoints(tmp_path / part).steps() for part in ("best", "checkpoints")])
+        other_is_done.set()
+
+    more = {"training.max_steps": 3, "training.checkpoint_every_steps": "none", "training.checkpoint_async": True}
+    with (
+        armed("checkpoint.before_first_file", lambda: other_is_done.wait(0.3), at=1),
+        armed("checkpoint.after_rename", look),
+    ):
+        trainer_of(tiny_data, tmp_path, more).train()
+    assert found[:2] == [[[3], []], [[3], [3]]]
 
 
 def test_a_checkpoint_tells_its_run_seed_model_and_course(tiny_data, tmp_path):
