@@ -27,14 +27,6 @@ def fail_point(name: str) -> None:
         action()
 
 
-def is_broken(name: str) -> bool:
-    """True where a test has armed `name` to break a rule of correctness (see the tests that must bite)."""
-    if not _armed or name not in _armed:
-        return False
-    _log(name)
-    return True
-
-
 @contextlib.contextmanager
 def armed(name: str, action: Action | None = None, *, at: int = 0) -> Iterator[None]:
     """Arm `name` inside a `with` block; `at` counts hits from 1, and 0 means every hit."""
@@ -58,7 +50,7 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-_ACTIONS: dict[str, Action] = {"kill": _kill, "raise": _raise, "terminate": _terminate, "flag": lambda: None}
+_ACTIONS: dict[str, Action] = {"kill": _kill, "raise": _raise, "terminate": _terminate}
 
 
 def _log(name: str) -> None:

@@ -1,16 +1,33 @@
 """Stages of batches whose rows are split into those that the neighbouring batch shares and the others."""
 
+from dataclasses import dataclass
 from typing import Literal
 
+from nestrec.base.coming import Coming
 from nestrec.embedding.flight.collisions import Collisions, Half, Halves, find_collisions
 from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.phases import FetchedBatch, FollowingBatch
 from nestrec.embedding.flight.split_window import SplitWindow
-from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.machine import InFlight, Machine, counted
+from nestrec.pipeline.lanes import Label, Ticket
+from nestrec.pipeline.machine import Machine, counted
 from nestrec.pipeline.stages import Rates
 from nestrec.trace import OpenSpan
 
 Which = Literal["exclusive", "shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Two consecutive batches, and which of their rows collide."""
+
+    older: FetchedBatch[SplitWindow]
+    following: FollowingBatch[SplitWindow]
+    collisions: Coming[Collisions]
+    """told to all who use the rows"""
+
+    @property
+    def newer(self) -> FetchedBatch[SplitWindow]:
+        return self.following.batch
 
 
 class CollisionStages:
@@ -19,76 +36,68 @@ class CollisionStages:
     def __init__(self, machine: Machine) -> None:
         self._machine, self._engine = machine, machine.engine
 
-    def find(self, older: InFlight, newer: InFlight) -> Ticket[Collisions]:
+    def find(self, older: FetchedBatch[SplitWindow], following: FollowingBatch[SplitWindow]) -> Neighbours:
         """Which rows two batches share: found on the owner, told to the sources."""
         label = self._machine.label("train.embedding.collisions", "lookup", older.number, is_collective=True)
-        routed, shards = (older.routed, newer.routed), self._engine.topology.keys
-        older.collisions = self._machine.lanes.communication.submit(
+        routed, shards = (older.keys.routed, following.batch.keys.routed), self._engine.topology.keys
+        found = self._machine.lanes.communication.submit(
             lambda span: find_collisions(routed[0].wait(), routed[1].wait(), shards), label, after=routed
         )
-        return older.collisions
+        return Neighbours(older, following, found)
 
-    def vectors(self, flying: InFlight, part: int, which: Which, found: Ticket[Collisions]) -> Ticket[None]:
-        """Exchange E of a micro-batch, of one half of its rows."""
-        assert flying.rows is not None
+    def vectors(self, pair: Neighbours, micro_batch: int, which: Which) -> Ticket[None]:
+        """Exchange E of a micro-batch of the newer batch, of one half of its rows."""
+        newer = pair.newer
 
         def receive(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.vectors):
-                self.window(flying).receive_half(part, _half(found.wait().vectors, which))
+                newer.window.receive_half(micro_batch, _half(pair.collisions.wait().vectors, which))
 
-        label = self._machine.label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
-        return self._machine.lanes.communication.submit(receive, label, after=[flying.rows, found])
+        label = self._label("vectors", newer, micro_batch)
+        return self._machine.lanes.communication.submit(receive, label, after=[newer.rows, pair.collisions])
 
-    def window(self, flying: InFlight) -> SplitWindow:
-        """Wait for the rows, and make the exchanges of the batch possible."""
-        if flying.window is None:
-            assert flying.rows is not None
-            flying.window = SplitWindow(self._engine, flying.routed.wait(), flying.rows.wait())
-        assert isinstance(flying.window, SplitWindow)
-        return flying.window
-
-    def gradients(self, flying: InFlight, part: int, which: Which) -> Ticket[None]:
-        """Exchange G of a micro-batch, of one half of its rows; owners add up."""
-        window, found = self.window(flying), flying.collisions
-        assert found is not None
+    def gradients(self, pair: Neighbours, micro_batch: int, which: Which) -> Ticket[None]:
+        """Exchange G of a micro-batch of the older batch, of one half of its rows; owners add up."""
+        window, found = pair.older.window, pair.collisions
 
         def send(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.gradients):
-                window.send_half(part, _half(found.wait().gradients, which))
+                window.send_half(micro_batch, _half(found.wait().gradients, which))
 
-        label = self._machine.label(
-            "train.embedding.gradients", "communication", flying.number, part, is_collective=True
-        )
+        label = self._label("gradients", pair.older, micro_batch)
         sent = self._machine.lanes.communication.submit(send, label, after=[found])
-        if not window.routed.parts[part].crossing:
+        if not window.routed.parts[micro_batch].crossing:
             return sent
 
         def cross(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.replicas):
-                self._engine.sum_over_holders(_half(found.wait().gradients, which).routed, window.working, part)
+                half = _half(found.wait().gradients, which)
+                self._engine.sum_over_holders(half.routed, window.working, micro_batch)
 
-        label = self._machine.label(
-            "train.embedding.replicas", "communication", flying.number, part, is_collective=True
-        )
+        label = self._label("replicas", pair.older, micro_batch)
         return self._machine.lanes.communication.submit(cross, label)
 
-    def update_shared(self, flying: InFlight, rates: Rates) -> None:
+    def update_shared(self, pair: Neighbours, rates: Rates) -> None:
         """One optimiser step on the rows that the next batch shares, on the compute lane."""
         with self._machine.span("train.embedding.update", "compute"):
-            self._update(flying, "shared", rates)
+            self._update(pair, "shared", rates)
 
-    def finish(self, flying: InFlight, rates: Rates, shared: Overlap) -> None:
+    def finish(self, pair: Neighbours, rates: Rates, shared: Overlap) -> None:
         """What was deferred: gradients of exclusive rows go, the rows are updated and written to the store."""
-        for part in range(flying.num_parts):
-            gone = self.gradients(flying, part, "exclusive")
-        label = self._machine.label("train.embedding.update", "lookup", flying.number)
-        self._machine.lanes.lookup.submit(lambda span: self._update(flying, "exclusive", rates), label, after=[gone])
-        self._machine.write_back(flying, shared)
+        older = pair.older
+        for i in range(older.num_micro_batches):
+            gone = self.gradients(pair, i, "exclusive")
+        label = self._machine.label("train.embedding.update", "lookup", older.number)
+        self._machine.lanes.lookup.submit(lambda span: self._update(pair, "exclusive", rates), label, after=[gone])
+        self._machine.write_back(older, shared)
 
-    def _update(self, flying: InFlight, which: Which, rates: Rates) -> None:
-        assert flying.collisions is not None
-        places = _half(flying.collisions.wait().gradients, which).owned
-        self._engine.update_rows(self.window(flying).working, learning_rate=rates.tables, places=places)
+    def _update(self, pair: Neighbours, which: Which, rates: Rates) -> None:
+        places = _half(pair.collisions.wait().gradients, which).owned
+        self._engine.update_rows(pair.older.window.working, learning_rate=rates.tables, places=places)
+
+    def _label(self, what: str, batch: FetchedBatch[SplitWindow], micro_batch: int) -> Label:
+        name = f"train.embedding.{what}"
+        return self._machine.label(name, "communication", batch.number, micro_batch, is_collective=True)
 
 
 def _half(halves: Halves, which: Which) -> Half:

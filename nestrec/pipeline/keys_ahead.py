@@ -5,8 +5,9 @@ stand in the communication lane and wait for the loading, with the gradients of 
 """
 
 from nestrec.data.batches import Batch
+from nestrec.embedding.flight.phases import LoadedBatch, RoutedBatch
 from nestrec.pipeline.feed import Feed
-from nestrec.pipeline.machine import InFlight, Loading, Machine
+from nestrec.pipeline.machine import Machine
 from nestrec.pipeline.stages import Step
 
 
@@ -15,8 +16,8 @@ class KeysAhead:
 
     def __init__(self, machine: Machine, ahead: int) -> None:
         self._machine, self._ahead = machine, ahead
-        self._loading: dict[int, Loading] = {}
-        self._flying: dict[int, InFlight] = {}
+        self._loading: dict[int, LoadedBatch] = {}
+        self._routed: dict[int, RoutedBatch] = {}
 
     def look_ahead(self, step: Step, feed: Feed) -> None:
         """Submit what may run beside this step."""
@@ -28,26 +29,22 @@ class KeysAhead:
         if batch is not None:
             self._loading[number] = self._loaded(number, batch)
 
-    def begun(self, number: int, batch: Batch) -> InFlight:
+    def begun(self, number: int, batch: Batch) -> RoutedBatch:
         """The batch in flight under this number; begun now where it is another batch, or none."""
-        flying = self._flying.get(number)
-        if flying is None or flying.batch is not batch:
-            flying = self._flying[number] = self._machine.route(self._loaded(number, batch))
+        routed = self._routed.get(number)
+        if routed is None or routed.batch is not batch:
+            routed = self._routed[number] = self._machine.route(self._loaded(number, batch))
             self._loading.pop(number, None)
-        return flying
+        return routed
 
-    def get(self, number: int) -> InFlight | None:
+    def get(self, number: int) -> RoutedBatch | None:
         """The batch in flight under this number, if any."""
-        return self._flying.get(number)
+        return self._routed.get(number)
 
-    def in_flight(self) -> list[InFlight]:
-        """All batches whose keys were exchanged."""
-        return list(self._flying.values())
-
-    def pop(self, number: int) -> InFlight:
+    def pop(self, number: int) -> RoutedBatch:
         """A batch that leaves."""
-        return self._flying.pop(number)
+        return self._routed.pop(number)
 
-    def _loaded(self, number: int, batch: Batch) -> Loading:
+    def _loaded(self, number: int, batch: Batch) -> LoadedBatch:
         loading = self._loading.get(number)
         return loading if loading is not None and loading.batch is batch else self._machine.load(number, batch)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from nestrec.base.coming import Coming
 from nestrec.base.errors import BatchError
 from nestrec.pipeline.streams import is_over, launched, own_stream, wait_for
 from nestrec.trace import DeviceTracer, Kind, OpenSpan, Tracer
@@ -77,7 +78,7 @@ Task = Callable[[OpenSpan], T]
 class _Entry:
     task: Task[Any]
     label: Label
-    after: tuple[Ticket[Any], ...]
+    after: tuple[Coming[Any], ...]
     ticket: Ticket[Any]
     span_id: int
     launched: torch.cuda.Event | None
@@ -97,8 +98,8 @@ class Lane:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, task: Task[T], label: Label, after: Iterable[Ticket[Any]] = ()) -> Ticket[T]:
-        """Run `task(span)` once the lane's earlier tasks and the tickets in `after` are done."""
+    def submit(self, task: Task[T], label: Label, after: Iterable[Coming[Any]] = ()) -> Ticket[T]:
+        """Run `task(span)` once the lane's earlier tasks and what is in `after` are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"nestrec-{self.name}", daemon=True)
             self._thread.start()

@@ -7,14 +7,13 @@ The lookup lane is the one FIFO of rules 2 and 3: rows of t-1 reach the store be
 their order. Rows that t+1 has taken over are not written back by t.
 """
 
-from collections.abc import Callable
-
-from nestrec.base.failpoints import is_broken
 from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.phases import FetchedBatch, FollowingBatch
 from nestrec.embedding.flight.row_buffers import RowBuffers
+from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
-from nestrec.pipeline.machine import InFlight, Machine
+from nestrec.pipeline.machine import Machine
 from nestrec.pipeline.stages import Step
 
 _KEYS_AHEAD = 2
@@ -24,61 +23,37 @@ class LookupAhead:
     """Stages 2 to 4 of the batches that follow."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+        self.machine = machine
         self._buffers = RowBuffers(turns=2)
         self._keys = KeysAhead(machine, _KEYS_AHEAD)
-        # Filled only where a test has broken rule 2 or rule 3: write-backs that come too late.
-        self._after_fetch: list[Callable[[], object]] = []
-        self._after_write_back: list[Callable[[], object]] = []
+        self._following: FollowingBatch[Window] | None = None
 
-    def rows_of(self, step: Step) -> InFlight:
+    def rows_of(self, step: Step) -> FetchedBatch[Window]:
         """The batch of this step with its rows: fetched during the step before, or now after a fence."""
-        now = self._keys.begun(step.number, step.batch)
-        if now.rows is None:
-            self._machine.fetch(now, self._buffers)
-        self._machine.open_window(now)
+        keys = self._keys.begun(step.number, step.batch)
+        following, self._following = self._following, None
+        fetched = following is not None and following.batch.keys is keys
+        now = following.batch if following is not None and fetched else self.machine.fetch(keys, self._buffers)
+        _ = now.window  # the rows are waited for here
         return now
 
-    def look_ahead(self, step: Step, feed: Feed) -> None:
+    def look_ahead(self, now: FetchedBatch[Window], step: Step, feed: Feed) -> None:
         """Submit what may run beside this step."""
         self._keys.look_ahead(step, feed)
-        now, following = self._keys.get(step.number), self._keys.get(step.number + 1)
-        assert now is not None
-        if following is not None and not step.is_fence:  # a fetch creates rows, so none may pass a fence
-            self._machine.fetch(following, self._buffers)
-            self._machine.find_shared(now, following)
-        _run_all(self._after_fetch)
+        keys = self._keys.get(step.number + 1)
+        if keys is not None and not step.is_fence:  # a fetch creates rows, so none may pass a fence
+            self._following = self.machine.find_shared(now, self.machine.fetch(keys, self._buffers))
 
-    def hand_over(self, step: Step) -> InFlight | None:
+    def hand_over(self, now: FetchedBatch[Window]) -> FetchedBatch[Window] | None:
         """After the update: give the next batch the rows it shares, and write the others back. The next batch."""
-        now, following = self._keys.pop(step.number), self._keys.get(step.number + 1)
-        if following is None or following.rows is None or following.is_refused():
-            self._machine.write_back(now, None)
+        self._keys.pop(now.number)
+        following = self._following
+        if following is None or following.batch.keys.is_refused():
+            self.machine.write_back(now, None)
             return None
-        shared = self._machine.copy_shared(now, following)
-        self._write_back(now, shared)
-        return following
+        self.write_back(now, self.machine.copy_shared(now, following))
+        return following.batch
 
-    def _write_back(self, now: InFlight, shared: Overlap) -> None:
-        if is_broken("pipeline.rule2"):
-            keep_rows(now)
-            self._after_fetch.append(lambda: self._machine.write_back(now, shared))
-            return
-        self._machine.write_back(now, shared)
-        if is_broken("pipeline.rule3"):
-            _run_all(self._after_write_back)
-            keep_rows(now)
-            self._after_write_back.append(lambda: self._machine.write_back(now, None))
-
-
-def _run_all(tasks: list[Callable[[], object]]) -> None:
-    for task in tasks:
-        task()
-    tasks.clear()
-
-
-def keep_rows(flying: InFlight) -> None:
-    """Rows of its own for a batch whose buffer will be filled anew before a test has done with it."""
-    assert flying.rows is not None
-    for table in flying.rows.wait().tables.values():
-        table.fetched.rows = table.fetched.rows.clone()
+    def write_back(self, now: FetchedBatch[Window], shared: Overlap) -> None:
+        """Rows of a batch to the store, but for those that the next one has taken over (rules 2 and 3)."""
+        self.machine.write_back(now, shared)

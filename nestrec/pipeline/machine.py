@@ -11,19 +11,16 @@ stage                 lane             what
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from nestrec.base.errors import BatchError
-from nestrec.base.failpoints import is_broken
-from nestrec.data.batches import Batch, MicroBatch
+from nestrec.base.coming import Coming
+from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
-from nestrec.embedding.flight.collisions import Collisions
 from nestrec.embedding.flight.overlap import Overlap, copy_shared, num_common_rows, overlap_of
+from nestrec.embedding.flight.phases import FetchedBatch, FollowingBatch, Loaded, LoadedBatch, RoutedBatch
 from nestrec.embedding.flight.row_buffers import RowBuffers
-from nestrec.embedding.flight.source_keys import SourceKeys
 from nestrec.embedding.flight.window import Window
 from nestrec.embedding.statistics import Leg
 from nestrec.pipeline.checks import check_can_cache, check_can_cut
@@ -33,56 +30,7 @@ from nestrec.pipeline.streams import RunAhead
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A batch after stage 2."""
-
-    parts: tuple[MicroBatch, ...]
-    """on the device"""
-    source: SourceKeys
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """A batch in stage 2."""
-
-    number: int
-    batch: Batch
-    loaded: Ticket[Loaded]
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A batch on its way through the stages."""
-
-    number: int
-    batch: Batch
-    loaded: Ticket[Loaded]
-    routed: Ticket[Routed]
-    rows: Ticket[WorkingSet] | None = None
-    """none until stage 4 was submitted"""
-    shared: Ticket[Overlap] | None = None
-    """rows shared with the batch before, where that was in flight too"""
-    window: Window | None = None
-    """its exchanges, once the rows are there"""
-    first_vectors: Ticket[None] | None = None
-    """exchange of its first micro-batch, where it was submitted ahead of its step"""
-    collisions: Ticket[Collisions] | None = None
-    """rows that it shares with the batch after it, told to all who use them; only looked for by `priority`"""
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.batch.micro_batches)
-
-    def is_refused(self) -> bool:
-        """Whether its keys hold a mistake, which its own step will raise. The same on every rank; waits for stage 3."""
-        try:
-            self.routed.wait()
-        except BatchError:
-            return True
-        return False
+WindowT = TypeVar("WindowT", bound=Window)
 
 
 class Machine:
@@ -97,23 +45,23 @@ class Machine:
         self._run_ahead = RunAhead(engine.device)
         self._updated_to = 0
 
-    def load(self, number: int, batch: Batch) -> Loading:
+    def load(self, number: int, batch: Batch) -> LoadedBatch:
         """Stage 2."""
         check_can_cut(self._compute.couples_samples, len(batch.micro_batches))
         if self._window_cache:
             check_can_cache(len(batch.micro_batches))
 
         def load(span: OpenSpan) -> Loaded:
-            parts = tuple(self._compute.transfer(part) for part in batch.micro_batches)
-            keys = [part.keys for part in batch.micro_batches]
-            return Loaded(parts, self.engine.deduplicate(*keys, window_cache=self._window_cache))
+            micro_batches = tuple(self._compute.transfer(micro_batch) for micro_batch in batch.micro_batches)
+            keys = [micro_batch.keys for micro_batch in batch.micro_batches]
+            return Loaded(micro_batches, self.engine.deduplicate(*keys, window_cache=self._window_cache))
 
         label = self.label("train.embedding.deduplicate", "lookup", number)
-        loading = Loading(number, batch, self.lanes.transfer.submit(load, label))
+        loading = LoadedBatch(number, batch, self.lanes.transfer.submit(load, label))
         self._run_ahead.keep(loading)
         return loading
 
-    def route(self, loading: Loading) -> InFlight:
+    def route(self, loading: LoadedBatch) -> RoutedBatch:
         """Stage 3."""
         number, loaded = loading.number, loading.loaded
         asked = self.lanes.communication.submit(
@@ -126,140 +74,128 @@ class Machine:
                 return self.engine.assemble(loaded.wait().source, asked.wait())
 
         label = self.label("train.embedding.assemble", "lookup", number)
-        routed = self.lanes.transfer.submit(assemble, label, after=[asked])
-        flying = InFlight(number, loading.batch, loaded, routed)
-        self._run_ahead.keep(flying)
-        return flying
+        routed = RoutedBatch(number, loading.batch, loaded, self.lanes.transfer.submit(assemble, label, after=[asked]))
+        self._run_ahead.keep(routed)
+        return routed
 
-    def begin(self, number: int, batch: Batch) -> InFlight:
-        """Stages 2 and 3."""
-        return self.route(self.load(number, batch))
-
-    def fetch(self, flying: InFlight, buffers: RowBuffers | None = None) -> None:
+    def fetch(self, keys: RoutedBatch, buffers: RowBuffers | None = None) -> FetchedBatch[Window]:
         """Stage 4: rows from the store, created where they are new."""
+        return self.fetch_for(Window, keys, buffers)
 
-        def fetch(span: OpenSpan) -> WorkingSet:
-            working = self.engine.fetch(flying.routed.wait(), step=flying.number, buffers=buffers)
-            return _measured(span, working)
-
-        flying.rows = self.lanes.lookup.submit(
-            fetch, self.label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed]
+    def fetch_for(
+        self, window: type[WindowT], keys: RoutedBatch, buffers: RowBuffers | None = None
+    ) -> FetchedBatch[WindowT]:
+        """The same, for a window of another kind."""
+        return self._fetched(
+            window, keys, lambda: self.engine.fetch(keys.routed.wait(), step=keys.number, buffers=buffers)
         )
 
-    def read_ahead(self, flying: InFlight) -> None:
+    def read_ahead(self, keys: RoutedBatch) -> FetchedBatch[Window]:
         """Stage 4 without a promise: rows as the store holds them now."""
-        flying.rows = self.lanes.lookup.submit(
-            lambda span: _measured(span, self.engine.read_ahead(flying.routed.wait(), step=flying.number)),
-            self.label("train.embedding.fetch", "lookup", flying.number), after=[flying.routed],
-        )  # fmt: skip
+        return self._fetched(Window, keys, lambda: self.engine.read_ahead(keys.routed.wait(), step=keys.number))
 
-    def read_late(self, flying: InFlight, before: Sequence[InFlight], *, most_late: int) -> None:
+    def read_late(self, keys: RoutedBatch, before: Sequence[RoutedBatch], *, most_late: int) -> FetchedBatch[Window]:
         """`read_ahead`, and how late it is: which rows miss the updates of the batches before, of how many at most."""
 
-        def read(span: OpenSpan) -> WorkingSet:
+        def read() -> WorkingSet:
             missed = [batch for batch in before if batch.number > self._updated_to]
-            assert len(missed) <= most_late, f"rows of step {flying.number} miss {len(missed)} updates"
-            working = self.engine.read_ahead(flying.routed.wait(), step=flying.number)
+            assert len(missed) <= most_late, f"rows of step {keys.number} miss {len(missed)} updates"
+            working = self.engine.read_ahead(keys.routed.wait(), step=keys.number)
             self.engine.statistics.rows_read += sum(len(table.fetched.keys) for table in working.tables.values())
             self.engine.statistics.rows_late += sum(num_common_rows(batch.routed.wait(), working) for batch in missed)
             self.engine.statistics.most_late = max(self.engine.statistics.most_late, len(missed))
-            return _measured(span, working)
+            return working
 
-        label = self.label("train.embedding.fetch", "lookup", flying.number)
-        flying.rows = self.lanes.lookup.submit(read, label, after=[flying.routed])
+        return self._fetched(Window, keys, read)
 
-    def find_shared(self, older: InFlight, newer: InFlight) -> None:
+    def _fetched(
+        self, window: type[WindowT], keys: RoutedBatch, read: Callable[[], WorkingSet]
+    ) -> FetchedBatch[WindowT]:
+        def open_window(batch: FetchedBatch[WindowT]) -> WindowT:
+            self._run_ahead.keep(batch)  # also where it was begun long ago
+            return window(self.engine, keys.routed.wait(), batch.rows.wait())
+
+        label = self.label("train.embedding.fetch", "lookup", keys.number)
+        rows = self.lanes.lookup.submit(lambda span: _measured(span, read()), label, after=[keys.routed])
+        return FetchedBatch(keys, rows, open_window)
+
+    def find_shared(self, older: FetchedBatch[Any], newer: FetchedBatch[WindowT]) -> FollowingBatch[WindowT]:
         """Stage 4: which rows two batches share."""
-        assert older.rows is not None
-        assert newer.rows is not None
         rows = older.rows, newer.rows
-        newer.shared = self.lanes.lookup.submit(
+        shared = self.lanes.lookup.submit(
             lambda span: overlap_of(rows[0].wait(), rows[1].wait()),
             self.label("train.embedding.intersect", "lookup", newer.number), after=rows,
         )  # fmt: skip
+        return FollowingBatch(newer, shared)
 
-    def copy_shared(self, older: InFlight, newer: InFlight) -> Overlap:
+    def copy_shared(self, older: FetchedBatch[Any], following: FollowingBatch[Any]) -> Overlap:
         """Stage 4, on the compute lane: rows that the older batch has updated, into the newer one's buffer (rule 1)."""
-        assert older.rows is not None
-        assert newer.rows is not None
-        assert newer.shared is not None
-        working, shared = newer.rows.wait(), newer.shared.wait()
+        working, shared = following.batch.rows.wait(), following.shared.wait()
         with self.span("train.embedding.copy", "lookup") as span:
             copy_shared(older.rows.wait(), working, shared)
             span.rows = shared.num_rows
         return shared
 
-    def write_back(self, flying: InFlight, shared: Overlap | None) -> Ticket[None]:
+    def write_back(self, batch: FetchedBatch[Any], shared: Overlap | None) -> Ticket[None]:
         """Rows to the store, except those that the next batch has taken over."""
-        assert flying.rows is not None
-        rows = flying.rows
         return self.lanes.lookup.submit(
-            lambda span: self.engine.write_back(_measured(span, rows.wait()), shared),
-            self.label("train.embedding.write_back", "lookup", flying.number), after=[rows],
+            lambda span: self.engine.write_back(_measured(span, batch.rows.wait()), shared),
+            self.label("train.embedding.write_back", "lookup", batch.number), after=[batch.rows],
         )  # fmt: skip
 
-    def open_window(self, flying: InFlight) -> Window:
-        """Wait for the rows, and make the exchanges of the batch possible."""
-        if flying.window is None:
-            assert flying.rows is not None
-            self._run_ahead.keep(flying)  # also where it was begun long ago
-            flying.window = Window(self.engine, flying.routed.wait(), flying.rows.wait())
-        return flying.window
-
-    def vectors(self, flying: InFlight, part: int) -> Ticket[None]:
-        """Exchange E of a micro-batch."""
-        window, leg = self.open_window(flying), self.engine.statistics.vectors
-
-        def receive(span: OpenSpan) -> None:
-            with counted(span, leg):
-                window.receive(part)
-
-        label = self.label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
-        return self.lanes.communication.submit(receive, label)
-
-    def vectors_ahead(self, flying: InFlight, part: int) -> Ticket[None]:
-        """Exchange E of a micro-batch, as soon as its rows are there."""
-        assert flying.rows is not None
+    def vectors(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
+        """Exchange E of a micro-batch; whoever asks waits for the rows."""
+        window = batch.window
 
         def receive(span: OpenSpan) -> None:
             with counted(span, self.engine.statistics.vectors):
-                self.open_window(flying).receive(part)
+                window.receive(micro_batch)
 
-        label = self.label("train.embedding.vectors", "communication", flying.number, part, is_collective=True)
-        return self.lanes.communication.submit(receive, label, after=[flying.rows])
+        label = self.label("train.embedding.vectors", "communication", batch.number, micro_batch, is_collective=True)
+        return self.lanes.communication.submit(receive, label)
 
-    def compute(self, flying: InFlight, part: int) -> torch.Tensor:
-        """Forward and backward of a micro-batch whose vectors have come; its part of the loss."""
-        window = self.open_window(flying)
-        index = window.routed.parts[part].index
-        with self.tracer.context(micro_batch=part), self.span("train.compute", "compute"):
-            micro_batch, rows = flying.loaded.wait().parts[part], window.rows(part)
-            loss, gradients = self._compute.forward_backward(micro_batch, rows, index, flying.batch.weight)
-            window.keep(part, gradients)
+    def vectors_ahead(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
+        """Exchange E of a micro-batch, as soon as its rows are there."""
+
+        def receive(span: OpenSpan) -> None:
+            with counted(span, self.engine.statistics.vectors):
+                batch.window.receive(micro_batch)
+
+        label = self.label("train.embedding.vectors", "communication", batch.number, micro_batch, is_collective=True)
+        return self.lanes.communication.submit(receive, label, after=[batch.rows])
+
+    def compute(self, batch: FetchedBatch[Window], micro_batch: int) -> torch.Tensor:
+        """Forward and backward of a micro-batch whose vectors have come; its share of the loss."""
+        window, keys = batch.window, batch.keys
+        index = window.routed.parts[micro_batch].index
+        with self.tracer.context(micro_batch=micro_batch), self.span("train.compute", "compute"):
+            samples, rows = keys.loaded.wait().micro_batches[micro_batch], window.rows(micro_batch)
+            loss, gradients = self._compute.forward_backward(samples, rows, index, keys.batch.weight)
+            window.keep(micro_batch, gradients)
         return loss
 
-    def gradients(self, flying: InFlight, part: int, rates: Rates) -> Ticket[None]:
+    def gradients(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
         """Exchange G of a micro-batch; owners add up."""
-        window = self.open_window(flying)
+        window = batch.window
 
         def send(span: OpenSpan) -> None:
             with counted(span, self.engine.statistics.gradients):
-                window.send(part)
-            if is_broken("pipeline.rule4"):
-                self.engine.update_rows(window.working, learning_rate=rates.tables)
+                window.send(micro_batch)
 
-        label = self.label("train.embedding.gradients", "communication", flying.number, part, is_collective=True)
+        label = self.label("train.embedding.gradients", "communication", batch.number, micro_batch, is_collective=True)
         sent = self.lanes.communication.submit(send, label)
-        return self._sum_over_holders(window, flying.number, part) if window.routed.parts[part].crossing else sent
+        if not window.routed.parts[micro_batch].crossing:
+            return sent
+        return self._sum_over_holders(window, batch.number, micro_batch)
 
-    def _sum_over_holders(self, window: Window, number: int, part: int) -> Ticket[None]:
+    def _sum_over_holders(self, window: Window, number: int, micro_batch: int) -> Ticket[None]:
         """Gradients that a micro-batch completes, to and from the other holders of their rows."""
 
         def exchange(span: OpenSpan) -> None:
             with counted(span, self.engine.statistics.replicas):
-                self.engine.sum_over_holders(window.routed, window.working, part)
+                self.engine.sum_over_holders(window.routed, window.working, micro_batch)
 
-        label = self.label("train.embedding.replicas", "communication", number, part, is_collective=True)
+        label = self.label("train.embedding.replicas", "communication", number, micro_batch, is_collective=True)
         return self.lanes.communication.submit(exchange, label)
 
     def reduce_dense(self, step: Step, loss: torch.Tensor) -> Ticket[torch.Tensor]:
@@ -275,15 +211,14 @@ class Machine:
         with self.span("train.dense.update", "compute"):
             return self._dense.apply(reduced, step.rates.dense)
 
-    def update_rows(self, flying: InFlight, rates: Rates) -> None:
+    def update_rows(self, batch: FetchedBatch[Any], rates: Rates) -> None:
         """One optimiser step on the rows of the batch, on the compute lane."""
-        assert flying.rows is not None
         with self.span("train.embedding.update", "compute"):
-            self.engine.update_rows(flying.rows.wait(), learning_rate=rates.tables)
-        if flying.routed.wait().averaged:
-            self._average(flying.number, flying.rows).wait()
+            self.engine.update_rows(batch.rows.wait(), learning_rate=rates.tables)
+        if batch.keys.routed.wait().averaged:
+            self._average(batch.number, batch.rows).wait()
 
-    def _average(self, number: int, rows: Ticket[WorkingSet]) -> Ticket[None]:
+    def _average(self, number: int, rows: Coming[WorkingSet]) -> Ticket[None]:
         """Copies of updated rows replaced by their mean."""
 
         def average(span: OpenSpan) -> None:
@@ -293,24 +228,24 @@ class Machine:
         label = self.label("train.embedding.replicas", "communication", number, is_collective=True)
         return self.lanes.communication.submit(average, label, after=[rows])
 
-    def update_in_store(self, flying: InFlight, rates: Rates, after: Ticket[None]) -> None:
+    def update_in_store(self, batch: FetchedBatch[Any], rates: Rates, after: Ticket[None]) -> None:
         """For rows that were read ahead: apply their gradients to the rows that the store holds by then."""
-        old, routed = self.open_window(flying).working, flying.routed
+        old, routed = batch.window.working, batch.keys.routed
 
         def update(span: OpenSpan) -> WorkingSet:
-            fresh = self.engine.fetch(routed.wait(), step=flying.number)
+            fresh = self.engine.fetch(routed.wait(), step=batch.number)
             for name, table in fresh.tables.items():
                 table.gradient, table.total = old.tables[name].gradient, old.tables[name].total
             self.engine.update_rows(fresh, learning_rate=rates.tables)
-            self._updated_to = flying.number
+            self._updated_to = batch.number
             if not routed.wait().averaged:
                 self.engine.write_back(_measured(span, fresh))
             return fresh
 
-        label = self.label("train.embedding.write_back", "lookup", flying.number)
+        label = self.label("train.embedding.write_back", "lookup", batch.number)
         updated = self.lanes.lookup.submit(update, label, after=[after])
         if routed.wait().averaged:
-            averaged = self._average(flying.number, updated)
+            averaged = self._average(batch.number, updated)
             write = lambda span: self.engine.write_back(_measured(span, updated.wait()))  # noqa: E731
             self.lanes.lookup.submit(write, label, after=[averaged])
 
@@ -331,9 +266,9 @@ class Machine:
                 self.engine.reads_ahead.forget()
         self._run_ahead.end_step()
 
-    def keep(self, flying: InFlight) -> None:
+    def keep(self, batch: FetchedBatch[Any]) -> None:
         """A batch begun long ago is used by this step."""
-        self._run_ahead.keep(flying)
+        self._run_ahead.keep(batch)
 
     def zero(self) -> torch.Tensor:
         return torch.zeros((), device=self.engine.device)
@@ -343,10 +278,10 @@ class Machine:
         return self.tracer.span(name, kind=kind)
 
     def label(
-        self, name: str, kind: Kind, number: int, part: int | None = None, *, is_collective: bool = False
+        self, name: str, kind: Kind, number: int, micro_batch: int | None = None, *, is_collective: bool = False
     ) -> Label:
         """What a task of a batch is called in the trace."""
-        return Label(name=name, kind=kind, step=number, micro_batch=part, is_collective=is_collective)
+        return Label(name=name, kind=kind, step=number, micro_batch=micro_batch, is_collective=is_collective)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.module_loss import ModuleLoss
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.samples import Samples, cut, micro_batch_of, num_samples_of
+from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.stages import Compute, Coupling, Dense, Rates, Step, Totals
 from nestrec.trace import Tracer
 
@@ -59,6 +60,7 @@ class TrainingPipeline:
         replica_sync: ReplicaSyncConfig | None = None,
         topology: Topology | None = None,
         tracer: Tracer | None = None,
+        spec: ScheduleSpec | None = None,
     ) -> None:
         """Collective: every rank builds the same one. The weights of the first rank's model are taken by all.
 
@@ -77,6 +79,8 @@ class TrainingPipeline:
             cut.
         device: auto takes a GPU where there is one. topology: the ranks, where they were not started by torchrun.
 
+        spec: a schedule that stands in no seam, in the place of the named one; `schedule` still gives its options.
+
         Parts that exist already are taken as they are: a `Compute` as the model, an engine as the tables, a `Dense` as
         the dense optimiser.
         """
@@ -88,7 +92,8 @@ class TrainingPipeline:
             configs = [table.config if isinstance(table, Table) else table for table in tables]
             self.engine = EmbeddingEngine(configs, topology, topology.device, replica_sync)
         self.topology = self.engine.topology
-        self.options.spec.check_tables(self.engine)
+        spec = spec or self.options.spec
+        spec.check_tables(self.engine)
         self.tracer = tracer or make_tracer(self.engine.device, rank=self.topology.rank)
         self._features = {f: table.name for table in self.engine.tables.values() for f in table.feature_names}
         self._micro_batches, self._weight = micro_batches, weight or _one_a_sample
@@ -96,7 +101,7 @@ class TrainingPipeline:
         if isinstance(model, nn.Module):
             loss = ModuleLoss(model, self._features, self._weight)
             model = LossCompute(loss, self.engine.device, precision, couples_samples)
-        self.schedule = self.options.spec.build(self.engine, model, self.dense, self.tracer, self.options)
+        self.schedule = spec.build(self.engine, model, self.dense, self.tracer, self.options)
         self.number = 0
         """Steps made."""
         self._is_whole = True

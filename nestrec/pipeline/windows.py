@@ -14,37 +14,43 @@ from collections.abc import Callable
 
 import torch
 
+from nestrec.embedding.flight.phases import FetchedBatch
+from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.machine import InFlight, Machine
-from nestrec.pipeline.stages import Rates
+from nestrec.pipeline.machine import Machine
 
 Ended = tuple[torch.Tensor, Ticket[None]]
 """Loss, and the last exchange of gradients."""
 
 
-def in_turn(machine: Machine, now: InFlight, rates: Rates, meanwhile: Callable[[], None]) -> Ended:
+def in_turn(machine: Machine, now: FetchedBatch[Window], meanwhile: Callable[[], None]) -> Ended:
     """Each exchange is waited for."""
     loss = machine.zero()
-    for i in range(now.num_parts):
+    for i in range(now.num_micro_batches):
         coming = machine.vectors(now, i)
         if i == 0:
             meanwhile()
         coming.wait()
         loss = loss + machine.compute(now, i)
-        going = machine.gradients(now, i, rates)
+        going = machine.gradients(now, i)
     return loss, going
 
 
-def overlapped(machine: Machine, now: InFlight, rates: Rates, meanwhile: Callable[[], None]) -> Ended:
-    """Only the first E and the last G are waited for, where an exchange of both kinds fits beside a computation."""
+def overlapped(
+    machine: Machine, now: FetchedBatch[Window], meanwhile: Callable[[], None], first: Ticket[None] | None = None
+) -> Ended:
+    """Only the first E and the last G are waited for, where an exchange of both kinds fits beside a computation.
+
+    first: the first E, where it was submitted ahead of the step.
+    """
     loss = machine.zero()
-    coming = [now.first_vectors or machine.vectors(now, 0)]
-    coming += [machine.vectors(now, 1)] if now.num_parts > 1 else []
+    coming = [first or machine.vectors(now, 0)]
+    coming += [machine.vectors(now, 1)] if now.num_micro_batches > 1 else []
     meanwhile()
-    for i in range(now.num_parts):
+    for i in range(now.num_micro_batches):
         coming[i].wait()
         loss = loss + machine.compute(now, i)
-        going = machine.gradients(now, i, rates)
-        if i + 2 < now.num_parts:
+        going = machine.gradients(now, i)
+        if i + 2 < now.num_micro_batches:
             coming.append(machine.vectors(now, i + 2))
     return loss, going

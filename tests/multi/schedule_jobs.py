@@ -1,6 +1,5 @@
 """Training jobs that ranks run under any schedule: generated key streams, two tables, a tiny dense model."""
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from broken_schedules import broken
 from torch import nn
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
@@ -51,7 +50,7 @@ class Job:
     admission: Mapping[str, Any] = field(default_factory=dict)
     """store options of the dynamic table"""
     broken: str | None = None
-    """rule to break"""
+    """rule of correctness to break"""
     bad_step: int | None = None
     """step in which the last rank asks for a key that no table has"""
     stale_steps: int = 1
@@ -177,7 +176,10 @@ class Training:
         stale_steps = self.job.stale_steps if self.schedule == "stale" else 1
         options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)
         compute = LossCompute(tiny_loss(model), self.engine.device)
-        self.pipeline = TrainingPipeline(compute, self.engine, dense_optimizer=self.dense, schedule=options)
+        self.pipeline = TrainingPipeline(
+            compute, self.engine, dense_optimizer=self.dense, schedule=options,
+            spec=broken(self.job.broken, self.schedule) if self.job.broken else None,
+        )  # fmt: skip
 
     def steps(self, first: int, last: int) -> None:
         feed = Feed(batches_of(self.job, self.topology, first))
@@ -220,8 +222,7 @@ class Training:
 
 def train(topology: Topology, schedule: str, job: Job) -> dict[str, Any]:
     """The state after the last step, and after every fence."""
-    with armed(f"pipeline.{job.broken}") if job.broken else contextlib.nullcontext():
-        return Training(regrouped(topology, job.ranks), schedule, job).run()
+    return Training(regrouped(topology, job.ranks), schedule, job).run()
 
 
 def train_until_refused(topology: Topology, schedule: str, job: Job, last: int | None = None) -> dict[str, Any]:

@@ -64,13 +64,13 @@ def test_exact_schedules_equal_serial_on_the_full_grid(pools, tmp_path, values):
 @pytest.mark.parametrize(
     ("rule", "stream", "harmless_stream", "schedules"),
     [
-        ("rule1", "distance_one", "distance_two", ["dual_buffer", "nested"]),
-        ("rule1_state", "distance_one", "distance_two", ["dual_buffer", "nested"]),
-        ("rule2", "distance_two", "distance_one", ["dual_buffer", "nested"]),
-        ("rule3", "distance_one", "distance_two", ["dual_buffer", "nested"]),
-        ("rule4", "zipf", None, WINDOWED),
-        ("rule10", "zipf", None, WINDOWED),
-        ("deferred", "distance_two", "distance_one", ["priority"]),
+        ("shared-row copy", "distance_one", "distance_two", ["dual_buffer", "nested"]),
+        ("shared-row copy of state", "distance_one", "distance_two", ["dual_buffer", "nested"]),
+        ("write-back before gather", "distance_two", "distance_one", ["dual_buffer", "nested"]),
+        ("ordered write-back", "distance_one", "distance_two", ["dual_buffer", "nested"]),
+        ("one update a step", "zipf", None, WINDOWED),
+        ("order of sums", "zipf", None, WINDOWED),
+        ("deferred gradients", "distance_two", "distance_one", ["priority"]),
     ],
 )
 def test_a_broken_rule_is_noticed_on_the_streams_that_it_is_for(rule, stream, harmless_stream, schedules):
@@ -84,7 +84,12 @@ def test_a_broken_rule_is_noticed_on_the_streams_that_it_is_for(rule, stream, ha
 @pytest.mark.parametrize(
     ("rule", "world", "window_cache"),
     # With the cache a source sends a row once, and the sum of two numbers has no order: four ranks are needed.
-    [("rule4", 2, False), ("rule4", 2, True), ("rule10", 2, False), ("rule10", 4, True)],
+    [
+        ("one update a step", 2, False),
+        ("one update a step", 2, True),
+        ("order of sums", 2, False),
+        ("order of sums", 4, True),
+    ],
 )
 def test_a_broken_order_of_sums_is_noticed_between_ranks(pools, rule, world, window_cache):
     job = Job(broken=rule, window_cache=window_cache, num_steps=12)
@@ -123,7 +128,7 @@ def test_semi_async_misses_at_most_one_update_and_only_of_shared_rows(pools, wor
 
 def test_semi_async_stops_where_a_row_would_miss_two_updates():
     with pytest.raises(AssertionError, match="miss 2 updates"):
-        train(Topology.single(), "semi_async", Job(broken="most_late", num_steps=6))
+        train(Topology.single(), "semi_async", Job(broken="one step late", num_steps=6))
 
 
 def test_semi_async_has_six_batches_in_flight():

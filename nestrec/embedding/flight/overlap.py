@@ -11,7 +11,6 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.failpoints import is_broken
 from nestrec.base.parallel import for_parts
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.working_set import WorkingSet
@@ -55,15 +54,10 @@ def overlap_of(older: WorkingSet, newer: WorkingSet) -> Overlap:
 
 def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> None:
     """Give the newer working set the rows that the older batch has updated."""
-    if is_broken("pipeline.rule1"):
-        return
     for name, table in shared.tables.items():
         if len(table.older):
             source, target = older.tables[name], newer.tables[name].fetched.rows
-            words = source.layout.num_words
-            if is_broken("pipeline.rule1_state"):
-                words = source.layout.weight.width * source.layout.weight.dtype.itemsize // 4
-            _copy_rows(source.fetched.rows[:, :words], table.older, target[:, :words], table.newer)
+            _copy_rows(source.fetched.rows, table.older, target, table.newer)
 
 
 def num_common_rows(older: Routed, newer: WorkingSet) -> int:

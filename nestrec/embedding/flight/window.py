@@ -9,11 +9,10 @@ Without the window cache each micro-batch stands alone. With it (rule 6), vector
 use them too, and gradients are summed here, in order of micro-batch, until the last use of their key.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from nestrec.base.failpoints import is_broken
 from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.working_set import WorkingSet
@@ -32,7 +31,6 @@ class Window:
         self._cache = _Cache(engine, routed) if routed.cache_rows else None
         self._rows: dict[int, Rows] = {}
         self._gradients: dict[int, Mapping[str, torch.Tensor]] = {}
-        self._late: list[tuple[int, dict[str, list[torch.Tensor]]]] = []
 
     def receive(self, part: int) -> None:
         """Collective."""
@@ -62,16 +60,7 @@ class Window:
         gradients = self._gradients.pop(part)
         used_here(gradients.values())
         received = self._engine.exchange_gradients(self.routed, gradients, part)
-        if is_broken("pipeline.rule10"):
-            self._send_in_wrong_order(part, received)
-        else:
-            self._engine.add_gradients(self.routed, self.working, received, part)
-
-    def _send_in_wrong_order(self, part: int, received: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        self._late.append((part, {name: [piece.clone() for piece in pieces] for name, pieces in received.items()}))
-        if part == len(self.routed.parts) - 1:
-            for number, late in reversed(self._late):
-                self._engine.add_gradients(self.routed, self.working, late, number)
+        self._engine.add_gradients(self.routed, self.working, received, part)
 
 
 class _Cache:

@@ -21,21 +21,24 @@ from nestrec.trace import Tracer
 class DualBuffer(Pipelined):
     """Lookup hidden, exchanges not."""
 
+    lookup_type: type[LookupAhead] = LookupAhead
+    """who looks ahead"""
+
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._lookup = LookupAhead(self._machine)
+        self._lookup = self.lookup_type(self._machine)
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine, lookup = self._machine, self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
-            loss, last_gradients = in_turn(machine, now, step.rates, lambda: lookup.look_ahead(step, feed))
+            loss, last_gradients = in_turn(machine, now, lambda: lookup.look_ahead(now, step, feed))
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)
-            lookup.hand_over(step)
+            lookup.hand_over(now)
             return machine.apply_dense(step, sums)
 
 

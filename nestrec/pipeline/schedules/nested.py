@@ -7,8 +7,13 @@ lookup                                                            write back t-1
 compute             F1    F2    ... update rows, update dense     copy shared rows to buffer t+1
 """
 
+from dataclasses import dataclass
+
 from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.flight.phases import FetchedBatch
+from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.feed import Feed
+from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.lookup_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
@@ -18,26 +23,39 @@ from nestrec.pipeline.windows import overlapped
 from nestrec.trace import Tracer
 
 
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first exchange of a batch, submitted ahead of its step."""
+
+    batch: FetchedBatch[Window]
+    vectors: Ticket[None]
+
+
 class Nested(Pipelined):
     """Lookup and exchanges hidden."""
+
+    lookup_type: type[LookupAhead] = LookupAhead
+    """who looks ahead"""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._lookup = LookupAhead(self._machine)
+        self._lookup = self.lookup_type(self._machine)
+        self._first: _First | None = None
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine, lookup = self._machine, self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
-            loss, last_gradients = overlapped(machine, now, step.rates, lambda: lookup.look_ahead(step, feed))
+            first = self._first.vectors if self._first is not None and self._first.batch is now else None
+            loss, last_gradients = overlapped(machine, now, lambda: lookup.look_ahead(now, step, feed), first)
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)
-            following = lookup.hand_over(step)
-            if following is not None:  # its rows are final, and the dense update need not be over
-                following.first_vectors = machine.vectors(following, 0)
+            following = lookup.hand_over(now)
+            # Its rows are final, and the dense update need not be over.
+            self._first = None if following is None else _First(following, machine.vectors(following, 0))
             return machine.apply_dense(step, sums)
 
 

@@ -15,10 +15,13 @@ T = TypeVar("T")
 class Pipelined:
     """A machine, and the end of it."""
 
+    machine_type: type[Machine] = Machine
+    """whose stages it arranges"""
+
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
     ) -> None:
-        self._machine = Machine(engine, compute, dense, tracer, window_cache=options.window_cache)
+        self._machine = self.machine_type(engine, compute, dense, tracer, window_cache=options.window_cache)
 
     def issue(self, collective: Callable[[], T]) -> T:
         """Run a collective of the caller's in the order of the schedule's own (rule 5), and wait for it."""

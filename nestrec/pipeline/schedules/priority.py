@@ -17,16 +17,15 @@ nothing is deferred.
 
 from dataclasses import dataclass
 
-from nestrec.base.failpoints import is_broken
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.row_buffers import RowBuffers
-from nestrec.pipeline.collision_stages import CollisionStages
+from nestrec.embedding.flight.split_window import SplitWindow
+from nestrec.pipeline.collision_stages import CollisionStages, Neighbours
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.lookup_ahead import keep_rows
-from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
@@ -38,11 +37,20 @@ _KEYS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """A batch whose exclusive rows are not updated yet."""
+    """Neighbours of which the older one's exclusive rows are not updated yet."""
 
-    batch: InFlight
+    pair: Neighbours
     rates: Rates
     shared: Overlap
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A batch with the exchanges of its vectors."""
+
+    batch: FetchedBatch[SplitWindow]
+    vectors: list[Ticket[None]]
+    """of each micro-batch"""
 
 
 class Priority(Pipelined):
@@ -55,84 +63,75 @@ class Priority(Pipelined):
         self._stages = CollisionStages(self._machine)
         self._keys, self._buffers = KeysAhead(self._machine, _KEYS_AHEAD), RowBuffers(turns=2)
         self._deferred: _Deferred | None = None
-        self._coming: dict[int, list[Ticket[None]]] = {}
+        self._begun: _Begun | None = None
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine = self._machine
         with machine.step(step):
-            now, coming = self._begin(step)
-            following = self._beside(now, step, feed)
-            defers, loss = False, machine.zero()
-            for i in range(now.num_parts):
-                coming[i].wait()
+            begun = self._begin(step)
+            now, pair = begun.batch, self.look_beside(begun.batch, step, feed)
+            deferred, loss = None, machine.zero()
+            for i, coming in enumerate(begun.vectors):
+                coming.wait()
                 loss = loss + machine.compute(now, i)
                 if i == 0:  # the keys of the next batch had until here to arrive
-                    following = None if following is None or following.is_refused() else following
-                    defers = following is not None and not now.routed.wait().averaged
-                going = self._stages.gradients(now, i, "shared") if defers else machine.gradients(now, i, step.rates)
+                    pair = None if pair is None or pair.newer.keys.is_refused() else pair
+                    deferred = None if now.keys.routed.wait().averaged else pair
+                going = machine.gradients(now, i) if deferred is None else self._stages.gradients(deferred, i, "shared")
             sums = machine.reduce_dense(step, loss)
             going.wait()
-            if defers:
-                self._stages.update_shared(now, step.rates)
-            else:
+            if deferred is None:
                 machine.update_rows(now, step.rates)
-            self._hand_over(now, following, step, defers=defers)
+            else:
+                self._stages.update_shared(deferred, step.rates)
+            self._hand_over(now, pair, step, defers=deferred is not None)
             return machine.apply_dense(step, sums)
 
-    def _begin(self, step: Step) -> tuple[InFlight, list[Ticket[None]]]:
-        """The batch of this step and the exchanges of its vectors, all of them now where none was begun before."""
-        now = self._keys.begun(step.number, step.batch)
-        coming = self._coming.pop(step.number, None)
-        if coming is None or now.rows is None:
-            self._machine.fetch(now, self._buffers)
-            self._stages.window(now)
-            coming = [self._machine.vectors(now, i) for i in range(now.num_parts)]
-        self._machine.keep(now)
-        return now, coming
-
-    def _beside(self, now: InFlight, step: Step, feed: Feed) -> InFlight | None:
-        """Submit what may run beside this step; the next batch, where its rows are being read."""
-        if is_broken("pipeline.deferred") and self._deferred is not None:
-            keep_rows(self._deferred.batch)
-            following = self._read_ahead(now, step, feed)
-            self._finish_deferred()
-            return following
+    def look_beside(self, now: FetchedBatch[SplitWindow], step: Step, feed: Feed) -> Neighbours | None:
+        """Submit what may run beside this step; this batch and the next, where the rows of that are being read."""
         self._finish_deferred()
         return self._read_ahead(now, step, feed)
+
+    def _begin(self, step: Step) -> _Begun:
+        """The batch of this step and the exchanges of its vectors, all of them now where none was begun before."""
+        keys = self._keys.begun(step.number, step.batch)
+        begun, self._begun = self._begun, None
+        if begun is None or begun.batch.keys is not keys:
+            batch = self._machine.fetch_for(SplitWindow, keys, self._buffers)
+            begun = _Begun(batch, [self._machine.vectors(batch, i) for i in range(batch.num_micro_batches)])
+        self._machine.keep(begun.batch)
+        return begun
 
     def _finish_deferred(self) -> None:
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            self._stages.finish(deferred.batch, deferred.rates, deferred.shared)
+            self._stages.finish(deferred.pair, deferred.rates, deferred.shared)
 
-    def _read_ahead(self, now: InFlight, step: Step, feed: Feed) -> InFlight | None:
+    def _read_ahead(self, now: FetchedBatch[SplitWindow], step: Step, feed: Feed) -> Neighbours | None:
         """Rows of the next batch from the store, and the exclusive ones to those who use them."""
         self._keys.look_ahead(step, feed)
-        following = self._keys.get(step.number + 1)
-        if following is None or step.is_fence:  # a fetch creates rows, so none may pass a fence
+        keys = self._keys.get(step.number + 1)
+        if keys is None or step.is_fence:  # a fetch creates rows, so none may pass a fence
             return None
-        self._machine.fetch(following, self._buffers)
-        self._machine.find_shared(now, following)
-        found = self._stages.find(now, following)
-        for i in range(following.num_parts):
-            self._stages.vectors(following, i, "exclusive", found)
-        return following
+        following = self._machine.find_shared(now, self._machine.fetch_for(SplitWindow, keys, self._buffers))
+        pair = self._stages.find(now, following)
+        for i in range(keys.num_micro_batches):
+            self._stages.vectors(pair, i, "exclusive")
+        return pair
 
-    def _hand_over(self, now: InFlight, following: InFlight | None, step: Step, *, defers: bool) -> None:
+    def _hand_over(self, now: FetchedBatch[SplitWindow], pair: Neighbours | None, step: Step, *, defers: bool) -> None:
         """After the update: shared rows to the next batch, and on their way to those who use them."""
         self._keys.pop(step.number)
-        if following is None:
+        if pair is None:
             self._machine.write_back(now, None)
             return
-        shared, found = self._machine.copy_shared(now, following), now.collisions
-        assert found is not None
+        shared, newer = self._machine.copy_shared(now, pair.following), pair.newer
         if defers:
-            self._deferred = _Deferred(now, step.rates, shared)
+            self._deferred = _Deferred(pair, step.rates, shared)
         else:
             self._machine.write_back(now, shared)
-        self._coming[following.number] = [
-            self._stages.vectors(following, i, "shared", found) for i in range(following.num_parts)
-        ]
+        vectors = [self._stages.vectors(pair, i, "shared") for i in range(newer.num_micro_batches)]
+        self._begun = _Begun(newer, vectors)
 
 
 PRIORITY = ScheduleSpec(name="priority", build=Priority, is_exact=True, splits=False, rows_outlive_step=True)

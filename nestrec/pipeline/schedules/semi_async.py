@@ -17,12 +17,12 @@ run that was resumed there is the run that was not interrupted. A stop between f
 
 from dataclasses import dataclass
 
-from nestrec.base.failpoints import is_broken
 from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.flight.phases import FetchedBatch, RoutedBatch
+from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
@@ -38,8 +38,17 @@ _MOST_LATE = 1
 class _Deferred:
     """A batch whose gradients have not left yet."""
 
-    batch: InFlight
+    batch: FetchedBatch[Window]
     rates: Rates
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A batch whose rows were read, and are on their way to those who use them."""
+
+    batch: FetchedBatch[Window]
+    vectors: list[Ticket[None]]
+    """of each micro-batch"""
 
 
 class SemiAsync(Pipelined):
@@ -51,43 +60,46 @@ class SemiAsync(Pipelined):
         super().__init__(engine, compute, dense, tracer, options)
         self._keys = KeysAhead(self._machine, _KEYS_AHEAD)
         self._deferred: _Deferred | None = None
-        self._coming: dict[int, list[Ticket[None]]] = {}
+        self._following: _Read | None = None
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine = self._machine
         with machine.step(step):
-            now = self._keys.begun(step.number, step.batch)
-            coming = self._coming.pop(step.number, None) or self._read(now)
+            keys = self._keys.begun(step.number, step.batch)
+            read, self._following = self._following, None
+            if read is None or read.batch.keys is not keys:
+                read = self._read(keys)
             self._send_deferred()
             self._keys.look_ahead(step, feed)
             following = self._keys.get(step.number + 1)
             if following is not None and not step.reads_end:
-                self._coming[following.number] = self._read(following)
+                self._following = self._read(following)
             loss = machine.zero()
-            for i in range(now.num_parts):
-                coming[i].wait()
-                loss = loss + machine.compute(now, i)
+            for i, coming in enumerate(read.vectors):
+                coming.wait()
+                loss = loss + machine.compute(read.batch, i)
             sums = machine.reduce_dense(step, loss)
-            self._deferred = _Deferred(self._keys.pop(step.number), step.rates)
+            self._keys.pop(step.number)
+            self._deferred = _Deferred(read.batch, step.rates)
             if step.is_fence:
                 self._send_deferred()
             return machine.apply_dense(step, sums)
 
-    def _read(self, flying: InFlight) -> list[Ticket[None]]:
+    def _read(self, keys: RoutedBatch) -> _Read:
         """Rows of a batch as the store holds them now, on their way to those who use them."""
-        before = [self._keys.get(flying.number - 1), None if self._deferred is None else self._deferred.batch]
-        self._machine.read_late(flying, [batch for batch in before if batch is not None], most_late=_MOST_LATE)
-        return [self._machine.vectors_ahead(flying, i) for i in range(flying.num_parts)]
+        before = [self._keys.get(keys.number - 1), None if self._deferred is None else self._deferred.batch.keys]
+        earlier = [batch for batch in before if batch is not None]
+        batch = self._machine.read_late(keys, earlier, most_late=_MOST_LATE)
+        return _Read(batch, [self._machine.vectors_ahead(batch, i) for i in range(keys.num_micro_batches)])
 
     def _send_deferred(self) -> None:
         """Gradients of the batch before go, and its rows are updated."""
-        if self._deferred is None or is_broken("pipeline.most_late"):
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
             return
-        batch, rates = self._deferred.batch, self._deferred.rates
-        self._deferred = None
-        for i in range(batch.num_parts):
-            gone = self._machine.gradients(batch, i, rates)
-        self._machine.update_in_store(batch, rates, gone)
+        for i in range(deferred.batch.num_micro_batches):
+            gone = self._machine.gradients(deferred.batch, i)
+        self._machine.update_in_store(deferred.batch, deferred.rates, gone)
 
 
 SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsync, is_exact=False, splits=False)

@@ -11,9 +11,10 @@ compute          F1 F2 ... update dense
 
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.flight.phases import FetchedBatch
+from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.keys_ahead import KeysAhead
-from nestrec.pipeline.machine import InFlight
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
@@ -31,18 +32,19 @@ class Stale(Pipelined):
         super().__init__(engine, compute, dense, tracer, options)
         self._ahead = options.stale_steps
         self._keys = KeysAhead(self._machine, self._ahead + 1)
+        self._read: dict[int, FetchedBatch[Window]] = {}
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine = self._machine
         with machine.step(step):
-            now = self._read(step.number, step.batch)
-            loss, last_gradients = in_turn(machine, now, step.rates, lambda: self._look_ahead(step, feed))
+            now = self._rows_of(step.number, step.batch)
+            loss, last_gradients = in_turn(machine, now, lambda: self._look_ahead(step, feed))
             sums = machine.reduce_dense(step, loss)
             machine.update_in_store(now, step.rates, last_gradients)
             self._keys.pop(step.number)
+            del self._read[step.number]
             if step.reads_end:  # a run that is resumed here reads all rows anew, and so does one that goes on
-                for later in self._keys.in_flight():
-                    later.rows = None
+                self._read.clear()
             return machine.apply_dense(step, sums)
 
     def _look_ahead(self, step: Step, feed: Feed) -> None:
@@ -51,14 +53,14 @@ class Stale(Pipelined):
         for ahead in range(1, self._ahead + 1):
             batch = feed.peek(ahead)
             if batch is not None:
-                self._read(step.number + ahead, batch)
+                self._rows_of(step.number + ahead, batch)
 
-    def _read(self, number: int, batch: Batch) -> InFlight:
+    def _rows_of(self, number: int, batch: Batch) -> FetchedBatch[Window]:
         """The batch with its rows, read now unless they were before."""
-        flying = self._keys.begun(number, batch)
-        if flying.rows is None:
-            self._machine.read_ahead(flying)
-        return flying
+        keys, read = self._keys.begun(number, batch), self._read.get(number)
+        if read is None or read.keys is not keys:
+            read = self._read[number] = self._machine.read_ahead(keys)
+        return read
 
 
 STALE = ScheduleSpec(name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",))
