@@ -157,6 +157,10 @@ class TrainingPipeline:
         self.schedule.close()
         self.engine.close()
 
+    def abandon(self, error: BaseException) -> None:
+        """Training has failed: end the threads without finishing what was begun."""
+        self.schedule.abandon(error)
+
     def _dense_of(
         self, model: nn.Module | Compute, optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None,
         table_rate: float | None,
@@ -179,7 +183,7 @@ class TrainingPipeline:
         try:
             loss = self.advance(step, feed).loss
         except BaseException as error:
-            self.schedule.abandon(error)
+            self.abandon(error)
             raise
         self._is_whole = is_fence
         return loss

@@ -101,7 +101,7 @@ class Trainer:
         try:
             yield feed
         except BaseException as error:
-            self.pipeline.schedule.abandon(error)
+            self.pipeline.abandon(error)
             raise
         finally:
             feed.close()
