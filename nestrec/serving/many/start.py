@@ -32,6 +32,9 @@ def serve_many(
     log_without_waiting()
     allow_open_files(cfg.limits.max_connections)
     if cfg.front == "ray":
+        if cfg.health_port is not None:
+            remedy = "ask Ray Serve's own health routes, or use --front gateway"
+            raise UserError("is not offered before Ray", field="health_port", value=cfg.health_port, remedy=remedy)
         from nestrec.serving.many.ray_front import serve_on_ray
 
         serve_on_ray(folders, cfg, signals, announce)
