@@ -42,6 +42,8 @@ Items = Sequence[str | int]
 History = Items | Mapping[str, Any]
 """ids of a user's items, oldest first, or a mapping with the fields of the server's requests"""
 _FIELDS = ("items", "times_ms", "actions", "features", "user_features", "now_ms")
+_LAST = np.finfo(np.float32).min
+"""score of candidates that the model does not know, as the server places them"""
 _BATCH_TOKENS = 16_384
 """tokens that are computed at once"""
 
@@ -152,8 +154,6 @@ class Recommender:
         self, histories: Sequence[History], candidates: Sequence[Items], *, context: Mapping[str, Any] | None = None
     ) -> list[Ranking]:
         """Scores for each of many histories and its own list of candidates, computed together."""
-        from nestrec.serving.api.endpoints.rank import LAST
-
         if len(candidates) != len(histories):
             raise UserError(f"must be lists for each of {len(histories)} histories", field="candidates",
                             value=len(candidates), remedy="give as many lists as histories")  # fmt: skip
@@ -169,7 +169,7 @@ class Recommender:
         for request, one, found in zip(requests, asked, self._computed(asked), strict=True):
             is_known = found.items > 0
             keys, unknown = [str(key) for key in request.candidates], np.flatnonzero(~is_known).tolist()
-            scores = np.where(is_known[:, None], found.scores, np.float32(LAST))
+            scores = np.where(is_known[:, None], found.scores, _LAST)
             answers.append(Ranking(tuple(keys), self._columns(scores), (*one.unknown, *(keys[i] for i in unknown))))
         return answers
 

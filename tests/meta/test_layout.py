@@ -84,3 +84,11 @@ def test_test_files_have_names_of_their_own():
     """pytest imports test files by their bare names, and two of one name collide."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
+def test_what_python_users_call_needs_no_server():
+    """The extra packages of `nestrec serve` need not be there to train, load and recommend."""
+    extras = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
+    code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
+    code += "import nestrec, nestrec.serving.api.reading, nestrec.serving.api.notes; nestrec.load, nestrec.train"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -21,6 +21,7 @@ from nestrec.serving.api.http import (
     Send,
     as_json,
     check_head,
+    parse_json,
     problem,
     retry_after,
     unless_disconnected,
@@ -28,7 +29,7 @@ from nestrec.serving.api.http import (
 from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_json, parse_user
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.api.shapes import reader
 from nestrec.serving.client import Sender, client_of, current_sender
 from nestrec.serving.engine.work import OverloadedError, RefusedError

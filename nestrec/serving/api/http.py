@@ -47,6 +47,16 @@ class Answered:
         await send({"type": "http.response.body", "body": self.body})
 
 
+def parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError("the body is not valid JSON") from error
+    if not isinstance(data, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return data
+
+
 def as_json(value: Any, status: int = 200, *headers: Header) -> Answered:
     return Answered(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), JSON, *headers)
 

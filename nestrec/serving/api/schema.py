@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import orjson
-
 from nestrec.base.bounds import Count, Positive
 from nestrec.base.config import config
 
@@ -51,16 +49,6 @@ class BadRequestError(Exception):
     def __init__(self, message: str, field: str = "", status: int = 400):
         super().__init__(message)
         self.message, self.field, self.status = message, field, status
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError("the body is not valid JSON") from error
-    if not isinstance(data, dict):
-        raise BadRequestError("the body must be a JSON object")
-    return data
 
 
 def parse_user(value: Any, limits: LimitsConfig) -> str:
