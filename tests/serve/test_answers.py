@@ -392,4 +392,6 @@ def test_an_item_that_only_retrieval_knows_comes_last(fronts):
     assert (unknown["field"], unknown["done"], len(unknown["ids"])) == ("items", "placed_last", 10)
     dropped = answered(app, "/v1/recommend", {**BODY, "allow": allow, "k": 21, "unknown": "drop"})
     assert dropped["items"] == answer["items"][:11]
+    refusing = {**BODY, "allow": allow, "k": 21, "unknown": "refuse"}
+    assert answered(app, "/v1/recommend", refusing)["items"] == answer["items"], "the request names no unknown id"
     service.close()
