@@ -17,6 +17,15 @@ def check_folder(path: Path, field: str) -> None:
                         remedy="name another folder, or change its permissions")  # fmt: skip
 
 
+def check_file(path: Path | None) -> Path | None:
+    """The path of a file that can be written, for an option of a command: asked before the work, not after it."""
+    if path is not None:
+        check_folder(path.parent, "file")
+        if path.is_dir():
+            raise UserError("is a folder", field="file", value=str(path), remedy="name a file")
+    return path
+
+
 def _is_there(path: Path) -> bool:
     """Also where a link leads nowhere; not where the path runs through a file."""
     return os.path.lexists(path)

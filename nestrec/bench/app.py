@@ -16,6 +16,7 @@ import typer
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.base.paths import check_file
 from nestrec.bench.benches import BENCHES
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ app = typer.Typer(
     "benchmark takes as options.",
     no_args_is_help=True,
 )
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Also write the rows into this result file.", callback=check_file)
+]
 PageFile = Annotated[Path | None, typer.Option(help="Also write the bench's page, where it has one.")]
 
 

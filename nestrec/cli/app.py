@@ -15,7 +15,7 @@ from nestrec.base import exit_codes
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_you_mean
 from nestrec.base.memory import ask_for_huge_pages
 from nestrec.base.overrides import PASSED_ON, parse_overrides
-from nestrec.base.paths import check_folder
+from nestrec.base.paths import check_file, check_folder
 from nestrec.bench.app import app as bench_app
 from nestrec.cli.help import with_plain_flags
 from nestrec.cli.said_once import say_once
@@ -112,8 +112,12 @@ def plan(
     profile: Annotated[Path | None, typer.Option(help="What `nestrec bench calibrate --json` wrote.")] = None,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 3,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the others lost.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the plans into this result file.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Also write a page with scaling curves and a timeline.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Also write the plans into this result file.", callback=check_file)
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Also write a page with scaling curves and a timeline.", callback=check_file)
+    ] = None,
 ) -> None:
     """Search for the quickest way to run a recipe on a cluster that you may not have yet.
 
@@ -314,7 +318,9 @@ def _say_where(url: str) -> None:
 def replay(
     context: typer.Context,
     url: Annotated[str, typer.Argument(help="A running server, such as http://127.0.0.1:8000.")],
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows into this result file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows into this result file.", callback=check_file)
+    ] = None,
 ) -> None:
     """Put open-loop load on a server: latency counts from the intended moment, so stalls are not hidden.
 

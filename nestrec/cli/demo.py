@@ -23,6 +23,7 @@ import typer
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
+from nestrec.base.paths import check_folder
 from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.data import schema
 from nestrec.data.dataset import Dataset
@@ -43,6 +44,7 @@ _START_TIMEOUT_S = 60.0
 
 def run_demo(output: Path, overrides: Mapping[str, str]) -> None:
     """Train, compare, serve; ends with the path of the report."""
+    check_folder(output, "--output")
     options = {"pipeline.schedule": "nested", "batch.micro_batches": "2", **overrides}
     _say(1, f"train HSTU on {NUM_RANKS} ranks, schedule `nested`, tables sharded over them")
     _train(output, options)

@@ -70,8 +70,12 @@ def _plans(plan: Plan) -> Markup:
 
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Markup:
     heads = element("tr", [element("th", name.replace("_", " ")) for name in columns])
-    lines = [element("tr", [element("td", _shown(row[name])) for name in columns]) for row in rows]
+    lines = [element("tr", [_cell(row[name]) for name in columns]) for row in rows]
     return element("div", element("table", heads, lines, class_="results plans"), class_="wide")
+
+
+def _cell(value: Any) -> Markup:
+    return element("td", _shown(value), class_="word" if isinstance(value, str) else None)
 
 
 def _shown(value: Any) -> str:

@@ -61,6 +61,9 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 .results tbody tr { border-top: 1px solid var(--rule) }
 .results tbody th { font-weight: inherit }
 .results td small { display: block; color: var(--soft); font-size: .74rem; font-weight: 400 }
+.results td.word { text-align: left }
+.plans th { text-align: left }
+.wide + h3 { margin-top: 20px }
 .model { font-weight: 650 }
 .numbers { width: 100%; max-width: 480px; font-size: .88rem }
 .numbers td { padding: 2px 0; vertical-align: top }

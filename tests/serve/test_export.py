@@ -139,6 +139,12 @@ def test_every_changed_folder_is_refused(retrieval, tmp_path):
                 Servable.load(copy)
 
 
+def test_an_export_that_runs_through_a_file_is_refused_by_name(retrieval, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        export_run(retrieval.run, tmp_path / "file" / "model")
+
+
 def test_an_export_never_overwrites(retrieval, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export_run(retrieval.run, retrieval.folder)

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from nestrec.base.errors import UserError
+from nestrec.base.paths import check_file
 
 
 def hardware() -> dict[str, Any]:
@@ -84,6 +85,7 @@ def join_frames(frames: Sequence[Mapping[str, Any]], *, bench: str, command: str
 
 def save_frame(path: Path, frame: Mapping[str, Any]) -> None:
     """Write a result file; it appears whole."""
+    check_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
     temporary.write_text(json.dumps(frame, indent=2) + "\n")

@@ -18,6 +18,7 @@ import torch
 
 from nestrec.base.config import config, dumps
 from nestrec.base.errors import DataError, UserError
+from nestrec.base.paths import check_folder
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
 from nestrec.data.samples.ranking import item_column
@@ -61,6 +62,7 @@ def export_run(
 ) -> ServableManifest:
     """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out."""
     check_served(RunFolder(run).config().task)
+    check_folder(output.parent, "OUT")
     output.parent.mkdir(parents=True, exist_ok=True)
     return write_servable(_with_defaults(servable_of_run(run, output.parent, best=best), defaults), output)
 

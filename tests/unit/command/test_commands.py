@@ -225,6 +225,9 @@ def test_an_output_that_runs_through_a_file_is_refused_by_name(tmp_path: Path, i
     assert refusal("train", "demo", "--output", path).field == "--output"
     through = f"{path}/data"
     assert " file" in refusal("prepare", "synthetic", "tiny", through, "--num_users", "5").problem
+    assert " file" in refusal("demo", "--output", f"{path}/x").problem
+    assert " file" in refusal("bench", "evaluations", "run", "--json", f"{path}/x.json").problem
+    assert " file" in refusal("plan", "demo", "--cluster", "cpu-hosts", "--page", f"{path}/x.html").problem
     with pytest.raises(UserError, match=r"is a file|runs through the file"):
         generate(preset("tiny", num_users=5), Path(through))
 

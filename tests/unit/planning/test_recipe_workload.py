@@ -1,12 +1,14 @@
 """A recipe's workload is counted from its own data; the commands print plans and refuse what does not fit."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from nestrec.cli.app import app
+from nestrec.pipeline import SCHEDULES
 from nestrec.planning.cluster import load_cluster
 from nestrec.planning.plan import make_plan
 from nestrec.planning.recipe_workload import workload_of
@@ -74,6 +76,9 @@ def test_the_page_holds_curves_and_a_timeline(data):
     for part in ("Scaling", "Timeline of one rank", "Efficiency", "nested", "communication", "Why others lost"):
         assert part in page
     assert "rank -1" not in page
+    assert page.count('<table class="results plans">') == page.count('<div class="wide">') == 2, "cells are not broken"
+    curves = re.findall(r'<span><i class="swatch (b\d+)"></i>(\w+)</span>', page[page.index("Efficiency") :])
+    assert len({colour for colour, name in curves if name in SCHEDULES}) == len(SCHEDULES)
 
 
 def test_the_report_of_a_run_shows_what_a_cluster_would_do(data, tmp_path):
