@@ -25,6 +25,9 @@ class BatchConfig:
     """samples of a global batch; give this or batch_tokens"""
     batch_tokens: Count | None = None
     """tokens of a global batch"""
+    shuffle_block: Count | None = None
+    """samples of a block: blocks of consecutive samples are shuffled, then the samples inside each, so that few of a
+    large dataset's parts are read at a time; none shuffles all samples"""
     micro_batches: Count | Literal["auto"] = 1
     """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times"""
     workers: Count = 2
@@ -120,7 +123,6 @@ class Batches:
         seed: int,
         rank: int = 0,
         world: int = 1,
-        block_size: int | None = None,
         dealer: Dealer | None = None,
         cluster: Cluster | None = None,
         num_parts_at: Callable[[Position], int] | None = None,
@@ -136,7 +138,7 @@ class Batches:
         self._dealer = dealer or Dealer(rank, world)
         self.order = GlobalBatches(
             assembler.tokens, seed=seed, batch_samples=cfg.batch_samples, batch_tokens=cfg.batch_tokens,
-            block_size=block_size,
+            block_size=cfg.shuffle_block,
         )  # fmt: skip
 
     def build(self, position: Position) -> Batch:

@@ -15,7 +15,9 @@ from nestrec.base.errors import UserError
 from nestrec.data.card import CARD_FILE, Card
 from nestrec.training.config import RunConfig
 
-_FIXED = ("task.", "batch.batch_samples", "batch.batch_tokens", "training.seed", "training.dtype")
+_FIXED = (
+    "task.", "batch.batch_samples", "batch.batch_tokens", "batch.shuffle_block", "training.seed", "training.dtype",
+)  # fmt: skip
 _FREE_IN_TASK = (
     "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_windows", "batch_rows",
     "store.kind", "store.cache_rows", "store.folder", "store.num_threads",

@@ -224,6 +224,7 @@ class Trainer:
         self._meter.flush()  # the loss of this very step; spans are taken when the device is done, so it is there
         epoch, loss = self.state.position.epoch, self._meter.loss
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
+        values["tables"] = self.session.engine.store_statistics()  # of this rank's shards
         values |= self.pipeline.issue(lambda: self.balancing.report(spans, self.state.step))
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)

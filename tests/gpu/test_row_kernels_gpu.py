@@ -6,7 +6,6 @@ import torch
 from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.ops.rows.dedup_keys import dedup_keys, dedup_keys_reference
 from nestrec.ops.rows.gather import gather_rows, take_rows
-from nestrec.ops.rows.learn import learn_rows, learn_rows_reference
 from nestrec.ops.rows.move import move_rows, move_rows_reference
 from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
 from nestrec.ops.rows.update import KINDS, RowRule, update_rows, update_rows_reference
@@ -104,32 +103,6 @@ def test_keys_are_deduplicated_as_defined(num_keys, num_positions, dtype):
     assert torch.equal(found.order_P, expected.order_P)
     assert torch.equal(found.rows_P, expected.rows_P)
     assert torch.equal(found.keys_P[found.inverse().long()], keys)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
-@pytest.mark.parametrize(("num_positions", "dim"), [(1200, 8), (700, 37)])
-def test_learning_is_deduplicate_sum_and_update(num_positions, dim, kind):
-    torch.manual_seed(dim)
-    rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
-    columns = columns_of(kind, 90, dim, torch.float32)
-    expected = [column.clone() for column in columns]
-    keys, grad = lookups(90, num_positions), torch.randn(num_positions, dim, device=DEVICE)
-    learn_rows(columns[0], columns[1:], keys, grad, rule)
-    learn_rows_reference(expected[0], expected[1:], keys, grad, rule)
-    for found, column in zip(columns, expected, strict=True):
-        assert torch.equal(found, column)
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter runs programs one after the other")
-def test_learning_twenty_times_gives_the_same_bits():
-    keys, grad = lookups(50_000, 1_000_000), torch.randn(1_000_000, 128, device=DEVICE)
-    start = torch.randn(50_000, 128, device=DEVICE)
-    results = []
-    for _ in range(20):
-        weight, state = start.clone(), torch.zeros(50_000, 1, device=DEVICE)
-        learn_rows(weight, [state], keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.1, eps=1e-8))
-        results.append(torch.cat([weight, state], 1))
-    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_the_gradient_of_a_plain_sum_is_summed_too():

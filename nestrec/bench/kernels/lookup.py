@@ -28,7 +28,6 @@ from nestrec.embedding.layout import layout_of
 from nestrec.embedding.table import DTYPES, TableConfig
 from nestrec.ops.rows.dedup_keys import dedup_keys
 from nestrec.ops.rows.gather import take_rows
-from nestrec.ops.rows.learn import learn_rows
 from nestrec.ops.rows.move import move_rows
 from nestrec.ops.rows.sum import sum_by_index
 from nestrec.ops.rows.update import RowRule, update_rows
@@ -175,12 +174,19 @@ def _learning(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Te
     """Deduplicate, sum, update."""
     plain, grad = tables.plain, tables.grad[: len(keys[0])]
     num_bytes = grad.numel() * 4 + 2 * tables.row_bytes * len(distinct[0])
-    ours = _rotate(keys, lambda k: learn_rows(plain.weight, [plain.state[:, None]], k, grad, tables.rule))
+    ours = _rotate(keys, lambda k: learn(plain.weight, plain.state[:, None], k, grad, tables.rule))
     inverse = torch.unique(keys[0], return_inverse=True)[1]
     repeats = {"identical_repeats": _identical_repeats(inverse, len(distinct[0]), grad)}
     yield _Operation("learn", "nestrec", num_bytes, ours, also=repeats)
     for name, path in PATHS.items():
         yield _Operation("learn", f"torch {name}", num_bytes, _rotate(keys, partial(_train, path, plain, grad)))
+
+
+def learn(weight: torch.Tensor, state: torch.Tensor, keys: torch.Tensor, grad: torch.Tensor, rule: RowRule) -> None:
+    """Deduplicate, sum, update, by the operators that training runs."""
+    found = dedup_keys(keys.to(torch.int32))
+    count = int(found.count)
+    update_rows(weight, [state], sum_by_index(grad, found.inverse(), count), rule, found.keys_P[:count])
 
 
 def _train(path: Callable[..., None], table: TorchTable, grad: torch.Tensor, keys: torch.Tensor) -> None:
@@ -235,7 +241,7 @@ def _identical_repeats(keys: torch.Tensor, num_rows: int, grad: torch.Tensor) ->
     first, same = None, 0
     for _ in range(_REPEATS):
         weight, state = grad.new_ones(num_rows, grad.shape[1]), grad.new_zeros(num_rows, 1)
-        learn_rows(weight, [state], keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
+        learn(weight, state, keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
         first = weight if first is None else first
         same += int(torch.equal(weight, first))
     return same

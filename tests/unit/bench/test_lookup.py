@@ -1,8 +1,7 @@
 import torch
 
-from nestrec.bench.kernels.lookup import LookupBench, measure_lookup
+from nestrec.bench.kernels.lookup import LookupBench, learn, measure_lookup
 from nestrec.bench.kernels.torch_rows import PATHS, TorchTable
-from nestrec.ops.rows.learn import learn_rows
 from nestrec.ops.rows.update import RowRule
 
 
@@ -21,7 +20,7 @@ def test_every_way_of_plain_torch_trains_the_same_rows():
     torch.manual_seed(0)
     keys, grad, weight = torch.randint(0, 30, (200,)), torch.randn(200, 8), torch.randn(40, 8)
     expected, state = weight.clone(), torch.zeros(40, 1)
-    learn_rows(expected, [state], keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
+    learn(expected, state, keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
     for path in PATHS.values():
         table = TorchTable(weight.clone(), torch.zeros(40))
         path(table, keys, grad)

@@ -4,15 +4,12 @@ import dataclasses
 import random
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from nestrec.base.errors import NonFiniteError, UserError
+from nestrec.base.errors import NonFiniteError
 from nestrec.base.random import mix64
 from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
-from nestrec.checkpoint.export import export_parquet, export_safetensors
 from nestrec.testing.contents import make_content, make_rows, table_values, values_of
 from nestrec.testing.thread_ranks import run_ranks
 
@@ -268,42 +265,6 @@ def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
     checkpoints.close()
     assert bases == [None, 0, 1, 2, 3]
     assert _rows(Checkpoints(tmp_path).restore_latest()) == model.rows
-
-
-def _restored(folder: Path, chunks: list[Chunk]) -> Restored:
-    Checkpoints(folder).save(1, Content(tables={"items": chunks, "empty": []}))
-    restored = Checkpoints(folder).restore_latest()
-    assert restored is not None
-    return restored
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_table_is_exported_to_parquet(tmp_path: Path, dtype: torch.dtype) -> None:
-    rows = make_rows([5, 3, -7], 0.5)
-    rows = {**rows, "weight": rows["weight"].to(dtype)}
-    assert export_parquet(_restored(tmp_path, [rows, rows]), "items", tmp_path / "t.parquet") == 6
-    table = pq.read_table(tmp_path / "t.parquet")
-    assert table.column_names == ["keys", "weight"]
-    assert table.num_rows == 6
-    assert table["keys"].to_pylist()[:3] == [5, 3, -7]
-    assert table["weight"].to_pylist()[0] == [5.5] * 4
-
-
-def test_a_table_is_exported_to_safetensors_in_key_order(tmp_path: Path) -> None:
-    restored = _restored(tmp_path, [make_rows([5, 3], 0), make_rows([-7], 1)])
-    assert export_safetensors(restored, "items", tmp_path / "t.safetensors", with_state=True) == 3
-    loaded = load_file(tmp_path / "t.safetensors")
-    assert loaded["keys"].tolist() == [-7, 3, 5]
-    assert loaded["weight"][:, 0].tolist() == [-6, 3, 5]
-    assert loaded["state_sum"].tolist() == [-12, 6, 10]
-
-
-def test_exports_of_unknown_and_empty_tables_are_user_errors(tmp_path: Path) -> None:
-    restored = _restored(tmp_path, [])
-    with pytest.raises(UserError, match="no such table"):
-        export_parquet(restored, "item", tmp_path / "x")
-    with pytest.raises(UserError, match="no rows"):
-        export_safetensors(restored, "empty", tmp_path / "x")
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -113,3 +113,14 @@ def test_an_error_of_a_worker_reaches_the_loop():
 
 def test_a_token_batch_takes_what_just_fits():
     assert cuts_by_tokens(np.array([3, 3, 4, 2, 7, 1]), 6).tolist() == [0, 2, 4, 5, 6]
+
+
+def test_the_block_of_the_shuffle_is_an_option_of_batches():
+    def spread(block):
+        first = batches_of(np.ones(100, dtype=np.int64), batch_samples=10, shuffle_block=block).order.samples(
+            Position()
+        )
+        return int(np.ptp(first))
+
+    assert spread(10) == 9
+    assert spread(None) > 50

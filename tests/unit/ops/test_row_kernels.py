@@ -5,9 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.learn import learn_rows
 from nestrec.ops.rows.move import move_rows
-from nestrec.ops.rows.update import KINDS, RowRule, update_rows_reference
 
 
 def test_rows_without_a_place_are_not_moved():
@@ -26,7 +24,6 @@ def test_the_operators_know_the_shapes_of_their_results():
         assert [found.shape[0] for found in ops.dedup_keys(index)] == [9, 10, 9, 9, 1]
         assert ops.move_rows(rows.view(torch.int32), rows.view(torch.int32), None, None) is None
         assert ops.update_rows(rows, [], rows, None, "sgd", [0.1] * 5) is None
-        assert ops.learn_rows(rows, [], index, torch.empty(9, 8), "sgd", [0.1] * 5) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -38,21 +35,3 @@ def test_a_gather_is_compiled_in_one_piece():
     found, rows.grad = rows.grad, None
     gather_rows(rows, index).square().sum().backward()
     torch.testing.assert_close(found, rows.grad, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_learning_on_a_cpu_is_deduplicate_sum_and_update(kind):
-    torch.manual_seed(0)
-    widths = {"adagrad": [4], "rowwise_adagrad": [1], "adam": [4, 4], "rowwise_adam": [4, 1]}.get(kind, [])
-    columns = [torch.randn(9, 4), *(torch.rand(9, width) for width in widths)]
-    keys, grad = torch.randint(0, 8, (30,)), torch.randn(30, 4)
-    expected = [column.clone() for column in columns]
-    rule = RowRule(kind=kind, learning_rate=0.1, eps=1e-6, decay1=0.1, decay2=0.001)
-    learn_rows(columns[0], columns[1:], keys, grad, rule)
-    for key in range(8):
-        row = [column[key : key + 1] for column in expected]
-        total = torch.zeros(1, 4)
-        for position in torch.nonzero(keys == key)[:, 0]:
-            total += grad[position]
-        update_rows_reference(row[0], row[1:], total, rule)
-    assert all(torch.equal(found, column) for found, column in zip(columns, expected, strict=True))
