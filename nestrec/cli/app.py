@@ -330,9 +330,9 @@ def replay(
     """
     from nestrec.base.config import with_overrides
     from nestrec.bench.harness.frame import write_frame
-    from nestrec.bench.serving.replay import ReplayConfig
-    from nestrec.bench.serving.replay import replay as run_replay
     from nestrec.report import print_rows, progress_for
+    from nestrec.serving.load.replay import ReplayConfig
+    from nestrec.serving.load.replay import replay as run_replay
 
     cfg = with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",)))
     with progress_for(f"replay {url}"):

@@ -24,10 +24,10 @@ import typer
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.paths import check_folder
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.data import schema
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
+from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.report import progress_for, write_report
 from nestrec.report.sections.two_schedules import two_schedules
 from nestrec.trace import load_spans

@@ -15,7 +15,7 @@ CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
     "export": "nestrec.serving.model.export:ExportConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
-    "replay": "nestrec.bench.serving.replay:ReplayConfig",
+    "replay": "nestrec.serving.load.replay:ReplayConfig",
 }
 """What commands build from dotted options; `train` and `plan` build a recipe, `prepare` and `bench` their members."""
 

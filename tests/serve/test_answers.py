@@ -8,11 +8,11 @@ import httpx
 import numpy as np
 import pytest
 
-from nestrec.bench.serving.replay import ReplayConfig, made_up_request, reads_from
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.load.replay import ReplayConfig, made_up_request, reads_from
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.spec import InputDefaults
 from nestrec.serving.service import Service, ServiceConfig

@@ -8,16 +8,13 @@ with 8 heads of 128 (TurboGR's large model), a * L + b * L^2 with b / a = 1 / 51
     nestrec bench balance --lengths turbogr-kuai --ranks 16 --batch 128
 """
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from nestrec.balance import POLICIES, TOKENS, CostModel, hstu_cost, micro_partition, partition
 from nestrec.balance.metrics import Evenness, evenness, noise_floor, noise_gaussian, noise_uniform
@@ -29,12 +26,13 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold
 from nestrec.bench.balance.job import MeasuredBench
 from nestrec.bench.balance.keys import unique_key_rows, with_unique_keys
-from nestrec.bench.balance.ranks import measure, show_measured
+from nestrec.bench.balance.ranks import measure
 from nestrec.bench.bench import Bench, Shown
 from nestrec.data.dataset import Dataset
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic.logs import PRESETS, SyntheticConfig
 from nestrec.data.synthetic.logs import lengths as draw_lengths
+from nestrec.report.balance_tables import show_balance
 
 Row = dict[str, Any]
 
@@ -74,17 +72,6 @@ PUBLISHED: tuple[Row, ...] = (
     {"system": "FreeScale", "policy": "zigzag", "lengths": "freescale", "ranks": 64, "batch": 128, "straggler": 0.024},
 )  # fmt: skip
 """Waiting that the papers measured on their own machines and data; ours is predicted, another quantity."""
-
-NUMBER_COLUMNS = (
-    "imbalance", "10% uniform", "floor", "10% gaussian", "floor", "token gap", "window", "partition ms", "CPU ms",
-)  # fmt: skip
-LEGEND = """imbalance: (max - mean) / max of cost, predicted; published rows are waiting measured by their authors.
-uniform, gaussian: the same when the true cost of each sample carries noise that no policy foresees; floor: about the
-least that any policy could reach then.
-window: upper bound of the waiting inside a frozen window, reached if all ranks computed micro-batches in step."""
-
-LEAST_BASELINE = {"turbogr-kuai": (0.35, 6000.0), "freescale": (0.20, 0.0)}
-"""Imbalance and token gap that `fixed` must show at least for a comparison to mean anything."""
 
 
 def run(lengths: str, ranks: int, batch: int, *, seed: int = 0, rounds: int = 50, micro_batches: int = 4) -> list[Row]:
@@ -167,46 +154,6 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     return every
 
 
-def void_lines(rows: Sequence[Row]) -> list[str]:
-    """Settings whose baseline is too even for the comparison to mean anything."""
-    lines = []
-    for row in rows:
-        if row["measured"] or row["policy"] != "fixed" or row["noise"] != "none":
-            continue
-        least, least_gap = LEAST_BASELINE.get(row["lengths"], (0.0, 0.0))
-        if row["imbalance"] < least or row["max_token_gap"] < least_gap:
-            setting = f"{row['lengths']} {row['ranks']} x {row['batch']}, cost {row['cost']}"
-            found = f"{row['imbalance']:.1%} and a token gap of {row['max_token_gap']:.0f}"
-            lines.append(
-                f"void: {setting}: the fixed baseline shows {found}, less than {least:.0%} and {least_gap:.0f}"
-            )
-    return lines
-
-
-def show(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print the rows, one table a setting."""
-    console = console or Console(width=None if sys.stdout.isatty() else 120)
-    predicted = [row for row in rows if "partition_ms" in row and "step_ms" not in row]
-    for (lengths, ranks), part in _by_setting(predicted).items():
-        title = f"balance: {lengths}, {ranks} ranks, {part[0]['batch']} samples each"
-        table = Table(title=title, title_justify="left")
-        for name in ("cost", "policy"):
-            table.add_column(name)
-        for name in NUMBER_COLUMNS:
-            table.add_column(name, justify="right")
-        for cells in _table_rows(part):
-            table.add_row(*cells)
-        console.print(table)
-    console.print(LEGEND, markup=False, highlight=False)
-    for line in void_lines(predicted):
-        console.print(line, style="red")
-    for (lengths, ranks), part in _by_setting([row for row in rows if "unique_keys_ranks" in row]).items():
-        console.print(_keys_table(f"unique keys: {lengths}, {ranks} ranks, {part[0]['batch']} samples each", part))
-    measured = [row for row in rows if "step_ms" in row]
-    if measured:
-        show_measured(measured, console)
-
-
 def _evaluate(  # noqa: PLR0917
     policy: str, model: CostModel, tokens: NDArray[np.int64], ranks: int, seed: int, micro_batches: int
 ) -> list[Row]:
@@ -256,52 +203,6 @@ def _floors(costs: Sequence[NDArray[np.float64]], ranks: int) -> dict[str, float
     }
 
 
-def _by_setting(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    settings: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        settings.setdefault((row["lengths"], row["ranks"]), []).append(row)
-    return settings
-
-
-def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
-    by_policy: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        name = row.get("cost") or row["system"]
-        by_policy.setdefault((name, row["policy"]), {})[row["noise"]] = row
-    for (name, policy), noises in by_policy.items():
-        first = next(iter(noises.values()))
-        yield [
-            name, policy, _percent(first["straggler"] if first["imbalance"] is None else first["imbalance"]),
-            *(_percent(noises[noise][of]) if noise in noises else ""
-              for noise in ("uniform", "gaussian") for of in ("imbalance", "noise_floor")),
-            _number(first["max_token_gap"], ",.0f"), _percent(first.get("window_imbalance")),
-            _number(first["partition_ms"], ".2f"), _number(first.get("partition_cpu_ms"), ".2f"),
-        ]  # fmt: skip
-
-
-def _keys_table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for name in ("batch", "ranks", "over fixed", "micro-batches", "over fixed, in order", "clustered", "over fixed"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["policy"], _number(row["unique_keys_batch"], ",.0f"), _number(row["unique_keys_ranks"], ",.0f"),
-            _number(row["over_fixed_ranks"], "+.2%"), _number(row["unique_keys_micro_batches"], ",.0f"),
-            _number(row["over_fixed_micro_batches"], "+.2%"), _number(row["unique_keys_clustered"], ",.0f"),
-            _number(row["over_fixed_clustered"], "+.2%"),
-        )  # fmt: skip
-    return table
-
-
-def _percent(part: float | None) -> str:
-    return _number(part, ".2%")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
 @config
 class BalanceBench:
     lengths: str | None = None
@@ -326,7 +227,7 @@ def measure_balance(bench: BalanceBench) -> list[Row]:
 
 
 def _show(rows: Sequence[Row], more: Mapping[str, Any]) -> list[Shown]:
-    show(rows)
+    show_balance(rows)
     return []
 
 

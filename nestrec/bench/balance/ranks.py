@@ -14,21 +14,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from nestrec.balance.measured import waiting
 from nestrec.balance.metrics import imbalance, straggler
 from nestrec.base.config import to_plain
 from nestrec.bench.balance.job import COMMUNICATORS, MeasuredBench, measure_rank
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.data.synthetic.logs import generate, preset
+from nestrec.distributed.local_ranks import run_on_ranks
 
 Row = dict[str, Any]
-MEASURED_LEGEND = """waiting: time in collectives beyond the last rank to enter, mean over ranks, over the step.
-CPU: processor time of forward and backward passes; speed-up, CPU: of the slowest rank by it, as if each had a core.
-data wait: how long the step waited for its batch, which the data lanes deal. Medians [quartiles]; policies take turns
-on the same batches."""
 Floats = NDArray[np.float64]
 FIGURES = ("step_s", "compute_s", "cpu_s", "data_wait_s")
 
@@ -83,36 +77,3 @@ def _spread(name: str, values: Sequence[float] | Floats) -> Row:
     """Median and quartiles."""
     low, middle, high = np.percentile(np.asarray(values, dtype=np.float64), [25, 50, 75]).tolist()
     return {name: middle, f"{name}_quartiles": [low, high]}
-
-
-def show_measured(rows: Sequence[Row], console: Console) -> None:
-    """Print the rows of real ranks, medians with quartiles."""
-    for (lengths, ranks), part in _settings(rows).items():
-        title = (
-            f"balance, measured: {lengths}, {ranks} ranks on {part[0]['cores']} cores, {part[0]['batch']} samples each"
-        )
-        table = Table(title=title, title_justify="left")
-        table.add_column("policy")
-        for name in ("waiting", "CPU imbalance", "predicted", "step ms", "speed-up", "speed-up, CPU", "data wait ms"):
-            table.add_column(name, justify="right")
-        for row in part:
-            table.add_row(
-                row["policy"], _with_quartiles(row, "imbalance", ".1%"), _with_quartiles(row, "cpu_imbalance", ".1%"),
-                f"{row['predicted_imbalance']:.1%}", _with_quartiles(row, "step_ms", ".0f"),
-                _with_quartiles(row, "speedup", ".2f"), _with_quartiles(row, "speedup_cpu", ".2f"),
-                _with_quartiles(row, "data_wait_ms", ".2f"),
-            )  # fmt: skip
-        console.print(table)
-    console.print(MEASURED_LEGEND, markup=False, highlight=False)
-
-
-def _settings(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    settings: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        settings.setdefault((row["lengths"], row["ranks"]), []).append(row)
-    return settings
-
-
-def _with_quartiles(row: Row, name: str, form: str) -> str:
-    low, high = row[f"{name}_quartiles"]
-    return f"{row[name]:{form}} [{low:{form}}, {high:{form}}]"

@@ -20,10 +20,10 @@ import torch
 from nestrec.base.config import config
 from nestrec.base.errors import PeerLostError
 from nestrec.bench.bench import Bench
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.kernels.exchange_matmul import ways_to_copy
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, all_to_all_rows, barrier
+from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.distributed.options import RanksConfig
 
 _SMALL_BYTES = 4096

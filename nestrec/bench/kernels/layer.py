@@ -5,7 +5,7 @@ fused        the row kernels, the attention kernel and cuBLAS, as the model uses
 recompute    the same, keeping less for the backward pass
 eager        the definitions in torch under autocast, on padded blocks
 
-TFLOP/s count what bench.harness.flops counts. The ceilings are measured in the same run: a large bf16 product and a
+TFLOP/s count what models.step_flops counts. The ceilings are measured in the same run: a large bf16 product and a
 device copy. The error is that of the output and of the gradient of the input against float64, on the first sequences.
 
     nestrec bench layer --lengths u4096,logn --heads 4x256,8x128
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.bench.bench import Bench
-from nestrec.bench.harness.flops import FORMULA, step_flops
 from nestrec.bench.harness.length_shapes import lengths_of
 from nestrec.data.samples.windows import positions, sample_keys, token_keys
 from nestrec.distributed.topology import check_device
 from nestrec.models import HSTUConfig, SequenceInfo
 from nestrec.models.hstu import NORM_EPS, HSTULayer
+from nestrec.models.step_flops import FORMULA, step_flops
 from nestrec.ops.attention.hstu import hstu_attention_padded
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.gated_output import gated_output_reference

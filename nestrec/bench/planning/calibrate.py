@@ -18,11 +18,11 @@ import torch
 from nestrec.balance.cost import fit_cost, hstu_cost
 from nestrec.base.config import config, to_plain
 from nestrec.bench.bench import Bench, More, Row
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.schedules.job import Contestant, JobConfig, make_batches, make_engine
 from nestrec.data.batches import MicroBatch
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum, all_to_all_rows, barrier
+from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.models import HSTU, HSTUConfig, SequenceInfo
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.counted_loads import counted_loads

@@ -20,9 +20,7 @@ from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.bench.harness.frame import load_frame
-from nestrec.bench.harness.limited_links import BURST_BYTES, can_limit
 from nestrec.bench.planning.calibrate import token_flops
-from nestrec.bench.planning.prediction_fit import WorldFit, compute_spread, describe, fit_world, profile_of
 from nestrec.bench.planning.prediction_job import (
     Bed,
     BedOptions,
@@ -34,12 +32,14 @@ from nestrec.bench.planning.prediction_job import (
     to_plain_bed,
 )
 from nestrec.bench.schedules.job import TABLE, JobConfig, TokenNetwork
+from nestrec.distributed.limited_links import BURST_BYTES, can_limit
 from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.counted_loads import counted_loads
 from nestrec.planning.fit import Observed
 from nestrec.planning.loads import Loads
 from nestrec.planning.profile import Profile
+from nestrec.planning.shared_fit import WorldFit, compute_spread, describe, fit_world, profile_of
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.replay import Mesh
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared

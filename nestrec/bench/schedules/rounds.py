@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestrec.bench.harness.limited_links import bytes_on_link, limited_links
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.schedules.job import TABLE, Contestant, JobConfig, make_batches, make_engine
 from nestrec.bench.schedules.paced_engine import Pace
 from nestrec.bench.schedules.torchrec_tokens import PREFIX, TorchRecContestant
@@ -20,6 +18,8 @@ from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.exchange import barrier, broadcast_json
+from nestrec.distributed.limited_links import bytes_on_link, limited_links
+from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig

@@ -19,12 +19,12 @@ from typing import Any, Literal
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, Shown
-from nestrec.bench.harness.limited_links import can_limit
 from nestrec.bench.schedules.job import JobConfig
 from nestrec.bench.schedules.paced_engine import Pace
 from nestrec.bench.schedules.rounds import Conditions, Entry, Measured, run_rounds
 from nestrec.bench.schedules.torchrec_tokens import PREFIX, TORCHREC_SCHEDULES
 from nestrec.distributed.emulated_link import EmulatedLink
+from nestrec.distributed.limited_links import can_limit
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.window_size import Measured as MeasuredWindow

@@ -13,11 +13,11 @@ from typing import Any
 
 from nestrec.base.config import config
 from nestrec.bench.bench import Bench, Shown
-from nestrec.bench.harness.limited_links import can_limit
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.bench.schedules.job import TABLE, JobConfig, make_engine
 from nestrec.bench.schedules.schedules import SchedulesBench, measure_schedules
 from nestrec.distributed import Topology
+from nestrec.distributed.limited_links import can_limit
+from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.replica_sync import ReplicaSyncConfig

@@ -20,13 +20,13 @@ from dataclasses import replace
 from typing import Any
 
 from nestrec.bench.bench import Bench
-from nestrec.bench.serving.open_loop import Trial, largest
 from nestrec.bench.serving.relay_bed import LONGEST, Bed, RelayBench
 from nestrec.bench.serving.relay_bound import Costs, measure_costs
 from nestrec.bench.serving.relay_load import Load, Outcome
 from nestrec.bench.serving.relay_modes import mode_named
-from nestrec.bench.serving.relay_page import write_page
-from nestrec.bench.serving.relay_tables import short_rows, summary
+from nestrec.report.relay_page import write_page
+from nestrec.report.relay_tables import short_rows, summary
+from nestrec.serving.load.open_loop import Trial, largest
 
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.bench.serving.open_loop import Trial
 from nestrec.bench.serving.relay_modes import Mode
 from nestrec.serving.engine.engine import Engine
 from nestrec.serving.engine.spin import Spin
 from nestrec.serving.engine.work import Answer, RefusedError, Work
+from nestrec.serving.load.open_loop import Trial
 from nestrec.serving.model.inputs import Candidates, History
 
 NUM_ITEMS = 10_000

@@ -15,9 +15,9 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
-from nestrec.bench.serving.open_loop import Trial, nearest_rank, poisson_arrivals
-from nestrec.bench.serving.replay import Reads, ReplayConfig, made_up_request
-from nestrec.bench.serving.socket_load import Outcome, SocketLoad, post
+from nestrec.serving.load.open_loop import Trial, nearest_rank, poisson_arrivals
+from nestrec.serving.load.replay import Reads, ReplayConfig, made_up_request
+from nestrec.serving.load.socket_load import Outcome, SocketLoad, post
 from nestrec.serving.many.instances import free_port, listens
 
 Floats = NDArray[np.float64]

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from nestrec.base.random import fold_array
-from nestrec.bench.harness.ranks import run_on_ranks
 from nestrec.data.samples.negatives import uniform_negatives
 from nestrec.distributed import Topology
+from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.embedding import EmbeddingEngine, TableConfig
 
 Lookup = Literal["full", "float16", "bfloat16"]

@@ -11,6 +11,7 @@ from nestrec.bench.balance import balance
 from nestrec.bench.balance.job import MeasuredBench
 from nestrec.bench.balance.ranks import measure
 from nestrec.data.synthetic.logs import generate, preset
+from nestrec.report import balance_tables
 
 FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
 
@@ -31,9 +32,9 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 def test_the_baseline_is_as_uneven_as_the_comparison_needs() -> None:
     rows = balance.run("turbogr-kuai", 16, 8, rounds=30)
-    assert balance.void_lines(rows) == []
+    assert balance_tables.void_lines(rows) == []
     even = [{**row, "imbalance": 0.34} for row in rows if row["policy"] == "fixed" and row["noise"] == "none"]
-    assert len(balance.void_lines(even)) == len(balance.COSTS)
+    assert len(balance_tables.void_lines(even)) == len(balance.COSTS)
 
 
 def test_lengths_come_from_text_array_or_dataset(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_the_table_names_published_figures_as_measured_by_others() -> None:
     rows = balance.run("turbogr-kuai", 16, 8, rounds=2) + balance.published("turbogr-kuai", 16)
     assert all(set(row) >= FIELDS for row in rows)
     text = io.StringIO()
-    balance.show(rows, Console(file=text, width=140))
+    balance_tables.show_balance(rows, Console(file=text, width=140))
     for expected in ("TurboGR Table 3", "47.01%", "10,726", "refined", "predicted", "measured by their authors"):
         assert expected in text.getvalue()
 
@@ -89,7 +90,7 @@ def test_real_ranks_train_on_the_same_batches_under_every_policy() -> None:
     assert rows[0]["speedup"] == 1.0
     assert rows[0]["moved_bytes"] == 0
     text = io.StringIO()
-    balance.show(rows, Console(file=text, width=200))
+    balance_tables.show_balance(rows, Console(file=text, width=200))
     assert "measured" in text.getvalue()
 
 

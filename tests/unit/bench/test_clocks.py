@@ -3,7 +3,7 @@
 import sys
 import time
 
-from nestrec.bench.harness.clocks import ClockLog
+from nestrec.trace.gpu_clocks import ClockLog
 
 SAMPLES = "import time\nfor n in range(400): print(f'{1500 + n}, 600.5, 700.0', flush=True); time.sleep(0.005)"
 

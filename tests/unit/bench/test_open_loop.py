@@ -10,9 +10,9 @@ import pytest
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.bench.serving.http_client import HttpClient, Reply
-from nestrec.bench.serving.open_loop import Trial, largest, poisson_arrivals, run_open_loop
-from nestrec.bench.serving.replay import Reads, ReplayConfig, make_load, replay, send_load
+from nestrec.serving.load.http_client import HttpClient, Reply
+from nestrec.serving.load.open_loop import Trial, largest, poisson_arrivals, run_open_loop
+from nestrec.serving.load.replay import Reads, ReplayConfig, make_load, replay, send_load
 
 
 def trial_of(latency_ms, duration_s=1.0):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from nestrec.bench.serving.front import FrontBench, measure_front
-from nestrec.bench.serving.open_loop import Trial
 from nestrec.bench.serving.overload import normal_after_s
 from nestrec.bench.serving.served import Served, quantile
+from nestrec.serving.load.open_loop import Trial
 
 
 def served(latency_ms):

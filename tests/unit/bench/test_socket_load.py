@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.bench.serving.socket_load import SocketLoad, post
+from nestrec.serving.load.socket_load import SocketLoad, post
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nestrec.bench.harness.flops import StepFlops
+from nestrec.models.step_flops import StepFlops
 
 PARTS = {
     "attention": r"stream_kernel|pair_kernel|schedule_kernel|_tiles_kernel|_tables_kernel|attention|attend"

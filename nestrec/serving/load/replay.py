@@ -16,8 +16,8 @@ import numpy as np
 from nestrec.base.bounds import Count, Natural, NonNegative, Positive, Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.bench.serving.http_client import HttpClient
-from nestrec.bench.serving.open_loop import Trial, largest, poisson_arrivals, run_open_loop, run_punctually
+from nestrec.serving.load.http_client import HttpClient
+from nestrec.serving.load.open_loop import Trial, largest, poisson_arrivals, run_open_loop, run_punctually
 
 
 @config

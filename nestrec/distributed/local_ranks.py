@@ -1,4 +1,4 @@
-"""Real ranks for benchmarks: fresh processes joined by Gloo on this machine, one thread of computing each."""
+"""Real ranks on this machine: fresh processes joined by Gloo, one thread of computing each. For demos and benches."""
 
 import contextlib
 import multiprocessing

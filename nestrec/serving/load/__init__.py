@@ -1,0 +1,1 @@
+"""Load on a running server: open loop, so that stalls are not hidden."""
