@@ -50,7 +50,8 @@ class LinearLayer(nn.Module):
         return 1 + elu(q), 1 + elu(k), v, torch.sigmoid(gate)
 
     def added(self, x_TD: torch.Tensor, gate: torch.Tensor, sums_THD: torch.Tensor) -> torch.Tensor:
-        return x_TD + self.output(gate * sums_THD.flatten(1) / self.cfg.max_length)
+        out_TD: torch.Tensor = x_TD + self.output(gate * sums_THD.flatten(1) / self.cfg.max_length)
+        return out_TD
 
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         q, k, v, gate = self.projected(x_TD)
@@ -83,6 +84,7 @@ def cached_forward(
     x_TD = x_TD + model.position[torch.cat([_positions(segment) for segment in segments]).to(x_TD.device)]
     kept: list[KeysAndValues] = []
     for number, layer in enumerate(model.layers):
+        assert isinstance(layer, LinearLayer)
         q, k, v, gate = layer.projected(x_TD)
         sums, first = torch.empty_like(v), 0
         for b, segment in enumerate(segments):

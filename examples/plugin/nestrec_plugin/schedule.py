@@ -18,9 +18,8 @@ class Lanes(Pipelined):
     def advance(self, step: Step, feed: Feed) -> Totals:
         machine = self._machine
         with machine.step(step):
-            now = machine.begin(step.number, step.batch)
-            machine.fetch(now)
-            loss, last_gradients = in_turn(machine, now, step.rates, lambda: None)
+            now = machine.fetch(machine.route(machine.load(step.number, step.batch)))
+            loss, last_gradients = in_turn(machine, now, lambda: None)
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)

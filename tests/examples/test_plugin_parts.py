@@ -1,0 +1,124 @@
+"""The parts of the example package do what they say, each in a moment; test_plugin.py goes the whole way with them."""
+
+import asyncio
+import itertools
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import nestrec
+from nestrec.base import seam
+from nestrec.bench.benches import BENCHES
+from nestrec.data.dataset import Dataset
+from nestrec.data.formats.registry import FORMATS
+from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS
+from nestrec.models.backbones import BACKBONES
+from nestrec.models.hstu import HSTUConfig
+from nestrec.pipeline.schedule_spec import SCHEDULES
+from nestrec.serving.api.routes import ENDPOINTS
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.tasks.built_in import TASKS
+
+PLUGIN = Path(__file__).resolve().parents[2] / "examples" / "plugin"
+SEAMS = (BACKBONES, TASKS, ROW_OPTIMIZERS, SCHEDULES, FORMATS, ENDPOINTS, BENCHES)
+
+
+def forget() -> None:
+    """What the seams have found: entry points are looked for once in a process."""
+    for one in SEAMS:
+        one.__dict__.pop("_foreign", None)
+
+
+@pytest.fixture(autouse=True)
+def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, str]]]:
+    """The entry points of the package, as if it were installed."""
+    found = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]
+    points = [EntryPoint(name, value, group) for group, named in found.items() for name, value in named.items()]
+    monkeypatch.syspath_prepend(PLUGIN)
+    monkeypatch.setattr(seam, "entry_points", lambda group: [point for point in points if point.group == group])
+    forget()
+    yield found
+    for one in SEAMS:
+        for name in found[one.group]:
+            one._loaded.pop(name, None)
+    forget()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nestrec_plugin"]:
+        del sys.modules[name]
+
+
+def test_every_seam_finds_its_member(entries: dict[str, dict[str, str]]) -> None:
+    assert {one.group for one in SEAMS} == set(entries)
+    for one in SEAMS:
+        [name] = entries[one.group]
+        one.find(name)
+
+
+class Sum(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, vectors, batch):
+        return (vectors["t"] * self.scale * batch["sign"][:, None]).sum(), len(batch["sign"])
+
+
+def test_its_schedule_is_serial_rearranged_and_its_row_optimiser_steps_by_signs() -> None:
+    def trained(schedule: str) -> tuple[str, torch.Tensor]:
+        table = nestrec.Table("t", rows=9, dim=2, optimizer="lion")
+        adam = torch.optim.Adam(model.parameters(), lr=0.1)
+        pipeline = nestrec.TrainingPipeline(
+            model, [table], dense_optimizer=adam, schedule=schedule, micro_batches=2, table_learning_rate=0.5
+        )
+        before = pipeline.engine.lookup_readonly({"t": np.arange(9)})["t"].clone()
+        batches = [{"t": np.arange(6) + i, "sign": torch.tensor([1.0, 1, 1, -1, -1, -1])} for i in range(3)]
+        list(pipeline.run(iter(batches)))
+        after = pipeline.engine.lookup_readonly({"t": np.arange(9)})["t"]
+        digest = pipeline.digest()
+        pipeline.close()
+        return digest, after - before
+
+    digests = []
+    for schedule in ("serial", "lanes"):
+        torch.manual_seed(0)
+        model = Sum()
+        digest, moved = trained(schedule)
+        digests.append(digest)
+    assert digests[0] == digests[1]
+    torch.testing.assert_close(moved[0], torch.full((2,), -0.5))  # one step, against a positive gradient
+    torch.testing.assert_close(moved[7], torch.full((2,), 0.5))
+
+
+def test_its_format_reads_baskets_and_sets_lines_without_items_aside(tmp_path: Path) -> None:
+    (tmp_path / "baskets.txt").write_text("ann: a b\nbob: c\nnobody\nann: c\n")
+    card = nestrec.prepare("baskets", tmp_path / "baskets.txt", tmp_path / "data", max_bad_share=0.5)
+    assert (card.counts.users, card.counts.items, card.counts.events) == (2, 3, 4)
+    assert card.counts.quarantined == {"no items": 1}
+    dataset = Dataset.open(tmp_path / "data")
+    keys = dataset.items().column("item_key").to_pylist()
+    items, offsets = dataset.rows(np.arange(2)).lists["item_ids"]
+    users = [[keys[i - 1] for i in items[a:b]] for a, b in itertools.pairwise(offsets.tolist())]
+    assert sorted(users) == [["a", "b", "c"], ["c"]]
+
+
+def test_its_endpoint_finds_the_nearest_items() -> None:
+    servable = random_retrieval(HSTUConfig(dim=4, num_layers=1, num_heads=1, head_dim=4, max_length=4), num_items=20)
+    front = SimpleNamespace(service=SimpleNamespace(fleet=lambda role: SimpleNamespace(servable=servable)))
+    similar = ENDPOINTS.find("similar")
+    answer = asyncio.run(similar.handle(front, similar.request(item="3", k=2)))
+    vectors = servable.index.rows(torch.arange(20))
+    expected = (vectors @ vectors[2]).index_fill(0, torch.tensor([2]), -torch.inf).topk(2)
+    assert answer["items"] == [str(i + 1) for i in expected.indices.tolist()]
+    assert answer["scores"] == pytest.approx(expected.values.tolist())
+
+
+def test_its_bench_compares_two_row_optimisers() -> None:
+    bench = BENCHES.find("lion")
+    rows = list(bench.measure(bench.config(rows=10, dim=2, rounds=1)))
+    assert [row["op"] for row in rows] == ["sgd", "lion"]
