@@ -88,7 +88,7 @@ class EmbeddingEngine:
         """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
 
         Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
-        window_cache: a key used by several parts of a rank crosses once in each direction (rule 6). step: of the batch,
+        window_cache: a key used by several parts of a rank crosses once in each direction. step: of the batch,
         from 1; only needed where weights are averaged over replica groups.
         """
         source = self.deduplicate(*parts, window_cache=window_cache)
@@ -177,7 +177,7 @@ class EmbeddingEngine:
     def accumulate(
         self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], part: int = 0
     ) -> None:
-        """Send (U, dim) gradients of a part to the owners, which add them up. Collective; parts in order (rule 10).
+        """Send (U, dim) gradients of a part to the owners, which add them up. Collective, in the order of sums.
 
         The gradients are given away: with one rank they become the sums themselves.
         """
@@ -201,7 +201,7 @@ class EmbeddingEngine:
     def add_gradients(
         self, routed: Routed, working: WorkingSet, received: Mapping[str, Sequence[torch.Tensor]], part: int
     ) -> None:
-        """Add what `exchange_gradients` gave to the sums of the working set. Local; parts in order (rule 10)."""
+        """Add what `exchange_gradients` gave to the sums of the working set. Local; parts in order (order of sums)."""
         for name, table in routed.parts[part].gradients.items():
             working.tables[name].add(table, received[name])
 
@@ -270,7 +270,7 @@ class EmbeddingEngine:
     def write_back(self, working: WorkingSet, shared: Overlap | None = None) -> None:
         """Rows and state of the batch to the stores.
 
-        shared: rows that the next batch has taken over, which it will write in its turn (rule 3).
+        shared: rows that the next batch has taken over, which it will write in its turn (ordered write-back).
         """
         for name, table in working.tables.items():
             slots = None if shared is None else shared.tables[name].unshared_slots

@@ -1,4 +1,4 @@
-"""Initial vectors (rule 9): element j of key k in a table with seed s is a function of the 64-bit hash fold(s, k, j).
+"""Initial rows: element j of key k in a table with seed s is a function of the 64-bit hash fold(s, k, j).
 
     normal   the hash's four 16-bit lanes are summed in integers, centred, and scaled by one float multiplication:
              an Irwin-Hall sum, close to normal, of variance scale ** 2

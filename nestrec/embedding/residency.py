@@ -1,4 +1,4 @@
-"""Which keys of a shard have a row, and in which slot of the store: static tables, and dynamic ones by rule 12.
+"""Which keys of a shard have a row, and in which slot of the store: static and dynamic tables (admission by steps).
 
 Dynamic tables decide in `admit`, called once for each training batch in batch order, from step numbers alone:
 

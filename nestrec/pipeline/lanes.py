@@ -2,7 +2,7 @@
 
 A task waits only for tickets of tasks that were submitted before it. So the oldest unfinished task of all lanes is
 always free to run, and lanes cannot wait for each other in a circle, whatever the timing. All collectives are
-submitted to one lane, in program order of the one thread that submits: that is the order of rule 5.
+submitted to one lane, in program order of the one thread that submits: that is the "order of collectives".
 """
 
 import queue

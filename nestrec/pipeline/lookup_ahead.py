@@ -3,7 +3,8 @@
     lookup lane      write back t-1 | fetch t+1 | intersect t with t+1
     compute lane     ... batch t ... update t | copy rows of both from buffer t to buffer t+1 | batch t+1 ...
 
-The lookup lane is the one FIFO of rules 2 and 3: rows of t-1 reach the store before t+1 reads it, and write-backs keep
+The lookup lane is the one FIFO that gives "write-back before gather" and "ordered write-back": rows of t-1 reach the
+store before t+1 reads it, and write-backs keep
 their order. Rows that t+1 has taken over are not written back by t.
 """
 
@@ -55,5 +56,5 @@ class LookupAhead:
         return following.batch
 
     def write_back(self, now: FetchedBatch[Window], shared: Overlap) -> None:
-        """Rows of a batch to the store, but for those that the next one has taken over (rules 2 and 3)."""
+        """Rows of a batch to the store, but for those that the next one has taken over (ordered write-back)."""
         self.machine.write_back(now, shared)

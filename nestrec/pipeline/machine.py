@@ -34,7 +34,7 @@ WindowT = TypeVar("WindowT", bound=Window)
 
 
 class Machine:
-    """Submits stages. `window_cache`: rule 6."""
+    """Submits stages. `window_cache`: see the rule of that name."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, *, window_cache: bool
@@ -129,7 +129,7 @@ class Machine:
         return FollowingBatch(newer, shared)
 
     def copy_shared(self, older: FetchedBatch[Any], following: FollowingBatch[Any]) -> Overlap:
-        """Stage 4, on the compute lane: rows that the older batch has updated, into the newer one's buffer (rule 1)."""
+        """Stage 4, on the compute lane: rows that the older batch has updated, to the newer (shared-row copy)."""
         working, shared = following.batch.rows.wait(), following.shared.wait()
         with self.span("train.embedding.copy", "lookup") as span:
             copy_shared(older.rows.wait(), working, shared)

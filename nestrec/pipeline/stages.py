@@ -63,7 +63,7 @@ class Compute(Protocol):
     """Forward and backward of one micro-batch; dense gradients add up in the parameters.
 
     A sample's loss may depend on the other samples of its micro-batch (in-batch negatives, logit sharing), never on
-    those of another: schedules are then equal at equal partition (rule 7). A loss that is defined over the whole batch
+    those of another: schedules are then equal at equal partition (coupled samples). A loss defined over the whole batch
     says so, and every schedule refuses to cut its batches.
     """
 
@@ -97,7 +97,7 @@ class Schedule(Protocol):
         """Train on the batch of `step`, which was the last one taken from `feed`; may begin with those after it."""
 
     def issue(self, collective: Callable[[], T]) -> T:
-        """Run a collective of the caller's in the order of the schedule's own (rule 5), and wait for it."""
+        """Run a collective of the caller's in its place in the order of collectives, and wait for it."""
 
     def close(self) -> None:
         """End the threads; only after a step that was a fence is anything saved from here on right."""

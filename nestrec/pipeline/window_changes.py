@@ -1,4 +1,4 @@
-"""How many micro-batches each batch has: changed only at logged steps, and the same when replayed (rule 14)."""
+"""How many micro-batches each batch has: changed only at logged steps, and the same when replayed (agreed choices)."""
 
 from collections.abc import Iterable
 

@@ -10,7 +10,7 @@ from nestrec.models.negatives import NegativesConfig
 def check_supply(
     negatives: NegativesConfig, num_negatives: int, assembler: Assembler, batch: BatchConfig, world: int
 ) -> None:
-    """Sharing and in-batch negatives are confined to a micro-batch (rule 7), so its other tokens must suffice."""
+    """Sharing and in-batch negatives are confined to a micro-batch (coupled samples): its tokens must suffice."""
     largest = largest_micro_batch(assembler, batch, world)
     if negatives.sharing > max(largest, 1):
         raise UserError(

@@ -1,6 +1,6 @@
 """How the loss is computed where the config leaves it open: measured when a run begins, one value for all ranks.
 
-The choice is a matter of rounding only. It is logged and saved in checkpoints, and a resumed run keeps it (rule 14);
+The choice is a matter of rounding only. It is logged and saved in checkpoints, and a resumed run keeps it;
 to replay a run, name its variant in the config.
 """
 

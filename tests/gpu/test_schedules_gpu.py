@@ -36,7 +36,7 @@ def test_nested_equals_serial_on_every_stream(stream):
 
 
 @pytest.mark.parametrize(
-    ("rule", "stream"), [("rule1", "distance_one"), ("rule2", "distance_two"), ("rule3", "distance_one")]
+    ("rule", "stream"), [("shared-row copy", "distance_one"), ("write-back before gather", "distance_two"), ("ordered write-back", "distance_one")]
 )
 def test_a_broken_rule_is_noticed_on_a_gpu(rule, stream):
     job = Job(stream=stream, broken=rule, store="dram", device="cuda")

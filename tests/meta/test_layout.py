@@ -1,6 +1,7 @@
 """The shape of the project: who may import whom, and how quickly it starts."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,39 @@ def test_what_python_users_call_needs_no_server():
     code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
     code += "import nestrec, nestrec.serving.api.reading, nestrec.serving.api.notes; nestrec.load, nestrec.train"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_rules_of_correctness_are_cited_by_name():
+    """docs/architecture.md names them; numbers would mean nothing to a reader."""
+    for folder in ("nestrec", "tests", "docs", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".md"} and path != Path(__file__).resolve():
+                assert not re.search(r"\b[Rr]ules? \d", path.read_text()), path
+
+
+def test_no_folder_has_more_than_25_modules_of_its_own():
+    for folder in [path.parent for path in PACKAGE.rglob("__init__.py")]:
+        assert len(list(folder.glob("*.py"))) <= 25, folder
+
+
+def test_the_benches_are_smaller_than_what_they_measure():
+    def lines(*folders: str) -> int:
+        return sum(len(path.read_text().splitlines()) for folder in folders for path in files_of(folder))
+
+    assert lines("bench") < lines("embedding", "pipeline")
+
+
+def test_no_module_is_imported_by_tests_alone():
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    used: set[str] = set()
+    for path in modules.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used |= set(re.findall(r"nestrec(?:\.\w+)+", node.value))
+    for module, path in modules.items():
+        if path.name not in {"__init__.py", "__main__.py"} and "testing" not in path.parts:
+            assert module in used, f"{module} is imported by nothing"

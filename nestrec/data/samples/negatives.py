@@ -1,8 +1,8 @@
-"""Negatives of tokens: pure functions of (token key, index of the negative), whoever draws them (rule 8).
+"""Negatives of tokens: pure functions of (token key, index of the negative): counter-based randomness.
 
     uniform      every item of the catalogue alike
     popularity   in proportion to count ** power, by an alias table in integers
-    in_batch     the targets of other tokens of the micro-batch: nothing more is looked up (rule 7)
+    in_batch     the targets of other tokens of the micro-batch: nothing more is looked up (coupled samples)
     groups       the same, but tokens are dealt to groups at random, and a group's tokens meet each other's targets
 
 All draw with replacement and only for tokens that exist: there is no padding. Log-Q correction subtracts

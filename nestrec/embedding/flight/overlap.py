@@ -1,4 +1,4 @@
-"""Rows that two batches in flight share, and their copy from the older working set to the newer one (rule 1).
+"""Rows that two batches in flight share, and their copy from the older working set to the newer one (shared-row copy).
 
 Which rows they are depends on keys alone, so it is found while the older batch still trains; what remains between its
 update and the first read of the newer batch is one copy of whole rows, weight and state together.

@@ -11,7 +11,7 @@ class RowBuffers:
     """For each table as many buffers as there are batches in flight; a buffer is enlarged only by a larger batch.
 
     The caller sees to it that a buffer is no longer in use when its turn comes again: with two of them, that the
-    write-back of batch t-1 comes before the fetch of batch t+1, which rule 2 asks for anyway.
+    write-back of batch t-1 comes before the fetch of batch t+1, which "write-back before gather" asks for anyway.
     """
 
     def __init__(self, turns: int = 2) -> None:

@@ -5,7 +5,7 @@
     keep(i, grads)   local         their gradients
     send(i)          collective    gradients go to the owners, which add them up
 
-Without the window cache each micro-batch stands alone. With it (rule 6), vectors stay for the later micro-batches that
+Without the window cache each micro-batch stands alone. With it, vectors stay for the later micro-batches that
 use them too, and gradients are summed here, in order of micro-batch, until the last use of their key.
 """
 

@@ -1,4 +1,4 @@
-"""Which keys cross with which micro-batch when a rank keeps what it has received (the window cache, rule 6).
+"""Which keys cross with which micro-batch when a rank keeps what it has received (the window cache).
 
 Place c of the cache belongs to the c-th distinct key of the batch in order of (first part that uses it, owner). So the
 vectors that arrive for a part fill one run of the cache, and the keys to ask for are the cache's own order. Owners

@@ -48,7 +48,7 @@ class WorkingTable:
         return take_rows(self.layout.view(self.fetched.rows, "weight"), places)
 
     def add(self, routed: RoutedTable, received: Sequence[torch.Tensor]) -> None:
-        """Add gradients of the keys asked from this shard, source by source (rule 10)."""
+        """Add gradients of the keys asked from this shard, source by source (order of sums)."""
         if routed.slots is None and self.gradient is None:
             (self.gradient,) = received
             return
@@ -121,5 +121,5 @@ class WorkingSet:
     """The rows of the batch of one step, over all tables."""
 
     step: int
-    """From 1; an update carries the step of the batch that made it (rule 13)."""
+    """From 1; an update carries the step of the batch that made it (rates travel with the batch)."""
     tables: dict[str, WorkingTable] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class Pipelined:
         self._machine = self.machine_type(engine, compute, dense, tracer, window_cache=options.window_cache)
 
     def issue(self, collective: Callable[[], T]) -> T:
-        """Run a collective of the caller's in the order of the schedule's own (rule 5), and wait for it."""
+        """Run a collective of the caller's in its place in the order of collectives, and wait for it."""
         return self._machine.issue(collective)
 
     def close(self) -> None:

@@ -6,20 +6,20 @@ from nestrec.serving.api.endpoint import Endpoint
 
 _HERE = "nestrec.serving.api.endpoints"
 _BUILT_IN: dict[str, Endpoint | str] = {
-    "recommend": f"{_HERE}.recommend:RECOMMEND",
-    "rank": f"{_HERE}.rank:RANK",
-    "preinfer": f"{_HERE}.preinfer:PREINFER",
-    "events": f"{_HERE}.users:EVENTS",
-    "forget_events": f"{_HERE}.users:FORGET_EVENTS",
-    "forget_cache": f"{_HERE}.users:FORGET_CACHE",
-    "models": f"{_HERE}.about:MODELS",
-    "status": f"{_HERE}.about:STATUS",
-    "live": f"{_HERE}.about:LIVE",
-    "ready": f"{_HERE}.about:READY",
-    "metrics": f"{_HERE}.about:METRICS",
-    "page": f"{_HERE}.about:PAGE_LIVE",
-    "docs": f"{_HERE}.about:PAGE_DOCS",
-    "openapi": f"{_HERE}.about:OPENAPI",
+    "recommend": "nestrec.serving.api.endpoints.recommend:RECOMMEND",
+    "rank": "nestrec.serving.api.endpoints.rank:RANK",
+    "preinfer": "nestrec.serving.api.endpoints.preinfer:PREINFER",
+    "events": "nestrec.serving.api.endpoints.users:EVENTS",
+    "forget_events": "nestrec.serving.api.endpoints.users:FORGET_EVENTS",
+    "forget_cache": "nestrec.serving.api.endpoints.users:FORGET_CACHE",
+    "models": "nestrec.serving.api.endpoints.about:MODELS",
+    "status": "nestrec.serving.api.endpoints.about:STATUS",
+    "live": "nestrec.serving.api.endpoints.about:LIVE",
+    "ready": "nestrec.serving.api.endpoints.about:READY",
+    "metrics": "nestrec.serving.api.endpoints.about:METRICS",
+    "page": "nestrec.serving.api.endpoints.about:PAGE_LIVE",
+    "docs": "nestrec.serving.api.endpoints.about:PAGE_DOCS",
+    "openapi": "nestrec.serving.api.endpoints.about:OPENAPI",
 }
 
 

@@ -1,4 +1,4 @@
-"""Losses over a whole batch are refused where it is cut into micro-batches, in every schedule (rule 7)."""
+"""Losses over a whole batch are refused where it is cut into micro-batches, in every schedule (coupled samples)."""
 
 from pathlib import Path
 
