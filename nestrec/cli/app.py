@@ -286,7 +286,7 @@ def serve(
     ray).
     """
     from nestrec.base.config import with_overrides
-    from nestrec.serving.api.signals import Signals
+    from nestrec.serving.api.process.signals import Signals
 
     signals = Signals.installed()  # before what takes its time: a signal that comes meanwhile is not lost
     try:

@@ -36,7 +36,12 @@ def test_nested_equals_serial_on_every_stream(stream):
 
 
 @pytest.mark.parametrize(
-    ("rule", "stream"), [("shared-row copy", "distance_one"), ("write-back before gather", "distance_two"), ("ordered write-back", "distance_one")]
+    ("rule", "stream"),
+    [
+        ("shared-row copy", "distance_one"),
+        ("write-back before gather", "distance_two"),
+        ("ordered write-back", "distance_one"),
+    ],
 )
 def test_a_broken_rule_is_noticed_on_a_gpu(rule, stream):
     job = Job(stream=stream, broken=rule, store="dram", device="cuda")

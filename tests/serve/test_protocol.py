@@ -13,8 +13,8 @@ from uvicorn.server import ServerState
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
-from nestrec.serving.api.limited_protocol import LimitedProtocol
-from nestrec.serving.api.plain_cycle import PlainCycle
+from nestrec.serving.api.protocol.limited_protocol import LimitedProtocol
+from nestrec.serving.api.protocol.plain_cycle import PlainCycle
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig, uvicorn_config
 from nestrec.serving.engine.engine import EngineConfig

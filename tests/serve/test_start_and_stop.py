@@ -13,10 +13,10 @@ from server_process import exchange, free_port, post, starting_server, status_of
 
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.listening import bound_sockets, close_all, port_of, run_server
+from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server
+from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.server import ServeConfig, serve
-from nestrec.serving.api.signals import Signals
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.servable import Servable

@@ -32,7 +32,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.order import epoch_order
 from nestrec.data.synthetic.logs import PRESETS, SyntheticConfig
 from nestrec.data.synthetic.logs import lengths as draw_lengths
-from nestrec.report.balance_tables import show_balance
+from nestrec.report.benches.balance_tables import show_balance
 
 Row = dict[str, Any]
 

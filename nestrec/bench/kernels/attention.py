@@ -18,8 +18,8 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.bench.bench import Bench
-from nestrec.bench.harness.length_shapes import LENGTH_SHAPES, lengths_of
 from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS, Attention, Batch
+from nestrec.data.synthetic.length_shapes import LENGTH_SHAPES, lengths_of
 from nestrec.distributed.topology import check_device
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu import hstu_attention_reference

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.bench.bench import Bench
-from nestrec.bench.harness.length_shapes import lengths_of
 from nestrec.data.samples.windows import positions, sample_keys, token_keys
+from nestrec.data.synthetic.length_shapes import lengths_of
 from nestrec.distributed.topology import check_device
 from nestrec.models import HSTUConfig, SequenceInfo
 from nestrec.models.hstu import NORM_EPS, HSTULayer

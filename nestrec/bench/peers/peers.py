@@ -22,7 +22,7 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.bench.bench import Bench, Shown
 from nestrec.bench.peers.dense import DENSE_KINDS
 from nestrec.bench.peers.torchrec_job import TORCHREC_MODES
-from nestrec.report.peers_page import peers_page
+from nestrec.report.benches.peers_page import peers_page
 
 NUM_RANKS = 2
 _STEPS = {"mlp": 4, "bucket": 1}

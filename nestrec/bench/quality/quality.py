@@ -14,8 +14,8 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.bench.harness.frame import make_frame
+from nestrec.report.benches.quality_page import quality_page
 from nestrec.report.quality import comparison_rows, quality_rows
-from nestrec.report.quality_page import quality_page
 
 MACHINE = {"device": "device", "cores": "cpu_count", "python": "python", "torch": "torch", "system": "platform"}
 """Name in a result file to name among the versions of a run."""

@@ -24,8 +24,8 @@ from nestrec.bench.serving.relay_bed import LONGEST, Bed, RelayBench
 from nestrec.bench.serving.relay_bound import Costs, measure_costs
 from nestrec.bench.serving.relay_load import Load, Outcome
 from nestrec.bench.serving.relay_modes import mode_named
-from nestrec.report.relay_page import write_page
-from nestrec.report.relay_tables import short_rows, summary
+from nestrec.report.benches.relay_page import write_page
+from nestrec.report.benches.relay_tables import short_rows, summary
 from nestrec.serving.load.open_loop import Trial, largest
 
 

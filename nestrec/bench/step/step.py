@@ -23,12 +23,12 @@ from nestrec.base.bounds import OneOf
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, Shown
-from nestrec.bench.harness.length_shapes import lengths_of
 from nestrec.bench.step.data import fixed_batch, write_step_data
 from nestrec.bench.step.memory import measure_memory
 from nestrec.data.batches import Assembler, Batch
 from nestrec.data.order import Position
 from nestrec.data.samples.retrieval import HistoryConfig
+from nestrec.data.synthetic.length_shapes import lengths_of
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerConfig
 from nestrec.models import HSTUConfig
@@ -38,7 +38,7 @@ from nestrec.models.negatives import NegativesConfig
 from nestrec.models.step_flops import FORMULA, loss_flops, step_flops
 from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
 from nestrec.pipeline.options import ScheduleName
-from nestrec.report.kernel_parts import parts_of
+from nestrec.report.benches.kernel_parts import parts_of
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
 from nestrec.trace import Tracer

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-from nestrec.serving.api.connections import address_of
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.history_store import HistoryStore, HistoryStoreConfig, MemoryHistoryStore
-from nestrec.serving.api.http import (
+from nestrec.serving.api.kept_history import fitted
+from nestrec.serving.api.metrics import Metrics
+from nestrec.serving.api.protocol.connections import address_of
+from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
     DisconnectedError,
@@ -26,8 +28,6 @@ from nestrec.serving.api.http import (
     retry_after,
     unless_disconnected,
 )
-from nestrec.serving.api.kept_history import fitted
-from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.api.shapes import reader

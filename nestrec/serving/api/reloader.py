@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.serially import Serially
+from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, role_of

@@ -4,7 +4,6 @@ from nestrec.base.errors import UserError
 from nestrec.base.seam import Seam
 from nestrec.serving.api.endpoint import Endpoint
 
-_HERE = "nestrec.serving.api.endpoints"
 _BUILT_IN: dict[str, Endpoint | str] = {
     "recommend": "nestrec.serving.api.endpoints.recommend:RECOMMEND",
     "rank": "nestrec.serving.api.endpoints.rank:RANK",

@@ -17,17 +17,17 @@ from nestrec.base.bounds import Count, Port
 from nestrec.base.config import config
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
-from nestrec.serving.api.health_port import WithHealthPort
 from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
-from nestrec.serving.api.hosts import Hosts
-from nestrec.serving.api.limited_protocol import protocol_with
-from nestrec.serving.api.listening import bound_sockets, close_all, port_of, run_server, url_of
-from nestrec.serving.api.log import log_without_waiting, wait_for_log
-from nestrec.serving.api.open_files import allow_open_files
-from nestrec.serving.api.plain_cycle import Door
+from nestrec.serving.api.process.health_port import WithHealthPort
+from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server, url_of
+from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
+from nestrec.serving.api.process.open_files import allow_open_files
+from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.limited_protocol import protocol_with
+from nestrec.serving.api.protocol.plain_cycle import Door
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.signals import Signals
 from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig

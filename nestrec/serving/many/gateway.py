@@ -12,8 +12,8 @@ import itertools
 from urllib.parse import unquote
 
 from nestrec.base.clock import RealClock
-from nestrec.serving.api.connections import address_of
-from nestrec.serving.api.http import (
+from nestrec.serving.api.protocol.connections import address_of
+from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
     DisconnectedError,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.serially import Serially
+from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.many.tie import Tie
 
 _LOG = logging.getLogger(__name__)

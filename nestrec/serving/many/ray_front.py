@@ -15,10 +15,10 @@ from typing import Any
 from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
 from nestrec.serving.api.history_store import MemoryHistoryStore
-from nestrec.serving.api.http import Receive, Scope, Send
-from nestrec.serving.api.listening import url_of
+from nestrec.serving.api.process.listening import url_of
+from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.api.protocol.http import Receive, Scope, Send
 from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.api.signals import Signals
 from nestrec.serving.many.addressed import user_of
 from nestrec.serving.service import Service
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from socket import socket
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.hosts import is_loopback
-from nestrec.serving.api.listening import bound_sockets, close_all, port_of, run_server, url_of
-from nestrec.serving.api.log import log_without_waiting, wait_for_log
-from nestrec.serving.api.open_files import allow_open_files
+from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server, url_of
+from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
+from nestrec.serving.api.process.open_files import allow_open_files
+from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.api.protocol.hosts import is_loopback
 from nestrec.serving.api.server import ServeConfig, uvicorn_config
-from nestrec.serving.api.signals import Signals
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
 from nestrec.serving.many.nginx import nginx_config, running_nginx

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-from nestrec.serving.api.signals import Signals
+from nestrec.serving.api.process.signals import Signals
 
 _FRONT = "NESTREC_FRONT_PIPE"
 

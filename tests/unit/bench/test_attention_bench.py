@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.harness.length_shapes import LENGTH_SHAPES, TOKENS, lengths_of
 from nestrec.bench.kernels.attention import AttentionBench, flops_of, measure_attention
+from nestrec.data.synthetic.length_shapes import LENGTH_SHAPES, TOKENS, lengths_of
 
 
 @pytest.mark.parametrize("name", LENGTH_SHAPES)

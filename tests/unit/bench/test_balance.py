@@ -11,7 +11,7 @@ from nestrec.bench.balance import balance
 from nestrec.bench.balance.job import MeasuredBench
 from nestrec.bench.balance.ranks import measure
 from nestrec.data.synthetic.logs import generate, preset
-from nestrec.report import balance_tables
+from nestrec.report.benches import balance_tables
 
 FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
 

@@ -13,7 +13,7 @@ from nestrec.bench.serving.relay_bound import Costs
 from nestrec.bench.serving.relay_load import Load, bank_of
 from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
 from nestrec.models.hstu import HSTUConfig
-from nestrec.report.relay_page import write_page
+from nestrec.report.benches.relay_page import write_page
 
 BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),

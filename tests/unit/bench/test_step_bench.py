@@ -8,7 +8,7 @@ from nestrec.bench.kernels.layer import LayerBench, measure_layers
 from nestrec.bench.step.step import StepBench, encoder_of, measure_steps
 from nestrec.models import FuXiConfig, HSTUConfig
 from nestrec.models.step_flops import StepFlops, step_flops
-from nestrec.report.kernel_parts import idle_time, part_name, summed
+from nestrec.report.benches.kernel_parts import idle_time, part_name, summed
 
 
 def test_flops_are_those_of_the_published_step():

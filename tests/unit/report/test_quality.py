@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import DamagedError, UserError
+from nestrec.report.benches.quality_page import quality_page
 from nestrec.report.quality import comparison_rows, quality_rows
-from nestrec.report.quality_page import quality_page
 from nestrec.testing.made_up_run import USERS, make_evaluation, write_ranks
 
 

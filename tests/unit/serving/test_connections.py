@@ -4,9 +4,9 @@ import resource
 
 import pytest
 
-from nestrec.serving.api.connections import Connections, address_of
-from nestrec.serving.api.hosts import Hosts
-from nestrec.serving.api.open_files import allow_open_files
+from nestrec.serving.api.process.open_files import allow_open_files
+from nestrec.serving.api.protocol.connections import Connections, address_of
+from nestrec.serving.api.protocol.hosts import Hosts
 
 
 def test_an_address_has_at_most_its_own_connections_and_they_give_way_among_themselves():

@@ -6,9 +6,9 @@ from nestrec.base.config import to_plain
 from nestrec.serving.api.answers import HealthAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
 from nestrec.serving.api.docs_page import docs_page
 from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.http import Answered, as_json, problem, retry_after
 from nestrec.serving.api.openapi import openapi
 from nestrec.serving.api.page import PAGE
+from nestrec.serving.api.protocol.http import Answered, as_json, problem, retry_after
 from nestrec.serving.service import Fleet
 
 _POLICY = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

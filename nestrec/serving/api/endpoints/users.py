@@ -4,8 +4,8 @@ import time
 
 from nestrec.serving.api.answers import EventsAnswer
 from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.http import Answered
 from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.protocol.http import Answered
 from nestrec.serving.api.reading import Reader, check_feature_names
 from nestrec.serving.api.requests import EventsRequest
 from nestrec.serving.api.schema import BadRequestError, parse_user

@@ -12,9 +12,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.hosts import Hosts
-from nestrec.serving.api.http import Message, Receive, Scope, Send, problem
-from nestrec.serving.api.limited_protocol import protocol_with
+from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send, problem
+from nestrec.serving.api.protocol.limited_protocol import protocol_with
 from nestrec.serving.api.schema import LimitsConfig
 
 _ROUTES = ("/health/live", "/health/ready", "/metrics")

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestrec.report.benches.relay_tables import short_rows
 from nestrec.report.charts import Line, line_chart
 from nestrec.report.markup import Markup, element
-from nestrec.report.relay_tables import short_rows
 from nestrec.report.style import STYLE
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nestrec.serving.api.http import Answered
+from nestrec.serving.api.protocol.http import Answered
 
 
 class Door(Protocol):

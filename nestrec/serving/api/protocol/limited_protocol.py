@@ -15,9 +15,9 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nestrec.serving.api.connections import Connections, address_of
-from nestrec.serving.api.hosts import Hosts
-from nestrec.serving.api.http import (
+from nestrec.serving.api.protocol.connections import Connections, address_of
+from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.http import (
     JSON,
     Answered,
     Receive,
@@ -28,7 +28,7 @@ from nestrec.serving.api.http import (
     retry_after,
     too_long_head,
 )
-from nestrec.serving.api.plain_cycle import Door, PlainCycle
+from nestrec.serving.api.protocol.plain_cycle import Door, PlainCycle
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.client import client_of
 

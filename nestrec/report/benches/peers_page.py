@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestrec.report.quality_page import FIRST, LAST, around_tables
+from nestrec.report.benches.quality_page import FIRST, LAST, around_tables
 
 Row = Mapping[str, Any]
 _LEGEND = (

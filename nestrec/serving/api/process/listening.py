@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.signals import Signals
+from nestrec.serving.api.process.signals import Signals
 
 _PORT_REMEDY = "stop what listens there, or name another port (--port 0 takes a free one)"
 

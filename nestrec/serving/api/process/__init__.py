@@ -1,0 +1,1 @@
+"""A serving process: its sockets, signals, log and open files."""
