@@ -1,7 +1,9 @@
 """Counter-based random numbers: pure integer functions of what a number is for, never of when or where it is drawn.
 
 Samples move between ranks and micro-batches, so dropout masks, negatives, sample order and new rows are functions of
-keys such as (run seed, epoch, sample id, layer, token, channel). The same integers come out of numpy, torch and Triton.
+keys such as (run seed, epoch, sample id, layer, token, channel). The same integers come out of Python,
+numpy and torch here, of numba in nestrec.base.compiled_random and of Triton in
+nestrec.ops.layers.row_kernels; the constants stand here alone.
 
     mix64(x)   splitmix64 finaliser: a bijection on 64-bit integers
     mix32(x)   a 32-bit bijection with low bias, cheap enough for one draw an element
@@ -13,15 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-GOLDEN64 = 0x9E3779B97F4A7C15
+GOLDEN64, GOLDEN32 = 0x9E3779B97F4A7C15, 0x9E3779B9
+"""2 to the power of 64 (or 32) over the golden ratio: multiples of it lie far apart."""
+MULTIPLIERS64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""of splitmix64's finaliser"""
+MULTIPLIERS32 = (0x7FEB352D, 0x846CA68B)
+"""of `mix32`"""
 _MASK64 = (1 << 64) - 1
 
 
 def mix64(x: int) -> int:
     """splitmix64 finaliser of a Python integer (taken modulo 2**64)."""
     x = (x + GOLDEN64) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    x = ((x ^ (x >> 30)) * MULTIPLIERS64[0]) & _MASK64
+    x = ((x ^ (x >> 27)) * MULTIPLIERS64[1]) & _MASK64
     return x ^ (x >> 31)
 
 
@@ -37,8 +44,8 @@ def mix64_array(x: NDArray[Any]) -> NDArray[np.uint64]:
     """`mix64` of every element; int64 input is read as two's complement."""
     with np.errstate(over="ignore"):
         y = x.astype(np.uint64) + np.uint64(GOLDEN64)
-        y = (y ^ (y >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        y = (y ^ (y >> np.uint64(30))) * np.uint64(MULTIPLIERS64[0])
+        y = (y ^ (y >> np.uint64(27))) * np.uint64(MULTIPLIERS64[1])
         return y ^ (y >> np.uint64(31))
 
 
@@ -61,9 +68,9 @@ def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def mix32(x: torch.Tensor) -> torch.Tensor:
     """A bijection on int32 elements with low bias; multiplication wraps."""
     x = x ^ shift_right(x, 16)
-    x = x * 0x7FEB352D
+    x = x * MULTIPLIERS32[0]
     x = x ^ shift_right(x, 15)
-    x = x * _as_int32(0x846CA68B)
+    x = x * _as_int32(MULTIPLIERS32[1])
     return x ^ shift_right(x, 16)
 
 
@@ -74,7 +81,7 @@ def uniform24(key_T: torch.Tensor, site: int, num_channels: int) -> torch.Tensor
     """
     site_key = mix64(site)
     low = (key_T ^ (site_key - (1 << 64) if site_key >> 63 else site_key)).view(torch.int32).view(-1, 2)
-    channel = torch.arange(num_channels, dtype=torch.int32, device=key_T.device) * _as_int32(0x9E3779B9)
+    channel = torch.arange(num_channels, dtype=torch.int32, device=key_T.device) * _as_int32(GOLDEN32)
     bits = mix32(mix32(low[:, :1] ^ channel) ^ low[:, 1:])
     return shift_right(bits, 8)
 

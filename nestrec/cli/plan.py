@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from nestrec.base.config import from_plain
+from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
 from nestrec.planning.cluster import ClusterConfig, load_cluster
 from nestrec.planning.own_plan import check_fits
@@ -79,8 +79,7 @@ def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterC
 
 def check_plan(cfg: RunConfig, cluster: str | None) -> None:
     """Print what a run would need and take, as it is configured; an error where it does not fit."""
-    wanted = cfg.training.device
-    uses_cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
+    uses_cuda = chosen_device(cfg.training.device) == "cuda"
     machine = this_machine(uses_cuda=uses_cuda) if cluster is None else load_cluster(cluster)
     outcome = check_fits(cfg, workload_of(cfg), machine)
     console = Console()

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numba import njit
 
+from nestrec.base.compiled_random import mix64
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.distributed.topology import Communicator
-from nestrec.embedding.hashing import mix64
 from nestrec.embedding.shard import TableShard
 
 _LANES = 4

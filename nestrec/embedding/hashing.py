@@ -1,22 +1,10 @@
-"""Integer hashing inside numba loops, and the one rule that says which shard owns a key."""
+"""The one rule that says which shard owns a key."""
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def mix64(x: np.uint64) -> np.uint64:
-    """The splitmix64 finaliser; the same integers as `nestrec.base.random.mix64`."""
-    x = np.uint64(x) + _GOLDEN
-    x = (x ^ (x >> _S30)) * _MIX1
-    x = (x ^ (x >> _S27)) * _MIX2
-    return x ^ (x >> _S31)
+from nestrec.base.compiled_random import mix64
 
 
 @njit(cache=True, nogil=True)

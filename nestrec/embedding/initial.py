@@ -12,8 +12,8 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.random import GOLDEN64, fold
-from nestrec.embedding.hashing import mix64
+from nestrec.base.compiled_random import mix64
+from nestrec.base.random import GOLDEN64, MULTIPLIERS64, fold
 from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.table import InitConfig, TableConfig
 from nestrec.embedding.transfer import to_device
@@ -91,8 +91,8 @@ def _centred_torch(hashes: torch.Tensor, is_normal: bool) -> torch.Tensor:
 
 def _mix64_torch(x: torch.Tensor) -> torch.Tensor:
     x = x + _signed(GOLDEN64)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(MULTIPLIERS64[0])
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(MULTIPLIERS64[1])
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 

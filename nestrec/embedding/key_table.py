@@ -8,8 +8,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.compiled_random import mix64
 from nestrec.base.parallel import for_parts
-from nestrec.embedding.hashing import mix64
 
 _MIN_BITS = 10
 

@@ -39,12 +39,17 @@ class TableShard:
     def __init__(self, table: TableConfig, shard: int, num_shards: int, device: torch.device) -> None:
         self.table, self.layout = table, layout_of(table)
         self._shard, self._num_shards, self._device = shard, num_shards, device
+        self._begin()
+
+    def _begin(self) -> None:
+        """No key has been used: a residency and a store without rows."""
+        table = self.table
         self.residency: Residency
         if table.num_rows is None:
-            self.residency = DynamicResidency(table.store, num_shards)
+            self.residency = DynamicResidency(table.store, self._num_shards)
         else:
-            self.residency = StaticResidency(table.num_rows, shard, num_shards)
-        self.store = make_store(table, self.layout, device, shard)
+            self.residency = StaticResidency(table.num_rows, self._shard, self._num_shards)
+        self.store = make_store(table, self.layout, self._device, self._shard)
 
     def fetch(
         self, keys: Keys, step: int, into: torch.Tensor | None = None, *, num_used: int | None = None
@@ -111,7 +116,7 @@ class TableShard:
     def clear(self) -> None:
         """Forget every row and every key."""
         self.store.close()
-        self.__init__(self.table, self._shard, self._num_shards, self._device)  # type: ignore[misc]
+        self._begin()
 
     def unsettled(self) -> Chunk:
         """What a snapshot must hold of keys without rows: uses and last step of those that wait for admission."""

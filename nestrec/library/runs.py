@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from nestrec.base.devices import chosen_device
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
@@ -82,9 +81,7 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
 
 def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
     """The ranks that torchrun has started, or this process alone, on the device that the config wants."""
-    wanted = cfg.training.device
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-    return Topology.from_environment(device, ranks)
+    return Topology.from_environment(chosen_device(cfg.training.device), ranks)
 
 
 def _folder_of(run: Run | Path | str) -> Path:

@@ -11,12 +11,13 @@ rehearsal and the benchmarks stand on it too, and give parts of their own in the
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
@@ -56,7 +57,7 @@ class TrainingPipeline:
         table_learning_rate: float | None = None,
         couples_samples: Coupling = "micro_batch",
         precision: Precision = "fp32",
-        device: Literal["auto", "cpu", "cuda"] = "auto",
+        device: DeviceChoice = "auto",
         replica_sync: ReplicaSyncConfig | None = None,
         topology: Topology | None = None,
         tracer: Tracer | None = None,
@@ -88,7 +89,7 @@ class TrainingPipeline:
         if isinstance(tables, EmbeddingEngine):
             self.engine = tables
         else:
-            topology = topology or Topology.from_environment(_device_of(device))
+            topology = topology or Topology.from_environment(chosen_device(device))
             configs = [table.config if isinstance(table, Table) else table for table in tables]
             self.engine = EmbeddingEngine(configs, topology, topology.device, replica_sync)
         self.topology = self.engine.topology
@@ -224,10 +225,6 @@ class TrainingPipeline:
 
 def _one_a_sample(batch: Samples) -> float:
     return float(num_samples_of(batch))
-
-
-def _device_of(device: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def _rates_of(optimizer: OptimizerConfig | torch.optim.Optimizer, table_rate: float | None) -> Callable[[int], Rates]:

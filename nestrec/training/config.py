@@ -5,6 +5,7 @@ from typing import Literal
 from nestrec.balance import BalanceConfig
 from nestrec.base.bounds import Count, Natural, Seed
 from nestrec.base.config import config
+from nestrec.base.devices import DeviceChoice
 from nestrec.data.batches import BatchConfig
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
@@ -31,7 +32,7 @@ class TrainingConfig:
     """stop after so many steps, whatever the epochs"""
     seed: Seed = 42
     """of initial weights, sample order, dropout and negatives"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceChoice = "auto"
     """auto takes a GPU where there is one"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
     """of dense products on a GPU; a CPU computes in fp32"""

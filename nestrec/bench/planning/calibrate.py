@@ -17,6 +17,7 @@ import torch
 
 from nestrec.balance.cost import fit_cost, hstu_cost
 from nestrec.base.config import config, to_plain
+from nestrec.base.devices import chosen_device
 from nestrec.bench.bench import Bench, More, Row
 from nestrec.bench.schedules.job import Contestant, JobConfig, make_batches, make_engine
 from nestrec.data.batches import MicroBatch
@@ -133,7 +134,7 @@ def _line(observed: Sequence[Observed], stage: str) -> Rate:
 def _compute(bench: CalibrateBench) -> ComputeRates:
     """Forward and backward of HSTU layers at several lengths."""
     cfg = HSTUConfig(dim=64, head_dim=32, num_heads=2, num_layers=2, max_length=max(bench.lengths))
-    model, device = HSTU(cfg), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, device = HSTU(cfg), torch.device(chosen_device("auto"))
     model.to(device)
     times, lengths = [], []
     for length in bench.lengths:

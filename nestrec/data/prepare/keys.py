@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.random import GOLDEN64
+
 _POWERS_OF_10 = 10 ** np.arange(1, 19, dtype=np.int64)
 _EMPTY = -1
 _TEXT = -(2**63)
@@ -123,7 +125,7 @@ def is_plain_number(text: str) -> bool:
 
 @njit(cache=True, nogil=True)
 def _slot_of(number: int, mask: int) -> np.int64:
-    h = np.uint64(number) * np.uint64(0x9E3779B97F4A7C15)
+    h = np.uint64(number) * np.uint64(GOLDEN64)
     return np.int64((h ^ (h >> np.uint64(32))) & np.uint64(mask))
 
 

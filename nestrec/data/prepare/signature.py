@@ -5,8 +5,8 @@ import pyarrow as pa
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.compiled_random import mix64 as compiled_mix64
 from nestrec.base.random import mix64
-from nestrec.data.hashing import mix
 
 
 def row_signatures(columns: list[pa.Array], num_rows: int) -> NDArray[np.uint64]:
@@ -38,11 +38,11 @@ def _bytes_of(column: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
 def _fold_cells(data: NDArray[np.uint8], bounds: NDArray[np.int32], hashes: NDArray[np.uint64]) -> None:
     """Each hash folded with the length and the bytes of its cell, eight at a time."""
     for row in range(hashes.size):
-        h = mix(hashes[row] ^ np.uint64(bounds[row + 1] - bounds[row]))
+        h = compiled_mix64(hashes[row] ^ np.uint64(bounds[row + 1] - bounds[row]))
         word = np.uint64(0)
         for i in range(bounds[row], bounds[row + 1]):
             word = (word << np.uint64(8)) | np.uint64(data[i])
             if (i - bounds[row]) & 7 == 7:
-                h = mix(h ^ word)
+                h = compiled_mix64(h ^ word)
                 word = np.uint64(0)
-        hashes[row] = mix(h ^ word)
+        hashes[row] = compiled_mix64(h ^ word)

@@ -21,6 +21,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.compiled_random import finalise64
 from nestrec.base.random import GOLDEN64, fold_array
 
 Keys = NDArray[np.uint64]
@@ -131,13 +132,6 @@ def log_q_bias(weight_N: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 @njit(cache=True, nogil=True)
-def _mixed(x):  # type: ignore[no-untyped-def]
-    y = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return y ^ (y >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True)
 def _below(bits, bound):  # type: ignore[no-untyped-def]
     """The high half of 64 bits, multiplied into 0..bound - 1."""
     return np.int64(((bits >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
@@ -150,7 +144,7 @@ def _uniform(key_T, num_negatives, num_items):  # type: ignore[no-untyped-def]
         x = key_T[t]
         for r in range(num_negatives):
             x = x + np.uint64(GOLDEN64)
-            out[t, r] = 1 + _below(_mixed(x), num_items)
+            out[t, r] = 1 + _below(finalise64(x), num_items)
     return out
 
 
@@ -162,7 +156,7 @@ def _by_alias(key_T, num_negatives, accept_N, alias_N):  # type: ignore[no-untyp
         x = key_T[t]
         for r in range(num_negatives):
             x = x + np.uint64(GOLDEN64)
-            bits = _mixed(x)
+            bits = finalise64(x)
             column = _below(bits, len(accept_N))
             out[t, r] = column if (bits & np.uint64(0xFFFFFFFF)) < accept_N[column] else alias_N[column]
     return out
@@ -208,7 +202,7 @@ def _others(key_T, count, distinct):  # type: ignore[no-untyped-def]
         for c in range(count):
             while True:
                 x = x + np.uint64(GOLDEN64)
-                other = (t + 1 + _below(_mixed(x), size - 1)) % size if size > 1 else t
+                other = (t + 1 + _below(finalise64(x), size - 1)) % size if size > 1 else t
                 is_new = True
                 for before in range(c if distinct else 0):
                     is_new = is_new and out[t, before] != other

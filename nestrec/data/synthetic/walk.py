@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.data.hashing import mix
+from nestrec.base.compiled_random import mix64
 
 BLOCK = 32
 NUM_LIKED = 3
@@ -30,7 +30,7 @@ _MAX_TRIES = 16
 @njit(cache=True, nogil=True)
 def uniform(key: np.uint64, counter: int) -> float:
     """A number in [0, 1) that is a function of (key, counter)."""
-    return float(mix(key ^ mix(np.uint64(counter))) >> np.uint64(11)) * 2.0**-53
+    return float(mix64(key ^ mix64(np.uint64(counter))) >> np.uint64(11)) * 2.0**-53
 
 
 @njit(cache=True, nogil=True)
@@ -44,8 +44,8 @@ def permute(index: int, size: int, key: np.uint64) -> np.int64:
     x = np.uint64(index)
     while True:
         for step in range(3):
-            x = (x + mix(key + np.uint64(step))) & mask
-            x = (x * (mix(key + np.uint64(16 + step)) | np.uint64(1))) & mask
+            x = (x + mix64(key + np.uint64(step))) & mask
+            x = (x * (mix64(key + np.uint64(16 + step)) | np.uint64(1))) & mask
             x ^= x >> shift
         if x < np.uint64(size):
             return np.int64(x)
@@ -58,7 +58,7 @@ def successor(rank: int, dialect: int, num_items: int, num_topics: int, key: np.
     num_places = (num_items - topic + num_topics - 1) // num_topics
     block = place // BLOCK
     size = min(BLOCK, num_places - block * BLOCK)
-    bits = mix(key ^ mix(np.uint64((block * num_topics + topic) * 2 + dialect)))
+    bits = mix64(key ^ mix64(np.uint64((block * num_topics + topic) * 2 + dialect)))
     multiplier = int(bits & np.uint64(7)) * 4 + 1
     increment = int((bits >> np.uint64(8)) & np.uint64(15)) * 2 + 1
     inside = (multiplier * (place % BLOCK) + increment) % BLOCK

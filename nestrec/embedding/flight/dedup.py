@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.embedding.hashing import mix64
+from nestrec.base.compiled_random import mix64
 
 _BUCKET_KEYS = 4096
 _MAX_BUCKETS = 2048

@@ -11,9 +11,9 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.compiled_random import mix64
 from nestrec.base.errors import UserError
 from nestrec.base.parallel import for_parts
-from nestrec.embedding.hashing import mix64
 from nestrec.embedding.stores.host import HostStore
 from nestrec.embedding.stores.row_file import RowFile, pread, pwrite
 from nestrec.embedding.stores.store import Slots

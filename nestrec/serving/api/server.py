@@ -15,6 +15,7 @@ import uvicorn
 
 from nestrec.base.bounds import Count, Port
 from nestrec.base.config import config
+from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
 from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
@@ -48,7 +49,7 @@ class ServeConfig:
     hosts: tuple[str, ...] = ()
     """names under which clients may ask, beside addresses and localhost; none: any, or none where only this machine is
     listened to; `*`: any"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceChoice = "auto"
     """auto takes a GPU where there is one"""
     instances: Count = 1
     """processes behind a front"""
@@ -74,7 +75,7 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     log_without_waiting()
     allow_open_files(cfg.limits.max_connections)
     torch.set_num_threads(cfg.threads)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    device = chosen_device(cfg.device)
     check_device(device)
     end_with_front(signals, cfg.service.drain_s + 5.0)
     sockets = bound_sockets(cfg.host, cfg.port)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
 from nestrec.serving.api.history_store import MemoryHistoryStore
@@ -38,7 +39,7 @@ class Instance:
         from nestrec.serving.many.ray_router import ring_of
 
         torch.set_num_threads(cfg.threads)
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+        device = chosen_device(cfg.device)
         self._app = App(
             Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables), cfg.limits,
             MemoryHistoryStore(cfg.histories),

@@ -4,7 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.base.random import as_int64, fold, fold_array, mix32, mix64, mix64_array, shift_right, uniform24
+from nestrec.base.compiled_random import finalise64
+from nestrec.base.compiled_random import mix64 as compiled_mix64
+from nestrec.base.random import GOLDEN64, as_int64, fold, fold_array, mix32, mix64, mix64_array, shift_right, uniform24
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 
@@ -38,6 +40,12 @@ def test_numpy_and_python_agree(values: list[int]) -> None:
     assert mix64_array(array).tolist() == [mix64(value) for value in values]
     assert fold_array(fold(3, 4), array).tolist() == [fold(3, 4, value) for value in values]
     assert as_int64(mix64_array(array)).numpy().view(np.uint64).tolist() == [mix64(value) for value in values]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_compiled_loops_and_python_agree(value: int) -> None:
+    assert int(compiled_mix64(np.uint64(value))) == mix64(value)
+    assert int(finalise64(np.uint64((value + GOLDEN64) % 2**64))) == mix64(value)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

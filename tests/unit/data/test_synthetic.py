@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
-from nestrec.base.random import mix64
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
-from nestrec.data.hashing import mix
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic import logs as synthetic
@@ -187,11 +185,6 @@ def test_successors_are_a_bijection_inside_topics(num_items: int, num_topics: in
     after = [int(successor(rank, *shape)) for rank in range(num_items)]
     assert sorted(after) == list(range(num_items))
     assert all(a % num_topics == rank % num_topics for rank, a in enumerate(after))
-
-
-@given(x=st.integers(0, 2**64 - 1))
-def test_compiled_mix_equals_the_shared_one(x: int) -> None:
-    assert int(mix(np.uint64(x))) == mix64(x)
 
 
 def test_a_mistyped_preset_says_what_was_meant(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.embedding.shard import TableShard
 from nestrec.jagged import Jagged
 
 
@@ -26,6 +27,25 @@ def test_evaluation_inserts_counts_and_evicts_nothing():
     assert torch.equal(vectors[0, 1], vectors[1, 1])
     assert engine.digest("t") == digest
     assert engine.shards["t"].residency.num_rows == 2
+
+
+def test_a_cleared_shard_is_as_new_and_still_itself():
+    """A shard of another class, with what it was given besides, stays that."""
+
+    class NamedShard(TableShard):
+        def __init__(self, name: str, table: TableConfig):
+            super().__init__(table, 0, 1, torch.device("cpu"))
+            self.name = name
+
+    shard = NamedShard("mine", TableConfig(name="t", dim=2))
+    keys = np.array([4, 9])
+    fetched = shard.fetch(keys, step=1)
+    fetched.rows.add_(1)
+    shard.write_back(fetched)
+    shard.clear()
+    assert shard.name == "mine"
+    assert shard.residency.num_rows == 0
+    assert torch.equal(shard.read(keys), NamedShard("new", shard.table).read(keys))
 
 
 @pytest.mark.parametrize("kind", ["device", "dram", "disk"])

@@ -1,0 +1,21 @@
+"""What is decided once stands in one place."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nestrec"
+HOMES = {
+    r"0x9E3779B9|0xBF58476D|0x94D049BB|0x7FEB352D|0x846CA68B": "base/random.py",
+    r"\"cuda\" if torch\.cuda\.is_available\(\) else \"cpu\"": "base/devices.py",
+    r"Literal\[\"auto\", \"cpu\", \"cuda\"\]": "base/devices.py",
+}
+"""What is written down to the one file that may write it."""
+
+
+@pytest.mark.parametrize(("pattern", "home"), HOMES.items(), ids=["mixing constants", "auto device", "device choices"])
+def test_it_is_written_down_once(pattern, home):
+    found = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if re.search(pattern, p.read_text())}
+    assert found == {home}
