@@ -131,3 +131,9 @@ def test_a_serial_step_is_not_slowed_by_what_does_not_run_beside_it():
     calm = replace(cluster, device=replace(cluster.device, collective_slowdown=0.0))
     steps = [Predictor(given, c).predict(Candidate()).step_s for c in (cluster, calm)]
     assert steps[0] == pytest.approx(steps[1])
+
+
+def test_every_exact_schedule_is_tried_and_no_other():
+    tried = Space().on(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules
+    assert set(tried) == {"serial", "dual_buffer", "frozen_window", "nested", "priority"}
+    assert Space(schedules=("stale",)).on(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules == ("stale",)
