@@ -33,7 +33,7 @@ class _Overriding:
                     raise self._no_such_option(join(where, name), inner, names)
                 replaced[name] = self._of_one(getattr(node, name), hints[name], inner, join(where, name))
         mistakes.raise_all()
-        return built(lambda: dataclasses.replace(node, **replaced), where)
+        return built(lambda: _replaced(node, replaced), where)
 
     def _of_one(self, current: Any, hint: Any, given: _Overrides, path: str) -> Any:
         """`current`, of the type `hint`: set as a whole where its own name was given, then the named parts of it."""
@@ -85,3 +85,8 @@ def _field_names(value: Any, where: str = "") -> list[str]:
         name, inner = join(where, field.name), getattr(value, field.name)
         found += [name, *(_field_names(inner, name) if dataclasses.is_dataclass(inner) else [])]
     return found
+
+
+def _replaced(node: Any, fields: Mapping[str, Any]) -> Any:
+    """A copy with these fields; a config whose other fields depend on them says so by a method `replaced`."""
+    return node.replaced(**fields) if hasattr(node, "replaced") else dataclasses.replace(node, **fields)

@@ -4,9 +4,10 @@ A row optimiser is a formula on whole rows: it changes their state and says by h
 definition, and enough to train with. A host loop and a kernel are the same arithmetic made quick.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from numpy.typing import NDArray
@@ -70,6 +71,8 @@ class RowOptimizer:
     """the same bits on a CPU; none: the formula runs there too"""
     kernel: Kernel | None = None
     """the same bits on a GPU; none: the formula runs there too"""
+    reads: frozenset[str] = frozenset()
+    """which of `RowOptimizerConfig`'s numbers it looks at; the others are refused where a table gives them"""
     options: Mapping[str, float] = field(default_factory=dict)
     """options of its own, with their defaults; a table gives them as `optimizer.options`"""
 
@@ -95,7 +98,7 @@ class RowOptimizerConfig:
     kind: Annotated[str, OneOf(ROW_OPTIMIZERS)] = "rowwise_adagrad"
     """The rule; the formulas stand in nestrec/embedding/optimizers, other packages add theirs."""
     eps: NonNegative = 1e-8
-    """Added to the root, never under it."""
+    """Added to the root, never under it (all but sgd)."""
     beta1: Decay = 0.9
     """Decay of the first moment (Adam)."""
     beta2: Decay = 0.999
@@ -116,6 +119,25 @@ class RowOptimizerConfig:
                     remedy=remedy if self.spec.options else "leave it out: this one has none of its own",
                 )  # fmt: skip
 
+    def check_is_read(self, where: str) -> None:
+        """Raise a UserError where a number is given that this row optimiser does not use. where: what holds this."""
+        for name, default in _NUMBERS.items():
+            if name not in self.spec.reads and getattr(self, name) != default:
+                raise UserError(
+                    f"the row optimiser {self.kind} does not use it", field=f"{where}.{name}",
+                    value=getattr(self, name), remedy=_remedy(name),
+                )  # fmt: skip
+
+    def replaced(self, **given: Any) -> Self:
+        """A copy with these fields; with another kind, numbers that it does not use are as by default again.
+
+        Tasks come with numbers for the kind that they come with, and whoever names another one has not given them.
+        """
+        if given.get("kind", self.kind) != self.kind:
+            reads = ROW_OPTIMIZERS.find(given["kind"], field="optimizer.kind").reads
+            given = {**{name: number for name, number in _NUMBERS.items() if name not in reads}, **given}
+        return dataclasses.replace(self, **given)
+
     @property
     def spec(self) -> RowOptimizer:
         """The row optimiser of this kind."""
@@ -125,3 +147,14 @@ class RowOptimizerConfig:
     def own_options(self) -> dict[str, float]:
         """All options of the optimiser's own: those given, and the defaults of the others."""
         return {**self.spec.options, **self.options}
+
+
+_NUMBERS: dict[str, float] = {
+    field.name: field.default for field in dataclasses.fields(RowOptimizerConfig) if isinstance(field.default, float)
+}
+"""The numbers that a table may give, and what they are by default."""
+
+
+def _remedy(name: str) -> str:
+    readers = [kind for kind in ROW_OPTIMIZERS if name in ROW_OPTIMIZERS.find(kind).reads]
+    return f"leave it out, or take a row optimiser that uses it: {', '.join(readers)}"

@@ -124,6 +124,8 @@ class Table:
     def config(self) -> TableConfig:
         """The same in full."""
         optimizer, store = self.optimizer, self.store
+        if isinstance(optimizer, RowOptimizerConfig):
+            optimizer.check_is_read(f"optimizer of table {self.name}")
         return TableConfig(
             name=self.name, dim=self.dim, num_rows=self.rows, features=self.features, dtype=self.dtype, seed=self.seed,
             init=self.init,

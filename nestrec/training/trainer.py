@@ -31,6 +31,7 @@ from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.traced_ranks import spans_of_ranks
+from nestrec.training.unused_options import check_options_are_used
 from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
@@ -72,6 +73,7 @@ class Trainer:
 
     def train(self) -> TrainState:
         """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
+        check_options_are_used(self.cfg, self.session.task)
         with contextlib.ExitStack() as held:
             on_first(self._topology, lambda: held.enter_context(self.folder.kept_to_itself()))
             return self._train()

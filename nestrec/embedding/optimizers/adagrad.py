@@ -55,9 +55,11 @@ ADAGRAD = built_in(
     (StateColumn("state_sum", is_row_wise=False, initial=_first_sum),),
     partial(_rule, kind="adagrad"),
     partial(_host_loop, is_row_wise=False),
+    reads=("eps", "initial_accumulator"),
 )
 ROWWISE_ADAGRAD = built_in(
     (StateColumn("state_sum", is_row_wise=True, initial=_first_sum),),
     partial(_rule, kind="rowwise_adagrad"),
     partial(_host_loop, is_row_wise=True),
+    reads=("eps", "initial_accumulator", "moment_scale"),
 )

@@ -69,9 +69,11 @@ ADAM = built_in(
     (_MEAN, StateColumn("state_v", is_row_wise=False)),
     partial(_rule, kind="adam"),
     partial(_host_loop, is_row_wise=False),
+    reads=("eps", "beta1", "beta2"),
 )
 ROWWISE_ADAM = built_in(
     (_MEAN, StateColumn("state_v", is_row_wise=True)),
     partial(_rule, kind="rowwise_adam"),
     partial(_host_loop, is_row_wise=True),
+    reads=("eps", "beta1", "beta2"),
 )

@@ -1,6 +1,6 @@
 """Row optimisers whose formula and kernel are the operator `update_rows`, told apart by the rule of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -10,7 +10,9 @@ from nestrec.ops.rows import update as ops
 Rule = Callable[[RowStep], ops.RowRule]
 
 
-def built_in(state: tuple[StateColumn, ...], rule: Rule, host_loop: HostLoop) -> RowOptimizer:
+def built_in(
+    state: tuple[StateColumn, ...], rule: Rule, host_loop: HostLoop, *, reads: Iterable[str] = ()
+) -> RowOptimizer:
     """A member of ours. rule: which of the operator's kinds it is, with the numbers of a step."""
 
     def formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) -> torch.Tensor:
@@ -22,4 +24,4 @@ def built_in(state: tuple[StateColumn, ...], rule: Rule, host_loop: HostLoop) ->
     ) -> None:  # fmt: skip
         ops.update_rows(weight, states, grad, rule(step), places)
 
-    return RowOptimizer(state=state, formula=formula, host_loop=host_loop, kernel=kernel)
+    return RowOptimizer(state=state, formula=formula, host_loop=host_loop, kernel=kernel, reads=frozenset(reads))
