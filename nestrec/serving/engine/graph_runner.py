@@ -157,7 +157,8 @@ class GraphRunner:
     def _next_slot(self, room: Room) -> _Slot:
         if room.num_indices > self._most.num_indices or room.num_candidates > self._most.num_candidates:
             return self._slot(room)
-        self._slots.rotate()  # the one of a batch that has ended
+        self._slots.rotate()  # the one of a batch that has ended, where at most `depth` are on their way
+        self._slots[0].end.synchronize()  # whoever launches more waits: its indices may not be written over
         return self._slots[0]
 
     def _slot(self, room: Room) -> _Slot:
