@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from nestrec.base.errors import NonFiniteError, UserError
-from nestrec.distributed import CollectiveLog, Communicator, Topology
+from nestrec.distributed import Communicator, Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.distributed.meeting import meeting_watched
+from nestrec.trace.collective_log import CollectiveLog
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Topology, exchanges and dense gradient sums. Knows nothing of tables."""
 
-from nestrec.distributed.dense_sync import DenseSync
-from nestrec.distributed.topology import CollectiveLog, Communicator, Topology
+from nestrec.distributed.exchange import DenseSync
+from nestrec.distributed.topology import Communicator, Topology
 
-__all__ = ["CollectiveLog", "Communicator", "DenseSync", "Topology"]
+__all__ = ["Communicator", "DenseSync", "Topology"]

@@ -1,21 +1,27 @@
 """Collectives over an explicit communicator. A lost peer becomes a PeerLostError on every rank that notices it.
 
 Data crosses as bytes, so that every type takes the same path on every backend. With one rank nothing is sent or copied.
+
+Dense gradients are summed in fixed buckets in parameter order. Buckets are a function of the parameters' order, sizes
+and types alone, so the order of additions is the same in every step and in a resumed run (docs/decisions/dense-sync.md
+says why this is not DistributedDataParallel).
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import PeerLostError, UserError
-from nestrec.distributed.parcel import Parcel
 from nestrec.distributed.shared_memory import SharedMemory
 from nestrec.distributed.topology import Communicator
+from nestrec.distributed.transports import Parcel
+
+DEFAULT_BUCKET_BYTES = 25 << 20
 
 
 @contextlib.contextmanager
@@ -203,3 +209,58 @@ def _sendable(value: Any) -> Any:
     except (TypeError, ValueError):
         return str(value)
     return value
+
+
+class DenseSync:
+    """Sums the gradients of some parameters over all ranks of a communicator, in place."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        communicator: Communicator,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self._communicator = communicator
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._buckets = _buckets(self._parameters, bucket_bytes)
+        self.bytes_reduced = 0
+        """Bytes of gradients given to all-reduce so far."""
+
+    def reduce(self) -> None:
+        """`p.grad` becomes its sum over ranks; a gradient that is missing (a rank without samples) counts as zero.
+
+        Collective. Losses are sums over a rank's samples divided by the global weight, so sums need no division.
+        """
+        if self._communicator.group is None:
+            return
+        for bucket in self._buckets:
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            all_reduce_sum(self._communicator, flat)
+            self.bytes_reduced += flat.numel() * flat.element_size()
+            for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = total.view_as(parameter)
+
+    def broadcast_parameters(self, source: int = 0) -> None:
+        """Every rank takes the parameters of one rank. Collective."""
+        with torch.no_grad():
+            for parameter in self._parameters:
+                broadcast(self._communicator, parameter.data, source)
+
+
+def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+    """Runs of parameters of one type and device, each closed once it holds `bucket_bytes`."""
+    buckets: list[list[torch.nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        fits = buckets and size < bucket_bytes and _kind(buckets[-1][0]) == _kind(parameter)
+        if not fits:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return buckets
+
+
+def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device

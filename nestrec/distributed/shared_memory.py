@@ -22,8 +22,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from nestrec.distributed.parcel import Parcel, row_bytes
-from nestrec.distributed.transports import Collectives, Sizes
+from nestrec.distributed.transports import Collectives, Parcel, Sizes, row_bytes
 
 _SPARE = 1.25
 _ALIGNMENT_BYTES = 64

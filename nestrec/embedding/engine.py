@@ -24,8 +24,8 @@ import torch
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed.exchange import agree, all_gather_equal, all_to_all_rows, borrow, deliver, gather_rows_from_all
-from nestrec.distributed.parcel import Parcel
 from nestrec.distributed.topology import Topology
+from nestrec.distributed.transports import Parcel
 from nestrec.embedding.digest import table_digest
 from nestrec.embedding.flight.half_rows import HalfRows
 from nestrec.embedding.flight.overlap import Overlap
@@ -41,11 +41,8 @@ from nestrec.embedding.flight.routing import (
     key_bytes_sent,
     route,
 )
-from nestrec.embedding.flight.row_buffers import RowBuffers
-from nestrec.embedding.flight.row_watch import RowWatch
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
-from nestrec.embedding.flight.working_set import WorkingSet, WorkingTable
-from nestrec.embedding.layout import RowLayout
+from nestrec.embedding.flight.working_set import RowBuffers, RowWatch, WorkingSet, WorkingTable
 from nestrec.embedding.replica_sync import (
     Averaged,
     ReplicaSyncConfig,
@@ -55,11 +52,11 @@ from nestrec.embedding.replica_sync import (
 )
 from nestrec.embedding.residency import DynamicResidency
 from nestrec.embedding.shard import Chunk, FetchedRows, TableShard
-from nestrec.embedding.statistics import EngineStatistics, Leg
-from nestrec.embedding.table import DTYPES, TableConfig, check_tables
+from nestrec.embedding.table import DTYPES, RowLayout, TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows, take_rows
+from nestrec.trace.counters import EngineStatistics, Leg
 
 
 class EmbeddingEngine:
@@ -79,7 +76,8 @@ class EmbeddingEngine:
                 check_tables_can_differ(tables)
         self.tables = {t.name: t for t in tables}
         self.topology, self.device = topology, torch.device(device)
-        self.shards = {t.name: TableShard(t, topology.shard, topology.num_shards, self.device) for t in tables}
+        self._shard, self._num_shards = topology.shard, topology.num_shards
+        self.shards = {t.name: TableShard(t, self._shard, self._num_shards, self.device) for t in tables}
         self.statistics = EngineStatistics()
         self.reads_ahead = ReadsAhead()
         self.row_watch = RowWatch(len(self.tables), self.device)
@@ -98,7 +96,7 @@ class EmbeddingEngine:
         """What this rank will ask for. Local."""
         self._check_features(parts)
         tables = list(self.tables.values())
-        return deduplicate(parts, tables, self.topology.num_shards, self.device, window_cache=window_cache)
+        return deduplicate(parts, tables, self._num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same BatchError on every rank."""
@@ -111,7 +109,7 @@ class EmbeddingEngine:
         routed = assemble(source, asked, list(self.tables.values()), self.device)
         self.statistics.keys.add(
             sum(len(t.keys) for p in routed.parts for t in p.tables.values()),
-            key_bytes_sent(routed, self.topology.shard),
+            key_bytes_sent(routed, self._shard),
         )
         return routed
 
@@ -120,7 +118,6 @@ class EmbeddingEngine:
 
         buffers: where the rows are put, by turns; none takes fresh memory.
         """
-        self.reads_ahead.ended(step)
         working = WorkingSet(step)
         for name, shard in self.shards.items():
             keys = routed.owned[name]
@@ -393,5 +390,5 @@ class EmbeddingEngine:
         self.statistics.vector_bytes += sum(counts) * vectors.shape[1] * vectors.element_size()
 
     def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:
-        others = sum(counts) - counts[self.topology.shard]
+        others = sum(counts) - counts[self._shard]
         leg.add(sum(counts), others * rows.shape[1] * rows.element_size())

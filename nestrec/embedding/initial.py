@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from nestrec.base.compiled_random import mix64
 from nestrec.base.random import GOLDEN64, MULTIPLIERS64, fold
-from nestrec.embedding.layout import RowLayout
-from nestrec.embedding.table import InitConfig, TableConfig
-from nestrec.embedding.transfer import to_device
+from nestrec.base.transfer import to_device
+from nestrec.embedding.table import InitConfig, RowLayout, TableConfig
 
 _LANE_STD = float(np.sqrt((65536.0**2 - 1) / 3))
 _CHUNK_ROWS = 1 << 16

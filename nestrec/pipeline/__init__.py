@@ -1,9 +1,8 @@
 """Schedules arrange the stages of training in time; `TrainingPipeline` joins them with a model and its tables."""
 
-from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import SCHEDULES, ScheduleSpec
-from nestrec.pipeline.stages import Compute, Coupling, Dense, Rates, Schedule, Step, Totals
+from nestrec.pipeline.stages import Compute, Coupling, Dense, Feed, Rates, Schedule, Step, Totals
 from nestrec.pipeline.training_pipeline import TrainingPipeline
 
 __all__ = [

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from nestrec.balance.ordering import Groups, groups_of
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold_array
-from nestrec.embedding.flight.dedup import dedup
+from nestrec.ops.rows.dedup_host import dedup
 
 Clustering = Literal["contiguous", "random", "by_length", "greedy", "refined", "edges"]
 _SLACK = 0.02

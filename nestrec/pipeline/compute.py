@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
+from nestrec.base.transfer import sent_to_device
 from nestrec.data.batches import MicroBatch
-from nestrec.embedding.transfer import sent_to_device
 from nestrec.pipeline.stages import Coupling
 
 Precision = Literal["fp32", "tf32", "bf16"]

@@ -20,14 +20,12 @@ from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
 from nestrec.embedding.flight.overlap import Overlap, copy_shared, num_common_rows, overlap_of
 from nestrec.embedding.flight.phases import FetchedBatch, FollowingBatch, Loaded, LoadedBatch, RoutedBatch
-from nestrec.embedding.flight.row_buffers import RowBuffers
 from nestrec.embedding.flight.window import Window
-from nestrec.embedding.statistics import Leg
-from nestrec.pipeline.checks import check_can_cache, check_can_cut
-from nestrec.pipeline.lanes import Label, Lanes, Ticket
-from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
-from nestrec.pipeline.streams import RunAhead
+from nestrec.embedding.flight.working_set import RowBuffers
+from nestrec.pipeline.lanes import Label, Lanes, RunAhead, Ticket
+from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals, check_can_cache, check_can_cut
 from nestrec.trace import Kind, OpenSpan, Tracer
+from nestrec.trace.counters import Leg
 
 T = TypeVar("T")
 WindowT = TypeVar("WindowT", bound=Window)
@@ -234,6 +232,7 @@ class Machine:
 
         def update(span: OpenSpan) -> WorkingSet:
             fresh = self.engine.fetch(routed.wait(), step=batch.number)
+            self.engine.reads_ahead.ended(batch.number)
             for name, table in fresh.tables.items():
                 table.gradient, table.total = old.tables[name].gradient, old.tables[name].total
             self.engine.update_rows(fresh, learning_rate=rates.tables)

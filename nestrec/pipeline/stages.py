@@ -1,13 +1,49 @@
 """What a schedule is given, what it gives back, and what it needs from the outside."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import torch
 
+from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch, MicroBatch
-from nestrec.pipeline.feed import Feed
+from nestrec.embedding.flight.window_plan import MOST_PARTS
+
+
+class Feed:
+    """An iterator that can be asked what comes next without taking it."""
+
+    def __init__(self, batches: Iterator[Batch], most: int | None = None) -> None:
+        """most: batches that will be taken; those beyond are not looked at. None: all."""
+        self._batches, self._left = batches, most
+        self._ahead: deque[Batch] = deque()
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.peek(1)
+        if batch is None:
+            raise StopIteration
+        return self._ahead.popleft()
+
+    def peek(self, ahead: int) -> Batch | None:
+        """The batch that the `ahead`-th call of next from now on will give, or none beyond the end."""
+        while len(self._ahead) < ahead:
+            batch = None if self._left == 0 else next(self._batches, None)
+            if batch is None:
+                return None
+            self._left = None if self._left is None else self._left - 1
+            self._ahead.append(batch)
+        return self._ahead[ahead - 1]
+
+    def close(self) -> None:
+        """End what makes the batches."""
+        if isinstance(self._batches, Generator):
+            self._batches.close()
+
 
 T = TypeVar("T")
 
@@ -104,3 +140,25 @@ class Schedule(Protocol):
 
     def abandon(self, error: BaseException) -> None:
         """The run has failed: end the threads soon. A process that ends beside a running one may be aborted."""
+
+
+def check_can_cache(num_parts: int | Literal["auto"]) -> None:
+    """With the window cache each row names the micro-batch that uses it last, and that number has bounds."""
+    if num_parts != "auto" and num_parts > MOST_PARTS:
+        raise UserError(
+            "is more than the window cache can tell apart", field="batch.micro_batches", value=num_parts,
+            remedy=f"give at most {MOST_PARTS}, or set --pipeline.window_cache false",
+        )  # fmt: skip
+
+
+def check_can_cut(couples: Coupling, num_parts: int | Literal["auto"]) -> None:
+    """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (rule 7)."""
+    if couples == "batch" and num_parts != 1:
+        remedy = (
+            "give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to a "
+            "micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own"
+        )
+        raise UserError(
+            "the loss couples the samples of the whole batch, which may not be cut", field="batch.micro_batches",
+            value=num_parts, remedy=remedy,
+        )  # fmt: skip

@@ -30,13 +30,12 @@ from nestrec.embedding.table import Table
 from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.update import DenseUpdate
-from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.module_loss import ModuleLoss
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.samples import Samples, cut, micro_batch_of, num_samples_of
 from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.stages import Compute, Coupling, Dense, Rates, Step, Totals
+from nestrec.pipeline.stages import Compute, Coupling, Dense, Feed, Rates, Step, Totals
 from nestrec.trace import Tracer
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
 from nestrec.distributed import Topology
 from nestrec.embedding import TableConfig
-from nestrec.embedding.layout import layout_of
+from nestrec.embedding.table import layout_of
 from nestrec.models.backbone import ForwardFlops
 from nestrec.planning.workload import TableLoad, Workload
 from nestrec.tasks.built_in import TASKS, make_task

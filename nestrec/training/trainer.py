@@ -13,9 +13,9 @@ from nestrec.data.card import CARD_FILE
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.checks import check_can_cache, check_can_cut
 from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
+from nestrec.pipeline.stages import check_can_cache, check_can_cut
 from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config

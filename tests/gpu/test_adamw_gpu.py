@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nestrec.pipeline.dense.adamw import AdamW
 from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import AdamW
 
 pytestmark = pytest.mark.gpu
 

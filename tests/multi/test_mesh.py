@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from engine_jobs import mesh, torchrun_like, train
 
-from nestrec.distributed import CollectiveLog, Communicator, Topology
+from nestrec.distributed import Communicator, Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.topology import mesh as mesh_of
 from nestrec.testing.ranks import RankPool
+from nestrec.trace.collective_log import CollectiveLog
 
 
 @pytest.fixture(scope="module")

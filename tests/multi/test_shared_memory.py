@@ -15,8 +15,8 @@ from nestrec.base.errors import PeerLostError
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_to_all_rows, borrow, deliver
 from nestrec.distributed.options import RanksConfig
-from nestrec.distributed.parcel import Parcel
 from nestrec.distributed.shared_memory import SharedMemory, address, connect
+from nestrec.distributed.transports import Parcel
 
 KINDS = [(torch.float32, (5,)), (torch.int64, ()), (torch.float16, (3,)), (torch.uint8, ())]
 

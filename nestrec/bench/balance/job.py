@@ -20,12 +20,13 @@ from nestrec.data.order import GlobalBatches, Position
 from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, barrier
-from nestrec.distributed.topology import CollectiveLog, Communicator
+from nestrec.distributed.topology import Communicator
 from nestrec.models import HSTUConfig
 from nestrec.pipeline import Compute, Coupling, Feed, Rates, Step, TrainingPipeline
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
 from nestrec.trace import Span, Tracer
+from nestrec.trace.collective_log import CollectiveLog
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.session import Session
 

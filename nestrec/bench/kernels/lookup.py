@@ -22,10 +22,9 @@ from nestrec.base.config import config
 from nestrec.bench.bench import Bench
 from nestrec.bench.kernels.torch_rows import PATHS, TorchTable
 from nestrec.distributed.topology import check_device
-from nestrec.embedding.flight.dedup import dedup
 from nestrec.embedding.flight.device_dedup import dedup_on_device
-from nestrec.embedding.layout import layout_of
-from nestrec.embedding.table import DTYPES, TableConfig
+from nestrec.embedding.table import DTYPES, TableConfig, layout_of
+from nestrec.ops.rows.dedup_host import dedup
 from nestrec.ops.rows.dedup_keys import dedup_keys
 from nestrec.ops.rows.gather import take_rows
 from nestrec.ops.rows.move import move_rows

@@ -14,8 +14,8 @@ from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.routing import AskedKeys
-from nestrec.embedding.flight.row_buffers import RowBuffers
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys
+from nestrec.embedding.flight.working_set import RowBuffers
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 
 

@@ -19,8 +19,8 @@ from nestrec.distributed import Topology
 from nestrec.distributed.limited_links import can_limit
 from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.distributed.options import RanksConfig
-from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.embedding.table import RowLayout
 
 _JOB = JobConfig(num_rows=1_600_000, dim=64, samples=1024, tokens=32, hidden=192)
 _LESS = ("exposed_comm", "exposed_rows")

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.transfer import to_device
 from nestrec.distributed.exchange import all_to_all_rows
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.flight.half_rows import half_rows
 from nestrec.embedding.flight.overlap import matching_places
 from nestrec.embedding.flight.routing import Routed, RoutedTable
-from nestrec.embedding.transfer import to_device
 
 Flags = NDArray[np.bool_]
 _Leg = tuple[RoutedTable, Flags]

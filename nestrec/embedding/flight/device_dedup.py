@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.embedding.flight.dedup import Deduplicated
-from nestrec.embedding.hashing import owner_of
-from nestrec.embedding.transfer import to_device
+from nestrec.base.transfer import to_device
+from nestrec.ops.rows.dedup_host import Deduplicated
 from nestrec.ops.rows.dedup_keys import dedup_keys
+from nestrec.ops.rows.hashing import owner_of
 
 MIN_KEYS = 1 << 16
 """Fewer keys are deduplicated sooner on the host."""

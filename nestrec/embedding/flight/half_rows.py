@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.embedding.flight.dedup import Deduplicated
+from nestrec.base.transfer import to_device
 from nestrec.embedding.flight.window_plan import WindowPlan
 from nestrec.embedding.table import TableConfig
-from nestrec.embedding.transfer import to_device
+from nestrec.ops.rows.dedup_host import Deduplicated
 
 Flags = NDArray[np.uint8]
 """1 for a key whose row crosses in half precision."""

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from nestrec.base.compiled_random import mix64
 from nestrec.base.parallel import for_parts
+from nestrec.base.transfer import to_device
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.working_set import WorkingSet
 from nestrec.embedding.shard import FetchedRows
-from nestrec.embedding.transfer import to_device
 from nestrec.ops.rows.move import move_rows
 
 

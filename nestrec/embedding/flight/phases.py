@@ -74,15 +74,8 @@ class FetchedBatch(Generic[WindowT_co]):
         open_window: "Callable[[FetchedBatch[WindowT_co]], WindowT_co]",
     ) -> None:
         self.keys, self.rows, self._open = keys, rows, open_window
+        self.number, self.num_micro_batches = keys.number, keys.num_micro_batches
         self._window: WindowT_co | None = None
-
-    @property
-    def number(self) -> int:
-        return self.keys.number
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.keys.num_micro_batches
 
     @property
     def window(self) -> WindowT_co:

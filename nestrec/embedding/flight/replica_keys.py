@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from nestrec.distributed.exchange import all_gather_equal, gather_rows_from_all
 from nestrec.distributed.topology import Communicator
-from nestrec.embedding.flight.dedup import Deduplicated, dedup
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.ops.rows.dedup_host import Deduplicated, dedup
 
 Keys = NDArray[np.int64]
 Places = NDArray[np.int32]

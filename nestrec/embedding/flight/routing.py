@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import BatchError
+from nestrec.base.transfer import to_device, used_here
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.embedding.flight.dedup import Deduplicated, dedup
 from nestrec.embedding.flight.half_rows import Flags, HalfRows, half_rows
 from nestrec.embedding.flight.replica_keys import Owned, ReplicaKeys, last_part_of
 from nestrec.embedding.flight.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, SourcePart, deduplicate
 from nestrec.embedding.table import TableConfig
-from nestrec.embedding.transfer import to_device, used_here
+from nestrec.ops.rows.dedup_host import Deduplicated, dedup
 
 
 @dataclass(frozen=True, slots=True)

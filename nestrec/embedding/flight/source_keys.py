@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.embedding.flight.dedup import Deduplicated, dedup
 from nestrec.embedding.flight.device_dedup import MIN_KEYS, dedup_on_device
 from nestrec.embedding.flight.half_rows import Flags, flags_of_parts
 from nestrec.embedding.flight.window_plan import WindowPlan, plan_window
 from nestrec.embedding.table import TableConfig
+from nestrec.ops.rows.dedup_host import Deduplicated, dedup
 
 FeatureKeys = Mapping[str, NDArray[np.int64] | torch.Tensor]
 ERROR_WORDS = 3

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
+from nestrec.base.transfer import used_here
 from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.flight.collisions import Half
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.window import Rows, Window
 from nestrec.embedding.flight.working_set import WorkingSet
-from nestrec.embedding.transfer import used_here
 from nestrec.ops.rows.gather import take_rows
 
 

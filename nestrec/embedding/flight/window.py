@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 import torch
 
+from nestrec.base.transfer import used_here
 from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.working_set import WorkingSet
-from nestrec.embedding.transfer import used_here
 from nestrec.ops.rows.gather import take_rows
 from nestrec.ops.rows.sum import add_distinct
 

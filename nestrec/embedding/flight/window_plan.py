@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.embedding.flight.dedup import Deduplicated, dedup
+from nestrec.ops.rows.dedup_host import Deduplicated, dedup
 
 MOST_PARTS = 1 << 15
 """Parts are told apart by sixteen bits with a sign."""

@@ -1,5 +1,6 @@
-"""The rows of one batch on their owner, in device buffers, with the sums of their gradients."""
+"""The rows of one batch on their owner: the sums of their gradients, the buffers they lie in, a watch over them."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,16 +8,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.distributed.parcel import Parcel
+from nestrec.base.transfer import to_device, used_here
+from nestrec.distributed.transports import Parcel
 from nestrec.embedding.flight.routing import RoutedTable
-from nestrec.embedding.layout import RowLayout
-from nestrec.embedding.optimizers.updating import runs_host_loop, update_rows, update_rows_on_host
-from nestrec.embedding.row_optimizer import RowStep
+from nestrec.embedding.row_optimizer import RowStep, runs_host_loop, update_rows, update_rows_on_host
 from nestrec.embedding.shard import FetchedRows
-from nestrec.embedding.table import TableConfig
-from nestrec.embedding.transfer import to_device, used_here
+from nestrec.embedding.table import RowLayout, TableConfig
 from nestrec.ops.rows.gather import take_rows
 from nestrec.ops.rows.sum import add_distinct
+
+_SPARE = 1.25
+_WATCHING_THREADS = 8
 
 
 @dataclass(slots=True)
@@ -123,3 +125,60 @@ class WorkingSet:
     step: int
     """From 1; an update carries the step of the batch that made it (rates travel with the batch)."""
     tables: dict[str, WorkingTable] = field(default_factory=dict)
+
+
+class RowBuffers:
+    """For each table as many buffers as there are batches in flight; a buffer is enlarged only by a larger batch.
+
+    The caller sees to it that a buffer is no longer in use when its turn comes again: with two of them, that the
+    write-back of batch t-1 comes before the fetch of batch t+1, which rule 2 asks for anyway.
+    """
+
+    def __init__(self, turns: int = 2) -> None:
+        self._turns = turns
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+
+    def take(self, table: str, step: int, num_rows: int, layout: RowLayout, device: torch.device) -> torch.Tensor:
+        """(num_rows, num_words) memory for the rows of a table in the batch of a step."""
+        place = table, step % self._turns
+        buffer = self._buffers.get(place)
+        if buffer is None or len(buffer) < num_rows:
+            size = int(num_rows * _SPARE)
+            buffer = torch.empty(size, layout.num_words, dtype=torch.int32, device=device)
+            self._buffers[place] = buffer
+        return buffer[:num_rows]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+
+class RowWatch:
+    """Are the rows still finite? Asked of every updated row on the device, answered whenever somebody reads the device.
+
+    Sums of updated rows times zero add up to zero, or to NaN for ever once a row held an infinity or a NaN. (Rows whose
+    sum overflows count as well: nothing can be learned from them either.) One number a table and thread, so that lanes
+    which update rows at the same time do not wait for each other.
+    """
+
+    def __init__(self, num_tables: int, device: torch.device) -> None:
+        # Made at once: what another stream allocates could be read here before it is filled.
+        self._seen = torch.zeros(_WATCHING_THREADS, num_tables, dtype=torch.float64, device=device)
+        self._row_of_thread: dict[int, int] = {}
+
+    def look(self, table: int, layout: RowLayout, rows: torch.Tensor) -> None:
+        """(n, num_words) rows of a table, by number, as an update has left them. The host does not wait."""
+        mine = self._row_of_thread.setdefault(threading.get_ident(), len(self._row_of_thread) % _WATCHING_THREADS)
+        for column in layout.columns:
+            # Half precision is summed in float32, since its own range is soon passed; float32 in itself, which on a CPU
+            # is six times as quick as in float64.
+            kind = torch.float32 if column.dtype.itemsize < 4 else column.dtype
+            self._seen[mine, table].add_(layout.view(rows, column.name).sum(dtype=kind) * 0)
+
+    def seen(self) -> torch.Tensor:
+        """(num_tables,) float64 on the device: 0, or NaN where rows are not finite. What lanes do now may lack."""
+        return self._seen.sum(0)
+
+    def forget(self, table: int) -> None:
+        """The table is filled anew."""
+        self._seen[:, table] = 0

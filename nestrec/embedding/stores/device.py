@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
+from nestrec.base.transfer import to_device
 from nestrec.embedding.stores.store import Slots
-from nestrec.embedding.transfer import to_device
+from nestrec.ops.rows.host_copy import gather_rows_host, scatter_rows_host
 from nestrec.ops.rows.move import move_rows
 
 

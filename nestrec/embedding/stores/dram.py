@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.embedding.row_copy import gather_rows_host, scatter_rows_host
 from nestrec.embedding.stores.host import HostStore
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
+from nestrec.ops.rows.host_copy import gather_rows_host, scatter_rows_host
 
 _MAX_LANES = 12
 

@@ -5,13 +5,12 @@ from urllib.parse import quote
 
 import torch
 
-from nestrec.embedding.layout import RowLayout
 from nestrec.embedding.stores.device import DeviceStore
 from nestrec.embedding.stores.disk import DiskStore
 from nestrec.embedding.stores.dram import DramStore
 from nestrec.embedding.stores.row_file import remove_leftovers
 from nestrec.embedding.stores.store import Store
-from nestrec.embedding.table import TableConfig
+from nestrec.embedding.table import RowLayout, TableConfig
 
 
 def make_store(table: TableConfig, layout: RowLayout, device: torch.device, shard: int) -> Store:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.window import Window
-from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.lookup_ahead import LookupAhead
+from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Step, Totals
+from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
 from nestrec.pipeline.windows import overlapped
 from nestrec.trace import Tracer
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.phases import FetchedBatch, RoutedBatch
 from nestrec.embedding.flight.window import Window
-from nestrec.pipeline.feed import Feed
-from nestrec.pipeline.keys_ahead import KeysAhead
 from nestrec.pipeline.lanes import Ticket
+from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals
+from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
 from nestrec.trace import Tracer
 
 _KEYS_AHEAD = 4

@@ -20,11 +20,9 @@ import torch
 from nestrec.data.batches import MicroBatch
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.window import Window
-from nestrec.pipeline.checks import check_can_cache, check_can_cut
-from nestrec.pipeline.feed import Feed
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.stages import Compute, Dense, Step, Totals
+from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals, check_can_cache, check_can_cut
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")

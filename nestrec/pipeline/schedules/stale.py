@@ -13,12 +13,11 @@ from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.window import Window
-from nestrec.pipeline.feed import Feed
-from nestrec.pipeline.keys_ahead import KeysAhead
+from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Step, Totals
+from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from nestrec.base.bounds import Natural
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.base.transfer import sent_to_device, to_device
 from nestrec.embedding.key_table import KeyTable
-from nestrec.embedding.transfer import sent_to_device, to_device
 from nestrec.serving.model.row_sources import DiskRows, DramRows, RowSource
 
 _PART_ROWS = 1 << 16

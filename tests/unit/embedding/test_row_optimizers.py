@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from nestrec.embedding import RowOptimizerConfig, TableConfig
-from nestrec.embedding.layout import layout_of
-from nestrec.embedding.optimizers.updating import update_rows, update_rows_on_host
-from nestrec.embedding.row_optimizer import RowStep
+from nestrec.embedding.row_optimizer import RowStep, update_rows, update_rows_on_host
+from nestrec.embedding.table import layout_of
 from nestrec.ops.rows.update import mean_of_squares
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]

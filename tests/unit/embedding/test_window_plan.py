@@ -5,7 +5,7 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.embedding.flight.window_plan import MOST_PARTS, plan_window
-from nestrec.pipeline.checks import check_can_cache
+from nestrec.pipeline.stages import check_can_cache
 
 
 def test_one_more_than_the_most_is_refused():

@@ -1,0 +1,163 @@
+"""The walk of one batch under `nested`: which files it goes through, seen by following the calls of a steady step.
+
+`python tests/multi/batch_walk.py` writes docs/architecture-walk.md anew.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import nestrec
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline.compute import LossCompute
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture-walk.md"
+TOOLS = ("base", "trace", "ops")
+"""Folders whose files are tools in everybody's hands: no stop on the way."""
+SAMPLES, WATCHED = 8, 5
+STAGES = {
+    "schedule": "the schedule submits the stages",
+    "deduplicate": "load: tensors to the device, keys deduplicated (lane `transfer`)",
+    "route": "keys to their owners (lane `communication`)",
+    "assemble": "what crosses with each micro-batch (lane `transfer`)",
+    "fetch": "rows from the store into a buffer (lane `lookup`)",
+    "intersect": "rows that the batch before shares (lane `lookup`)",
+    "copy": "shared rows, once the batch before has updated them (compute)",
+    "vectors": "vectors to those who asked, E (lane `communication`)",
+    "compute": "forward and backward, F (compute)",
+    "gradients": "gradients to the owners, G (lane `communication`)",
+    "reduce": "dense gradients summed over ranks (lane `communication`)",
+    "update": "rows updated (compute)",
+    "apply": "dense weights updated (compute)",
+    "write_back": "rows to the store (lane `lookup`)",
+}
+"""In the order in which one batch comes to them."""
+ON_COMPUTE = {"copy_shared": "copy", "compute": "compute", "update_rows": "update", "apply_dense": "apply"}
+"""Stages that run on the caller's thread, by the machine's method."""
+
+
+@dataclass
+class Walk:
+    """Stages with the files that they enter, in order of first entry."""
+
+    stages: dict[str, list[str]]
+
+    @property
+    def files(self) -> list[str]:
+        """In order of first entry."""
+        return list(dict.fromkeys(file for stage in STAGES for file in self.stages.get(stage, [])))
+
+    @property
+    def num_crossings(self) -> int:
+        """Changes of folder from one file to the next."""
+        return sum(a.split("/")[0] != b.split("/")[0] for a, b in pairwise(self.files))
+
+
+class Follower:
+    """A profile function that notes which files a stage enters."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.stages: dict[str, dict[str, None]] = {}
+        self._root = str(Path(nestrec.__file__).parent) + os.sep
+        self._now = threading.local()
+
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
+        file = frame.f_code.co_filename
+        if event not in ("call", "return") or not file.startswith(self._root):
+            return
+        file, name = file.removeprefix(self._root).replace(os.sep, "/"), frame.f_code.co_name
+        stages = self._now.__dict__.setdefault("stages", [])
+        if (stage := self._begun(file, name, frame)) is not None:
+            if event == "return":
+                stages.pop()
+                return
+            stages.append(stage)
+        if event == "call" and self.is_on and file.split("/")[0] not in TOOLS:
+            stage = stages[-1] if stages else "schedule"
+            if stage in STAGES:
+                self.stages.setdefault(stage, {})[file] = None
+
+    def _begun(self, file: str, name: str, frame: Any) -> str | None:
+        """The stage that this call is."""
+        if file == "pipeline/lanes.py" and name == "_run_one":
+            return str(frame.f_locals["entry"].label.name).rpartition(".")[2]
+        return ON_COMPUTE.get(name) if file == "pipeline/machine.py" else None
+
+
+def walk(topology: Topology) -> Walk:
+    """Of a batch of the trainer's: one table on the device, two micro-batches."""
+    model = torch.nn.Linear(4, 1)
+
+    def loss(micro_batch, rows, index):
+        return model(gather_rows(rows["items"], index["items"])).square().sum()
+
+    device = torch.device("cpu")
+    dense = DenseUpdate(model, OptimizerConfig(), topology, device)
+    pipeline = TrainingPipeline(
+        LossCompute(loss, device), [nestrec.Table("items", rows=64, dim=4)], dense_optimizer=dense, schedule="nested",
+        topology=topology,
+    )  # fmt: skip
+    follower, feed = Follower(), Feed(iter(list(_batches(topology.rank))))
+    threading.setprofile(follower)  # the lanes' threads are started by the first steps
+    sys.setprofile(follower)
+    try:
+        for number in range(1, WATCHED + 3):
+            batch = next(feed)
+            follower.is_on = number in (WATCHED, WATCHED + 1)  # what one step submits, the next may wait for
+            pipeline.advance(Step(number=number, batch=batch, rates=Rates(dense=0.01, tables=0.1)), feed)
+        follower.is_on = False
+        pipeline.advance(Step(number=WATCHED + 3, batch=next(feed), rates=Rates(0.01, 0.1), is_fence=True), feed)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    pipeline.close()
+    return Walk({stage: list(files) for stage, files in follower.stages.items()})
+
+
+def _batches(rank: int) -> Iterator[Batch]:
+    """All rows exist before the step that is watched, and consecutive batches share some."""
+    for step in range(WATCHED + 7):
+        keys = (np.arange(2 * SAMPLES).reshape(2, SAMPLES) + 8 * (step % 2) + 16 * rank) % 64
+        parts = [MicroBatch(np.arange(SAMPLES), {"items": keys[i]}, {}, 1, SAMPLES) for i in range(2)]
+        yield Batch(Position(0, step), 4.0 * SAMPLES, np.arange(4 * SAMPLES), tuple(parts))
+
+
+def page(found: Walk) -> str:
+    """What the architecture page shows."""
+    lines, seen = [], set()
+    for stage, meaning in STAGES.items():
+        new = [file for file in found.stages.get(stage, []) if file not in seen]
+        seen |= set(new)
+        again = len(found.stages.get(stage, [])) - len(new)
+        names = ", ".join(f"`{file}`" for file in new) or "no new file"
+        lines.append(f"1. {meaning}: {names}" + (f" (and {again} met before)" if again else ""))
+    head = (
+        f"One batch under `nested` goes through {len(found.files)} files, with {found.num_crossings} crossings between "
+        "folders: changes of folder\nfrom one file to the next, in the order in which the batch first enters them. "
+        "Followed call by call on two ranks, with\none table on the device. The folders `base`, `trace` and `ops` are "
+        "tools in everybody's hands and are not counted.\n"
+    )
+    return head + "\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    from nestrec.testing.ranks import RankPool
+
+    pool = RankPool(2)
+    PAGE.write_text(page(pool.run(walk)[0]))
+    pool.close()
