@@ -7,11 +7,9 @@ lookup           fetch                                               write back
 compute                          F1 F2 ... update rows, update dense
 """
 
-from nestrec.pipeline.feed import Feed
-
 from nestrec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Step, Totals
+from nestrec.pipeline.stages import Feed, Step, Totals
 from nestrec.pipeline.windows import in_turn
 
 
