@@ -40,10 +40,12 @@ class BalancedDealer(Dealer):
     def costs(self, position: Position, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._costs.at(position).of(tokens)
 
-    def micro_batches(self, position: Position, tokens: NDArray[np.int64], num_parts: int) -> list[NDArray[np.int64]]:
-        if self._cfg.policy == "fixed" or num_parts == 1:
-            return super().micro_batches(position, tokens, num_parts)
-        return micro_partition(self.costs(position, tokens), num_parts)
+    def micro_batches(
+        self, position: Position, tokens: NDArray[np.int64], num_micro_batches: int
+    ) -> list[NDArray[np.int64]]:
+        if self._cfg.policy == "fixed" or num_micro_batches == 1:
+            return super().micro_batches(position, tokens, num_micro_batches)
+        return micro_partition(self.costs(position, tokens), num_micro_batches)
 
     def _cfg_at(self, position: Position) -> BalanceConfig:
         return replace(self._cfg, cost=self._costs.at(position))

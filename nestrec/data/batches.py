@@ -125,16 +125,16 @@ class Batches:
         world: int = 1,
         dealer: Dealer | None = None,
         cluster: Cluster | None = None,
-        num_parts_at: Callable[[Position], int] | None = None,
+        num_micro_batches_at: Callable[[Position], int] | None = None,
     ):
         """dealer: which rank computes what; by default near equal counts in the order of the batch.
 
-        cluster: micro-batches by the keys of the samples, instead of the dealer's. num_parts_at: how many micro-batches
-        the batch of a position has; by default as configured.
+        cluster: micro-batches by the keys of the samples, instead of the dealer's. num_micro_batches_at: how many
+        micro-batches the batch of a position has; by default as configured.
         """
         self._assembler, self._cfg, self._cluster = assembler, cfg, cluster
         fixed = 1 if cfg.micro_batches == "auto" else cfg.micro_batches
-        self._num_parts_at = num_parts_at or (lambda position: fixed)
+        self._num_micro_batches_at = num_micro_batches_at or (lambda position: fixed)
         self._dealer = dealer or Dealer(rank, world)
         self.order = GlobalBatches(
             assembler.tokens, seed=seed, batch_samples=cfg.batch_samples, batch_tokens=cfg.batch_tokens,
@@ -177,9 +177,9 @@ class Batches:
 
     def _assemble(self, stage: Stage) -> Batch:
         mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
-        epoch, num_parts = stage.position.epoch, self._num_parts_at(stage.position)
-        parts = self._parts(stage, mine, tokens, num_parts)
-        rows = [stage.rows] if num_parts == 1 else [stage.rows.take(part) for part in parts]
+        epoch, num_micro_batches = stage.position.epoch, self._num_micro_batches_at(stage.position)
+        parts = self._parts(stage, mine, tokens, num_micro_batches)
+        rows = [stage.rows] if num_micro_batches == 1 else [stage.rows.take(part) for part in parts]
         micro_batches = [self._assembler.assemble(mine[p], r, epoch) for p, r in zip(parts, rows, strict=True)]
         return Batch(
             position=stage.position,
@@ -191,11 +191,11 @@ class Batches:
         )
 
     def _parts(
-        self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_parts: int
+        self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
-        """The samples of each micro-batch: clustering inside a rank, after the balance (order of preparation)."""
-        if self._cluster is not None and num_parts > 1:
+        """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (rule 15)."""
+        if self._cluster is not None and num_micro_batches > 1:
             keys = self._assembler.sample_keys(mine, stage.rows, stage.position.epoch)
             if keys is not None:
-                return self._cluster(keys, self._dealer.costs(stage.position, tokens), num_parts)
-        return self._dealer.micro_batches(stage.position, tokens, num_parts)
+                return self._cluster(keys, self._dealer.costs(stage.position, tokens), num_micro_batches)
+        return self._dealer.micro_batches(stage.position, tokens, num_micro_batches)

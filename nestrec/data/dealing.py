@@ -46,9 +46,11 @@ class Dealer:
         """What the samples cost to compute."""
         return tokens.astype(np.float64)
 
-    def micro_batches(self, position: Position, tokens: NDArray[np.int64], num_parts: int) -> list[NDArray[np.int64]]:
+    def micro_batches(
+        self, position: Position, tokens: NDArray[np.int64], num_micro_batches: int
+    ) -> list[NDArray[np.int64]]:
         """Parts of what this rank computes, from the tokens of its samples."""
-        return contiguous(len(tokens), num_parts)
+        return contiguous(len(tokens), num_micro_batches)
 
 
 def contiguous(num_samples: int, num_shares: int) -> list[NDArray[np.int64]]:

@@ -2,16 +2,16 @@
 
     routed  = engine.route(keys)                          collective; or route(*micro_batches)
     working = engine.fetch(routed, step=t)                local: rows from the stores
-    vectors = engine.exchange_vectors(routed, working)    collective; once for each part
+    vectors = engine.exchange_vectors(routed, working)    collective; once for each micro-batch
     ...forward and backward; the vectors are the caller's leaves...
-    engine.accumulate(routed, working, gradients)         collective; once for each part, in order
+    engine.accumulate(routed, working, gradients)         collective; once for each micro-batch, in order
     engine.update(working, learning_rate=lr)              local: one optimiser step on the rows of the batch
     engine.write_back(working)                            local: rows to the stores
 
 `route` is `deduplicate` (local), `exchange_keys` (collective) and `assemble` (local); `accumulate` is
 `exchange_gradients` (collective), `add_gradients` (local) and `sum_over_holders` (collective); `update` is
-`update_rows` (local) and `average_over_holders` (collective). Pipelines call the parts on their own lanes. What is over
-holders does nothing unless there are replica groups.
+`update_rows` (local) and `average_over_holders` (collective). Pipelines call each on its own lane. What
+is over holders does nothing unless there are replica groups.
 
 One rank takes the same path as many: its exchanges are no-ops.
 """
@@ -82,21 +82,21 @@ class EmbeddingEngine:
         self.reads_ahead = ReadsAhead()
         self.row_watch = RowWatch(len(self.tables), self.device)
 
-    def route(self, *parts: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
-        """Route a batch given as one or more parts (micro-batches): feature name to keys of any shape, on the host.
+    def route(self, *micro_batches: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
+        """Route a batch given as one or more micro-batches: feature name to keys of any shape, on the host.
 
-        Collective; every rank gives the same number of parts and all features in each, empty where it has no samples.
-        window_cache: a key used by several parts of a rank crosses once in each direction. step: of the batch,
-        from 1; only needed where weights are averaged over replica groups.
+        Collective; every rank gives the same number of micro-batches and all features in each, empty where it has no
+        samples. window_cache: a key used by several micro-batches of a rank crosses once in each direction (rule 6).
+        step: of the batch, from 1; only needed where weights are averaged over replica groups.
         """
-        source = self.deduplicate(*parts, window_cache=window_cache)
+        source = self.deduplicate(*micro_batches, window_cache=window_cache)
         return self.assemble(source, self.exchange_keys(source, step=step))
 
-    def deduplicate(self, *parts: FeatureKeys, window_cache: bool = False) -> SourceKeys:
+    def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
         """What this rank will ask for. Local."""
-        self._check_features(parts)
+        self._check_features(micro_batches)
         tables = list(self.tables.values())
-        return deduplicate(parts, tables, self._num_shards, self.device, window_cache=window_cache)
+        return deduplicate(micro_batches, tables, self._num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same BatchError on every rank."""
@@ -105,10 +105,10 @@ class EmbeddingEngine:
         return asked if self._replicas is None else join_holders(asked, self._replicas, len(self.tables), step)
 
     def assemble(self, source: SourceKeys, asked: AskedKeys) -> Routed:
-        """What crosses with each part. Local."""
+        """What crosses with each micro-batch. Local."""
         routed = assemble(source, asked, list(self.tables.values()), self.device)
         self.statistics.keys.add(
-            sum(len(t.keys) for p in routed.parts for t in p.tables.values()),
+            sum(len(t.keys) for p in routed.micro_batches for t in p.tables.values()),
             key_bytes_sent(routed, self._shard),
         )
         return routed
@@ -142,12 +142,12 @@ class EmbeddingEngine:
         self.reads_ahead.began(working)
         return working
 
-    def exchange_vectors(self, routed: Routed, working: WorkingSet, part: int = 0) -> dict[str, torch.Tensor]:
-        """Table to (U, dim) vectors of the distinct keys of a part, in the order of its index. Collective.
+    def exchange_vectors(self, routed: Routed, working: WorkingSet, micro_batch: int = 0) -> dict[str, torch.Tensor]:
+        """Table to (U, dim) vectors of the distinct keys of a micro-batch, in the order of its index. Collective.
 
         They may share memory with the working set: they are valid until `update`.
         """
-        tables = routed.parts[part].tables
+        tables = routed.micro_batches[micro_batch].tables
         halves = {
             name: self._exchange_by_type(table, table.half, working.tables[name])
             for name, table in tables.items()
@@ -172,40 +172,42 @@ class EmbeddingEngine:
         return arrived
 
     def accumulate(
-        self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], part: int = 0
+        self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int = 0
     ) -> None:
-        """Send (U, dim) gradients of a part to the owners, which add them up. Collective, in the order of sums.
+        """Send (U, dim) gradients of a micro-batch to the owners, which add them up. Collective; micro-batches in order
+        (rule 10).
 
         The gradients are given away: with one rank they become the sums themselves.
         """
-        self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, part), part)
-        self.sum_over_holders(routed, working, part)
+        self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, micro_batch), micro_batch)
+        self.sum_over_holders(routed, working, micro_batch)
 
     def exchange_gradients(
-        self, routed: Routed, gradients: Mapping[str, torch.Tensor], part: int
+        self, routed: Routed, gradients: Mapping[str, torch.Tensor], micro_batch: int
     ) -> dict[str, Sequence[torch.Tensor]]:
-        """Table to the gradients of a part that the owner receives from each source. Collective.
+        """Table to the gradients of a micro-batch that the owner receives from each source. Collective.
 
         They may lie in memory that is used again: valid until the next exchange.
         """
         parcels = {}
-        for name, table in routed.parts[part].gradients.items():
+        for name, table in routed.micro_batches[micro_batch].gradients.items():
             grad = gradients[name].detach().to(self.tables[name].state_dtype)
             parcels[name] = Parcel(grad, table.send_counts, table.receive_counts)
             self._count(self.statistics.gradients, table.send_counts, grad)
         return dict(zip(parcels, borrow(self.topology.vectors, list(parcels.values())), strict=True))
 
     def add_gradients(
-        self, routed: Routed, working: WorkingSet, received: Mapping[str, Sequence[torch.Tensor]], part: int
+        self, routed: Routed, working: WorkingSet, received: Mapping[str, Sequence[torch.Tensor]], micro_batch: int
     ) -> None:
-        """Add what `exchange_gradients` gave to the sums of the working set. Local; parts in order (order of sums)."""
-        for name, table in routed.parts[part].gradients.items():
+        """Add what `exchange_gradients` gave to the sums of the working set. Local; micro-batches in order (rule
+        10)."""
+        for name, table in routed.micro_batches[micro_batch].gradients.items():
             working.tables[name].add(table, received[name])
 
-    def sum_over_holders(self, routed: Routed, working: WorkingSet, part: int) -> None:
-        """Gradients that are complete after a part, summed over the holders of their rows. Collective; after
-        `add_gradients` of the part, parts in order."""
-        for name, places in routed.parts[part].crossing.items():
+    def sum_over_holders(self, routed: Routed, working: WorkingSet, micro_batch: int) -> None:
+        """Gradients that are complete after a micro-batch, summed over the holders of their rows. Collective; after
+        `add_gradients` of the micro-batch, micro-batches in order."""
+        for name, places in routed.micro_batches[micro_batch].crossing.items():
             table, holders = working.tables[name], self.topology.replicas
             assert table.gradient is not None
             mine = table.gradient.index_select(0, places[holders.rank])
@@ -285,10 +287,10 @@ class EmbeddingEngine:
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
         routed = route([complete], list(self.tables.values()), self.topology, self.device)
         vectors: dict[str, torch.Tensor] = {}
-        for name, table in routed.parts[0].tables.items():
+        for name, table in routed.micro_batches[0].tables.items():
             shard = self.shards[name]
             weight = shard.layout.view(shard.read(routed.owned[name]), "weight")
-            asked = weight.contiguous() if table.slots is None else take_rows(weight, table.slots)
+            asked = weight.contiguous() if table.working_places is None else take_rows(weight, table.working_places)
             rows = self._return_to_sources(table, asked)
             vectors |= {f: gather_rows(rows, routed.index[f]) for f in self.tables[name].feature_names}
         return vectors
@@ -375,11 +377,15 @@ class EmbeddingEngine:
         for shard in self.shards.values():
             shard.store.close()
 
-    def _check_features(self, parts: Sequence[FeatureKeys]) -> None:
+    def _check_features(self, micro_batches: Sequence[FeatureKeys]) -> None:
         known = {f for t in self.tables.values() for f in t.feature_names}
-        for part in parts:
-            for name in sorted(known ^ set(part)):
-                problem = "no table reads this feature" if name in part else "a batch must hold every feature, if empty"
+        for micro_batch in micro_batches:
+            for name in sorted(known ^ set(micro_batch)):
+                problem = (
+                    "no table reads this feature"
+                    if name in micro_batch
+                    else "a batch must hold every feature, if empty"
+                )
                 raise UserError(problem, field="feature", value=name, remedy=f"the tables read {sorted(known)}")
 
     def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:

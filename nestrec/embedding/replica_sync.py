@@ -41,12 +41,12 @@ class ReplicaSyncConfig:
             return None
         return "rows" if step % (self.every * self.state_every) == 0 else "weights"
 
-    def window(self, step: int) -> range:
+    def averaged_steps(self, step: int) -> range:
         """The steps whose rows may differ between holders in what is averaged after the update of `step`."""
         period = self.every * (self.state_every if self.averaged_at(step) == "rows" else 1)
         return range(max(1, step - period + 1), step + 1)
 
-    def open_window(self, step: int) -> range:
+    def steps_since_average(self, step: int) -> range:
         """The steps up to this one since whole rows were last averaged."""
         return range(step - step % (self.every * self.state_every) + 1, step + 1)
 

@@ -32,7 +32,7 @@ from nestrec.ops.rows.dedup_host import dedup
 Clustering = Literal["contiguous", "random", "by_length", "greedy", "refined", "edges"]
 _SLACK = 0.02
 _PASSES = 4
-MAX_PARTS = 64
+MAX_MICRO_BATCHES = 64
 """Micro-batches that hold a key are bits of a word."""
 
 
@@ -66,16 +66,22 @@ class Inflation:
         return self.sent / max(1, self.unique)
 
 
-def cluster(name: Clustering, keys: SampleKeys, cost: NDArray[np.float64], num_parts: int, *, seed: int = 0) -> Groups:
+def cluster(
+    name: Clustering, keys: SampleKeys, cost: NDArray[np.float64], num_micro_batches: int, *, seed: int = 0
+) -> Groups:
     """Samples of each micro-batch, in increasing order; every sample exactly once. cost: (B,) of each sample."""
-    if not 1 <= num_parts <= MAX_PARTS:
-        raise UserError(f"must be 1 to {MAX_PARTS} for clustering", field="micro_batches", value=num_parts)
+    if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:
+        raise UserError(
+            f"must be 1 to {MAX_MICRO_BATCHES} for clustering", field="micro_batches", value=num_micro_batches
+        )
     if name not in _CLUSTERINGS:
         remedy = did_you_mean(name, _CLUSTERINGS)
         raise UserError("is no clustering", field="pipeline.clustering", value=name, remedy=remedy)
     numbers = dedup(keys.values)
-    problem = _Problem(numbers.inverse, keys.offsets, len(numbers.keys), cost.astype(np.float64), num_parts, seed)
-    return groups_of(_CLUSTERINGS[name](problem).astype(np.int64), num_parts)
+    problem = _Problem(
+        numbers.inverse, keys.offsets, len(numbers.keys), cost.astype(np.float64), num_micro_batches, seed
+    )
+    return groups_of(_CLUSTERINGS[name](problem).astype(np.int64), num_micro_batches)
 
 
 class ByKeys:
@@ -85,9 +91,9 @@ class ByKeys:
         self._name = name
 
     def __call__(
-        self, keys: tuple[NDArray[np.int64], NDArray[np.int64]], cost: NDArray[np.float64], num_parts: int
+        self, keys: tuple[NDArray[np.int64], NDArray[np.int64]], cost: NDArray[np.float64], num_micro_batches: int
     ) -> Groups:
-        return cluster(self._name, SampleKeys(*keys), cost, num_parts)
+        return cluster(self._name, SampleKeys(*keys), cost, num_micro_batches)
 
 
 def inflation(keys: SampleKeys, groups: Groups) -> Inflation:
@@ -113,40 +119,40 @@ class _Problem:
     offsets: NDArray[np.int64]
     num_keys: int
     cost: NDArray[np.float64]
-    num_parts: int
+    num_micro_batches: int
     seed: int
 
     @property
     def limit(self) -> float:
         """Most cost of a micro-batch."""
-        return float(self.cost.sum() / self.num_parts * (1 + _SLACK))
+        return float(self.cost.sum() / self.num_micro_batches * (1 + _SLACK))
 
-    def of(self, samples: NDArray[np.int64], num_parts: int) -> "_Problem":
+    def of(self, samples: NDArray[np.int64], num_micro_batches: int) -> "_Problem":
         """The same question for some samples."""
         pieces = [self.key[self.offsets[i] : self.offsets[i + 1]] for i in samples]
         key = np.concatenate(pieces) if pieces else self.key[:0]
         offsets = np.concatenate([[0], np.cumsum(np.diff(self.offsets)[samples])])
-        return _Problem(key, offsets, self.num_keys, self.cost[samples], num_parts, self.seed)
+        return _Problem(key, offsets, self.num_keys, self.cost[samples], num_micro_batches, self.seed)
 
 
 def _contiguous(problem: _Problem) -> Parts:
-    return _cut(np.arange(len(problem.cost)), problem.cost, problem.num_parts)
+    return _cut(np.arange(len(problem.cost)), problem.cost, problem.num_micro_batches)
 
 
 def _random(problem: _Problem) -> Parts:
     hashed = fold_array(problem.seed, np.arange(len(problem.cost)))
-    return _cut(np.argsort(hashed, kind="stable"), problem.cost, problem.num_parts)
+    return _cut(np.argsort(hashed, kind="stable"), problem.cost, problem.num_micro_batches)
 
 
 def _by_length(problem: _Problem) -> Parts:
-    return _cut(np.argsort(-problem.cost, kind="stable"), problem.cost, problem.num_parts)
+    return _cut(np.argsort(-problem.cost, kind="stable"), problem.cost, problem.num_micro_batches)
 
 
 def _greedy(problem: _Problem) -> Parts:
     order = np.argsort(-problem.cost, kind="stable")
     uses = np.bincount(problem.key, minlength=problem.num_keys)
     part: Parts = _assign(
-        problem.key, problem.offsets, uses, problem.cost, order, problem.num_parts, problem.limit
+        problem.key, problem.offsets, uses, problem.cost, order, problem.num_micro_batches, problem.limit
     )  # fmt: skip
     return part
 
@@ -154,24 +160,31 @@ def _greedy(problem: _Problem) -> Parts:
 def _refined(problem: _Problem) -> Parts:
     part = _greedy(problem)
     _improve(
-        problem.key, problem.offsets, problem.num_keys, problem.cost, part, problem.num_parts, problem.limit, _PASSES
+        problem.key,
+        problem.offsets,
+        problem.num_keys,
+        problem.cost,
+        part,
+        problem.num_micro_batches,
+        problem.limit,
+        _PASSES,
     )
     return part
 
 
 def _edges(problem: _Problem) -> Parts:
-    if problem.num_parts < 3:
+    if problem.num_micro_batches < 3:
         return _refined(problem)
     cost = problem.cost
     uses = np.bincount(problem.key, minlength=problem.num_keys)
     own = np.append(1.0 / uses[problem.key], 0.0)  # a key that f samples hold counts 1 / f for each
     share = np.add.reduceat(own, problem.offsets[:-1]) * (np.diff(problem.offsets) > 0)
     order = np.argsort(share / np.maximum(cost, 1e-300), kind="stable")
-    edge = np.sort(order[np.cumsum(cost[order]) <= 2 * cost.sum() / problem.num_parts])
+    edge = np.sort(order[np.cumsum(cost[order]) <= 2 * cost.sum() / problem.num_micro_batches])
     middle = np.setdiff1d(np.arange(len(cost)), edge)
     part = np.empty(len(cost), np.int32)
-    part[middle] = 1 + _cut(np.arange(len(middle)), cost[middle], problem.num_parts - 2)
-    part[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_parts - 1)
+    part[middle] = 1 + _cut(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
+    part[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
     return part
 
 
@@ -185,21 +198,21 @@ _CLUSTERINGS = {
 }
 
 
-def _cut(order: NDArray[np.int64], cost: NDArray[np.float64], num_parts: int) -> Parts:
+def _cut(order: NDArray[np.int64], cost: NDArray[np.float64], num_micro_batches: int) -> Parts:
     """Consecutive runs of near equal cost: a sample belongs where the middle of its cost falls."""
     ends = np.cumsum(cost[order])
     total = ends[-1] if len(ends) else 0.0
     part = np.empty(len(order), np.int32)
     middle = (ends - 0.5 * cost[order]) / total if total > 0 else np.arange(len(order)) / max(1, len(order))
-    part[order] = np.minimum((middle * num_parts).astype(np.int32), num_parts - 1)
+    part[order] = np.minimum((middle * num_micro_batches).astype(np.int32), num_micro_batches - 1)
     return part
 
 
 @njit(cache=True, nogil=True)
-def _assign(key, offsets, uses, cost, order, num_parts, limit):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    full = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - num_parts)
+def _assign(key, offsets, uses, cost, order, num_micro_batches, limit):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    full = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - num_micro_batches)
     holders = np.zeros(len(uses), np.uint64)
-    load, score = np.zeros(num_parts), np.zeros(num_parts)
+    load, score = np.zeros(num_micro_batches), np.zeros(num_micro_batches)
     part = np.empty(len(order), np.int32)
     for sample in order:
         score[:] = 0.0
@@ -207,11 +220,11 @@ def _assign(key, offsets, uses, cost, order, num_parts, limit):  # type: ignore[
             word = holders[key[i]]
             if word != np.uint64(0) and word != full:  # a key that is everywhere pulls nowhere
                 weight = 1.0 / uses[key[i]]
-                for p in range(num_parts):
+                for p in range(num_micro_batches):
                     if (word >> np.uint64(p)) & np.uint64(1):
                         score[p] += weight
         best = -1
-        for p in range(num_parts):
+        for p in range(num_micro_batches):
             if load[p] + cost[sample] <= limit and (
                 best < 0 or score[p] > score[best] or (score[p] == score[best] and load[p] < load[best])
             ):
@@ -226,10 +239,10 @@ def _assign(key, offsets, uses, cost, order, num_parts, limit):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
-def _improve(key, offsets, num_keys, cost, part, num_parts, limit, passes):  # type: ignore[no-untyped-def]  # noqa: PLR0917, PLR0912
+def _improve(key, offsets, num_keys, cost, part, num_micro_batches, limit, passes):  # type: ignore[no-untyped-def]  # noqa: PLR0917, PLR0912
     """Move samples, in order, to where they bring the fewest new keys, as long as a pass saves something."""
-    count = np.zeros((num_keys, num_parts), np.int32)
-    load, brings = np.zeros(num_parts), np.zeros(num_parts, np.int64)
+    count = np.zeros((num_keys, num_micro_batches), np.int32)
+    load, brings = np.zeros(num_micro_batches), np.zeros(num_micro_batches, np.int64)
     seen = np.full(num_keys, -1, np.int64)
     for sample in range(len(part)):
         load[part[sample]] += cost[sample]
@@ -247,11 +260,11 @@ def _improve(key, offsets, num_keys, cost, part, num_parts, limit, passes):  # t
                 k = key[i]
                 if seen[k] != stamp:  # a key that the sample repeats counts once
                     seen[k] = stamp
-                    for p in range(num_parts):
+                    for p in range(num_micro_batches):
                         if count[k, p] == 0:
                             brings[p] += 1
             best = here
-            for p in range(num_parts):
+            for p in range(num_micro_batches):
                 if brings[p] < brings[best] and load[p] + cost[sample] <= limit:
                     best = p
             saved += brings[here] - brings[best]

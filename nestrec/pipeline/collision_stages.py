@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nestrec.base.coming import Coming
-from nestrec.embedding.flight.collisions import Collisions, Half, Halves, find_collisions
+from nestrec.embedding.flight.collisions import Collisions, Portion, Portions, find_collisions
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.phases import FetchedBatch, FollowingBatch
 from nestrec.embedding.flight.split_window import SplitWindow
@@ -46,33 +46,33 @@ class CollisionStages:
         return Neighbours(older, following, found)
 
     def vectors(self, pair: Neighbours, micro_batch: int, which: Which) -> Ticket[None]:
-        """Exchange E of a micro-batch of the newer batch, of one half of its rows."""
+        """Exchange E of a micro-batch of the newer batch, of one portion of its rows."""
         newer = pair.newer
 
         def receive(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.vectors):
-                newer.window.receive_half(micro_batch, _half(pair.collisions.wait().vectors, which))
+                newer.window.receive_portion(micro_batch, _portion(pair.collisions.wait().vectors, which))
 
         label = self._label("vectors", newer, micro_batch)
         return self._machine.lanes.communication.submit(receive, label, after=[newer.rows, pair.collisions])
 
     def gradients(self, pair: Neighbours, micro_batch: int, which: Which) -> Ticket[None]:
-        """Exchange G of a micro-batch of the older batch, of one half of its rows; owners add up."""
+        """Exchange G of a micro-batch of the older batch, of one portion of its rows; owners add up."""
         window, found = pair.older.window, pair.collisions
 
         def send(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.gradients):
-                window.send_half(micro_batch, _half(found.wait().gradients, which))
+                window.send_portion(micro_batch, _portion(found.wait().gradients, which))
 
         label = self._label("gradients", pair.older, micro_batch)
         sent = self._machine.lanes.communication.submit(send, label, after=[found])
-        if not window.routed.parts[micro_batch].crossing:
+        if not window.routed.micro_batches[micro_batch].crossing:
             return sent
 
         def cross(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.replicas):
-                half = _half(found.wait().gradients, which)
-                self._engine.sum_over_holders(half.routed, window.working, micro_batch)
+                portion = _portion(found.wait().gradients, which)
+                self._engine.sum_over_holders(portion.routed, window.working, micro_batch)
 
         label = self._label("replicas", pair.older, micro_batch)
         return self._machine.lanes.communication.submit(cross, label)
@@ -92,7 +92,7 @@ class CollisionStages:
         self._machine.write_back(older, shared)
 
     def _update(self, pair: Neighbours, which: Which, rates: Rates) -> None:
-        places = _half(pair.collisions.wait().gradients, which).owned
+        places = _portion(pair.collisions.wait().gradients, which).owned
         self._engine.update_rows(pair.older.window.working, learning_rate=rates.tables, places=places)
 
     def _label(self, what: str, batch: FetchedBatch[SplitWindow], micro_batch: int) -> Label:
@@ -100,5 +100,5 @@ class CollisionStages:
         return self._machine.label(name, "communication", batch.number, micro_batch, is_collective=True)
 
 
-def _half(halves: Halves, which: Which) -> Half:
-    return halves.shared if which == "shared" else halves.exclusive
+def _portion(portions: Portions, which: Which) -> Portion:
+    return portions.shared if which == "shared" else portions.exclusive

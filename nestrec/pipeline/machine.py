@@ -165,9 +165,9 @@ class Machine:
     def compute(self, batch: FetchedBatch[Window], micro_batch: int) -> torch.Tensor:
         """Forward and backward of a micro-batch whose vectors have come; its share of the loss."""
         window, keys = batch.window, batch.keys
-        index = window.routed.parts[micro_batch].index
+        index = window.routed.micro_batches[micro_batch].index
         with self.tracer.context(micro_batch=micro_batch), self.span("train.compute", "compute"):
-            samples, rows = keys.loaded.wait().micro_batches[micro_batch], window.rows(micro_batch)
+            samples, rows = keys.loaded.wait().micro_batches[micro_batch], window.vectors(micro_batch)
             loss, gradients = self._compute.forward_backward(samples, rows, index, keys.batch.weight)
             window.keep(micro_batch, gradients)
         return loss
@@ -182,7 +182,7 @@ class Machine:
 
         label = self.label("train.embedding.gradients", "communication", batch.number, micro_batch, is_collective=True)
         sent = self.lanes.communication.submit(send, label)
-        if not window.routed.parts[micro_batch].crossing:
+        if not window.routed.micro_batches[micro_batch].crossing:
             return sent
         return self._sum_over_holders(window, batch.number, micro_batch)
 

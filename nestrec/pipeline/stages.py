@@ -9,7 +9,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch, MicroBatch
-from nestrec.embedding.flight.window_plan import MOST_PARTS
+from nestrec.embedding.flight.window_plan import MOST_MICRO_BATCHES
 
 
 class Feed:
@@ -107,13 +107,17 @@ class Compute(Protocol):
     def couples_samples(self) -> Coupling:
         """How far the loss of a sample reaches."""
 
-    def transfer(self, part: MicroBatch) -> MicroBatch:
+    def transfer(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its tensors on the device."""
 
     def forward_backward(
-        self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
+        self,
+        micro_batch: MicroBatch,
+        rows: Mapping[str, torch.Tensor],
+        index: Mapping[str, torch.Tensor],
+        weight: float,
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """(loss as part of the global loss, gradients of the rows); `part` is on the device."""
+        """(its share of the global loss, gradients of the rows); `micro_batch` is on the device."""
 
 
 class Dense(Protocol):
@@ -142,23 +146,23 @@ class Schedule(Protocol):
         """The run has failed: end the threads soon. A process that ends beside a running one may be aborted."""
 
 
-def check_can_cache(num_parts: int | Literal["auto"]) -> None:
+def check_can_cache(num_micro_batches: int | Literal["auto"]) -> None:
     """With the window cache each row names the micro-batch that uses it last, and that number has bounds."""
-    if num_parts != "auto" and num_parts > MOST_PARTS:
+    if num_micro_batches != "auto" and num_micro_batches > MOST_MICRO_BATCHES:
         raise UserError(
-            "is more than the window cache can tell apart", field="batch.micro_batches", value=num_parts,
-            remedy=f"give at most {MOST_PARTS}, or set --pipeline.window_cache false",
+            "is more than the window cache can tell apart", field="batch.micro_batches", value=num_micro_batches,
+            remedy=f"give at most {MOST_MICRO_BATCHES}, or set --pipeline.window_cache false",
         )  # fmt: skip
 
 
-def check_can_cut(couples: Coupling, num_parts: int | Literal["auto"]) -> None:
+def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -> None:
     """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (rule 7)."""
-    if couples == "batch" and num_parts != 1:
+    if couples == "batch" and num_micro_batches != 1:
         remedy = (
             "give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to a "
             "micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own"
         )
         raise UserError(
             "the loss couples the samples of the whole batch, which may not be cut", field="batch.micro_batches",
-            value=num_parts, remedy=remedy,
+            value=num_micro_batches, remedy=remedy,
         )  # fmt: skip

@@ -16,7 +16,7 @@ WORTH = 0.02
 class Measured:
     """Mean milliseconds of the steps of one partition."""
 
-    num_parts: int
+    num_micro_batches: int
     compute_ms: float
     communication_ms: float
 
@@ -32,40 +32,40 @@ class WindowModel:
     communication_part_ms: float
     """for each micro-batch"""
 
-    def step_ms(self, num_parts: int) -> float:
+    def step_ms(self, num_micro_batches: int) -> float:
         """Time of a frozen window."""
-        compute = (self.compute_ms + self.compute_part_ms * num_parts) / num_parts
-        exchange = (self.communication_ms + self.communication_part_ms * num_parts) / (2 * num_parts)
-        return window_ms([compute] * num_parts, [exchange] * num_parts, [exchange] * num_parts)
+        compute = (self.compute_ms + self.compute_part_ms * num_micro_batches) / num_micro_batches
+        exchange = (self.communication_ms + self.communication_part_ms * num_micro_batches) / (2 * num_micro_batches)
+        return window_ms([compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches)
 
 
 def fit_window(few: Measured, many: Measured) -> WindowModel:
     """The model that explains two partitions; no coefficient is negative."""
-    assert few.num_parts < many.num_parts
-    compute = _line(few.num_parts, few.compute_ms, many.num_parts, many.compute_ms)
-    communication = _line(few.num_parts, few.communication_ms, many.num_parts, many.communication_ms)
+    assert few.num_micro_batches < many.num_micro_batches
+    compute = _line(few.num_micro_batches, few.compute_ms, many.num_micro_batches, many.compute_ms)
+    communication = _line(few.num_micro_batches, few.communication_ms, many.num_micro_batches, many.communication_ms)
     return WindowModel(*compute, *communication)
 
 
 def choose_window(model: WindowModel, candidates: Sequence[int]) -> int:
     """The number of micro-batches that is worth it: each larger one must save `WORTH` over the best before it."""
     best = min(candidates)
-    for num_parts in sorted(candidates):
-        if model.step_ms(num_parts) < (1 - WORTH) * model.step_ms(best):
-            best = num_parts
+    for num_micro_batches in sorted(candidates):
+        if model.step_ms(num_micro_batches) < (1 - WORTH) * model.step_ms(best):
+            best = num_micro_batches
     return best
 
 
 def window_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
     """When the last gradients have arrived, with exchanges in the order E1 E2 G1 E3 G2 ... on one lane."""
-    num_parts = len(compute)
-    arrived, lane, computed = [0.0] * num_parts, 0.0, 0.0
-    for i in range(min(2, num_parts)):
+    num_micro_batches = len(compute)
+    arrived, lane, computed = [0.0] * num_micro_batches, 0.0, 0.0
+    for i in range(min(2, num_micro_batches)):
         lane = arrived[i] = lane + vectors[i]
-    for i in range(num_parts):
+    for i in range(num_micro_batches):
         computed = max(computed, arrived[i]) + compute[i]
         lane = max(lane, computed) + gradients[i]
-        if i + 2 < num_parts:
+        if i + 2 < num_micro_batches:
             lane = arrived[i + 2] = lane + vectors[i + 2]
     return lane
 

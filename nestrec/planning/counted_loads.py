@@ -44,8 +44,8 @@ def counted_loads(
 
 def _step(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> dict[str, Amounts]:
     """Amounts of the sources, and of the owners that serve them."""
-    world, num_parts = len(batches), len(batches[0].micro_batches)
-    found = {name: np.zeros((world, num_parts)) for name in ("asked", "received", "served")}
+    world, num_micro_batches = len(batches), len(batches[0].micro_batches)
+    found = {name: np.zeros((world, num_micro_batches)) for name in ("asked", "received", "served")}
     keys = np.zeros(world)
     for source, batch in enumerate(batches):
         for n, part in enumerate(batch.micro_batches):

@@ -58,14 +58,14 @@ def _ranks(lengths: NDArray[np.float64], cost_of: CostModel, world: int, policy:
     return found
 
 
-def _micro_batches(cost: NDArray[np.float64], num_parts: int, policy: str) -> list[NDArray[np.int64]]:
+def _micro_batches(cost: NDArray[np.float64], num_micro_batches: int, policy: str) -> list[NDArray[np.int64]]:
     """As the dealer cuts: in order without a policy, else of near equal cost, the costliest first."""
     if policy == "fixed":
-        return contiguous(len(cost), num_parts)
+        return contiguous(len(cost), num_micro_batches)
     order = np.argsort(-cost, kind="stable")
-    place = np.arange(len(cost)) % (2 * num_parts)
-    assignment = np.minimum(place, 2 * num_parts - 1 - place)
-    return [order[assignment == n] for n in range(num_parts)]
+    place = np.arange(len(cost)) % (2 * num_micro_batches)
+    assignment = np.minimum(place, 2 * num_micro_batches - 1 - place)
+    return [order[assignment == n] for n in range(num_micro_batches)]
 
 
 def _table(table: TableLoad, tokens: Amounts, mesh: Mesh, *, window_cache: bool, seed: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Loads:
     """of dense gradients"""
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         return int(self.linear_flops.shape[2])
 
     @property

@@ -48,7 +48,7 @@ class WorldFit:
 
 def exchanges_of(observed: Observed) -> Iterable[Exchanged]:
     """All exchanges of a serial run, each rank in its own order."""
-    world, parts = observed.loads.world, observed.loads.num_parts
+    world, parts = observed.loads.world, observed.loads.num_micro_batches
     links, burst_s = observed.links(), observed.burst_bytes / (observed.gb_per_s * 1e9)
     steps = sorted({step for step, _, _ in observed.stages["train.compute"]})
     for rank in range(world):

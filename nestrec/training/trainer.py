@@ -61,7 +61,7 @@ class Trainer:
         clustering = cfg.pipeline.clustering
         self.batches = Batches(
             self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer,
-            cluster=None if clustering is None else ByKeys(clustering), num_parts_at=self.window.schedule.at,
+            cluster=None if clustering is None else ByKeys(clustering), num_micro_batches_at=self.window.schedule.at,
         )  # fmt: skip
         self.pipeline = TrainingPipeline(
             compute_of(self.session.task, topology.device, cfg.training.precision), self.session.engine,

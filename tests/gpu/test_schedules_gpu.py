@@ -79,7 +79,7 @@ def test_no_lane_synchronises_with_the_device_in_steady_state(schedule, store, w
 
 
 def test_times_of_parts_are_those_of_the_device():
-    job = Job(num_steps=8, store="dram", device="cuda", num_samples=600, num_parts=2)
+    job = Job(num_steps=8, store="dram", device="cuda", num_samples=600, num_micro_batches=2)
     training = Training(Topology.single("cuda"), "nested", job)
     training.run()
     timeline = Timeline(training.spans)

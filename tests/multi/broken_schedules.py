@@ -72,7 +72,7 @@ class LastFirst(Window):
     def send(self, micro_batch):
         received = self._engine.exchange_gradients(self.routed, self._gradients.pop(micro_batch), micro_batch)
         self._late.append((micro_batch, {name: [p.clone() for p in pieces] for name, pieces in received.items()}))
-        if micro_batch == len(self.routed.parts) - 1:
+        if micro_batch == len(self.routed.micro_batches) - 1:
             for number, late in reversed(self._late):
                 self._engine.add_gradients(self.routed, self.working, late, number)
 

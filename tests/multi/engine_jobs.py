@@ -47,13 +47,13 @@ def sample_loss(history: torch.Tensor, target: torch.Tensor, user: torch.Tensor)
 
 
 def share(
-    batch: dict[str, np.ndarray], rank: int, world: int, num_parts: int, shares: list[int] | None = None
+    batch: dict[str, np.ndarray], rank: int, world: int, num_micro_batches: int, shares: list[int] | None = None
 ) -> list[dict]:
     """A rank's samples in parts; `shares` are uneven numbers of samples of each rank."""
     counts = shares or [NUM_SAMPLES * (r + 1) // world - NUM_SAMPLES * r // world for r in range(world)]
     start = sum(counts[:rank])
     mine = np.arange(start, start + counts[rank])
-    return [{name: keys[part] for name, keys in batch.items()} for part in np.array_split(mine, num_parts)]
+    return [{name: keys[part] for name, keys in batch.items()} for part in np.array_split(mine, num_micro_batches)]
 
 
 def train_step(engine: EmbeddingEngine, parts: list[dict], step: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def train_step(engine: EmbeddingEngine, parts: list[dict], step: int) -> torch.T
     routed = engine.route(*parts)
     working = engine.fetch(routed, step=step)
     total = torch.zeros((), dtype=torch.float64)
-    for number, part in enumerate(routed.parts):
+    for number, part in enumerate(routed.micro_batches):
         vectors = {n: v.clone().requires_grad_() for n, v in engine.exchange_vectors(routed, working, number).items()}
         item = vectors["item"]
         looked_up = (gather_rows(item, part.index["history"]), gather_rows(item, part.index["target"]),
@@ -84,14 +84,14 @@ def all_vectors(engine: EmbeddingEngine) -> dict[str, torch.Tensor]:
 
 
 def train(  # noqa: PLR0917
-    topology: Topology, kind: str, num_steps: int, num_parts: int = 1, dtype: str = "float64",
+    topology: Topology, kind: str, num_steps: int, num_micro_batches: int = 1, dtype: str = "float64",
     store: str = "device", folder: str = "", shares: list[int] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     engine = EmbeddingEngine(tables(kind, dtype, store, folder), topology)
     start = topology.log.count
     losses = []
     for step in range(1, num_steps + 1):
-        parts = share(global_batch(step), topology.rank, topology.world, num_parts, shares)
+        parts = share(global_batch(step), topology.rank, topology.world, num_micro_batches, shares)
         losses.append(float(train_step(engine, parts, step)))
     issued = topology.log.entries()[-(topology.log.count - start) :] if topology.world > 1 else []
     result = {
@@ -137,7 +137,7 @@ def _write(engine: EmbeddingEngine, folder: str) -> None:
         torch.save(list(engine.snapshot(name)), Path(folder) / f"{name}.{engine.topology.rank}.pt")
 
 
-def route_round_trip(topology: Topology, keys_of_ranks: list[list[list[int]]], num_parts: int) -> int:
+def route_round_trip(topology: Topology, keys_of_ranks: list[list[list[int]]], num_micro_batches: int) -> int:
     """Every rank asks for its keys; vectors that come back must be those of the keys, sums of gradients the counts."""
     table = TableConfig(name="t", dim=2, dtype="float64", seed=9)
     alone = EmbeddingEngine([table], Topology.single())
@@ -146,8 +146,8 @@ def route_round_trip(topology: Topology, keys_of_ranks: list[list[list[int]]], n
     routed = engine.route(*[{"t": keys} for keys in mine])
     working = engine.fetch(routed, step=1)
     for number, keys in enumerate(mine):
-        index = routed.parts[number].index["t"]
-        assert (routed.parts[number].tables["t"].keys[index.numpy()] == keys).all()
+        index = routed.micro_batches[number].index["t"]
+        assert (routed.micro_batches[number].tables["t"].keys[index.numpy()] == keys).all()
         vectors = engine.exchange_vectors(routed, working, number)["t"]
         assert torch.equal(gather_rows(vectors, index), alone.lookup_readonly({"t": keys})["t"])
         counts = torch.bincount(index, minlength=len(vectors)).double()

@@ -41,7 +41,7 @@ class Group:
         for i, part in enumerate(parts):
             window.receive(i)
             of_part, gradients = compute.forward_backward(
-                part, window.rows(i), routed.parts[i].index, of_ranks[0].weight
+                part, window.vectors(i), routed.micro_batches[i].index, of_ranks[0].weight
             )
             loss = loss + of_part
             window.keep(i, gradients)

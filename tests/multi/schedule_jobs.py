@@ -36,7 +36,7 @@ class Job:
     store: str = "device"
     folder: str = ""
     window_cache: bool = False
-    num_parts: int = 3
+    num_micro_batches: int = 3
     num_steps: int = 60
     num_samples: int = 12
     shares: tuple[int, ...] | None = None
@@ -131,7 +131,7 @@ def batches_of(job: Job, topology: Topology, first_step: int) -> Iterator[Batch]
         mine = np.arange(counts[: topology.rank].sum(), counts[: topology.rank + 1].sum())
         parts = [
             MicroBatch(part, {name: values[part] for name, values in keys.items()}, {}, LENGTH, len(part))
-            for part in np.array_split(mine, job.num_parts)
+            for part in np.array_split(mine, job.num_micro_batches)
         ]
         yield Batch(
             Position(0, step),

@@ -35,7 +35,7 @@ def exchanged(topology: Topology, lookup: str, window_cache: bool) -> tuple[list
     routed = engine.route(*parts, window_cache=window_cache)
     working = engine.fetch(routed, step=1)
     found = []
-    for number, part in enumerate(routed.parts):
+    for number, part in enumerate(routed.micro_batches):
         vectors = engine.exchange_vectors(routed, working, number)["items"]
         found.append(dict(zip(part.tables["items"].keys.tolist(), vectors.tolist(), strict=True)))
         gradient = torch.ones(len(part.gradients["items"].keys), DIM)

@@ -24,7 +24,10 @@ def test_routing_round_trip(pools, name):
 @pytest.mark.parametrize("seed", range(12))
 def test_routing_round_trip_of_random_multisets(pools, seed):
     draw = np.random.default_rng(seed)
-    num_parts, spread = int(draw.integers(1, 4)), int(2 ** draw.integers(0, 62))
-    keys = [[draw.integers(-spread, spread, draw.integers(0, 40)).tolist() for _ in range(num_parts)] for _ in range(4)]
-    owned = pools[4].run(route_round_trip, keys, num_parts)
+    num_micro_batches, spread = int(draw.integers(1, 4)), int(2 ** draw.integers(0, 62))
+    keys = [
+        [draw.integers(-spread, spread, draw.integers(0, 40)).tolist() for _ in range(num_micro_batches)]
+        for _ in range(4)
+    ]
+    owned = pools[4].run(route_round_trip, keys, num_micro_batches)
     assert sum(owned) == len({k for rank in keys for part in rank for k in part})

@@ -148,9 +148,9 @@ def test_a_resumed_run_equals_one_that_went_on(schedule):
 ENDS = {
     "short batches": Job(short_steps={5: 7, 6: 1, 13: 2, 20: 5}, num_steps=20),
     "fences in a row and at the end": Job(fences=(1, 2, 3, 7, 8, 19), num_steps=20),
-    "more micro-batches than samples": Job(num_parts=8, num_samples=12, short_steps={9: 3}, num_steps=15),
-    "one micro-batch": Job(num_parts=1, num_steps=15),
-    "two micro-batches": Job(num_parts=2, num_steps=15, window_cache=True),
+    "more micro-batches than samples": Job(num_micro_batches=8, num_samples=12, short_steps={9: 3}, num_steps=15),
+    "one micro-batch": Job(num_micro_batches=1, num_steps=15),
+    "two micro-batches": Job(num_micro_batches=2, num_steps=15, window_cache=True),
     "one step": Job(num_steps=1),
     "restart in the middle of a full pipeline": Job(restart_after=11, fences=(4,), num_steps=24),
     "restart with the cache, on disk": Job(restart_after=10, num_steps=20, window_cache=True, store="disk"),
@@ -194,7 +194,7 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools, schedule)
 
 
 def test_the_window_exchanges_in_the_order_of_the_paper():
-    spans = train(Topology.single(), "nested", Job(num_steps=6, num_parts=4))["spans"]
+    spans = train(Topology.single(), "nested", Job(num_steps=6, num_micro_batches=4))["spans"]
     lane = sorted((s for s in spans if s.lane == "communication" and s.kind != "wait"), key=lambda s: s.start_ns)
     names = {"train.embedding.vectors": "E", "train.embedding.gradients": "G", "train.dense.reduce": "D",
              "train.embedding.route": "K"}  # fmt: skip
@@ -206,7 +206,7 @@ def test_the_window_exchanges_in_the_order_of_the_paper():
 
 
 def test_priority_sends_shared_gradients_behind_nothing_but_what_hides_beside_the_computation():
-    spans = train(Topology.single(), "priority", Job(num_steps=7, num_parts=1))["spans"]
+    spans = train(Topology.single(), "priority", Job(num_steps=7, num_micro_batches=1))["spans"]
     lane = sorted((s for s in spans if s.lane == "communication" and s.kind != "wait"), key=lambda s: s.start_ns)
     names = {"train.embedding.vectors": "E", "train.embedding.gradients": "G", "train.dense.reduce": "D",
              "train.embedding.route": "K", "train.embedding.collisions": "C"}  # fmt: skip
@@ -218,11 +218,11 @@ def test_priority_sends_shared_gradients_behind_nothing_but_what_hides_beside_th
 
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
 def test_with_the_window_cache_each_distinct_key_of_a_rank_crosses_once(pools, schedule):
-    job = Job(num_parts=4, num_steps=10, window_cache=True)
-    whole = Job(num_parts=1, num_steps=10)
+    job = Job(num_micro_batches=4, num_steps=10, window_cache=True)
+    whole = Job(num_micro_batches=1, num_steps=10)
     cached, once, inflated = (
         [r["statistics"] for r in pools[2].run(train, schedule, j)]
-        for j in (job, whole, Job(num_parts=4, num_steps=10))
+        for j in (job, whole, Job(num_micro_batches=4, num_steps=10))
     )
     for leg in ("keys", "vectors", "gradients"):
         assert [getattr(s, leg) for s in cached] == [getattr(s, leg) for s in once]

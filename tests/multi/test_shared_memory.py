@@ -53,17 +53,17 @@ def _parcel(topology: Topology, draw: torch.Generator, most: int, dtype: torch.d
     return Parcel(rows, send, receive, places) if int(places.sum()) % 2 else Parcel(rows[: sum(send)], send, receive)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_training_gives_the_same_bits_through_shared_memory_and_through_gloo(pools, num_parts):
-    for shared, gloo in pools[2].run(train_by_both, num_parts):
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_training_gives_the_same_bits_through_shared_memory_and_through_gloo(pools, num_micro_batches):
+    for shared, gloo in pools[2].run(train_by_both, num_micro_batches):
         assert shared["losses"] == gloo["losses"]
         assert shared["digests"] == gloo["digests"]
         assert shared["sent"] == gloo["sent"]
 
 
-def train_by_both(topology: Topology, num_parts: int) -> list[dict]:
+def train_by_both(topology: Topology, num_micro_batches: int) -> list[dict]:
     gloo = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange="collectives"))
-    return [train(where, "rowwise_adagrad", 20, num_parts, "float32") for where in (topology, gloo)]
+    return [train(where, "rowwise_adagrad", 20, num_micro_batches, "float32") for where in (topology, gloo)]
 
 
 def test_topologies_that_are_dropped_give_their_memory_back(pools):

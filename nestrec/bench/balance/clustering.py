@@ -34,12 +34,18 @@ def measure_clustering(
     """A row for each number of micro-batches and clustering; means over batches of a preset or a prepared dataset."""
     batches = _batches(data, batch, rounds, seed)
     rows = []
-    for num_parts in micro_batches:
+    for num_micro_batches in micro_batches:
         for name in CLUSTERINGS:
-            found = [_measure(name, keys, num_parts) for keys in batches]
+            found = [_measure(name, keys, num_micro_batches) for keys in batches]
             means = {field: round(statistics.fmean(one[field] for one in found), 4) for field in found[0]}
             rows.append(
-                {"data": Path(data).name, "batch": batch, "micro_batches": num_parts, "clustering": name, **means}
+                {
+                    "data": Path(data).name,
+                    "batch": batch,
+                    "micro_batches": num_micro_batches,
+                    "clustering": name,
+                    **means,
+                }
             )
     return rows
 
@@ -54,11 +60,11 @@ def short_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{short: row[name] for name, short in names.items()} for row in rows]
 
 
-def _measure(name: Clustering, keys: SampleKeys, num_parts: int) -> dict[str, float]:
+def _measure(name: Clustering, keys: SampleKeys, num_micro_batches: int) -> dict[str, float]:
     cost = np.diff(keys.offsets).astype(np.float64)
-    cluster(name, keys, cost, num_parts)  # the first call may compile
+    cluster(name, keys, cost, num_micro_batches)  # the first call may compile
     start_s = time.perf_counter()
-    groups = cluster(name, keys, cost, num_parts)
+    groups = cluster(name, keys, cost, num_micro_batches)
     took_ms = 1000 * (time.perf_counter() - start_s)
     found = inflation(keys, groups)
     loads = [cost[group].sum() for group in groups]
@@ -68,7 +74,7 @@ def _measure(name: Clustering, keys: SampleKeys, num_parts: int) -> dict[str, fl
         "cached_over_unique": _crossed_with_cache(keys, groups) / found.unique,
         "first_keys": found.first,
         "last_keys": found.last,
-        "cost_over_mean": max(loads) / (sum(loads) / num_parts),
+        "cost_over_mean": max(loads) / (sum(loads) / num_micro_batches),
         "cluster_ms": took_ms,
         "keys": float(len(keys.values)),
     }

@@ -132,14 +132,14 @@ def _round(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
     return {"first": steps[0], "ms": means, "stages": stage_times(everything)}
 
 
-def make_bed_batches(bed: Bed, num_parts: int, options: BedOptions, rank: int) -> list[Batch]:
+def make_bed_batches(bed: Bed, num_micro_batches: int, options: BedOptions, rank: int) -> list[Batch]:
     """The batches of a rank: pure, so whoever predicts can count them."""
-    return [_batch(bed, num_parts, options.job, rank, step) for step in range(options.num_batches)]
+    return [_batch(bed, num_micro_batches, options.job, rank, step) for step in range(options.num_batches)]
 
 
-def _batch(bed: Bed, num_parts: int, job: JobConfig, rank: int, step: int) -> Batch:
-    draw = np.random.default_rng([job.seed, rank, step, num_parts])
-    groups = np.array_split(np.arange(job.samples), num_parts)
+def _batch(bed: Bed, num_micro_batches: int, job: JobConfig, rank: int, step: int) -> Batch:
+    draw = np.random.default_rng([job.seed, rank, step, num_micro_batches])
+    groups = np.array_split(np.arange(job.samples), num_micro_batches)
     parts = []
     for mine, tokens in zip(groups, _tokens(bed.lengths, job, groups, draw), strict=True):
         shape = (len(mine), tokens)

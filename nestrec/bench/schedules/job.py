@@ -87,17 +87,17 @@ def token_loss(network: nn.Module) -> Loss:
     return loss
 
 
-def make_batches(cfg: JobConfig, topology: Topology, num_steps: int, num_parts: int) -> list[Batch]:
+def make_batches(cfg: JobConfig, topology: Topology, num_steps: int, num_micro_batches: int) -> list[Batch]:
     """The batches of a rank, the same samples for every number of parts."""
     keys = _hot_keys(cfg, topology, num_steps) if cfg.collision is None else colliding_keys(cfg, topology, num_steps)
-    return [_batch(cfg, topology, step, num_parts, of_step) for step, of_step in enumerate(keys)]
+    return [_batch(cfg, topology, step, num_micro_batches, of_step) for step, of_step in enumerate(keys)]
 
 
-def _batch(cfg: JobConfig, topology: Topology, step: int, num_parts: int, keys: NDArray[np.int64]) -> Batch:
+def _batch(cfg: JobConfig, topology: Topology, step: int, num_micro_batches: int, keys: NDArray[np.int64]) -> Batch:
     draw = np.random.default_rng([cfg.seed, topology.rank, step, 1])
     label = torch.from_numpy(draw.integers(0, 2, cfg.samples).astype(np.float32))
     parts = []
-    for mine in np.array_split(np.arange(cfg.samples), num_parts):
+    for mine in np.array_split(np.arange(cfg.samples), num_micro_batches):
         tensors = {"label": label[torch.from_numpy(mine)]}
         parts.append(MicroBatch(mine, {TABLE: keys[mine]}, tensors, cfg.tokens, len(mine) * cfg.tokens))
     samples = np.arange(cfg.samples * topology.world)

@@ -154,13 +154,13 @@ def _contestants(
     shared = make_engine(job, topology, conditions.pace, conditions.replica_sync) if conditions.shares_table else None
     found: dict[Entry, Contestant | TorchRecContestant] = {}
     for entry in entries:
-        schedule, num_parts, window_cache = entry
+        schedule, num_micro_batches, window_cache = entry
         if schedule.startswith(PREFIX):
-            found[entry] = TorchRecContestant(job, schedule, batches[num_parts], topology.rank)
+            found[entry] = TorchRecContestant(job, schedule, batches[num_micro_batches], topology.rank)
             continue
         options = PipelineConfig(schedule=schedule, window_cache=window_cache)
         engine = shared or make_engine(job, topology, conditions.pace, conditions.replica_sync)
-        found[entry] = Contestant(job, engine, options, batches[num_parts])
+        found[entry] = Contestant(job, engine, options, batches[num_micro_batches])
     return found
 
 

@@ -184,20 +184,22 @@ def _entries(bench: SchedulesBench) -> list[Entry]:
     """Serial at N = 1 is what speeds are compared with; serial at every partition is what weights are compared with."""
     entries: list[Entry] = [("serial", 1, False)]
     entries += [(name, 1, False) for name in TORCHREC_SCHEDULES if bench.torchrec]
-    for num_parts in bench.micro_batches:
-        entries += _of_partition(bench, num_parts)
+    for num_micro_batches in bench.micro_batches:
+        entries += _of_partition(bench, num_micro_batches)
     return list(dict.fromkeys(entries))
 
 
-def _of_partition(bench: SchedulesBench, num_parts: int) -> list[Entry]:
-    entries: list[Entry] = [("serial", num_parts, False)]
+def _of_partition(bench: SchedulesBench, num_micro_batches: int) -> list[Entry]:
+    entries: list[Entry] = [("serial", num_micro_batches, False)]
     for cache in bench.window_cache:
         if not bench.shares_table:
-            entries.append(("serial", num_parts, cache))
+            entries.append(("serial", num_micro_batches, cache))
         for name in bench.schedules:
-            is_wanted = name == "nested" or bench.others_at is None or (bench.others_at == num_parts and not cache)
+            is_wanted = (
+                name == "nested" or bench.others_at is None or (bench.others_at == num_micro_batches and not cache)
+            )
             if name != "serial" and is_wanted:
-                entries.append((name, num_parts, cache))
+                entries.append((name, num_micro_batches, cache))
     return entries
 
 
@@ -225,8 +227,8 @@ def _calibrated(bench: SchedulesBench) -> Conditions:
 
 def _calibration_parts(bench: SchedulesBench, conditions: Conditions) -> tuple[dict[str, float], float]:
     """Medians of the step that the shares refer to, and the bytes that it sends."""
-    num_parts = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
-    entry: Entry = ("torchrec_plain", 1, False) if bench.torchrec else ("serial", num_parts, False)
+    num_micro_batches = bench.calibrate_at or sorted(bench.micro_batches)[len(bench.micro_batches) // 2]
+    entry: Entry = ("torchrec_plain", 1, False) if bench.torchrec else ("serial", num_micro_batches, False)
     measured = run_rounds(conditions, [entry], 3, max(4, bench.steps // 2))
     names = ("step_ms", "compute_ms", "raw_lookup_ms", "raw_comm_ms")
     return {n: statistics.median(r[n] for r in measured.rounds[entry]) for n in names}, measured.bytes_sent[entry]

@@ -2,9 +2,9 @@
 
 Only the owner of a shard sees which keys two batches have in common, over all sources, so it is found there and told to
 the sources: a byte for each asked key, in the order in which the keys came. With it every exchange of a batch falls
-into two halves: of exclusive rows, and of shared rows. Each row belongs to one half of the vectors of a batch (shared
-with the batch before?) and to one half of its gradients (shared with the batch after?), so its sums keep their order
-(order of sums).
+into two portions: of exclusive rows, and of shared rows. Each row belongs to one portion of the vectors of a batch
+(shared with the batch before?) and to one half of its gradients (shared with the batch after?), so its sums keep their
+order (rule 10).
 """
 
 from collections.abc import Sequence
@@ -27,32 +27,32 @@ _Leg = tuple[RoutedTable, Flags]
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
-    """One half of the exchanges of a batch."""
+class Portion:
+    """One portion of the exchanges of a batch."""
 
     routed: Routed
-    """Of it, only what crosses in the half's direction."""
+    """Of it, only what crosses in the portion's direction."""
     rows: list[dict[str, torch.Tensor]]
-    """[part][table] places of its rows among all rows of the exchange, on the source."""
+    """[micro_batch][table] places of its rows among all rows of the exchange, on the source."""
     owned: dict[str, torch.Tensor]
     """Table to the places of its rows in the working set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class Portions:
     """All exchanges of a batch in one direction."""
 
-    exclusive: Half
-    shared: Half
+    exclusive: Portion
+    shared: Portion
 
 
 @dataclass(frozen=True, slots=True)
 class Collisions:
     """What two consecutive batches have in common."""
 
-    gradients: Halves
+    gradients: Portions
     """Of the older batch."""
-    vectors: Halves
+    vectors: Portions
     """Of the newer batch."""
     num_shared: int
     """Rows of this shard in both."""
@@ -70,24 +70,28 @@ def find_collisions(older: Routed, newer: Routed, shards: Communicator) -> Colli
         in_older[name][places[places >= 0]] = True
     legs = [*_legs(older, in_newer), *_legs(newer, in_older)]
     told = _tell_sources(legs, shards)
-    num_older = len(older.parts) * len(older.owned)
+    num_older = len(older.micro_batches) * len(older.owned)
     return Collisions(
-        gradients=_gradient_halves(older, in_newer, told[:num_older]),
-        vectors=_vector_halves(newer, in_older, told[num_older:]),
+        gradients=_gradient_portions(older, in_newer, told[:num_older]),
+        vectors=_vector_portions(newer, in_older, told[num_older:]),
         num_shared=sum(int(flags.sum()) for flags in in_older.values()),
         num_rows=sum(len(flags) for flags in in_older.values()),
     )
 
 
 def _legs(routed: Routed, of_owned: dict[str, Flags]) -> list[_Leg]:
-    """[part][table] flattened: the exchanges of vectors, which are in the order of the keys."""
-    return [(leg, of_owned[name][_slots(leg)]) for part in routed.parts for name, leg in part.tables.items()]
+    """[micro_batch][table] flattened: the exchanges of vectors, which are in the order of the keys."""
+    return [
+        (leg, of_owned[name][_working_places(leg)])
+        for micro_batch in routed.micro_batches
+        for name, leg in micro_batch.tables.items()
+    ]
 
 
-def _slots(leg: RoutedTable) -> NDArray[np.int32]:
-    if leg.slots is None:
+def _working_places(leg: RoutedTable) -> NDArray[np.int32]:
+    if leg.working_places is None:
         return np.arange(sum(leg.receive_counts), dtype=np.int32)
-    return leg.slots.cpu().numpy()
+    return leg.working_places.cpu().numpy()
 
 
 def _tell_sources(legs: Sequence[_Leg], shards: Communicator) -> list[Flags]:
@@ -102,69 +106,80 @@ def _tell_sources(legs: Sequence[_Leg], shards: Communicator) -> list[Flags]:
     return [np.concatenate(pieces[i :: len(legs)]) for i in range(len(legs))]
 
 
-def _vector_halves(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Halves:
+def _vector_portions(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Portions:
     device = _device(routed)
 
-    def half(*, is_shared: bool) -> Half:
-        flags, parts, rows = iter(told), [], []
-        for part in routed.parts:
+    def portion(*, is_shared: bool) -> Portion:
+        flags, micro_batches, rows = iter(told), [], []
+        for micro_batch in routed.micro_batches:
             cut = {
                 name: _cut(leg, next(flags) == is_shared, of_owned[name] == is_shared, device)
-                for name, leg in part.tables.items()
+                for name, leg in micro_batch.tables.items()
             }
-            parts.append(replace(part, tables={name: leg for name, (leg, _) in cut.items()}))
+            micro_batches.append(replace(micro_batch, tables={name: leg for name, (leg, _) in cut.items()}))
             rows.append({name: places for name, (_, places) in cut.items()})
-        return Half(replace(routed, parts=tuple(parts)), rows, _owned_places(routed, of_owned, is_shared))
+        return Portion(
+            replace(routed, micro_batches=tuple(micro_batches)), rows, _owned_places(routed, of_owned, is_shared)
+        )
 
-    return Halves(half(is_shared=False), half(is_shared=True))
+    return Portions(portion(is_shared=False), portion(is_shared=True))
 
 
-def _gradient_halves(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Halves:
-    by_part = [
-        dict(zip(part.tables, told[i * len(part.tables) :], strict=False)) for i, part in enumerate(routed.parts)
+def _gradient_portions(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Portions:
+    by_micro_batch = [
+        dict(zip(micro_batch.tables, told[i * len(micro_batch.tables) :], strict=False))
+        for i, micro_batch in enumerate(routed.micro_batches)
     ]
-    # With the window cache a key is asked for once: the answers of all parts, in order, are in the order of the cache.
-    cached = {name: np.concatenate([part[name] for part in by_part]) for name in routed.cache_rows}
+    # With the window cache a key is asked for once: the answers of all micro-batches, in order, are in the order of the
+    # cache.
+    cached = {name: np.concatenate([micro_batch[name] for micro_batch in by_micro_batch]) for name in routed.cache_rows}
     device = _device(routed)
 
-    def half(*, is_shared: bool) -> Half:
-        parts, rows = [], []
-        for p, part in enumerate(routed.parts):
-            flags = {n: cached[n][part.leaving[n].cpu().numpy()] if cached else by_part[p][n] for n in part.gradients}
+    def portion(*, is_shared: bool) -> Portion:
+        micro_batches, rows = [], []
+        for p, micro_batch in enumerate(routed.micro_batches):
+            flags = {
+                n: cached[n][micro_batch.leaving[n].cpu().numpy()] if cached else by_micro_batch[p][n]
+                for n in micro_batch.gradients
+            }
             cut = {
                 n: _cut(leg, flags[n] == is_shared, of_owned[n] == is_shared, device)
-                for n, leg in part.gradients.items()
+                for n, leg in micro_batch.gradients.items()
             }
             crossing = {
                 n: tuple(_chosen(places, of_owned[n], is_shared) for places in holders)
-                for n, holders in part.crossing.items()
+                for n, holders in micro_batch.crossing.items()
             }
-            parts.append(replace(part, gradients={n: leg for n, (leg, _) in cut.items()}, crossing=crossing))
+            micro_batches.append(
+                replace(micro_batch, gradients={n: leg for n, (leg, _) in cut.items()}, crossing=crossing)
+            )
             rows.append({n: places for n, (_, places) in cut.items()})
-        return Half(replace(routed, parts=tuple(parts)), rows, _owned_places(routed, of_owned, is_shared))
+        return Portion(
+            replace(routed, micro_batches=tuple(micro_batches)), rows, _owned_places(routed, of_owned, is_shared)
+        )
 
-    return Halves(half(is_shared=False), half(is_shared=True))
+    return Portions(portion(is_shared=False), portion(is_shared=True))
 
 
 def _cut(leg: RoutedTable, mine: Flags, of_owned: Flags, device: torch.device) -> tuple[RoutedTable, torch.Tensor]:
-    """The flagged part of an exchange, and its places in the whole on the source."""
-    slots = _slots(leg)
-    asked = of_owned[slots]
+    """The flagged piece of an exchange, and its places in the whole on the source."""
+    working_places = _working_places(leg)
+    asked = of_owned[working_places]
     send, receive = _counts(mine, leg.send_counts), _counts(asked, leg.receive_counts)
     half = None
     if leg.half is not None:
         flags = leg.half.flags
-        half = half_rows((flags[0][mine], send), (flags[1][asked], receive), slots[asked], device)
-    cut = RoutedTable(leg.keys[mine], send, receive, to_device(slots[asked], device), half)
+        half = half_rows((flags[0][mine], send), (flags[1][asked], receive), working_places[asked], device)
+    cut = RoutedTable(leg.keys[mine], send, receive, to_device(working_places[asked], device), half)
     return cut, to_device(np.flatnonzero(mine), device)
 
 
 def _device(routed: Routed) -> torch.device:
-    return next(iter(routed.parts[0].index.values())).device
+    return next(iter(routed.micro_batches[0].index.values())).device
 
 
 def _counts(flags: Flags, sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(part.sum()) for part in np.split(flags, np.cumsum(sizes)[:-1]))
+    return tuple(int(piece.sum()) for piece in np.split(flags, np.cumsum(sizes)[:-1]))
 
 
 def _chosen(places: torch.Tensor, of_owned: Flags, is_shared: bool) -> torch.Tensor:

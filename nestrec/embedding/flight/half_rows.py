@@ -1,9 +1,9 @@
 """Rows that cross in half precision: those of keys that a batch reads only through features marked so.
 
 TurboGR's negatives: vectors that a token is only pushed away from are looked up and sent as 16 bits, every other row as
-it is. A key that any other feature of the part (of the batch, with the window cache) reads too is sent once, whole.
-Sources tell the owners with the keys, one byte each. On arrival the rows stand in one order and one type again, so
-models notice nothing but the rounding; gradients stay whole both ways.
+it is. A key that any other feature of the micro-batch (of the batch, with the window cache) reads too is sent once,
+whole. Sources tell the owners with the keys, one byte each. On arrival the rows stand in one order and one type again,
+so models notice nothing but the rounding; gradients stay whole both ways.
 """
 
 from collections.abc import Sequence
@@ -45,43 +45,47 @@ class HalfRows:
     """Of what this rank asks for and of what it is asked for, so that an exchange can be cut in two."""
 
 
-def flags_of_parts(
-    table: TableConfig, num_whole: Sequence[int], parts: Sequence[Deduplicated], plan: WindowPlan | None
+def flags_of_micro_batches(
+    table: TableConfig, num_whole: Sequence[int], micro_batches: Sequence[Deduplicated], plan: WindowPlan | None
 ) -> list[Flags]:
-    """For each part, in the order of the keys that it asks for.
+    """For each micro-batch, in the order of the keys that it asks for.
 
-    num_whole: how many of a part's keys, which come first, are those of features that are not marked. plan: of the
-    window cache.
+    num_whole: how many of a micro-batch's keys, which come first, are those of features that are not marked. plan: of
+    the window cache.
     """
     if not table.half_features:
-        return [np.zeros(len(part.keys), np.uint8) for part in parts]
+        return [np.zeros(len(micro_batch.keys), np.uint8) for micro_batch in micro_batches]
     if plan is None:
-        flags = [np.ones(len(part.keys), np.uint8) for part in parts]
-        for part, count, found in zip(parts, num_whole, flags, strict=True):
-            found[part.inverse[:count]] = 0
+        flags = [np.ones(len(micro_batch.keys), np.uint8) for micro_batch in micro_batches]
+        for micro_batch, count, found in zip(micro_batches, num_whole, flags, strict=True):
+            found[micro_batch.inverse[:count]] = 0
         return flags
     of_cache = np.ones(plan.num_rows, np.uint8)
-    for part, count, places in zip(parts, num_whole, plan.places, strict=True):
-        of_cache[places[part.inverse[:count]]] = 0
-    return np.split(of_cache, np.cumsum([len(part.keys) for part in parts])[:-1])
+    for micro_batch, count, places in zip(micro_batches, num_whole, plan.places, strict=True):
+        of_cache[places[micro_batch.inverse[:count]]] = 0
+    return np.split(of_cache, np.cumsum([len(micro_batch.keys) for micro_batch in micro_batches])[:-1])
 
 
 def half_rows(
-    asking: tuple[Flags, Sequence[int]], asked: tuple[Flags, Sequence[int]], slots: NDArray[np.int32] | None,
+    asking: tuple[Flags, Sequence[int]], asked: tuple[Flags, Sequence[int]], working_places: NDArray[np.int32] | None,
     device: torch.device,
 ) -> HalfRows:  # fmt: skip
     """asking, asked: flags and counts by rank, of what this rank asks for and of what it is asked for."""
-    return HalfRows(_crossings(*asked, slots, device), _crossings(*asking, None, device), (asking[0], asked[0]))
+    return HalfRows(
+        _crossings(*asked, working_places, device), _crossings(*asking, None, device), (asking[0], asked[0])
+    )
 
 
 def _crossings(
-    flags: Flags, counts: Sequence[int], slots: NDArray[np.int32] | None, device: torch.device
+    flags: Flags, counts: Sequence[int], working_places: NDArray[np.int32] | None, device: torch.device
 ) -> tuple[Crossing, Crossing]:
     rank = np.repeat(np.arange(len(counts)), counts)
 
     def crossing(wanted: NDArray[np.bool_]) -> Crossing:
         places: NDArray[Any] = np.flatnonzero(wanted)
         of_ranks = np.bincount(rank[wanted], minlength=len(counts))
-        return Crossing(to_device(places if slots is None else slots[places], device), tuple(of_ranks.tolist()))
+        return Crossing(
+            to_device(places if working_places is None else working_places[places], device), tuple(of_ranks.tolist())
+        )
 
     return crossing(flags == 0), crossing(flags != 0)

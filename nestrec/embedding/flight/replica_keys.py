@@ -30,17 +30,18 @@ class Owned:
     """The keys of a batch and table that this shard owns."""
 
     keys: Keys
-    slots: list[Places] | None
-    """For each part the places of the asked keys among them, in order of source; none: 0, 1, 2, ..."""
+    working_places: list[Places] | None
+    """For each micro-batch the places of the asked keys among them, in order of source; none: 0, 1, 2, ..."""
     crossing: list[list[Places]] | None = None
-    """[part][holder] places of the rows whose gradient then crosses to the other holders; none: nothing crosses."""
+    """[micro_batch][holder] places of the rows whose gradient then crosses to the other holders; none: nothing
+    crosses."""
     num_touched: int | None = None
     """Only the first so many rows belong to the batch; none: all."""
     averaged: NDArray[np.int64] | None = None
     """Places of the rows that are averaged after the update, in the same order on every holder."""
 
-    def explicit_slots(self) -> list[Places]:
-        return self.slots or [np.arange(len(self.keys), dtype=np.int32)]
+    def explicit_places(self) -> list[Places]:
+        return self.working_places or [np.arange(len(self.keys), dtype=np.int32)]
 
 
 class ReplicaKeys:
@@ -50,18 +51,20 @@ class ReplicaKeys:
         self._sync, self._holders = sync, holders
         self._touched: dict[int, list[Keys]] = {}
 
-    def join(self, owned: list[Owned], last_parts: list[Places], num_parts: int, step: int) -> list[Owned]:
+    def join(
+        self, owned: list[Owned], last_micro_batches: list[Places], num_micro_batches: int, step: int
+    ) -> list[Owned]:
         """What the working sets of a step hold, for each table. Collective.
 
-        last_parts: for each table and key the micro-batch that brings its last gradient.
+        last_micro_batches: for each table and key the micro-batch that brings its last gradient.
         """
         if self._sync.mode == "gradients":
-            return self._joined_gradients(owned, last_parts, num_parts)
+            return self._joined_gradients(owned, last_micro_batches, num_micro_batches)
         assert step >= 1, "the step of a batch must be known where weights are averaged"
         self._remember(step, [table.keys for table in owned])
         if self._sync.averaged_at(step) is None:
             return owned
-        older = [s for s in self._sync.window(step) if s != step]
+        older = [s for s in self._sync.averaged_steps(step) if s != step]
         unions = self._unions([self._first(table.keys, t, older) for t, table in enumerate(owned)])
         joined = []
         for table, (union, starts) in zip(owned, unions, strict=True):
@@ -71,7 +74,7 @@ class ReplicaKeys:
 
     def is_settled_after(self, step: int) -> bool:
         """Whether no copies can differ after a step."""
-        return self._sync.mode == "gradients" or not self._sync.open_window(step)
+        return self._sync.mode == "gradients" or not self._sync.steps_since_average(step)
 
     def unsettled(self, step: int, num_tables: int) -> list[Keys] | None:
         """For each table the keys whose copies may differ after a step, the same on every holder; none: they cannot.
@@ -81,19 +84,23 @@ class ReplicaKeys:
         if self.is_settled_after(step):
             return None
         none = np.empty(0, np.int64)
-        mine = [self._first(none, t, self._sync.open_window(step)) for t in range(num_tables)]
+        mine = [self._first(none, t, self._sync.steps_since_average(step)) for t in range(num_tables)]
         return [union.keys for union, _ in self._unions(mine)]
 
-    def _joined_gradients(self, owned: list[Owned], last_parts: list[Places], num_parts: int) -> list[Owned]:
+    def _joined_gradients(
+        self, owned: list[Owned], last_micro_batches: list[Places], num_micro_batches: int
+    ) -> list[Owned]:
         unions = self._unions([table.keys for table in owned])
         counts = [np.diff(starts) for _, starts in unions]
-        lasts = self._gathered(last_parts, counts) if num_parts > 1 else None
+        lasts = self._gathered(last_micro_batches, counts) if num_micro_batches > 1 else None
         joined = []
         for t, (union, starts) in enumerate(unions):
             held = np.split(union.inverse, starts[1:-1])
             mine = held[self._holders.rank]
-            crossing = [held] if lasts is None else _by_part(held, [rank[t] for rank in lasts], num_parts)
-            joined.append(Owned(union.keys, [mine[part] for part in owned[t].explicit_slots()], crossing))
+            crossing = (
+                [held] if lasts is None else _by_micro_batch(held, [rank[t] for rank in lasts], num_micro_batches)
+            )
+            joined.append(Owned(union.keys, [mine[places] for places in owned[t].explicit_places()], crossing))
         return joined
 
     def _unions(self, keys: list[Keys]) -> list[tuple[Deduplicated, NDArray[np.int64]]]:
@@ -115,7 +122,7 @@ class ReplicaKeys:
         of_holders = np.sum(counts, axis=0)
         found = gather_rows_from_all(self._holders, flat, of_holders.tolist())
         cuts = [np.cumsum([c[h] for c in counts])[:-1] for h in range(self._holders.size)]
-        return [np.split(part.numpy(), cut) for part, cut in zip(found, cuts, strict=True)]
+        return [np.split(piece.numpy(), cut) for piece, cut in zip(found, cuts, strict=True)]
 
     def _remember(self, step: int, keys: list[Keys]) -> None:
         self._touched[step] = keys
@@ -132,19 +139,20 @@ class ReplicaKeys:
         return np.concatenate([keys, distinct[~np.isin(distinct, keys)]])
 
 
-def last_part_of(slots: list[Places], num_keys: int, sent_in: list[NDArray[np.int16]] | None) -> Places:
-    """The part that brings the last gradient of each key; sent_in: that of each asked key, if not where it is asked."""
+def last_micro_batch_of(working_places: list[Places], num_keys: int, sent_in: list[NDArray[np.int16]] | None) -> Places:
+    """The micro-batch that brings the last gradient of each key; sent_in: that of each asked key, if not where it is
+    asked."""
     last = np.zeros(num_keys, np.int32)
-    for part, places in enumerate(slots):
+    for micro_batch, places in enumerate(working_places):
         if sent_in is None:
-            last[places] = part
+            last[places] = micro_batch
         else:
-            np.maximum.at(last, places, sent_in[part].astype(np.int32))
+            np.maximum.at(last, places, sent_in[micro_batch].astype(np.int32))
     return last
 
 
-def _by_part(held: list[Places], lasts: list[Places], num_parts: int) -> list[list[Places]]:
-    return [[places[last == p] for places, last in zip(held, lasts, strict=True)] for p in range(num_parts)]
+def _by_micro_batch(held: list[Places], lasts: list[Places], num_micro_batches: int) -> list[list[Places]]:
+    return [[places[last == p] for places, last in zip(held, lasts, strict=True)] for p in range(num_micro_batches)]
 
 
 def _with_averaged(owned: Owned, union: Keys, mine: Places) -> Owned:
@@ -154,4 +162,4 @@ def _with_averaged(owned: Owned, union: Keys, mine: Places) -> Owned:
     others = np.flatnonzero(place < 0)
     place[others] = np.arange(len(mine), len(union))
     keys = np.concatenate([owned.keys, union[others]])
-    return Owned(keys, owned.explicit_slots(), num_touched=len(mine), averaged=place)
+    return Owned(keys, owned.explicit_places(), num_touched=len(mine), averaged=place)

@@ -1,7 +1,8 @@
 """The keys of a batch on the rank that asks for them: checked, deduplicated and grouped by owner, before any exchange.
 
-Without the window cache each part (micro-batch) asks for all of its distinct keys. With it, a part asks only for the
-keys that no earlier part has asked for, and the gradient of a key leaves after the last part that uses it.
+Without the window cache each micro-batch asks for all of its distinct keys. With it, a micro-batch asks only for the
+keys that no earlier micro-batch has asked for, and the gradient of a key leaves after the last micro-batch that uses
+it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.embedding.flight.device_dedup import MIN_KEYS, dedup_on_device
-from nestrec.embedding.flight.half_rows import Flags, flags_of_parts
+from nestrec.embedding.flight.half_rows import Flags, flags_of_micro_batches
 from nestrec.embedding.flight.window_plan import WindowPlan, plan_window
 from nestrec.embedding.table import TableConfig
 from nestrec.ops.rows.dedup_host import Deduplicated, dedup
@@ -22,56 +23,57 @@ ERROR_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SourcePart:
-    """A part before the exchange."""
+class SourceMicroBatch:
+    """A micro-batch before the exchange."""
 
     shapes: dict[str, tuple[int, ...]]
     """Feature to the shape of its keys."""
     tables: list[Deduplicated]
-    """For each table the keys to ask for, grouped by owner; `inverse` is the place among the part's distinct keys."""
+    """For each table the keys to ask for, grouped by owner; `inverse` is the place among the micro-batch's distinct
+    keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceKeys:
     """The keys of a batch before the exchange."""
 
-    parts: list[SourcePart]
+    micro_batches: list[SourceMicroBatch]
     windows: list[WindowPlan] | None
     """For each table, where the window cache is on."""
     half: list[list[Flags]] | None
-    """[part][table] which of the keys to ask for cross in half precision; none: no table has such features."""
+    """[micro_batch][table] which of the keys to ask for cross in half precision; none: no table has such features."""
     error: list[int]
     """[1, number of the feature, key] of a key outside its static table, or zeros."""
 
 
 def deduplicate(
-    parts: Sequence[FeatureKeys], tables: Sequence[TableConfig], num_shards: int, device: torch.device, *,
+    micro_batches: Sequence[FeatureKeys], tables: Sequence[TableConfig], num_shards: int, device: torch.device, *,
     window_cache: bool,
 ) -> SourceKeys:  # fmt: skip
     """Local; a mistake is not raised here but told to all ranks by the exchange.
 
     device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
     """
-    flat = [{name: _flat(values) for name, values in keys.items()} for keys in parts]
+    flat = [{name: _flat(values) for name, values in keys.items()} for keys in micro_batches]
     if not window_cache:
-        found = [[_distinct(part, table, num_shards, device) for table in tables] for part in flat]
-        right = [[d for d in of_part if d is not None] for of_part in found]
-        if all(len(of_part) == len(tables) for of_part in right):
-            return _source(parts, right, None, _half(flat, tables, right, None), [0] * ERROR_WORDS)
-    error = max(_range_error(part, tables) for part in flat)
-    keys_of = [[_keys_of(part, table, is_bad=error[0] > 0) for part in flat] for table in tables]
+        found = [[_distinct(micro_batch, table, num_shards, device) for table in tables] for micro_batch in flat]
+        right = [[d for d in of_micro_batch if d is not None] for of_micro_batch in found]
+        if all(len(of_micro_batch) == len(tables) for of_micro_batch in right):
+            return _source(micro_batches, right, None, _half(flat, tables, right, None), [0] * ERROR_WORDS)
+    error = max(_range_error(micro_batch, tables) for micro_batch in flat)
+    keys_of = [[_keys_of(micro_batch, table, is_bad=error[0] > 0) for micro_batch in flat] for table in tables]
     plans = [plan_window(keys, num_shards) for keys in keys_of]
-    planned = [[plan.parts[p] for plan in plans] for p in range(len(parts))]
+    planned = [[plan.micro_batches[p] for plan in plans] for p in range(len(micro_batches))]
     half = None if error[0] else _half(flat, tables, planned, plans)
-    return _source(parts, planned, plans if window_cache else None, half, error)
+    return _source(micro_batches, planned, plans if window_cache else None, half, error)
 
 
 def _source(
-    parts: Sequence[FeatureKeys], found: list[list[Deduplicated]], plans: list[WindowPlan] | None,
+    micro_batches: Sequence[FeatureKeys], found: list[list[Deduplicated]], plans: list[WindowPlan] | None,
     half: list[list[Flags]] | None, error: list[int],
 ) -> SourceKeys:  # fmt: skip
-    shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in parts]
-    return SourceKeys([SourcePart(s, f) for s, f in zip(shapes, found, strict=True)], plans, half, error)
+    shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in micro_batches]
+    return SourceKeys([SourceMicroBatch(s, f) for s, f in zip(shapes, found, strict=True)], plans, half, error)
 
 
 def _half(
@@ -82,9 +84,9 @@ def _half(
         return None
     by_table = []
     for t, table in enumerate(tables):
-        num_whole = [_num_whole(part, table) for part in flat]
+        num_whole = [_num_whole(micro_batch, table) for micro_batch in flat]
         plan = None if plans is None else plans[t]
-        by_table.append(flags_of_parts(table, num_whole, [part[t] for part in found], plan))
+        by_table.append(flags_of_micro_batches(table, num_whole, [micro_batch[t] for micro_batch in found], plan))
     return [list(flags) for flags in zip(*by_table, strict=True)]
 
 
@@ -96,7 +98,7 @@ def _num_whole(flat: dict[str, NDArray[np.int64]], table: TableConfig) -> int:
 def _distinct(
     flat: dict[str, NDArray[np.int64]], table: TableConfig, num_shards: int, device: torch.device
 ) -> Deduplicated | None:
-    """Of a part and table; none where a key is not one of the table."""
+    """Of a micro-batch and table; none where a key is not one of the table."""
     pieces = [flat[f] for f in table.feature_names]
     if device.type == "cuda" and sum(map(len, pieces)) >= MIN_KEYS:
         num_on_host = _num_whole(flat, table) if table.half_features else 0

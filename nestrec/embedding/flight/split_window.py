@@ -1,4 +1,4 @@
-"""A window whose exchanges come in two halves, of exclusive and of shared rows (see collisions)."""
+"""A window whose exchanges come in two portions, of exclusive and of shared rows (see collisions)."""
 
 from collections.abc import Mapping
 
@@ -6,46 +6,50 @@ import torch
 
 from nestrec.base.transfer import used_here
 from nestrec.embedding.engine import EmbeddingEngine
-from nestrec.embedding.flight.collisions import Half
+from nestrec.embedding.flight.collisions import Portion
 from nestrec.embedding.flight.routing import Routed
-from nestrec.embedding.flight.window import Rows, Window
+from nestrec.embedding.flight.window import Vectors, Window
 from nestrec.embedding.flight.working_set import WorkingSet
 from nestrec.ops.rows.gather import take_rows
 
 
 class SplitWindow(Window):
-    """As Window; `receive_half` and `send_half` each take part in both halves before `rows` and after `keep`."""
+    """As Window; `receive_portion` and `send_portion` each take part in both portions before `vectors` and after
+    `keep`."""
 
     def __init__(self, engine: EmbeddingEngine, routed: Routed, working: WorkingSet) -> None:
         super().__init__(engine, routed, working)
-        self._arrived: dict[int, list[tuple[Rows, Mapping[str, torch.Tensor]]]] = {}
+        self._arrived: dict[int, list[tuple[Vectors, Mapping[str, torch.Tensor]]]] = {}
 
-    def receive_half(self, part: int, half: Half) -> None:
+    def receive_portion(self, micro_batch: int, portion: Portion) -> None:
         """Collective."""
-        rows = self._engine.exchange_vectors(half.routed, self.working, part)
-        self._arrived.setdefault(part, []).append((rows, half.rows[part]))
+        rows = self._engine.exchange_vectors(portion.routed, self.working, micro_batch)
+        self._arrived.setdefault(micro_batch, []).append((rows, portion.rows[micro_batch]))
 
-    def rows(self, part: int) -> Rows:
-        """Where halves have come, both of them put together."""
-        if part in self._arrived:
-            self.accept(part, _merged(self._arrived.pop(part)))
-        return super().rows(part)
+    def vectors(self, micro_batch: int) -> Vectors:
+        """Where portions have come, both of them put together."""
+        if micro_batch in self._arrived:
+            self.accept(micro_batch, _merged(self._arrived.pop(micro_batch)))
+        return super().vectors(micro_batch)
 
-    def send_half(self, part: int, half: Half) -> None:
+    def send_portion(self, micro_batch: int, portion: Portion) -> None:
         """Collective; the gradients stay until the window is dropped."""
-        used_here(self._gradients[part].values())
-        mine = {name: take_rows(grad, half.rows[part][name]) for name, grad in self._gradients[part].items()}
-        received = self._engine.exchange_gradients(half.routed, mine, part)
-        self._engine.add_gradients(half.routed, self.working, received, part)
+        used_here(self._gradients[micro_batch].values())
+        mine = {
+            name: take_rows(grad, portion.rows[micro_batch][name])
+            for name, grad in self._gradients[micro_batch].items()
+        }
+        received = self._engine.exchange_gradients(portion.routed, mine, micro_batch)
+        self._engine.add_gradients(portion.routed, self.working, received, micro_batch)
 
 
-def _merged(halves: list[tuple[Rows, Mapping[str, torch.Tensor]]]) -> Rows:
-    first, _ = halves[0]
+def _merged(portions: list[tuple[Vectors, Mapping[str, torch.Tensor]]]) -> Vectors:
+    first, _ = portions[0]
     merged = {}
     for name in first:
-        num_rows = sum(len(rows[name]) for rows, _ in halves)
+        num_rows = sum(len(rows[name]) for rows, _ in portions)
         merged[name] = first[name].new_empty(num_rows, *first[name].shape[1:])
-        for rows, places in halves:
+        for rows, places in portions:
             used_here([rows[name]])
             merged[name].index_copy_(0, places[name], rows[name])
     return merged

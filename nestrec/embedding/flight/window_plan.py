@@ -1,9 +1,9 @@
 """Which keys cross with which micro-batch when a rank keeps what it has received (the window cache).
 
-Place c of the cache belongs to the c-th distinct key of the batch in order of (first part that uses it, owner). So the
-vectors that arrive for a part fill one run of the cache, and the keys to ask for are the cache's own order. Owners
-learn from the exchange in which part each key is used last, and both sides so know which gradients leave with which
-part, without a second list of keys.
+Place c of the cache belongs to the c-th distinct key of the batch in order of (first micro-batch that uses it, owner).
+So the vectors that arrive for a micro-batch fill one run of the cache, and the keys to ask for are the cache's own
+order. Owners learn from the exchange in which micro-batch each key is used last, and both sides so know which gradients
+leave with which micro-batch, without a second list of keys.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nestrec.ops.rows.dedup_host import Deduplicated, dedup
 
-MOST_PARTS = 1 << 15
+MOST_MICRO_BATCHES = 1 << 15
 """Parts are told apart by sixteen bits with a sign."""
 
 
@@ -23,61 +23,64 @@ MOST_PARTS = 1 << 15
 class WindowPlan:
     """One table over all parts of a rank's batch."""
 
-    parts: list[Deduplicated]
-    """For each part the keys that it uses first, grouped by owner; `inverse`: place among all its distinct keys."""
+    micro_batches: list[Deduplicated]
+    """For each micro-batch the keys that it uses first, grouped by owner; `inverse`: place among all its distinct
+    keys."""
     places: list[NDArray[np.int32]]
-    """For each part the place in the cache of each of its distinct keys."""
-    last_part: list[NDArray[np.int16]]
-    """For each part, in the order of `parts[p].keys`, the part that uses the key last."""
+    """For each micro-batch the place in the cache of each of its distinct keys."""
+    last_micro_batch: list[NDArray[np.int16]]
+    """For each micro-batch, in the order of `micro_batches[p].keys`, the micro-batch that uses the key last."""
     leaving: list[NDArray[np.int32]]
-    """For each part the places in the cache of the gradients that leave after it, grouped by owner."""
+    """For each micro-batch the places in the cache of the gradients that leave after it, grouped by owner."""
     leaving_counts: NDArray[np.int64]
-    """(part, owner) numbers of gradients."""
+    """(micro-batch, owner) numbers of gradients."""
 
     @property
     def num_rows(self) -> int:
         """Rows of the cache: distinct keys of the batch."""
-        return sum(len(part.keys) for part in self.parts)
+        return sum(len(micro_batch.keys) for micro_batch in self.micro_batches)
 
 
-def plan_window(keys_of_parts: Sequence[NDArray[np.int64]], num_shards: int) -> WindowPlan:
-    """The plan of one table for the keys of each part; a pure function."""
-    num_parts = len(keys_of_parts)
-    assert num_parts <= MOST_PARTS
-    bounds = np.concatenate([[0], np.cumsum([len(keys) for keys in keys_of_parts])])
-    whole = dedup(np.concatenate(keys_of_parts), num_shards)
+def plan_window(keys_of_micro_batches: Sequence[NDArray[np.int64]], num_shards: int) -> WindowPlan:
+    """The plan of one table for the keys of each micro-batch; a pure function."""
+    num_micro_batches = len(keys_of_micro_batches)
+    assert num_micro_batches <= MOST_MICRO_BATCHES
+    bounds = np.concatenate([[0], np.cumsum([len(keys) for keys in keys_of_micro_batches])])
+    whole = dedup(np.concatenate(keys_of_micro_batches), num_shards)
     owner = np.repeat(np.arange(num_shards, dtype=np.uint16), whole.counts)
     index, used, used_bounds, first, last = _uses(whole.inverse, bounds, len(whole.keys))
-    # Keys are grouped by owner, and stay so inside a part. Sixteen bits are sorted by counting, more by comparing.
+    # Keys are grouped by owner, and stay so inside a micro-batch. Sixteen bits are sorted by counting, more by
+    # comparing.
     order = np.argsort(first.astype(np.uint16), kind="stable")
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     keys, first, last, owner = whole.keys[order], first[order], last[order], owner[order]
-    starts = np.searchsorted(first, np.arange(num_parts + 1))
-    parts, places, last_part, leaving = [], [], [], []
-    for p in range(num_parts):
+    starts = np.searchsorted(first, np.arange(num_micro_batches + 1))
+    micro_batches, places, last_micro_batch, leaving = [], [], [], []
+    for p in range(num_micro_batches):
         new = slice(starts[p], starts[p + 1])
         counts = np.bincount(owner[new], minlength=num_shards).astype(np.int64)
-        parts.append(Deduplicated(keys[new], index[bounds[p] : bounds[p + 1]], counts))
+        micro_batches.append(Deduplicated(keys[new], index[bounds[p] : bounds[p + 1]], counts))
         places.append(place[used[used_bounds[p] : used_bounds[p + 1]]])
-        last_part.append(last[new].astype(np.int16))
+        last_micro_batch.append(last[new].astype(np.int16))
         gone = np.flatnonzero(last == p)
         leaving.append(gone[np.argsort(owner[gone], kind="stable")].astype(np.int32))
     leaving_counts = np.stack([np.bincount(owner[gone], minlength=num_shards) for gone in leaving]).astype(np.int64)
-    return WindowPlan(parts, places, last_part, leaving, leaving_counts)
+    return WindowPlan(micro_batches, places, last_micro_batch, leaving, leaving_counts)
 
 
 @njit(cache=True, nogil=True)
 def _uses(inverse, bounds, num_unique):  # type: ignore[no-untyped-def]
-    """Place of each position among its part's distinct keys, these keys, their bounds, first and last part of a key."""
-    num_parts = len(bounds) - 1
+    """Place of each position among its micro-batch's distinct keys, these keys, their bounds, first and last part of a
+    key."""
+    num_micro_batches = len(bounds) - 1
     index = np.empty(len(inverse), np.int32)
     used = np.empty(len(inverse), np.int32)
-    used_bounds = np.zeros(num_parts + 1, np.int64)
+    used_bounds = np.zeros(num_micro_batches + 1, np.int64)
     first, last = np.full(num_unique, -1, np.int32), np.full(num_unique, -1, np.int32)
     local = np.empty(num_unique, np.int32)
     total = 0
-    for p in range(num_parts):
+    for p in range(num_micro_batches):
         start = total
         for i in range(bounds[p], bounds[p + 1]):
             key = inverse[i]

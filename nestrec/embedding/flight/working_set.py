@@ -42,16 +42,16 @@ class WorkingTable:
     def parcel(self, routed: RoutedTable) -> Parcel:
         """Vectors of the keys asked from this shard, in order of source. May share memory with the working set."""
         weight = self.layout.view(self.fetched.rows, "weight")
-        rows = weight.contiguous() if routed.slots is None else weight
-        return Parcel(rows, routed.receive_counts, routed.send_counts, routed.slots)
+        rows = weight.contiguous() if routed.working_places is None else weight
+        return Parcel(rows, routed.receive_counts, routed.send_counts, routed.working_places)
 
     def vectors_at(self, places: torch.Tensor) -> torch.Tensor:
         """Vectors of the rows at these places."""
         return take_rows(self.layout.view(self.fetched.rows, "weight"), places)
 
     def add(self, routed: RoutedTable, received: Sequence[torch.Tensor]) -> None:
-        """Add gradients of the keys asked from this shard, source by source (order of sums)."""
-        if routed.slots is None and self.gradient is None:
+        """Add gradients of the keys asked from this shard, source by source (rule 10)."""
+        if routed.working_places is None and self.gradient is None:
             (self.gradient,) = received
             return
         if self.gradient is None:
@@ -113,8 +113,8 @@ class WorkingTable:
 
 
 def _places(routed: RoutedTable, device: torch.device) -> torch.Tensor:
-    if routed.slots is not None:
-        return routed.slots
+    if routed.working_places is not None:
+        return routed.working_places
     return torch.arange(sum(routed.receive_counts), dtype=torch.int32, device=device)
 
 

@@ -39,21 +39,21 @@ class Serial:
 
     def advance(self, step: Step, feed: Feed) -> Totals:
         """Train on one batch; returns the loss of the global batch, not yet read from the device."""
-        engine, parts = self._engine, step.batch.micro_batches
-        check_can_cut(self._compute.couples_samples, len(parts))
+        engine, micro_batches = self._engine, step.batch.micro_batches
+        check_can_cut(self._compute.couples_samples, len(micro_batches))
         if self._window_cache:
-            check_can_cache(len(parts))
+            check_can_cache(len(micro_batches))
         with self._tracer.context(lane="compute", step=step.number), self._span("train.step", "step"):
             with self._span("train.embedding.route", "lookup", is_collective=True):
-                keys = [part.keys for part in parts]
+                keys = [micro_batch.keys for micro_batch in micro_batches]
                 routed = engine.route(*keys, step=step.number, window_cache=self._window_cache)
             with self._span("train.embedding.fetch", "lookup"):
                 working = engine.fetch(routed, step=step.number)
             window = Window(engine, routed, working)
             loss = torch.zeros((), device=engine.device)
-            for i, part in enumerate(parts):
+            for i, micro_batch in enumerate(micro_batches):
                 with self._tracer.context(micro_batch=i):
-                    loss = loss + self._micro_batch(part, i, window, step.batch.weight)
+                    loss = loss + self._micro_batch(micro_batch, i, window, step.batch.weight)
             with self._span("train.dense.reduce", "communication", is_collective=True):
                 sums = self._dense.reduce(loss, step.wants_stop)
             with self._span("train.dense.update", "compute"):
@@ -78,16 +78,18 @@ class Serial:
     def abandon(self, error: BaseException) -> None:
         """Nothing was begun."""
 
-    def _micro_batch(self, part: MicroBatch, i: int, window: Window, weight: float) -> torch.Tensor:
+    def _micro_batch(self, micro_batch: MicroBatch, i: int, window: Window, weight: float) -> torch.Tensor:
         with self._span("train.embedding.vectors", "communication", is_collective=True):
             window.receive(i)
         with self._span("train.compute", "compute"):
-            on_device, rows = self._compute.transfer(part), window.rows(i)
-            loss, gradients = self._compute.forward_backward(on_device, rows, window.routed.parts[i].index, weight)
+            on_device, rows = self._compute.transfer(micro_batch), window.vectors(i)
+            loss, gradients = self._compute.forward_backward(
+                on_device, rows, window.routed.micro_batches[i].index, weight
+            )
             window.keep(i, gradients)
         with self._span("train.embedding.gradients", "communication", is_collective=True):
             window.send(i)
-        if window.routed.parts[i].crossing:
+        if window.routed.micro_batches[i].crossing:
             with self._span("train.embedding.replicas", "communication", is_collective=True):
                 self._engine.sum_over_holders(window.routed, window.working, i)
         return loss

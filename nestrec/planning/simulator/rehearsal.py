@@ -67,15 +67,15 @@ def _half(keys: Iterable[int]) -> str:
 
 
 def _half_of_vectors(routed: Routed, working: WorkingSet, part: int = 0) -> str:
-    return _half(routed.parts[part].tables["toy"].keys.tolist())
+    return _half(routed.micro_batches[part].tables["toy"].keys.tolist())
 
 
 def _half_of_gradients(routed: Routed, gradients: Any, part: int) -> str:
-    return _half(routed.parts[part].gradients["toy"].keys.tolist())
+    return _half(routed.micro_batches[part].gradients["toy"].keys.tolist())
 
 
 def _half_of_sums(routed: Routed, working: WorkingSet, received: Any, part: int) -> str:
-    return _half(routed.parts[part].gradients["toy"].keys.tolist())
+    return _half(routed.micro_batches[part].gradients["toy"].keys.tolist())
 
 
 def _half_of_rows(working: WorkingSet, *, learning_rate: float, places: Any = None) -> str:

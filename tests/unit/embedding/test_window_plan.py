@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.embedding.flight.window_plan import MOST_PARTS, plan_window
+from nestrec.embedding.flight.window_plan import MOST_MICRO_BATCHES, plan_window
 from nestrec.pipeline.stages import check_can_cache
 
 
 def test_one_more_than_the_most_is_refused():
-    check_can_cache(MOST_PARTS)
+    check_can_cache(MOST_MICRO_BATCHES)
     with pytest.raises(UserError, match="is more than the window cache can tell apart"):
-        check_can_cache(MOST_PARTS + 1)
+        check_can_cache(MOST_MICRO_BATCHES + 1)
 
 
 @pytest.mark.slow
 def test_the_last_micro_batch_of_the_most_is_known_as_such():
     first_and_last, none = np.array([5]), np.empty(0, np.int64)
-    plan = plan_window([first_and_last, *[none] * (MOST_PARTS - 2), first_and_last], 1)
-    assert plan.last_part[0].tolist() == [MOST_PARTS - 1]
-    assert [p for p, gone in enumerate(plan.leaving) if len(gone)] == [MOST_PARTS - 1]
+    plan = plan_window([first_and_last, *[none] * (MOST_MICRO_BATCHES - 2), first_and_last], 1)
+    assert plan.last_micro_batch[0].tolist() == [MOST_MICRO_BATCHES - 1]
+    assert [p for p, gone in enumerate(plan.leaving) if len(gone)] == [MOST_MICRO_BATCHES - 1]

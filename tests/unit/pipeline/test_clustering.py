@@ -26,37 +26,37 @@ def made_up(num_samples: int, num_groups: int, seed: int) -> tuple[SampleKeys, n
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(num_samples=st.integers(0, 60), num_parts=st.integers(1, 12), seed=st.integers(0, 2**20))
-def test_every_sample_is_dealt_once_and_the_result_repeats(name, num_samples, num_parts, seed):
+@given(num_samples=st.integers(0, 60), num_micro_batches=st.integers(1, 12), seed=st.integers(0, 2**20))
+def test_every_sample_is_dealt_once_and_the_result_repeats(name, num_samples, num_micro_batches, seed):
     keys, cost = made_up(num_samples, 5, seed)
-    groups = cluster(name, keys, cost, num_parts)
-    assert len(groups) == num_parts
+    groups = cluster(name, keys, cost, num_micro_batches)
+    assert len(groups) == num_micro_batches
     assert np.array_equal(np.sort(np.concatenate(groups)), np.arange(num_samples))
     assert all((np.diff(group) > 0).all() for group in groups)
-    again = cluster(name, keys, cost, num_parts)
+    again = cluster(name, keys, cost, num_micro_batches)
     assert all(np.array_equal(a, b) for a, b in zip(groups, again, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_parts", [4, 8, 16])
-def test_no_micro_batch_costs_more_than_the_mean_and_a_sample(name, num_parts):
+@pytest.mark.parametrize("num_micro_batches", [4, 8, 16])
+def test_no_micro_batch_costs_more_than_the_mean_and_a_sample(name, num_micro_batches):
     keys, cost = made_up(512, 20, 3)
-    loads = [cost[group].sum() for group in cluster(name, keys, cost, num_parts)]
-    assert max(loads) <= 1.02 * cost.sum() / num_parts + cost.max()
+    loads = [cost[group].sum() for group in cluster(name, keys, cost, num_micro_batches)]
+    assert max(loads) <= 1.02 * cost.sum() / num_micro_batches + cost.max()
 
 
-@pytest.mark.parametrize("num_parts", [4, 8, 16])
-def test_refined_saves_rows_over_random_and_is_never_worse_than_greedy(num_parts):
+@pytest.mark.parametrize("num_micro_batches", [4, 8, 16])
+def test_refined_saves_rows_over_random_and_is_never_worse_than_greedy(num_micro_batches):
     keys, cost = made_up(512, 20, 1)
-    sent = {name: inflation(keys, cluster(name, keys, cost, num_parts)).sent for name in NAMES}
+    sent = {name: inflation(keys, cluster(name, keys, cost, num_micro_batches)).sent for name in NAMES}
     assert sent["refined"] <= sent["greedy"]
     assert sent["refined"] < 0.9 * sent["random"]
 
 
-@pytest.mark.parametrize("num_parts", [4, 8, 16])
-def test_edges_lowers_the_keys_of_the_first_and_last_micro_batch(num_parts):
+@pytest.mark.parametrize("num_micro_batches", [4, 8, 16])
+def test_edges_lowers_the_keys_of_the_first_and_last_micro_batch(num_micro_batches):
     keys, cost = made_up(512, 20, 1)
-    found = {name: inflation(keys, cluster(name, keys, cost, num_parts)) for name in ("random", "edges")}
+    found = {name: inflation(keys, cluster(name, keys, cost, num_micro_batches)) for name in ("random", "edges")}
     exposed = {name: rows.first + rows.last for name, rows in found.items()}
     assert exposed["edges"] < 0.95 * exposed["random"]
 

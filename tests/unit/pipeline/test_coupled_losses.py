@@ -48,9 +48,11 @@ class CutContrast(BatchContrast):
     couples_samples = "micro_batch"
 
 
-def trained(data: Path, task_class: type[RetrievalTask], schedule: str, num_parts: int) -> tuple[list[float], str]:
+def trained(
+    data: Path, task_class: type[RetrievalTask], schedule: str, num_micro_batches: int
+) -> tuple[list[float], str]:
     """Losses and final rows of four steps."""
-    cfg, topology = config_of("hstu", data, {"batch.micro_batches": num_parts}), Topology.single()
+    cfg, topology = config_of("hstu", data, {"batch.micro_batches": num_micro_batches}), Topology.single()
     torch.manual_seed(1)
     task = task_class(cfg.task, open_data(cfg.data, topology), seed=1, dtype="float32")
     engine = EmbeddingEngine(task.tables, topology)
@@ -85,11 +87,11 @@ def test_uncut_such_a_loss_is_that_of_serial_and_cut_it_would_be_another(tiny_da
     assert losses[0] < 0.95 * expected[0][0]  # half of the negatives are missing
 
 
-@pytest.mark.parametrize("num_parts", [3, "auto"])
+@pytest.mark.parametrize("num_micro_batches", [3, "auto"])
 @pytest.mark.parametrize("schedule", ["frozen_window", "nested"])
-def test_negatives_of_the_whole_batch_are_refused_before_training(tiny_data, tmp_path, schedule, num_parts):
+def test_negatives_of_the_whole_batch_are_refused_before_training(tiny_data, tmp_path, schedule, num_micro_batches):
     given = {**IN_BATCH, "task.negatives.reach": "batch", "pipeline.schedule": schedule,
-             "batch.micro_batches": num_parts}  # fmt: skip
+             "batch.micro_batches": num_micro_batches}  # fmt: skip
     with pytest.raises(UserError, match=r"task\.negatives\.reach=micro_batch"):
         Trainer(config_of("hstu", tiny_data, given), tmp_path / "run", Topology.single())
     assert not (tmp_path / "run").exists()

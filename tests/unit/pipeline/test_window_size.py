@@ -7,11 +7,11 @@ from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
 from nestrec.pipeline.window_size import Measured, choose_window, fit_window, window_ms
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4, 8, 16])
-def test_only_the_first_and_last_exchange_are_exposed_where_they_fit_beside_the_computation(num_parts):
-    compute, exchange = 1712.0 / num_parts, 1185.0 / (2 * num_parts)
-    window = window_ms([compute] * num_parts, [exchange] * num_parts, [exchange] * num_parts)
-    assert window == pytest.approx(1712.0 + 1185.0 / num_parts)
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8, 16])
+def test_only_the_first_and_last_exchange_are_exposed_where_they_fit_beside_the_computation(num_micro_batches):
+    compute, exchange = 1712.0 / num_micro_batches, 1185.0 / (2 * num_micro_batches)
+    window = window_ms([compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches)
+    assert window == pytest.approx(1712.0 + 1185.0 / num_micro_batches)
 
 
 def test_where_communication_takes_longer_it_bounds_the_window():
