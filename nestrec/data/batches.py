@@ -193,7 +193,8 @@ class Batches:
     def _parts(
         self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
-        """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (rule 15)."""
+        """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (order of
+        preparation)."""
         if self._cluster is not None and num_micro_batches > 1:
             keys = self._assembler.sample_keys(mine, stage.rows, stage.position.epoch)
             if keys is not None:

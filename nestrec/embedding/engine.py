@@ -86,7 +86,7 @@ class EmbeddingEngine:
         """Route a batch given as one or more micro-batches: feature name to keys of any shape, on the host.
 
         Collective; every rank gives the same number of micro-batches and all features in each, empty where it has no
-        samples. window_cache: a key used by several micro-batches of a rank crosses once in each direction (rule 6).
+        samples. window_cache: a key used by several micro-batches of a rank crosses once in each direction.
         step: of the batch, from 1; only needed where weights are averaged over replica groups.
         """
         source = self.deduplicate(*micro_batches, window_cache=window_cache)
@@ -175,7 +175,7 @@ class EmbeddingEngine:
         self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int = 0
     ) -> None:
         """Send (U, dim) gradients of a micro-batch to the owners, which add them up. Collective; micro-batches in order
-        (rule 10).
+        (order of sums).
 
         The gradients are given away: with one rank they become the sums themselves.
         """

@@ -99,5 +99,5 @@ class LookupAhead:
         return following.batch
 
     def write_back(self, now: FetchedBatch[Window], shared: Overlap) -> None:
-        """Rows of a batch to the store, but for those that the next one has taken over (rules 2 and 3)."""
+        """Rows of a batch to the store, but for those that the next one has taken over (ordered write-back)."""
         self.machine.write_back(now, shared)

@@ -156,7 +156,7 @@ def check_can_cache(num_micro_batches: int | Literal["auto"]) -> None:
 
 
 def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -> None:
-    """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (rule 7)."""
+    """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (coupled samples)."""
     if couples == "batch" and num_micro_batches != 1:
         remedy = (
             "give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to a "

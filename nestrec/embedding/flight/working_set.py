@@ -50,7 +50,7 @@ class WorkingTable:
         return take_rows(self.layout.view(self.fetched.rows, "weight"), places)
 
     def add(self, routed: RoutedTable, received: Sequence[torch.Tensor]) -> None:
-        """Add gradients of the keys asked from this shard, source by source (rule 10)."""
+        """Add gradients of the keys asked from this shard, source by source (order of sums)."""
         if routed.working_places is None and self.gradient is None:
             (self.gradient,) = received
             return
@@ -131,7 +131,7 @@ class RowBuffers:
     """For each table as many buffers as there are batches in flight; a buffer is enlarged only by a larger batch.
 
     The caller sees to it that a buffer is no longer in use when its turn comes again: with two of them, that the
-    write-back of batch t-1 comes before the fetch of batch t+1, which rule 2 asks for anyway.
+    write-back of batch t-1 comes before the fetch of batch t+1, which write-back before gather asks for anyway.
     """
 
     def __init__(self, turns: int = 2) -> None:
