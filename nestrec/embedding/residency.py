@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.embedding.key_table import KeyTable
+from nestrec.embedding.key_table import KeySlots
 from nestrec.embedding.table import StoreConfig
 from nestrec.ops.rows.hashing import owner_of
 
@@ -150,8 +150,8 @@ class DynamicResidency:
         self.counters = ResidencyCounters()
         self._store = store
         self._bound = None if store.max_rows is None else max(1, store.max_rows // num_shards)
-        self._rows = KeyTable()
-        self._candidates = KeyTable()
+        self._rows = KeySlots()
+        self._candidates = KeySlots()
         self.newest_step = 0
         """Step of the last training batch: what a time to live counts from."""
         self._evicted: list[tuple[int, Keys]] = []
@@ -165,7 +165,7 @@ class DynamicResidency:
         return self._rows.num_keys
 
     @property
-    def candidates(self) -> KeyTable:
+    def candidates(self) -> KeySlots:
         """Keys that have been used but have no row."""
         return self._candidates
 
@@ -339,7 +339,7 @@ def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
 
 
 def _first_by(
-    table: KeyTable, ranks: list[NDArray[np.int64]], protected_from_step: int, count: int
+    table: KeySlots, ranks: list[NDArray[np.int64]], protected_from_step: int, count: int
 ) -> NDArray[np.int64]:
     """Slots of the `count` keys that come first by (ranks, key) among those last used before a step."""
     slots = table.live_slots()

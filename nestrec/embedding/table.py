@@ -184,7 +184,7 @@ def _check_table(table: TableConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class RowColumn:
     """A named part of each row."""
 
     name: str
@@ -198,7 +198,7 @@ class Column:
 class RowLayout:
     """Where the columns of a table lie inside its rows."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[RowColumn, ...]
     num_words: int
     """int32 words of a row."""
 
@@ -207,10 +207,10 @@ class RowLayout:
         return 4 * self.num_words
 
     @property
-    def weight(self) -> Column:
+    def weight(self) -> RowColumn:
         return self.columns[0]
 
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> RowColumn:
         return next(c for c in self.columns if c.name == name)
 
     def view(self, rows: torch.Tensor, name: str) -> torch.Tensor:
@@ -233,11 +233,11 @@ class RowLayout:
 
 def layout_of(table: TableConfig) -> RowLayout:
     """The layout of a table's rows."""
-    columns, offset = [Column("weight", table.weight_dtype, table.dim, 0)], table.dim * table.weight_dtype.itemsize
+    columns, offset = [RowColumn("weight", table.weight_dtype, table.dim, 0)], table.dim * table.weight_dtype.itemsize
     for state in table.optimizer.spec.state:
         offset = _round_up(offset, table.state_dtype.itemsize)
         width = 1 if state.is_row_wise else table.dim
-        columns.append(Column(state.name, table.state_dtype, width, offset, state.initial(table.optimizer)))
+        columns.append(RowColumn(state.name, table.state_dtype, width, offset, state.initial(table.optimizer)))
         offset += width * table.state_dtype.itemsize
     return RowLayout(tuple(columns), _round_up(offset, ALIGNMENT_BYTES) // 4)
 

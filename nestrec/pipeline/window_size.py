@@ -13,7 +13,7 @@ WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredWindow:
     """Mean milliseconds of the steps of one partition."""
 
     num_micro_batches: int
@@ -39,7 +39,7 @@ class WindowModel:
         return window_ms([compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches)
 
 
-def fit_window(few: Measured, many: Measured) -> WindowModel:
+def fit_window(few: MeasuredWindow, many: MeasuredWindow) -> WindowModel:
     """The model that explains two partitions; no coefficient is negative."""
     assert few.num_micro_batches < many.num_micro_batches
     compute = _line(few.num_micro_batches, few.compute_ms, many.num_micro_batches, many.compute_ms)

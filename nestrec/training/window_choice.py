@@ -10,7 +10,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
-from nestrec.pipeline.window_size import Measured, choose_window, fit_window
+from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window
 from nestrec.trace import Span, Timeline
 from nestrec.training.balancing import MOST_AHEAD
 
@@ -77,9 +77,9 @@ class WindowChoice:
                 self._times[parts[step]].append((raw.compute_ns * 1e-6, raw.communication_ns * 1e-6))
 
 
-def _measured(num_micro_batches: int, everyone: Sequence[dict[str, list[tuple[float, float]]]]) -> Measured:
+def _measured(num_micro_batches: int, everyone: Sequence[dict[str, list[tuple[float, float]]]]) -> MeasuredWindow:
     """Medians of steps: of computation on the slowest rank, of communication on the rank that waited least in it."""
     of_ranks = [rank.get(str(num_micro_batches), []) for rank in everyone]
     compute = max(statistics.median(c for c, _ in times) if times else 0.0 for times in of_ranks)
     communication = min(statistics.median(c for _, c in times) if times else 0.0 for times in of_ranks)
-    return Measured(num_micro_batches, compute, communication)
+    return MeasuredWindow(num_micro_batches, compute, communication)

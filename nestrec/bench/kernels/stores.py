@@ -24,7 +24,7 @@ from nestrec.base.config import config
 from nestrec.bench.bench import Bench
 from nestrec.bench.harness.frame import write_frame
 from nestrec.distributed.topology import check_device
-from nestrec.embedding.key_table import KeyTable
+from nestrec.embedding.key_table import KeySlots
 from nestrec.embedding.stores import Store
 from nestrec.embedding.stores.device import DeviceStore
 from nestrec.embedding.stores.disk import DiskStore
@@ -122,7 +122,7 @@ def _check(store: Store, dense: torch.Tensor, slots: NDArray[np.int64], device: 
 def _baselines(dense: torch.Tensor, slots: NDArray[np.int64]) -> list[_Operation]:
     index, out = torch.from_numpy(slots), torch.empty(len(slots), dense.shape[1], dtype=torch.int32)
     other, row_bytes = torch.empty_like(out), 4 * dense.shape[1]
-    keys = KeyTable()
+    keys = KeySlots()
     ones = np.ones(len(dense), np.int64)
     keys.insert(np.arange(len(dense)) * _KEY_STRIDE, ones, ones)
     wanted = slots * _KEY_STRIDE

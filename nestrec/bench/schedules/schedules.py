@@ -27,8 +27,7 @@ from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.limited_links import can_limit
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
-from nestrec.pipeline.window_size import Measured as MeasuredWindow
-from nestrec.pipeline.window_size import choose_window, fit_window
+from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window
 from nestrec.training.window_choice import CANDIDATES, FEW, MANY
 
 _UNLIMITED_MBIT = 1e6

@@ -24,7 +24,7 @@ Flags = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class CrossingRows:
     """Rows on one side of an exchange that cross in one type."""
 
     places: torch.Tensor
@@ -37,9 +37,9 @@ class Crossing:
 class HalfRows:
     """How the rows of one exchange are told apart: (whole, half), on the owner and on the source."""
 
-    of_owner: tuple[Crossing, Crossing]
+    of_owner: tuple[CrossingRows, CrossingRows]
     """Places in the working set."""
-    of_source: tuple[Crossing, Crossing]
+    of_source: tuple[CrossingRows, CrossingRows]
     """Places among the keys that this rank asks for."""
     flags: tuple[Flags, Flags]
     """Of what this rank asks for and of what it is asked for, so that an exchange can be cut in two."""
@@ -78,13 +78,13 @@ def half_rows(
 
 def _crossings(
     flags: Flags, counts: Sequence[int], working_places: NDArray[np.int32] | None, device: torch.device
-) -> tuple[Crossing, Crossing]:
+) -> tuple[CrossingRows, CrossingRows]:
     rank = np.repeat(np.arange(len(counts)), counts)
 
-    def crossing(wanted: NDArray[np.bool_]) -> Crossing:
+    def crossing(wanted: NDArray[np.bool_]) -> CrossingRows:
         places: NDArray[Any] = np.flatnonzero(wanted)
         of_ranks = np.bincount(rank[wanted], minlength=len(counts))
-        return Crossing(
+        return CrossingRows(
             to_device(places if working_places is None else working_places[places], device), tuple(of_ranks.tolist())
         )
 

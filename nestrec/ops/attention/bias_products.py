@@ -18,7 +18,7 @@ from nestrec.ops.kernel_op import kernel_op, power_of_two
 from nestrec.ops.layers.row_tiles import check_rows, check_strided, like
 
 if TYPE_CHECKING:
-    from nestrec.ops.attention.work_order import Schedule
+    from nestrec.ops.attention.work_order import WorkOrder
 
 BLOCK = 128
 """tokens of a block of rows"""
@@ -91,7 +91,7 @@ def position_strip(table: torch.Tensor, max_length: int, *, is_reversed: bool) -
 
 
 def _fill(
-    out: torch.Tensor, table: torch.Tensor, schedule: "Schedule", time: torch.Tensor | None,
+    out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", time: torch.Tensor | None,
     query_time: torch.Tensor | None, first: int, *, is_reversed: bool,
 ) -> None:  # fmt: skip
     """table: values of the buckets, and one of pairs that do not see each other."""
@@ -158,7 +158,7 @@ def pairs_tile(width: int) -> dict[str, Any]:
     return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 3}
 
 
-def _chunks(schedule: "Schedule", max_length: int) -> tuple[int, int, int]:
+def _chunks(schedule: "WorkOrder", max_length: int) -> tuple[int, int, int]:
     """(columns of weights, items of the schedule at most, items at a time)"""
     columns, items = max(1, -(-max_length // BLOCK)) * BLOCK, schedule.table.shape[0]
     return columns, items, min(items, max(1, MAX_WEIGHTS // (BLOCK * columns)))

@@ -13,7 +13,7 @@ from nestrec.ops.attention.bias_tables import table_gradients
 from nestrec.ops.attention.bucket_tiles import fits
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.work_order import Schedule, make_schedule
+from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 from nestrec.ops.registry import IS_INTERPRETED
 
 
@@ -66,7 +66,7 @@ def _no_gradients(q_THD: torch.Tensor, bias: RelativeBias) -> Gradients:
     return Gradients(dq, dk, dv, position, time)
 
 
-def _plain_schedule(q_THD: torch.Tensor, inputs: AttentionInputs) -> Schedule:
+def _plain_schedule(q_THD: torch.Tensor, inputs: AttentionInputs) -> WorkOrder:
     return make_schedule(inputs.offsets, q_THD.shape[0], plain.blocks_for(q_THD.shape[2], q_THD.dtype).x)
 
 

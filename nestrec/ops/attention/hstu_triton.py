@@ -25,7 +25,7 @@ import triton.language as tl
 
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.time_buckets import time_bucket
-from nestrec.ops.attention.work_order import Schedule
+from nestrec.ops.attention.work_order import WorkOrder
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
 
 def weights(
     xyz: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    schedule: Schedule,
+    schedule: WorkOrder,
     inputs: AttentionInputs,
     *,
     is_reversed: bool,
@@ -159,7 +159,7 @@ def weights(
 def gradient(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
-    schedule: Schedule,
+    schedule: WorkOrder,
     inputs: AttentionInputs,
     *,
     is_reversed: bool,
@@ -171,7 +171,7 @@ def gradient(
 def _launch(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
-    schedule: Schedule,
+    schedule: WorkOrder,
     inputs: AttentionInputs,
     *,
     is_gradient: bool,

@@ -20,7 +20,7 @@ COUNTERS = 7
 """Kernels that may use one schedule."""
 
 
-class Schedule(NamedTuple):
+class WorkOrder(NamedTuple):
     """Work items of a batch, on the device."""
 
     table: torch.Tensor
@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
     """int32: blocks of all sequences, then a counter for each kernel, from 0"""
 
 
-def make_schedule(offsets: torch.Tensor, num_tokens: int, block: int) -> Schedule:
+def make_schedule(offsets: torch.Tensor, num_tokens: int, block: int) -> WorkOrder:
     """Blocks of `block` rows, sequences by length from the longest; without waiting for the device."""
     num_sequences = offsets.numel() - 1
     table = torch.empty(max(num_tokens // block + num_sequences, 1), 4, dtype=torch.int32, device=offsets.device)
@@ -37,7 +37,7 @@ def make_schedule(offsets: torch.Tensor, num_tokens: int, block: int) -> Schedul
     _schedule_kernel[(max(num_sequences, 1),)](
         offsets, table, state, num_sequences, BLOCK=block, CHUNK=1024, num_warps=4
     )
-    return Schedule(table, state)
+    return WorkOrder(table, state)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])

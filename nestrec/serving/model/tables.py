@@ -18,7 +18,7 @@ from nestrec.base.bounds import Natural
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.base.transfer import sent_to_device, to_device
-from nestrec.embedding.key_table import KeyTable
+from nestrec.embedding.key_table import KeySlots
 from nestrec.serving.model.row_sources import DiskRows, DramRows, RowSource
 
 _PART_ROWS = 1 << 16
@@ -77,7 +77,7 @@ class CachedTable:
     def __init__(self, source: RowSource, device: torch.device, cache_rows: int):
         self._source, self._device, self.num_rows = source, device, source.num_rows
         self._cache = torch.empty(cache_rows, source.dim, dtype=source.dtype, device=device)
-        self._slots = KeyTable()
+        self._slots = KeySlots()
         self._use = np.zeros(cache_rows, np.uint8)
         self._hand = 0
         self._lock = threading.Lock()

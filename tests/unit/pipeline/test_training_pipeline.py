@@ -1,6 +1,8 @@
 """`nestrec.TrainingPipeline`: a module of the user's own, batches that are plain mappings, any schedule."""
 
 import itertools
+from importlib.metadata import EntryPoint
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -8,10 +10,13 @@ import torch
 from torch import nn
 
 import nestrec
+from nestrec.base.config import from_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.pipeline import SCHEDULES, PipelineConfig
+from nestrec.embedding import StoreConfig
+from nestrec.pipeline import SCHEDULES, PipelineConfig, ScheduleSpec
 from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.schedules.serial import Serial
 
 DIM = 4
 
@@ -157,3 +162,34 @@ def test_warm_up_and_rates_come_with_the_options_of_our_optimiser():
 def test_an_unknown_schedule_is_refused_with_the_nearest_name():
     with pytest.raises(UserError, match="did you mean 'nested'"):
         made("nestet")
+
+
+class Noting(Serial):
+    """A schedule of another package."""
+
+    steps: ClassVar[list[int]] = []
+
+    def advance(self, step, feed):
+        self.steps.append(step.number)
+        return super().advance(step, feed)
+
+
+NOTING = ScheduleSpec(name="noting", build=Noting, is_exact=True, splits=False)
+
+
+def test_a_schedule_of_another_package_is_found_by_name(monkeypatch):
+    point = EntryPoint("noting", f"{__name__}:NOTING", SCHEDULES.group)
+    monkeypatch.setitem(SCHEDULES._foreign, "noting", point)
+    monkeypatch.setitem(SCHEDULES._loaded, "noting", NOTING)
+    options = from_plain(PipelineConfig, {"schedule": "noting"})
+    assert trained(options) == trained("serial")
+    assert Noting.steps == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(UserError, match="means nothing to the schedule noting"):
+        PipelineConfig(schedule="noting", stale_steps=2)
+
+
+def test_what_a_schedule_needs_of_the_tables_is_said_before_training():
+    store = StoreConfig(eviction="ttl", ttl_steps=0)
+    table = nestrec.Table("items", rows=None, dim=DIM, store=store, features=("history", "item"))
+    with pytest.raises(UserError, match="rows must outlive the next step under the schedule nested"):
+        nestrec.TrainingPipeline(Towers(), [table], schedule="nested", topology=Topology.single(), device="cpu")

@@ -4,7 +4,7 @@ import pytest
 
 from nestrec.data.order import Position
 from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
-from nestrec.pipeline.window_size import Measured, choose_window, fit_window, window_ms
+from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window, window_ms
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8, 16])
@@ -20,17 +20,17 @@ def test_where_communication_takes_longer_it_bounds_the_window():
 
 
 def test_a_fit_gives_back_what_was_measured():
-    model = fit_window(Measured(2, 110.0, 52.0), Measured(8, 140.0, 58.0))
+    model = fit_window(MeasuredWindow(2, 110.0, 52.0), MeasuredWindow(8, 140.0, 58.0))
     assert (model.compute_ms, model.compute_part_ms) == pytest.approx((100.0, 5.0))
     assert (model.communication_ms, model.communication_part_ms) == pytest.approx((50.0, 1.0))
-    assert fit_window(Measured(2, 110.0, 52.0), Measured(8, 100.0, 40.0)).compute_part_ms == 0.0
+    assert fit_window(MeasuredWindow(2, 110.0, 52.0), MeasuredWindow(8, 100.0, 40.0)).compute_part_ms == 0.0
 
 
 def test_more_micro_batches_are_taken_only_while_they_are_worth_it():
     candidates = (1, 2, 4, 8, 16, 32)
-    free = fit_window(Measured(2, 100.0, 60.0), Measured(8, 100.0, 60.0))
-    costly = fit_window(Measured(2, 100.0, 60.0), Measured(8, 160.0, 60.0))
-    nothing_to_hide = fit_window(Measured(2, 100.0, 0.0), Measured(8, 101.0, 0.0))
+    free = fit_window(MeasuredWindow(2, 100.0, 60.0), MeasuredWindow(8, 100.0, 60.0))
+    costly = fit_window(MeasuredWindow(2, 100.0, 60.0), MeasuredWindow(8, 160.0, 60.0))
+    nothing_to_hide = fit_window(MeasuredWindow(2, 100.0, 0.0), MeasuredWindow(8, 101.0, 0.0))
     chosen = [choose_window(model, candidates) for model in (free, costly, nothing_to_hide)]
     assert chosen == [16, 2, 1]
 

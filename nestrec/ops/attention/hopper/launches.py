@@ -17,7 +17,7 @@ from nestrec.ops.attention.hopper.pair import pair_kernel
 from nestrec.ops.attention.hopper.pieces import ROWS
 from nestrec.ops.attention.hopper.stream import stream_kernel
 from nestrec.ops.attention.inputs import AttentionInputs
-from nestrec.ops.attention.work_order import Schedule, make_schedule
+from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 
 HEAD_DIMS = (64, 128, 256)
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -116,7 +116,7 @@ def _biases(inputs: AttentionInputs, *, is_reversed: bool, before: _Biases | Non
 def launch_stream(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
-    schedule: Schedule,
+    schedule: WorkOrder,
     tiles: Tiles,
     inputs: AttentionInputs,
     biases: _Biases,
@@ -139,7 +139,7 @@ def launch_stream(
 def launch_pair(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
-    schedule: Schedule,
+    schedule: WorkOrder,
     inputs: AttentionInputs,
     biases: _Biases,
     *,
