@@ -21,9 +21,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.key_table import KeySlots
 from nestrec.embedding.table import StoreConfig
-from nestrec.ops.rows.hashing import owner_of
 
 Keys = NDArray[np.int64]
 _KEY_CHUNK = 1 << 22

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device
+from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
 from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency
 from nestrec.embedding.stores import make_store
 from nestrec.embedding.table import TableConfig, layout_of
-from nestrec.ops.rows.hashing import owner_of
 
 Keys = NDArray[np.int64]
 Chunk = dict[str, torch.Tensor]

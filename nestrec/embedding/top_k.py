@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from nestrec.distributed.exchange import all_gather_rows, all_to_all_rows
 from nestrec.distributed.topology import Topology
+from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.residency import StaticResidency
 from nestrec.embedding.shard import TableShard
 from nestrec.jagged import Jagged
-from nestrec.ops.rows.hashing import owner_of
 
 RowTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Candidates = NDArray[np.int64] | range | None

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     Build = Callable[[EmbeddingEngine, Compute, Dense, Tracer, PipelineConfig], Schedule]
 
+MOST_AHEAD = 8
+"""More batches than any schedule takes before their step, beyond those that are made ahead."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSpec:

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding import TableConfig
+from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.table import layout_of
 from nestrec.ops.rows.dedup_host import dedup
-from nestrec.ops.rows.hashing import owner_of
 from nestrec.planning.loads import Amounts, Loads
 
 Flops = Callable[[MicroBatch], tuple[float, float]]

@@ -19,10 +19,9 @@ from nestrec.data.dealing import Dealer
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
+from nestrec.pipeline.schedule_spec import MOST_AHEAD
 from nestrec.trace import Span, Tracer
 
-MOST_AHEAD = 8
-"""More batches than any schedule takes before their step, beyond those that are made ahead."""
 COMPUTE_SPAN = "train.compute"
 
 

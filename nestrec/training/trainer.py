@@ -16,6 +16,7 @@ from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
 from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.stages import check_can_cache, check_can_cut
+from nestrec.pipeline.window_choice import WindowChoice
 from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
@@ -32,7 +33,6 @@ from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.traced_ranks import spans_of_ranks
 from nestrec.training.unused_options import check_options_are_used
-from nestrec.training.window_choice import WindowChoice
 
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.config import config, from_plain, to_plain
-from nestrec.bench.harness.other_load import OtherLoad
 from nestrec.bench.schedules.job import TABLE, Contestant, JobConfig, make_engine
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
@@ -21,6 +20,7 @@ from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.exchange import barrier
 from nestrec.distributed.limited_links import can_limit, limited_links
 from nestrec.distributed.local_ranks import run_on_ranks
+from nestrec.distributed.other_load import OtherLoad
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.fit import stage_times
 from nestrec.trace import Span, Timeline

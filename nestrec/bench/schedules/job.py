@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.config import config
-from nestrec.bench.schedules.paced_engine import Pace, PacedEngine
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.filling import create_all_rows
+from nestrec.embedding.paced_engine import Pace, PacedEngine
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from nestrec.bench.schedules.job import TABLE, Contestant, JobConfig, make_batches, make_engine
-from nestrec.bench.schedules.paced_engine import Pace
 from nestrec.bench.schedules.torchrec_tokens import PREFIX, TorchRecContestant
 from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
@@ -21,6 +20,7 @@ from nestrec.distributed.exchange import barrier, broadcast_json
 from nestrec.distributed.limited_links import bytes_on_link, limited_links
 from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.distributed.options import RanksConfig
+from nestrec.embedding.paced_engine import Pace
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline

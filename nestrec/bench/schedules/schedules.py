@@ -20,15 +20,15 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, Shown
 from nestrec.bench.schedules.job import JobConfig
-from nestrec.bench.schedules.paced_engine import Pace
 from nestrec.bench.schedules.rounds import Conditions, Entry, Measured, run_rounds
 from nestrec.bench.schedules.torchrec_tokens import PREFIX, TORCHREC_SCHEDULES
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.limited_links import can_limit
 from nestrec.distributed.options import RanksConfig
+from nestrec.embedding.paced_engine import Pace
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.pipeline.window_choice import CANDIDATES, FEW, MANY
 from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window
-from nestrec.training.window_choice import CANDIDATES, FEW, MANY
 
 _UNLIMITED_MBIT = 1e6
 _REAL_UNLIMITED_MBIT = 100_000.0

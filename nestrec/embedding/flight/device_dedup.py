@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device
+from nestrec.embedding.hashing import owner_of
 from nestrec.ops.rows.dedup_host import Deduplicated
 from nestrec.ops.rows.dedup_keys import dedup_keys
-from nestrec.ops.rows.hashing import owner_of
 
 MIN_KEYS = 1 << 16
 """Fewer keys are deduplicated sooner on the host."""

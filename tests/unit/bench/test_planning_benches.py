@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.bench.harness.other_load import OtherLoad
 from nestrec.bench.planning.calibrate import CalibrateBench, calibrate
 from nestrec.bench.planning.simulator import simulate_once
 from nestrec.bench.schedules.job import JobConfig
 from nestrec.cli.app import app
 from nestrec.distributed import Topology
+from nestrec.distributed.other_load import OtherLoad
 
 
 @pytest.mark.parametrize("schedule", ["serial", "nested", "priority"])

@@ -9,10 +9,10 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.bench.schedules.job import TABLE, JobConfig, make_engine
-from nestrec.bench.schedules.paced_engine import Pace
 from nestrec.bench.schedules.schedules import SchedulesBench, measure_schedules
 from nestrec.distributed import Topology
 from nestrec.distributed.limited_links import can_limit, limited_links
+from nestrec.embedding.paced_engine import Pace
 
 needs_links = pytest.mark.skipif(not can_limit(), reason="network namespaces need root, ip and tc")
 SMALL = JobConfig(num_rows=2000, dim=8, samples=16, tokens=4, hidden=8)

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from nestrec.embedding.hashing import owner_of
 from nestrec.ops.rows.dedup_host import dedup
-from nestrec.ops.rows.hashing import owner_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

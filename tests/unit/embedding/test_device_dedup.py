@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nestrec.embedding.flight.device_dedup import dedup_on_device
+from nestrec.embedding.hashing import owner_of
 from nestrec.ops.rows.dedup_host import dedup
-from nestrec.ops.rows.hashing import owner_of
 
 CPU = torch.device("cpu")
 

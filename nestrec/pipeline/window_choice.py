@@ -9,10 +9,10 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.pipeline import PipelineConfig
+from nestrec.pipeline.schedule_spec import MOST_AHEAD
 from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
 from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window
 from nestrec.trace import Span, Timeline
-from nestrec.training.balancing import MOST_AHEAD
 
 FEW, MANY = 2, 8
 """What is tried before the choice."""
