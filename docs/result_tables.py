@@ -1,10 +1,18 @@
 """Writes the tables of pages anew from the result files that they name: `make results`.
 
-    <!-- table overload.json: load, rate, goodput, p99_ms where load=2x -->
+    <!-- table overload.json: load, rate, goodput, p99_ms where load=2x|5x -->
     ... replaced by the rows ...
     <!-- /table -->
 
-`results/` is where files are looked for. A column may be renamed: `of_peak as of peak`.
+Files are looked for in `results/`; `FILE.json#comparisons` takes another list of the file than its `rows`. Columns:
+
+    of_peak as of peak           another label
+    parts.attention.ms           a value inside a value
+    step_ms + step_ms_spread     several values in a cell, with a space, ` ± ` or ` / ` between them
+    impl, tflops by lengths      the last column is spread: one column for each value of `lengths`
+
+Rows are chosen by `where a=x|y and b!=z`; what a row lacks is `None`. Below a table stand command, date and machine of
+every run that gave a row of it.
 """
 
 import json
@@ -15,6 +23,9 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"(<!-- table (\S+?): (.*?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+WRITTEN_TO = re.compile(r" --(json|page) \S+")
+BETWEEN_NAMES = re.compile(r" ([+±/]) ")
+BETWEEN = {"+": " ", "±": " ± ", "/": " / "}
 
 
 def rewritten(text: str) -> str:
@@ -22,30 +33,83 @@ def rewritten(text: str) -> str:
     return BLOCK.sub(lambda found: found[1] + _table(found[2], " ".join(found[3].split())) + found[5], text)
 
 
-def _table(file: str, wanted: str) -> str:
-    columns, _, condition = wanted.partition(" where ")
-    names = [tuple(part.strip().partition(" as ")[::2]) for part in columns.split(",")]
+def _table(source: str, wanted: str) -> str:
+    file, _, part = source.partition("#")
     frame = json.loads((DOCS / "results" / file).read_text())
-    rows = [row for row in frame["rows"] if _is_chosen(row, condition)]
-    head = [label or name for name, label in names]
-    lines = [head, ["---"] * len(head), *([_cell(row.get(name)) for name, _ in names] for row in rows)]
-    origin = f"`{frame['command']}`, {frame['date'][:16].replace('T', ' ')} UTC, {_machine(frame['hardware'])}\n"
-    return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", origin])
+    wanted, _, condition = wanted.partition(" where ")
+    if spread := re.fullmatch(r"(.*) by (\w+)", wanted):
+        wanted = spread[1]
+    rows = [row for row in frame[part or "rows"] if _is_chosen(row, condition)]
+    if not rows:
+        raise ValueError(f"no row of {file} has {condition}")
+    columns = [tuple(words.strip().partition(" as ")[::2]) for words in wanted.split(",")]
+    head = [label or re.split(BETWEEN_NAMES, name)[0] for name, label in columns]
+    body = [[_cell(row, name) for name, _ in columns] for row in rows]
+    if spread:
+        head, body = _spread(head, body, [_text(_value(row, spread[2])) for row in rows])
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", _origin(frame, rows), ""])
+
+
+def _spread(head: list[str], body: list[list[str]], across: list[str]) -> tuple[list[str], list[list[str]]]:
+    """One line for each beginning, with the last cells side by side."""
+    names = list(dict.fromkeys(across))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for (*first, last), name in zip(body, across, strict=True):
+        if name in (line := lines.setdefault(tuple(first), {})):
+            raise ValueError(f"two rows have {first} and {name}")
+        line[name] = last
+    return [*head[:-1], *names], [[*first, *(line.get(name, "") for name in names)] for first, line in lines.items()]
 
 
 def _is_chosen(row: dict[str, Any], condition: str) -> bool:
-    pairs = [part.partition("=")[::2] for part in condition.split(" and ") if part]
-    return all(str(row.get(name.strip())) == value.strip() for name, value in pairs)
+    for part in condition.split(" and ") if condition else []:
+        name, operator, values = re.split(r"(!?=)", part, maxsplit=1)
+        if (str(_value(row, name.strip())) in values.strip().split("|")) != (operator == "="):
+            return False
+    return True
 
 
-def _cell(value: Any) -> str:
+def _cell(row: dict[str, Any], names: str) -> str:
+    first, *others = re.split(BETWEEN_NAMES, names)
+    text = _text(_value(row, first))
+    for sign, name in zip(others[::2], others[1::2], strict=True):
+        if (value := _value(row, name)) is not None:
+            text += BETWEEN[sign] + _text(value)
+    return text
+
+
+def _value(row: dict[str, Any], name: str) -> Any:
+    if name in row or "." not in name:
+        return row.get(name)
+    outer, _, inner = name.partition(".")
+    return _value(row.get(outer) or {}, inner)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    if isinstance(value, list):
+        texts = ", ".join(_text(one) for one in value)
+        return f"[{texts}]" if any(isinstance(one, float) for one in value) else texts
     if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return "" if value is None else f"{value:,}" if type(value) is int else str(value)
+        decimals = 4 if abs(value) < 1 else max(0, 4 - len(str(int(abs(value)))))
+        text = f"{value:,.{decimals}f}"
+        return (text.rstrip("0").rstrip(".") if decimals else text) if float(text.replace(",", "")) else f"{value:.2g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
-def _machine(hardware: dict[str, Any]) -> str:
-    return ", ".join([*(hardware.get("gpus") or []), f"{hardware.get('cores', '?')} cores"])
+def _origin(frame: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Where figures come from: command (less where it wrote to), date, machine."""
+    numbers = sorted({row["run"] for row in rows if "run" in row}) if "runs" in frame else []
+    return "; ".join(_run(run) for run in ([frame["runs"][number] for number in numbers] or [frame]))
+
+
+def _run(run: dict[str, Any]) -> str:
+    hardware = run["hardware"]
+    devices = hardware.get("gpus") or [hardware.get("device") or hardware["cpu"]]
+    words = [f"`{WRITTEN_TO.sub('', run['command'])}`", f"{run['date'][:16].replace('T', ' ')} UTC", *devices]
+    return ", ".join([*words, f"{hardware['cores']} cores", *([run["note"]] if "note" in run else [])])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""Pages say what the result files say."""
+"""Pages say what the result files say, and there is one current file for a bench and machine."""
 
 import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,3 +30,103 @@ def test_a_changed_figure_is_noticed() -> None:
     changed = page[:start] + page[start:].replace("| 2x | 4", "| 2x | 5", 1)
     assert changed != page
     assert result_tables.rewritten(changed) == page
+
+
+FRAMES = {path.name: json.loads(path.read_text()) for path in sorted((DOCS / "results").glob("*.json"))}
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+TOPICS = (
+    {"quality.json", "negatives-quality.json", "nested-quality.json"},
+    {"demo.json", "ranking.json"},
+    {"plan-nestpipe.json", "plan-2d.json", "plan-freescale.json", "plan-turbogr.json"},
+)
+"""Files of one bench and machine that are different experiments: other runs, other data, other papers."""
+
+
+def test_every_file_of_results_is_linked_from_a_page() -> None:
+    named = set()
+    for page in PAGES:
+        text = page.read_text()
+        links = re.findall(r"\]\(([^)#]+)", text)
+        named |= {(page.parent / link).resolve() for link in links if "://" not in link}
+        named |= {DOCS / "results" / source.partition("#")[0] for _, source, *_ in result_tables.BLOCK.findall(text)}
+    named |= {DOCS / page for page in re.findall(r"results/\S+\.md", (DOCS.parent / "mkdocs.yml").read_text())}
+    files = {path for path in (DOCS / "results").iterdir() if path.suffix in {".json", ".html", ".md"}}
+    assert sorted(path.name for path in files - named) == []
+
+
+def machines(frame: dict[str, Any]) -> set[str]:
+    """Names of the machines that gave rows of a result file."""
+    hardware = [run["hardware"] for run in frame.get("runs", [frame])]
+    return {f"{one.get('gpus') or one.get('device') or one['cpu']}, {one['cores']} cores" for one in hardware}
+
+
+def test_a_bench_has_one_file_a_machine() -> None:
+    """What was measured again replaces what it repeats; `nestrec bench join` puts several commands into one file."""
+    for (first, one), (second, other) in itertools.combinations(FRAMES.items(), 2):
+        if one["bench"] == other["bench"] and machines(one) & machines(other):
+            assert any({first, second} <= topic for topic in TOPICS), f"{first} and {second}: {one['bench']}"
+
+
+def test_topics_are_of_one_bench_and_exist() -> None:
+    for topic in TOPICS:
+        assert len({FRAMES[name]["bench"] for name in topic}) == 1
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """The lines that a marker gives, of a small joined file."""
+    hardware = {"cpu": "abacus", "cores": 2}
+    rows = [
+        {"impl": "a", "size": 1, "ms": 0.25, "spread": [0.2, 0.31], "parts": {"sum": {"ms": 1234.5}}, "run": 0},
+        {"impl": "a", "size": 2, "ms": 0.00001, "run": 0},
+        {"impl": "b", "size": 1, "ms": 12.3456, "is_new": True, "run": 1},
+    ]
+    runs = [
+        {"command": "nestrec bench x --json x.json --n 1", "date": "2026-11-15T11:55:25+00:00", "hardware": hardware},
+        {
+            "command": "y",
+            "date": "2026-11-16T01:02:03+00:00",
+            "hardware": {**hardware, "gpus": ["H"]},
+            "note": "one turn",
+        },
+    ]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "x.json").write_text(json.dumps({"rows": rows, "runs": runs, "pairs": rows[:1]}))
+    monkeypatch.setattr(result_tables, "DOCS", tmp_path)
+
+    def write(marker: str) -> list[str]:
+        lines = result_tables.rewritten(f"<!-- table {marker} -->\n<!-- /table -->").splitlines()
+        return [line for line in lines[1:-1] if line and not line.startswith("| ---")]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("marker", "lines"),
+    [
+        ("x.json: impl, ms + spread as s where run=0", ["| impl | s |", "| a | 0.25 [0.2, 0.31] |", "| a | 1e-05 |"]),
+        ("x.json: parts.sum.ms as s, ms ± size where size!=2 and is_new=None", ["| s | ms |", "| 1,234 | 0.25 ± 1 |"]),
+        ("x.json: impl, ms by size", ["| impl | 1 | 2 |", "| a | 0.25 | 1e-05 |", "| b | 12.35 |  |"]),
+        ("x.json: is_new where impl=b|c", ["| is_new |", "| yes |"]),
+        ("x.json#pairs: impl", ["| impl |", "| a |"]),
+    ],
+)  # fmt: skip
+def test_cells_are_chosen_joined_and_spread(written: Callable[[str], list[str]], marker: str, lines: list[str]) -> None:
+    assert written(marker)[:-1] == lines
+
+
+def test_a_table_names_the_runs_of_its_rows_and_no_others(written: Callable[[str], list[str]]) -> None:
+    first, second = (
+        "`nestrec bench x --n 1`, 2026-11-15 11:55 UTC, abacus, 2 cores",
+        "`y`, 2026-11-16 01:02 UTC, H, 2 cores, one turn",
+    )
+    assert written("x.json: ms where impl=a")[-1] == first
+    assert written("x.json: ms")[-1] == f"{first}; {second}"
+
+
+def test_tables_without_rows_or_with_two_for_a_cell_are_refused(written: Callable[[str], list[str]]) -> None:
+    with pytest.raises(ValueError, match="no row"):
+        written("x.json: ms where impl=z")
+    with pytest.raises(ValueError, match="two rows"):
+        written("x.json: size, impl by size where size=1")

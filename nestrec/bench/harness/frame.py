@@ -75,9 +75,15 @@ def make_frame(
 
 
 def join_frames(frames: Sequence[Mapping[str, Any]], *, bench: str, command: str) -> dict[str, Any]:
-    """Results of several commands in one file: `runs` holds what the frames say of themselves, `run` of a row which."""
-    rows = [{**row, "run": number} for number, frame in enumerate(frames) for row in frame["rows"]]
-    runs = [{key: value for key, value in frame.items() if key != "rows"} for frame in frames]
+    """Results of several commands in one file: `runs` holds what the frames say of themselves, `run` of a row which.
+
+    A frame that was joined before brings its runs along.
+    """
+    rows: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    for frame in frames:
+        rows += [{**row, "run": len(runs) + (row["run"] if "runs" in frame else 0)} for row in frame["rows"]]
+        runs += frame.get("runs") or [{key: value for key, value in frame.items() if key != "rows"}]
     emulated = any(frame["emulated"] for frame in frames)
     joined = make_frame(bench=bench, command=command, rows=rows, emulated=emulated, measured_on={"see": "runs"})
     return {**joined, "runs": runs}

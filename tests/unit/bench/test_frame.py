@@ -25,3 +25,11 @@ def test_joined_frames_say_which_run_a_row_is_of() -> None:
     assert [run["command"] for run in joined["runs"]] == ["nestrec bench x 0", "nestrec bench x 1"]
     assert joined["emulated"] is True
     assert "rows" not in joined["runs"][0]
+
+
+def test_frames_that_were_joined_before_keep_their_runs() -> None:
+    frames = [make_frame(bench="x", command=f"nestrec bench x {i}", rows=[{"a": i}]) for i in range(3)]
+    joined = join_frames(frames[:2], bench="x", command="nestrec bench join")
+    again = join_frames([frames[2], joined], bench="x", command="nestrec bench join")
+    assert again["rows"] == [{"a": 2, "run": 0}, {"a": 0, "run": 1}, {"a": 1, "run": 2}]
+    assert [run["command"][-1] for run in again["runs"]] == ["2", "0", "1"]
