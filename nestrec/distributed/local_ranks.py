@@ -1,4 +1,8 @@
-"""Real ranks on this machine: fresh processes joined by Gloo, one thread of computing each. For demos and benches."""
+"""Real ranks on this machine: processes joined by Gloo, one thread of computing each.
+
+They are forked from a server that has loaded torch and computed nothing, as importing it takes seconds of every
+process. Ranks of one server hash strings alike; with NESTREC_RANKS_START=spawn each is an interpreter of its own.
+"""
 
 import contextlib
 import multiprocessing
@@ -8,12 +12,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
 
 _TIMEOUT_S = 600.0
+
+
+def rank_context(*loaded: str) -> ForkServerContext | SpawnContext:
+    """How ranks are started. loaded: modules that they need; those of the first call are loaded once for all ranks."""
+    if os.environ.get("NESTREC_RANKS_START") == "spawn":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", *loaded])
+    return context
 
 
 def run_on_ranks(
@@ -23,7 +37,7 @@ def run_on_ranks(
 
     The function is picklable: it stands at the top of a module. enter: called with the rank before the ranks meet.
     """
-    context = multiprocessing.get_context("spawn")
+    context = rank_context(function.__module__)
     with tempfile.TemporaryDirectory(prefix="nestrec-bench-") as folder, _one_thread():
         pipes, processes = [], []
         for rank in range(world):

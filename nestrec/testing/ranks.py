@@ -1,6 +1,5 @@
 """Ranks for tests: processes joined by Gloo that are started once and run one function after another."""
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nestrec.distributed.local_ranks import rank_context
 from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.topology import Topology
 
@@ -34,7 +34,7 @@ class RankPool:
 
     def __init__(self, world: int, ranks: RanksConfig | None = None, *, timeout_s: float = 60.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
-        context = multiprocessing.get_context("spawn")
+        context = rank_context("nestrec.training.trainer")
         threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
         self._pipes: list[Connection] = []
         self._processes = []
