@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-slow check docs results format torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo test test-quick test-slow check docs results format torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -28,17 +28,21 @@ docs: setup
 results: setup
 	$(BIN)/python docs/result_tables.py
 
-# Tests of one process, or of one after another, run two at a time, the longest files first; the others start several
-# ranks or servers and measure what these do.
-ALONE := tests/faults/test_training_kill.py tests/faults/test_checkpoint_kill.py tests/faults/test_checkpoint_damage.py \
-	tests/serve/test_serving_engine.py tests/serve/test_export.py tests/serve/test_served_tables.py \
-	tests/serve/test_paged_batches.py tests/meta tests/unit
+# Two at a time, file by file, in this order: the longest first, so that none is left over at the end.
+LONGEST := tests/faults tests/examples tests/multi/test_demo.py tests/multi/test_schedules.py \
+	tests/multi/test_balanced_training.py tests/serve tests/multi
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 test: check docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE) --numprocesses 2 --dist loadfile
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALONE:%=--ignore=%)
+	$(PYTEST) $(LONGEST) tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# The core, without a process, a server or a benchmark: for the loop of edit and test.
+QUICK := base trace jagged ops models distributed balance embedding pipeline tasks checkpoint
+test-quick: setup
+	$(PYTEST) $(QUICK:%=tests/unit/%) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" --timeout 7200 --junit-xml docs/results/test-slow.xml
+	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --junit-xml docs/results/test-slow.xml
 
 format: setup
 	$(BIN)/ruff format .

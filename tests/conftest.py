@@ -1,10 +1,15 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from nestrec.testing.ranks import RankPool
 
 
 def data_root() -> Path:
@@ -19,6 +24,31 @@ def data_folder() -> Path:
     if not root.exists():
         pytest.skip("no real datasets here: set NESTREC_DATA to the folder that holds them")
     return root
+
+
+class Pools:
+    """Pools by number of ranks, started when first asked for; they live as long as the tests."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __getitem__(self, world: int) -> "RankPool":
+        from nestrec.testing.ranks import RankPool  # torch is not loaded for tests that need none
+
+        if world not in self._pools:
+            self._pools[world] = RankPool(world)
+        return self._pools[world]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 settings.register_profile("nestrec", deadline=None, derandomize=True, max_examples=60)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_jobs import train
 
 from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
@@ -60,16 +61,12 @@ def test_a_rank_that_dies_is_named_by_the_others(data: Path, tmp_path: Path, mod
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mode", "schedule"), marked(1))
-def test_a_killed_rank_changes_nothing(data: Path, tmp_path: Path, mode: str, schedule: str) -> None:
+def test_a_killed_rank_changes_nothing(pools, data: Path, tmp_path: Path, mode: str, schedule: str) -> None:
     more = {"training.max_steps": 24, "training.epochs": 1000, "training.checkpoint_every_steps": 6,
             "training.evaluate_every_epochs": 0, **options_of(mode, schedule)}  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-    def command(name: str) -> list[str]:
-        restarts = ["--max-restarts=1", "--monitor-interval=0.05"]
-        return [*launcher, *restarts, *command_of("hstu", data, tmp_path / name, more)[1:]]
-
-    run_with_faults(command("whole"), [], limit_s=150.0, env={"OMP_NUM_THREADS": "1"})
+    pools[2].run(train, "hstu", str(data), str(tmp_path / "whole"), more)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*launcher, "--monitor-interval=0.05", *command_of("hstu", data, tmp_path / "cut", more)[1:]]
     kill = KillWhen(saves_reach(tmp_path / "cut" / "checkpoints", 6, delay_s=0.05), rank_of(1))
-    run_with_faults(command("cut"), [kill], limit_s=150.0, env={"OMP_NUM_THREADS": "1"})
+    run_with_faults(command, [kill], limit_s=150.0, env={"OMP_NUM_THREADS": "1"})
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")

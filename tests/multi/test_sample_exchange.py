@@ -1,6 +1,5 @@
 """Samples moved between real ranks: every sample arrives exactly once, where the partition says, with all its bytes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,9 @@ from nestrec.testing.ranks import RankPool
 COST = CostModel(token=1.0, token_squared=1 / 5120, candidate=3.0)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, int]]:
-    pool = RankPool(request.param)
-    yield pool, request.param
-    pool.close()
+@pytest.fixture(params=[2, 4])
+def ranks(pools, request: pytest.FixtureRequest) -> tuple[RankPool, int]:
+    return pools[request.param], request.param
 
 
 def sample_rows(ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Rows:
