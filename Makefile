@@ -28,17 +28,16 @@ docs: setup
 results: setup
 	$(BIN)/python docs/result_tables.py
 
-# Two at a time, file by file, in this order: the longest first, so that none is left over at the end.
-LONGEST := tests/faults tests/examples tests/multi/test_demo.py tests/multi/test_schedules.py \
-	tests/multi/test_balanced_training.py tests/serve tests/multi
+# Two at a time, file by file, those that start processes first: what is left over at the end is short.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: check docs
-	$(PYTEST) $(LONGEST) tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/unit tests/meta $(TWO)
 
 # The core, without a process, a server or a benchmark: for the loop of edit and test.
 QUICK := base trace jagged ops models distributed balance embedding pipeline tasks checkpoint
 test-quick: setup
-	$(PYTEST) $(QUICK:%=tests/unit/%) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(QUICK:%=tests/unit/%) $(TWO)
 
 # Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup

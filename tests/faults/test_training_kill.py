@@ -48,7 +48,7 @@ def check_equal_to_undisturbed(
 
 
 @pytest.mark.parametrize(
-    "family", ["hstu", "rows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sasrec", "ranking"))]
+    "family", ["hstu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rows", "sasrec", "ranking"))]
 )
 def test_2n_steps_equal_n_steps_a_kill_and_n_more(data: Path, tmp_path: Path, family: str) -> None:
     """Killed in step 13 of 24, then once more at a random moment; every other family saves in the background."""
