@@ -12,7 +12,7 @@ from nestrec.report import write_report
 from nestrec.testing.tiny_runs import make_datasets
 from nestrec.trace import load_spans
 
-NUM_STEPS = 100
+NUM_STEPS, NUM_STEPS_OF_GRID = 30, 100
 UNEQUAL, WITH_EMPTY_RANK = 7, 3
 """samples of a global batch: no multiple of the ranks; fewer than four"""
 NOT_EXACT = {"stale", "semi_async"}
@@ -30,20 +30,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def unbalanced(pools, data, tmp_path_factory):
     """The run that others are compared with: contiguous shares, serial; made once for each setting."""
-    made: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    made: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
 
-    def run(world: int, batch_samples: int) -> dict[str, Any]:
-        if (world, batch_samples) not in made:
-            made[world, batch_samples] = pools[world].run(
-                train, data, str(tmp_path_factory.mktemp("run")), NUM_STEPS, {"batch.batch_samples": batch_samples}
+    def run(world: int, batch_samples: int, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+        setting = world, batch_samples, num_steps
+        if setting not in made:
+            made[setting] = pools[world].run(
+                train, data, str(tmp_path_factory.mktemp("run")), num_steps, {"batch.batch_samples": batch_samples}
             )
-        return made[world, batch_samples][0]
+        return made[setting][0]
 
     return run
 
 
-def compare(pool, data, folder, expected, more: dict[str, Any]) -> list[dict[str, Any]]:
-    results = pool.run(train, data, str(folder), NUM_STEPS, {**QUADRATIC, **more})
+def compare(  # noqa: PLR0917
+    pool, data, folder, expected, more: dict[str, Any], num_steps: int = NUM_STEPS
+) -> list[dict[str, Any]]:
+    results = pool.run(train, data, str(folder), num_steps, {**QUADRATIC, **more})
     for result in results:
         assert result["consumed"] == expected["consumed"]
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-9)
@@ -78,8 +81,8 @@ def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
 ):
     choice = {"balance.policy": policy, "balance.mode": mode, "pipeline.schedule": schedule}
     for samples in (UNEQUAL, WITH_EMPTY_RANK):
-        folder = tmp_path / str(samples)
-        compare(pools[world], data, folder, unbalanced(world, samples), {"batch.batch_samples": samples, **choice})
+        expected, more = unbalanced(world, samples, NUM_STEPS_OF_GRID), {"batch.batch_samples": samples, **choice}
+        compare(pools[world], data, tmp_path / str(samples), expected, more, NUM_STEPS_OF_GRID)
 
 
 @pytest.mark.parametrize("schedule", [name for name in EXACT_SCHEDULES if name != "serial"])

@@ -42,23 +42,25 @@ def equality_with_serial(pools, world: int, job: Job, schedules: list[str] = EXA
     return pools[world].run(compare, schedules, job)
 
 
-def check_equality(pools, tmp_path, values: tuple[Any, ...]) -> None:
+def check_equality(pools, tmp_path, values: tuple[Any, ...], num_steps: int) -> None:
+    """With a fence in the middle."""
     stream, optimizer, store, world, window_cache = values
     job = Job(
-        stream=stream, optimizer=optimizer, store=store, window_cache=window_cache, folder=str(tmp_path), fences=(25,)
-    )
+        stream=stream, optimizer=optimizer, store=store, window_cache=window_cache, folder=str(tmp_path),
+        num_steps=num_steps, fences=(5 * num_steps // 12,),
+    )  # fmt: skip
     assert equality_with_serial(pools, world, job) == [dict.fromkeys(EXACT, True)] * world
 
 
 @pytest.mark.parametrize("values", pairwise_cover(FACTORS), ids=str)
-def test_exact_schedules_equal_serial_bit_for_bit_over_60_steps(pools, tmp_path, values):
-    check_equality(pools, tmp_path, values)
+def test_exact_schedules_equal_serial_bit_for_bit(pools, tmp_path, values):
+    check_equality(pools, tmp_path, values, num_steps=24)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=str)
-def test_exact_schedules_equal_serial_on_the_full_grid(pools, tmp_path, values):
-    check_equality(pools, tmp_path, values)
+def test_exact_schedules_equal_serial_over_60_steps_on_the_full_grid(pools, tmp_path, values):
+    check_equality(pools, tmp_path, values, num_steps=60)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,16 @@ KERNELS = {
     "layers": ["gpu/test_layers_gpu.py", "-m", "gpu"],
     "losses": ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py", *SMALL_LOSSES],
     "attention": ["unit/ops/test_attention_kernels.py"],
+    "attention, more cases": ["unit/ops/test_attention_kernels.py", "-m", "slow"],
     "pages": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"],
 }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(name, marks=[pytest.mark.slow] if "more" in name else []) for name in KERNELS]
+)
 def test_kernels_pass_their_tests_under_the_interpreter(kernels):
     warns = [word for warning in WARNS for word in ("-W", warning)]
     tests = [str(TESTS / word) if word.endswith(".py") else word for word in KERNELS[kernels]]
