@@ -34,10 +34,12 @@ TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: check docs
 	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/unit tests/meta $(TWO)
 
-# The core, without a process, a server or a benchmark: for the loop of edit and test.
+# The core in one process, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
+# the loop of edit and test.
 QUICK := base trace jagged ops models distributed balance embedding pipeline tasks checkpoint
+LONGER := ops/test_under_interpreter.py ops/test_hopper_compiles.py embedding/test_disk_memory.py
 test-quick: setup
-	$(PYTEST) $(QUICK:%=tests/unit/%) $(TWO)
+	$(PYTEST) $(QUICK:%=tests/unit/%) $(LONGER:%=--ignore=tests/unit/%) $(TWO)
 
 # Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup
