@@ -27,7 +27,10 @@ def data_folder() -> Path:
 
 
 class Pools:
-    """Pools by number of ranks, started when first asked for; they live as long as the tests."""
+    """Pools by number of ranks, started when first asked for; they live as long as the tests of a file.
+
+    Not longer: the groups that jobs make stay with their ranks, and so do the threads behind these, which poll.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -44,7 +47,7 @@ class Pools:
             pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
