@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.report import progress_for, write_report
 from nestrec.report.sections.two_schedules import two_schedules
+from nestrec.serving.many.instances import free_port
 from nestrec.trace import load_spans
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
@@ -66,8 +66,8 @@ def _say(number: int, text: str) -> None:
 
 def _train(output: Path, options: Mapping[str, str]) -> None:
     given = [word for name, value in options.items() for word in (f"--{name}", value)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    command = [*torchrun, "-m", "nestrec", "train", "demo", "--output", str(output), *given]
+    launch = [sys.executable, "-m", "nestrec", "launch", "-n", str(NUM_RANKS)]
+    command = [*launch, "train", "demo", "--output", str(output), *given]
     ended = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if ended.returncode != 0:
         remedy = "see the message above; the same command goes on from the last checkpoint"
@@ -104,7 +104,7 @@ def _serve(output: Path, data: Path) -> None:
     model = output / "model"
     if not model.exists():
         _nestrec("export", str(output), str(model))
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(model), "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
@@ -134,12 +134,6 @@ def _request(data: Path) -> dict[str, Any]:
     items = [keys[item - 1] for item in rows.lists[schema.ITEM_IDS][0].tolist()]
     history = {"items": items, "times_ms": rows.lists[schema.TIMESTAMPS_MS][0].tolist()}
     return {"user": dataset.user_keys(np.array([0]))[0], "history": history, "k": 5}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", address: str) -> None:
