@@ -40,6 +40,8 @@ class Endpoint:
     """a request without `history` gets the events that the server keeps of its user"""
     computed_by: Literal["retrieval", "ranker"] | None = None
     """the model whose full queue has requests refused before they are read"""
+    admin: bool = False
+    """it changes what is served, for all users: for whoever runs the server, and not for its clients"""
     example: Mapping[str, Any] = field(default_factory=dict)
     """a request, for the description"""
 
