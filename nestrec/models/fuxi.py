@@ -3,6 +3,7 @@
     U, V, Q, K = split(SiLU(RMS(x) W1))                           U is as wide as all channels together
     semantic   = sum_{j <= i} SiLU(Q_i . K_j) / normaliser V_j    the attention of HSTU, without a bias
     temporal   = sum_{j <= i} time[bucket(t_i - t_j)] V_j         learned weights of a bucket, shared by the heads
+                 or a learned function of t_i - t_j (FuXi-gamma, 2512.12740)
     positional = sum_{j <= i} position[j - i] V_j
     x <- x + W2 dropout(U * RMS([semantic, positional, temporal])) + b2        first stage
     x <- x + W4 (SiLU(a) * b),   a, b = dropout(RMS(x)) W3                       second stage
@@ -20,7 +21,7 @@ from torch import nn
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.backbone import Backbone, ForwardFlops
-from nestrec.models.residual import ResidualEncoder
+from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.bias_channels import bias_attention
 from nestrec.ops.attention.hstu import hstu_attention
@@ -55,6 +56,9 @@ class FuXiConfig:
     """semantic attention weights are divided by max_length plus this"""
     time_channel: bool = True
     """the temporal channel; needs timestamps"""
+    time_encoding: TimeEncoding = "buckets"
+    """the temporal channel: a learned value of each bucket, or an exponential-power function with three learned
+    numbers (FuXi-gamma)"""
     num_time_buckets: Count = 128
     """logarithmic buckets of the temporal channel"""
     recompute: bool = False
@@ -80,8 +84,8 @@ class FuXiBlock(nn.Module):
             nn.init.xavier_uniform_(matrix)
         length = cfg.max_length + cfg.normaliser_margin
         self.position_table = nn.Parameter(torch.empty(2 * length - 1).normal_(std=0.02))
-        self.time_table = (
-            nn.Parameter(torch.empty(cfg.num_time_buckets + 1).normal_(std=0.02)) if cfg.time_channel else None
+        self.time_table, self.time_function = (
+            time_parameters(cfg.time_encoding, cfg.num_time_buckets) if cfg.time_channel else (None, None)
         )
 
     def forward(
@@ -110,7 +114,7 @@ class FuXiBlock(nn.Module):
 
     def _bias(self, info: SequenceInfo) -> RelativeBias:
         return RelativeBias(
-            position_table=self.position_table, time_table=self.time_table,
+            position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
             time_T=info.time_T if self.cfg.time_channel else None,
             query_time_T=info.query_time_T if self.cfg.time_channel else None,
         )  # fmt: skip

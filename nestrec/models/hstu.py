@@ -17,7 +17,7 @@ from torch import nn
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.backbone import Backbone, ForwardFlops
-from nestrec.models.residual import ResidualEncoder
+from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
 from nestrec.ops.attention.relative_bias import RelativeBias
@@ -50,6 +50,8 @@ class HSTUConfig:
     """learned bias of the distance between tokens"""
     time_bias: bool = False
     """learned bias of the time between tokens; needs timestamps"""
+    time_encoding: TimeEncoding = "buckets"
+    """the time bias: a learned value of each bucket, or an exponential-power function with three learned numbers"""
     num_time_buckets: Count = 128
     """logarithmic buckets of the time bias"""
     recompute: bool = False
@@ -72,8 +74,8 @@ class HSTULayer(nn.Module):
         self.position_table = (
             nn.Parameter(torch.empty(2 * bias_length - 1).normal_(std=0.02)) if cfg.position_bias else None
         )
-        self.time_table = (
-            nn.Parameter(torch.empty(cfg.num_time_buckets + 1).normal_(std=0.02)) if cfg.time_bias else None
+        self.time_table, self.time_function = (
+            time_parameters(cfg.time_encoding, cfg.num_time_buckets) if cfg.time_bias else (None, None)
         )
 
     def forward(
@@ -99,7 +101,7 @@ class HSTULayer(nn.Module):
 
     def _bias(self, info: SequenceInfo) -> RelativeBias:
         return RelativeBias(
-            position_table=self.position_table, time_table=self.time_table,
+            position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
             time_T=info.time_T, query_time_T=info.query_time_T,
         )  # fmt: skip
 

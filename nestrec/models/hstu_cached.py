@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import layer_norm, silu
 
-from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
+from nestrec.models.hstu import HSTU, NORM_EPS, HSTUConfig, HSTULayer
 from nestrec.models.segments import CachedForward, KeysAndValues, PrefixReader, Segment
 from nestrec.ops.attention.cached import BiasRows, cached_attention
 from nestrec.ops.attention.relative_bias import time_bucket
+from nestrec.ops.attention.time_function import log_seconds, time_function_values
 
 
 def cached_forward(
@@ -24,11 +25,11 @@ def cached_forward(
     """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
     position_T = torch.cat([_positions(segment, x_TD.device) for segment in segments])
     x_TD = x_TD * model.cfg.dim**0.5 + model.position[position_T]
-    buckets = [_Buckets(segment, model.cfg.num_time_buckets) if model.cfg.time_bias else None for segment in segments]
+    times = [_Times(segment, model.cfg) if model.cfg.time_bias else None for segment in segments]
     made: list[KeysAndValues] = []
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, HSTULayer)
-        x_TD, keys_values = _layer(layer, x_TD, segments, buckets, lambda b, n=number: prefix(n, b))  # type: ignore[misc]
+        x_TD, keys_values = _layer(layer, x_TD, segments, times, lambda b, n=number: prefix(n, b))  # type: ignore[misc]
         made.append(keys_values)
     return x_TD, made
 
@@ -48,7 +49,7 @@ def _layer(
     layer: HSTULayer,
     x_TD: torch.Tensor,
     segments: Sequence[Segment],
-    buckets: "Sequence[_Buckets | None]",
+    times: "Sequence[_Times | None]",
     prefix: Callable[[int], KeysAndValues],
 ) -> tuple[torch.Tensor, KeysAndValues]:
     cfg = layer.cfg
@@ -59,7 +60,7 @@ def _layer(
     first = 0
     for b, segment in enumerate(segments):
         rows = slice(first, first + segment.num_tokens)
-        history_bias, candidate_bias = _biases(layer, segment, buckets[b], x_TD.dtype)
+        history_bias, candidate_bias = _biases(layer, segment, times[b], x_TD.dtype)
         q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))
         attended_THD[rows] = cached_attention(
             q_HND, k_HND, v_HND, prefix(b), num_candidates=segment.num_candidates, normaliser=cfg.normaliser,
@@ -71,31 +72,46 @@ def _layer(
     return x_TD + layer.output(gated), (k_THD, v_THD)
 
 
-class _Buckets:
-    """Time buckets of a segment, computed once and read by every layer."""
+class _Times:
+    """What layers read of a segment's time differences, computed once: their buckets, or their logarithms."""
 
-    def __init__(self, segment: Segment, num_buckets: int):
-        self._segment, self._num_buckets = segment, num_buckets
+    def __init__(self, segment: Segment, cfg: HSTUConfig):
+        self._segment, self._cfg = segment, cfg
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}
         delta_K = segment.candidate_time_s - segment.time_K
-        own = delta_K.new_zeros(1)
-        self.candidate_K = time_bucket(torch.cat([delta_K, own]), num_buckets)
+        self._candidate_K = self._read(torch.cat([delta_K, delta_K.new_zeros(1)]))
 
-    def rows(self, first: int, end: int) -> torch.Tensor:
-        """(end - first, P + end) int32"""
+    def candidate(self, layer: HSTULayer) -> torch.Tensor:
+        """(P + S + 1,) bias of every candidate"""
+        return _time_values(layer, self._candidate_K)
+
+    def rows(self, layer: HSTULayer, first: int, end: int) -> torch.Tensor:
+        """(end - first, P + end) bias of new history"""
         if (first, end) not in self._blocks:
             segment = self._segment
             delta = segment.query_time_S[first:end, None] - segment.time_K[None, : segment.prefix_length + end]
-            self._blocks[first, end] = time_bucket(delta, self._num_buckets).to(torch.int32)
-        return self._blocks[first, end]
+            self._blocks[first, end] = self._read(delta)
+        return _time_values(layer, self._blocks[first, end])
+
+    def _read(self, delta_s: torch.Tensor) -> torch.Tensor:
+        if self._cfg.time_encoding == "functional":
+            return log_seconds(delta_s)
+        return time_bucket(delta_s, self._cfg.num_time_buckets).to(torch.int32)
+
+
+def _time_values(layer: HSTULayer, read: torch.Tensor) -> torch.Tensor:
+    if layer.time_function is not None:
+        return time_function_values(layer.time_function, read)
+    assert layer.time_table is not None
+    return layer.time_table.index_select(0, read.flatten()).view(read.shape)
 
 
 def _biases(
-    layer: HSTULayer, segment: Segment, buckets: _Buckets | None, dtype: torch.dtype
+    layer: HSTULayer, segment: Segment, times: _Times | None, dtype: torch.dtype
 ) -> tuple[BiasRows | None, torch.Tensor | None]:
     """Bias of the history rows, block by block, and the one row that all candidates share."""
-    position, time = layer.position_table, layer.time_table
-    if position is None and time is None:
+    position = layer.position_table
+    if position is None and times is None:
         return None, None
 
     def rows(first: int, end: int) -> torch.Tensor:
@@ -104,10 +120,8 @@ def _biases(
             if position is not None
             else None
         )
-        if time is not None:
-            assert buckets is not None
-            index = buckets.rows(first, end)
-            by_time = time.index_select(0, index.flatten()).view(index.shape)
+        if times is not None:
+            by_time = times.rows(layer, first, end)
             total = by_time if total is None else total.add_(by_time)
         assert total is not None
         return total.to(dtype)
@@ -116,9 +130,8 @@ def _biases(
     if position is not None:
         centre = (position.numel() - 1) // 2
         candidate = position[centre - segment.length : centre + 1]
-    if time is not None:
-        assert buckets is not None
-        by_time = time[buckets.candidate_K]
+    if times is not None:
+        by_time = times.candidate(layer)
         candidate = by_time if candidate is None else candidate + by_time
     assert candidate is not None
     return rows, candidate.to(dtype)

@@ -1,15 +1,17 @@
-"""What HSTU and FuXi share: positions are added to the input, and layers hand on a sum that the next one forms.
+"""What HSTU and FuXi share: positions are added to the input, layers hand on a sum that the next one forms, and what
+they learn of time is a table of buckets or a function.
 
 Legend: T tokens, D model width.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.attention.time_function import initial_time_function
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.token_input import token_input
 
@@ -23,6 +25,16 @@ class _Sizes(Protocol):
     def max_length(self) -> int: ...
     @property
     def normaliser_margin(self) -> int: ...
+
+
+TimeEncoding = Literal["buckets", "functional"]
+
+
+def time_parameters(encoding: TimeEncoding, num_buckets: int) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """(table of a layer, scalars of its function): one of them."""
+    if encoding == "functional":
+        return None, initial_time_function()
+    return nn.Parameter(torch.empty(num_buckets + 1).normal_(std=0.02)), None
 
 
 class ResidualEncoder(nn.Module):

@@ -2,6 +2,7 @@
 
     positional[i] = sum_{j <= i} position[j - i + centre] * v[j]
     temporal[i]   = sum_{j <= i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
+                    or b(query_time[i] - time[j]) of time_function.py in place of the value of the bucket
 
 Weights are shared by the heads, so the values are taken as plain rows.
 
@@ -23,12 +24,12 @@ from nestrec.ops.padding import padded_slots
 
 
 def bias_attention_reference(v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias) -> list[torch.Tensor]:
-    """The definition: (positional, and temporal where the bias has a time table), a loop over sequences."""
+    """The definition: (positional, and temporal where the bias has a time), a loop over sequences."""
     found = []
     for channel in _channels(bias):
         outputs = []
         for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-            own = channel if channel.time_table is None else _of_tokens(channel, slice(start, end))
+            own = channel if not channel.has_time else _of_tokens(channel, slice(start, end))
             weights_NN = own.dense(offsets[b : b + 2] - start, end - start)[0].tril()
             outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
         found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
@@ -39,25 +40,30 @@ def bias_attention_padded(
     v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int
 ) -> list[torch.Tensor]:
     """The same on padded blocks."""
+    return [_channel_padded(v_TW, offsets, channel, max_length) for channel in _channels(bias)]
+
+
+def _channel_padded(v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int) -> torch.Tensor:
     slot_T, shape = padded_slots(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
     flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, slot_T, v_TW)
-    found = []
-    for channel in _channels(bias):
-        weights_BNN = channel.dense(offsets, max_length).tril().to(v_TW.dtype)
-        found.append((weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, slot_T))
-    return found
+    weights_BNN = channel.dense(offsets, max_length).tril().to(v_TW.dtype)
+    return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, slot_T)
 
 
 def bias_attention(
     v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int
 ) -> list[torch.Tensor]:
-    """(positional, and temporal where the bias has a time table), by kernels where there are any.
+    """(positional, and temporal where the bias has a time), by kernels where there are any.
 
     bias: has a position table. max_length: the longest sequence of the batch or more, known on the host.
     """
     assert bias.position_table is not None
     if not runs_kernels(v_TW):
         return bias_attention_padded(v_TW, offsets, bias, max_length=max_length)
+    if bias.time_function is not None:
+        by_position, by_time = _channels(bias)
+        return [*bias_attention(v_TW, offsets, by_position, max_length=max_length),
+                _channel_padded(v_TW, offsets, by_time, max_length)]  # fmt: skip
     found = _BiasAttention.apply(
         v_TW, bias.position_table, bias.time_table, offsets, bias.time_T, bias.query_time_T, max_length
     )
@@ -66,7 +72,7 @@ def bias_attention(
 
 def _channels(bias: RelativeBias) -> list[RelativeBias]:
     by_position = RelativeBias(position_table=bias.position_table)
-    return [by_position] if bias.time_table is None else [by_position, replace(bias, position_table=None)]
+    return [by_position] if not bias.has_time else [by_position, replace(bias, position_table=None)]
 
 
 def _of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:

@@ -10,12 +10,13 @@ Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N lon
 """
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import silu
 
 from nestrec.base.errors import UserError
-from nestrec.ops.attention.hstu_op import KERNEL_DTYPES, LARGEST_HEAD, hstu_attention_kernel
+from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, seen_mask
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
@@ -46,7 +47,7 @@ def hstu_attention(
     """
     _check(q_THD, k_THD, v_THD, offsets)
     _check_table(bias, max_length)
-    if runs_triton(q_THD) and q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD:
+    if runs_triton(q_THD) and has_kernel(q_THD, bias):
         return hstu_attention_kernel(
             q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
         )
@@ -120,11 +121,11 @@ def _of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
 
 
 def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
-    return RelativeBias(
-        position_table=bias.position_table, time_table=bias.time_table,
+    return replace(
+        bias,
         time_T=None if bias.time_T is None else bias.time_T[tokens],
         query_time_T=None if bias.query_time_T is None else bias.query_time_T[tokens],
-    )  # fmt: skip
+    )
 
 
 def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offsets: torch.Tensor) -> None:

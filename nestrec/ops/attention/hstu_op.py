@@ -16,6 +16,11 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 
 
+def has_kernel(q_THD: torch.Tensor, bias: RelativeBias) -> bool:
+    """Whether kernels compute attention of such queries with such a bias."""
+    return q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD and bias.time_function is None
+
+
 def hstu_attention_kernel(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
@@ -29,8 +34,8 @@ def hstu_attention_kernel(
 ) -> torch.Tensor:
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
     attended: torch.Tensor = _forward_op(
-        q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_T, bias.query_time_T,
-        rules.num_targets_B, rules.num_context, rules.max_attention_length, max_length, normaliser,
+        q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_function, bias.time_T,
+        bias.query_time_T, rules.num_targets_B, rules.num_context, rules.max_attention_length, max_length, normaliser,
     )  # fmt: skip
     return attended
 
@@ -42,6 +47,7 @@ def _forward(  # noqa: PLR0917
     offsets: torch.Tensor,
     position_table: torch.Tensor | None,
     time_table: torch.Tensor | None,
+    time_function: torch.Tensor | None,
     time_T: torch.Tensor | None,
     query_time_T: torch.Tensor | None,
     num_targets_B: torch.Tensor | None,
@@ -53,8 +59,9 @@ def _forward(  # noqa: PLR0917
     from nestrec.ops.attention.hstu_passes import forward_pass
 
     bias, rules = _options(
-        position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
-    )
+        position_table, time_table, time_function, time_T, query_time_T, num_targets_B, num_context,
+        max_attention_length,
+    )  # fmt: skip
     with torch.cuda.device_of(q_THD):
         return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
 
@@ -67,6 +74,7 @@ def _backward(  # noqa: PLR0917
     offsets: torch.Tensor,
     position_table: torch.Tensor | None,
     time_table: torch.Tensor | None,
+    time_function: torch.Tensor | None,
     time_T: torch.Tensor | None,
     query_time_T: torch.Tensor | None,
     num_targets_B: torch.Tensor | None,
@@ -78,25 +86,30 @@ def _backward(  # noqa: PLR0917
     from nestrec.ops.attention.hstu_passes import backward_pass
 
     bias, rules = _options(
-        position_table, time_table, time_T, query_time_T, num_targets_B, num_context, max_attention_length
-    )
+        position_table, time_table, time_function, time_T, query_time_T, num_targets_B, num_context,
+        max_attention_length,
+    )  # fmt: skip
     with torch.cuda.device_of(q_THD):
         inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
         found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
-    # An operator returns tensors only: an absent table has an empty gradient.
+    # An operator returns tensors only: what is absent has an empty gradient.
     return tuple(grad_THD.new_empty(0) if x is None else x for x in found)
 
 
 def _options(  # noqa: PLR0917
     position_table: torch.Tensor | None,
     time_table: torch.Tensor | None,
+    time_function: torch.Tensor | None,
     time_T: torch.Tensor | None,
     query_time_T: torch.Tensor | None,
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
 ) -> tuple[RelativeBias, AttentionRules]:
-    bias = RelativeBias(position_table=position_table, time_table=time_table, time_T=time_T, query_time_T=query_time_T)
+    bias = RelativeBias(
+        position_table=position_table, time_table=time_table, time_function=time_function, time_T=time_T,
+        query_time_T=query_time_T,
+    )  # fmt: skip
     rules = AttentionRules(
         num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length
     )
@@ -108,33 +121,33 @@ def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    vectors, tables = inputs[:3], inputs[4:6]
-    return tuple(grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*vectors, *tables))
+    vectors, biases = inputs[:3], inputs[4:7]
+    return tuple(grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*vectors, *biases))
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? position_table, Tensor? time_table, Tensor? times, "
-    "Tensor? query_times, Tensor? num_targets, int num_context, int? max_attention_length, SymInt max_length, "
-    "float normaliser"
+    "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? position_table, Tensor? time_table, Tensor? time_function, "
+    "Tensor? times, Tensor? query_times, Tensor? num_targets, int num_context, int? max_attention_length, "
+    "SymInt max_length, float normaliser"
 )
 _forward_op = define_op(f"hstu_attention({_INPUTS}) -> Tensor", _forward, _forward_shape)
 _backward_op = define_op(
-    f"hstu_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"hstu_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_shapes,
 )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.constants = inputs[9:]
+    ctx.save_for_backward(*inputs[:10])
+    ctx.constants = inputs[10:]
 
 
 def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dq, dk, dv, *tables = _backward_op(grad_THD, *ctx.saved_tensors, *ctx.constants)
-    given = ctx.saved_tensors[4:6]
-    by_table = (None if table is None else grad for table, grad in zip(given, tables, strict=True))
-    return dq, dk, dv, None, *by_table, *(None,) * 7
+    dq, dk, dv, *biases = _backward_op(grad_THD, *ctx.saved_tensors, *ctx.constants)
+    given = ctx.saved_tensors[4:7]
+    by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
+    return dq, dk, dv, None, *by_bias, *(None,) * 7
 
 
 torch.library.register_autograd("nestrec::hstu_attention", _gradients, setup_context=_save)

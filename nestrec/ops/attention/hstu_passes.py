@@ -18,13 +18,14 @@ from nestrec.ops.registry import IS_INTERPRETED
 
 
 class Gradients(NamedTuple):
-    """An absent table has none."""
+    """What is absent of the biases has none."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     position_table: torch.Tensor | None
     time_table: torch.Tensor | None
+    time_function: torch.Tensor | None = None
 
 
 def forward_pass(

@@ -3,7 +3,8 @@
     bias[b, i, j] = position[place(j) - place(i) + centre] + time[bucket(query_time[b, i] - time[b, j])]
     bucket(dt)    = min(floor(ln(max(|dt|, 1)) / 0.301), num_buckets)          dt in seconds
 
-The place of a token is its position in the sequence, except that candidates share one (see attention_mask.py).
+Instead of a value for each bucket, the time may have a function with a few scalars (see time_function.py). The place of
+a token is its position in the sequence, except that candidates share one (see mask.py).
 
 Legend: T tokens of all sequences, B sequences, N padded length.
 """
@@ -15,6 +16,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, places
+from nestrec.ops.attention.time_function import functional_time_bias
 from nestrec.ops.padding import padded_slots
 
 
@@ -75,27 +77,42 @@ def time_bias(table: torch.Tensor, query_time_BN: torch.Tensor, time_BN: torch.T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeBias:
-    """Learned biases of the distance and of the time between tokens; either may be absent. Shared by the heads."""
+    """Learned biases of the distance and of the time between tokens; either may be absent. Shared by the heads.
+
+    The time has a table of buckets or a function, not both.
+    """
 
     position_table: torch.Tensor | None = None
     """2 * longest - 1 values, the middle one for distance 0"""
     time_table: torch.Tensor | None = None
     """num_buckets + 1 values"""
+    time_function: torch.Tensor | None = None
+    """(amplitude, ln scale, ln power) of `time_function.py`"""
     time_T: torch.Tensor | None = None
     """float64 seconds of each token; needed by the time bias"""
     query_time_T: torch.Tensor | None = None
     """float64 seconds at which each token asks; needed by the time bias"""
 
     def __post_init__(self) -> None:
-        if self.time_table is not None and (self.time_T is None or self.query_time_T is None):
+        given = {
+            name: tuple(x.shape) for name in ("time_table", "time_function") if (x := getattr(self, name)) is not None
+        }
+        if given and (self.time_T is None or self.query_time_T is None):
             raise UserError(
-                "the time bias needs the time of every token", field="time_table", value=tuple(self.time_table.shape),
+                "the time bias needs the time of every token", field=" and ".join(given), value=[*given.values()],
                 remedy="give time_T and query_time_T",
             )  # fmt: skip
+        if len(given) > 1:
+            raise UserError("the time has one bias", field=" and ".join(given), value=[*given.values()],
+                            remedy="give a table or a function")  # fmt: skip
 
     @property
     def is_empty(self) -> bool:
-        return self.position_table is None and self.time_table is None
+        return self.position_table is None and not self.has_time
+
+    @property
+    def has_time(self) -> bool:
+        return self.time_table is not None or self.time_function is not None
 
     def dense(self, offsets: torch.Tensor, max_length: int, rules: AttentionRules = PLAIN) -> torch.Tensor:
         """(B or 1, N, N) sum of the biases: the definition."""
@@ -106,11 +123,17 @@ class RelativeBias:
             place_BN = places(offsets, max_length, rules)
             distance = place_BN[:, None, :] - place_BN[:, :, None]
             total = table_values(self.position_table, distance + (self.position_table.numel() - 1) // 2)
-        if self.time_table is not None:
-            by_time = time_bias(self.time_table, *self._padded_times(offsets, max_length))
+        if self.has_time:
+            by_time = self._by_time(*self._padded_times(offsets, max_length))
             total = by_time if total is None else total + by_time
         assert total is not None
         return total
+
+    def _by_time(self, query_time_BN: torch.Tensor, time_BN: torch.Tensor) -> torch.Tensor:
+        if self.time_function is not None:
+            return functional_time_bias(self.time_function, query_time_BN, time_BN)
+        assert self.time_table is not None
+        return time_bias(self.time_table, query_time_BN, time_BN)
 
     def _padded_times(self, offsets: torch.Tensor, max_length: int) -> list[torch.Tensor]:
         assert self.time_T is not None

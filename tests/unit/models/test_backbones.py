@@ -40,7 +40,14 @@ def test_flops_of_lengths_are_sums_over_tokens_and_causal_pairs(cfg):
 
 @pytest.mark.parametrize(
     ("cfg", "reads"),
-    [(HSTUConfig(), False), (HSTUConfig(time_bias=True), True), (FuXiConfig(), True), (SASRecConfig(), False)],
+    [
+        (HSTUConfig(), False),
+        (HSTUConfig(time_bias=True), True),
+        (FuXiConfig(), True),
+        (SASRecConfig(), False),
+        (HSTUConfig(time_bias=True, time_encoding="functional"), True),
+        (FuXiConfig(time_encoding="functional"), True),
+    ],
 )
 def test_a_backbone_says_whether_it_reads_times(cfg, reads):
     small = replace(cfg, dim=8, max_length=4, **({} if isinstance(cfg, SASRecConfig) else {"head_dim": 8}))

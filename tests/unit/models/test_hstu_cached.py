@@ -48,10 +48,13 @@ def segment(user, prefix, end, candidates=0, candidate_time_s=0.0):
     )  # fmt: skip
 
 
+BUCKETS, FUNCTION = {"time_bias": True}, {"time_bias": True, "time_encoding": "functional"}
+
+
 @pytest.mark.parametrize("position_bias", [True, False])
-@pytest.mark.parametrize("time_bias", [True, False])
-def test_extending_step_by_step_equals_full_inference(position_bias, time_bias):
-    model = make_model(position_bias=position_bias, time_bias=time_bias)
+@pytest.mark.parametrize("time", [BUCKETS, FUNCTION, {}], ids=["buckets", "function", "no times"])
+def test_extending_step_by_step_equals_full_inference(position_bias, time):
+    model = make_model(position_bias=position_bias, **time)
     users = draw_users(1, [1, 7, 23, LENGTH])
     cuts = [[0, 1], [0, 3, 7], [0, 5, 6, 23], [0, 1, 39, 40]]
     stored = [[] for _ in users]
@@ -78,8 +81,9 @@ def test_extending_step_by_step_equals_full_inference(position_bias, time_bias):
     assert worst <= 1e-5
 
 
-def test_each_candidate_equals_a_full_pass_that_ends_with_it():
-    model = make_model(position_bias=True, time_bias=True)
+@pytest.mark.parametrize("time", [BUCKETS, FUNCTION], ids=["buckets", "function"])
+def test_each_candidate_equals_a_full_pass_that_ends_with_it(time):
+    model = make_model(position_bias=True, **time)
     (user,) = draw_users(2, [20])
     candidates = torch.randn(5, 12)
     x = torch.cat([user[0], candidates])

@@ -19,6 +19,8 @@ ENCODERS = {
     "hstu": lambda: HSTU(HSTU_CONFIG),
     "fuxi": lambda: FuXi(FUXI_CONFIG),
     "fuxi without times": lambda: FuXi(replace(FUXI_CONFIG, time_channel=False)),
+    "fuxi with a function of time": lambda: FuXi(replace(FUXI_CONFIG, time_encoding="functional")),
+    "hstu with a function of time": lambda: HSTU(replace(HSTU_CONFIG, time_encoding="functional")),
     "sasrec": lambda: SASRec(SASREC_CONFIG),
 }
 

@@ -1,5 +1,7 @@
 """Padded attention against its definition, for any lengths."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,24 +39,25 @@ def attention_rules(draw, lengths):
     return AttentionRules(num_targets_B=targets, num_context=draw(st.integers(0, 3)), max_attention_length=longest)
 
 
-def random_bias(num_tokens, longest, has_position, has_time):
+def random_bias(num_tokens, longest, has_position, time):
     generator = torch.Generator().manual_seed(num_tokens)
     draw = lambda n: torch.randn(n, generator=generator, dtype=torch.float64)  # noqa: E731
     return RelativeBias(
         position_table=draw(2 * longest + 1).requires_grad_() if has_position else None,
-        time_table=draw(12).requires_grad_() if has_time else None,
+        time_table=draw(12).requires_grad_() if time == "table" else None,
+        time_function=draw(3).requires_grad_() if time == "function" else None,
         time_T=draw(num_tokens) * 20, query_time_T=draw(num_tokens) * 20,
     )  # fmt: skip
 
 
-@given(st.data(), lengths_lists, st.booleans(), st.booleans())
-def test_hstu_attention_equals_its_definition(data, lengths, has_position, has_time):
+@given(st.data(), lengths_lists, st.booleans(), st.sampled_from(["none", "table", "function"]))
+def test_hstu_attention_equals_its_definition(data, lengths, has_position, time):
     offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
     rules, longest = data.draw(attention_rules(lengths)), max(lengths)
-    bias = random_bias(sum(lengths), longest, has_position, has_time)
+    bias = random_bias(sum(lengths), longest, has_position, time)
     fast = hstu_attention(*inputs, offsets, max_length=longest, normaliser=7.0, bias=bias, rules=rules)
     slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
-    tables = [t for t in (bias.position_table, bias.time_table) if t is not None]
+    tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
     same_values_and_gradients(fast, slow, [*inputs, *tables] if sum(lengths) else inputs)
 
 
@@ -77,17 +80,15 @@ def test_the_mask_says_who_sees_whom(data, length):
             assert seen[i, j] == expected
 
 
-def test_candidates_score_the_same_alone_and_together():
+@pytest.mark.parametrize("time", ["table", "function"])
+def test_candidates_score_the_same_alone_and_together(time):
     """A candidate's output does not depend on the others, bias included."""
     q, k, v = (x.detach() for x in qkv([9]))
-    bias = random_bias(9, 9, has_position=True, has_time=True)
+    bias = random_bias(9, 9, has_position=True, time=time)
     alone = []
     for c in (6, 7, 8):
         rows = torch.tensor([0, 1, 2, 3, 4, 5, c])
-        own = RelativeBias(
-            position_table=bias.position_table, time_table=bias.time_table,
-            time_T=bias.time_T[rows], query_time_T=bias.query_time_T[rows],
-        )  # fmt: skip
+        own = replace(bias, time_T=bias.time_T[rows], query_time_T=bias.query_time_T[rows])
         alone.append(
             hstu_attention(q[rows], k[rows], v[rows], torch.tensor([0, 7]), max_length=7, normaliser=5.0, bias=own)[6]
         )
