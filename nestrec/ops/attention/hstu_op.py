@@ -10,7 +10,7 @@ import torch
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.registry import define_op
+from nestrec.ops.kernel_op import kernel_op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
@@ -33,13 +33,35 @@ def hstu_attention_kernel(
     rules: AttentionRules,
 ) -> torch.Tensor:
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
-    attended: torch.Tensor = _forward_op(
+    return _forward(
         q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_function, bias.time_T,
         bias.query_time_T, rules.num_targets_B, rules.num_context, rules.max_attention_length, max_length, normaliser,
     )  # fmt: skip
-    return attended
 
 
+def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
+    return q_THD.new_empty(q_THD.shape)
+
+
+def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+    vectors, biases = inputs[:3], inputs[4:7]
+    return [grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*vectors, *biases)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:10])
+    ctx.constants = inputs[10:]
+
+
+def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    # By the dispatcher: the compiler traces this function after is_compiling() has turned false.
+    dq, dk, dv, *biases = torch.ops.nestrec.hstu_attention_backward(grad_THD, *ctx.saved_tensors, *ctx.constants)
+    given = ctx.saved_tensors[4:7]
+    by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
+    return dq, dk, dv, None, *by_bias, *(None,) * 7
+
+
+@kernel_op("hstu_attention", fake=_forward_shape, gradients=_gradients, save=_save)
 def _forward(  # noqa: PLR0917
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
@@ -66,6 +88,7 @@ def _forward(  # noqa: PLR0917
         return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
 
 
+@kernel_op("hstu_attention_backward", fake=_backward_shapes)
 def _backward(  # noqa: PLR0917
     grad_THD: torch.Tensor,
     q_THD: torch.Tensor,
@@ -82,7 +105,7 @@ def _backward(  # noqa: PLR0917
     max_attention_length: int | None,
     max_length: int,
     normaliser: float,
-) -> tuple[torch.Tensor, ...]:
+) -> list[torch.Tensor]:
     from nestrec.ops.attention.hstu_passes import backward_pass
 
     bias, rules = _options(
@@ -93,7 +116,7 @@ def _backward(  # noqa: PLR0917
         inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
         found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
     # An operator returns tensors only: what is absent has an empty gradient.
-    return tuple(grad_THD.new_empty(0) if x is None else x for x in found)
+    return [grad_THD.new_empty(0) if x is None else x for x in found]
 
 
 def _options(  # noqa: PLR0917
@@ -114,40 +137,3 @@ def _options(  # noqa: PLR0917
         num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length
     )
     return bias, rules
-
-
-def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
-    return q_THD.new_empty(q_THD.shape)
-
-
-def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    vectors, biases = inputs[:3], inputs[4:7]
-    return tuple(grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*vectors, *biases))
-
-
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor? position_table, Tensor? time_table, Tensor? time_function, "
-    "Tensor? times, Tensor? query_times, Tensor? num_targets, int num_context, int? max_attention_length, "
-    "SymInt max_length, float normaliser"
-)
-_forward_op = define_op(f"hstu_attention({_INPUTS}) -> Tensor", _forward, _forward_shape)
-_backward_op = define_op(
-    f"hstu_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_shapes,
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.constants = inputs[10:]
-
-
-def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dq, dk, dv, *biases = _backward_op(grad_THD, *ctx.saved_tensors, *ctx.constants)
-    given = ctx.saved_tensors[4:7]
-    by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
-    return dq, dk, dv, None, *by_bias, *(None,) * 7
-
-
-torch.library.register_autograd("nestrec::hstu_attention", _gradients, setup_context=_save)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import HAS_TRITON, runs_triton
 
 _BLOCK = 2048
 
@@ -41,7 +42,7 @@ class DistinctKeys:
 
 def dedup_keys(keys_P: torch.Tensor) -> DistinctKeys:
     """Distinct keys of an int32 or int64 sequence; int32 sorts twice as fast."""
-    return DistinctKeys(*_op(keys_P))
+    return DistinctKeys(*_run(keys_P))
 
 
 def dedup_keys_reference(keys_P: torch.Tensor) -> DistinctKeys:
@@ -60,6 +61,13 @@ def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _fake(keys_P: torch.Tensor) -> Outputs:
+    longs = keys_P.new_empty(keys_P.shape[0] + 1, dtype=torch.int64)
+    rows_P = keys_P.new_empty(keys_P.shape[0], dtype=torch.int32)
+    return torch.empty_like(keys_P), longs, longs[1:].clone(), rows_P, longs[:1].clone()
+
+
+@kernel_op("dedup_keys", fake=_fake)
 def _run(keys_P: torch.Tensor) -> Outputs:
     assert keys_P.dim() == 1, "a sequence of keys"
     assert keys_P.dtype in (torch.int32, torch.int64), "keys are integers"
@@ -67,15 +75,6 @@ def _run(keys_P: torch.Tensor) -> Outputs:
         return _launch(keys_P)
     found = dedup_keys_reference(keys_P)
     return found.keys_P, found.starts, found.order_P, found.rows_P, found.count
-
-
-def _fake(keys_P: torch.Tensor) -> Outputs:
-    longs = keys_P.new_empty(keys_P.shape[0] + 1, dtype=torch.int64)
-    rows_P = keys_P.new_empty(keys_P.shape[0], dtype=torch.int32)
-    return torch.empty_like(keys_P), longs, longs[1:].clone(), rows_P, longs[:1].clone()
-
-
-_op = define_op("dedup_keys(Tensor keys) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run, _fake)
 
 
 def _launch(keys_P: torch.Tensor) -> Outputs:

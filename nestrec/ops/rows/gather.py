@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nestrec.ops.registry import define_op, runs_triton
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import runs_triton
 from nestrec.ops.rows.move import move_rows
 from nestrec.ops.rows.sum import sum_by_index
 
@@ -33,12 +34,13 @@ def deal_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
     return _DealRows.apply(rows_UD, index_P)  # type: ignore[no-any-return]
 
 
+def _fake(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    return rows_UD.new_empty(index_P.shape[0], rows_UD.shape[1])
+
+
+@kernel_op("take_rows", fake=_fake)
 def take_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
     """(P, D) rows_UD[index_P] for one-dimensional int32 or int64 places, without a gradient; rows may be strided."""
-    return _op(rows_UD, index_P)  # type: ignore[no-any-return]
-
-
-def _run(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
     if not runs_triton(rows_UD) or not _has_words(rows_UD):
         return rows_UD.index_select(0, index_P)
     out_PD = rows_UD.new_empty(len(index_P), rows_UD.shape[1])
@@ -51,13 +53,6 @@ def _has_words(rows_UD: torch.Tensor) -> bool:
     size, (stride, unit) = rows_UD.element_size(), rows_UD.stride()
     sizes = size * rows_UD.shape[1], size * stride, size * rows_UD.storage_offset()
     return unit == 1 and rows_UD.shape[1] > 0 and all(b % _WORD_BYTES == 0 for b in sizes)
-
-
-def _fake(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
-    return rows_UD.new_empty(index_P.shape[0], rows_UD.shape[1])
-
-
-_op = define_op("take_rows(Tensor rows, Tensor index) -> Tensor", _run, _fake)
 
 
 class _GatherRows(torch.autograd.Function):

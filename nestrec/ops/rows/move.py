@@ -11,7 +11,8 @@ Shapes: N source rows, M target rows, W words of a row, P moved rows.
 
 import torch
 
-from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import HAS_TRITON, runs_triton
 
 _PIECE_WORDS = 4
 _BLOCK_PIECES = 512
@@ -28,7 +29,7 @@ def move_rows(
 
     Rows may be strided. The index tensors are int32 or int64, on the rows' device.
     """
-    _op(source_NW, target_MW, source_index_P, target_index_P)
+    _run(source_NW, target_MW, source_index_P, target_index_P)
 
 
 def move_rows_reference(
@@ -63,6 +64,7 @@ def _check(source_NW: torch.Tensor, target_MW: torch.Tensor, indices: list[torch
     assert len({len(i) for i in indices}) <= 1, "a target place for each source place"
 
 
+@kernel_op("move_rows", fake=lambda *_: None, mutates=("target_MW",))
 def _run(
     source_NW: torch.Tensor, target_MW: torch.Tensor, source_index_P: torch.Tensor | None,
     target_index_P: torch.Tensor | None,
@@ -72,18 +74,6 @@ def _run(
         _launch(source_NW, target_MW, source_index_P, target_index_P)
     else:
         move_rows_reference(source_NW, target_MW, source_index_P, target_index_P)
-
-
-def _fake(
-    source_NW: torch.Tensor, target_MW: torch.Tensor, source_index_P: torch.Tensor | None,
-    target_index_P: torch.Tensor | None,
-) -> None:  # fmt: skip
-    return None
-
-
-_op = define_op(
-    "move_rows(Tensor source, Tensor(a!) target, Tensor? source_index, Tensor? target_index) -> ()", _run, _fake
-)
 
 
 def _launch(

@@ -23,7 +23,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.parallel import for_parts
-from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import HAS_TRITON, runs_triton
 
 RUN = 256
 """Positions of a row that are added one after the other."""
@@ -47,7 +48,7 @@ def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_row
 
 def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(num_rows, D) sums, in float32 or wider."""
-    return _op(grad_PD, index_P, num_rows)  # type: ignore[no-any-return]
+    return _run(grad_PD, index_P, num_rows)
 
 
 def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
@@ -75,6 +76,11 @@ def with_whole_rows(grad_PD: torch.Tensor) -> torch.Tensor:
     return grad_PD if grad_PD.stride(1) == 1 else grad_PD.contiguous()
 
 
+def _fake(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return grad_PD.new_empty(num_rows, grad_PD.shape[1], dtype=sum_type(grad_PD.dtype))
+
+
+@kernel_op("sum_by_index", fake=_fake)
 def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
     if runs_triton(grad_PD):
         return _launch(with_whole_rows(grad_PD), index_P, num_rows)
@@ -101,13 +107,6 @@ def sum_by_runs(index: NDArray[Any], num_rows: int, like: torch.Tensor, add: Add
     if len(owners):
         _add(out[:num_rows], owners, out[num_rows:], 0, num_rows)
     return both[:num_rows]
-
-
-def _fake(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return grad_PD.new_empty(num_rows, grad_PD.shape[1], dtype=sum_type(grad_PD.dtype))
-
-
-_op = define_op("sum_by_index(Tensor grad, Tensor index, SymInt num_rows) -> Tensor", _run, _fake)
 
 
 def _torch_sum(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:

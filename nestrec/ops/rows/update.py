@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nestrec.ops.registry import HAS_TRITON, define_op, runs_triton
+from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.registry import HAS_TRITON, runs_triton
 from nestrec.ops.rows.sum import with_whole_rows
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")
@@ -61,7 +62,7 @@ def update_rows(
 
     states: the columns of the rule, (N, D), or (N, 1) for one number a row, in the gradient's type; all may be strided.
     """
-    _op(weight_ND, list(states), grad_PD, index_P, rule.kind, rule.numbers)
+    _run(weight_ND, list(states), grad_PD, index_P, rule.kind, rule.numbers)
 
 
 def update_rows_reference(
@@ -135,6 +136,7 @@ def can_launch(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], sum_dtyp
     return runs_triton(weight_ND) and {sum_dtype, *(state.dtype for state in states)} == {torch.float32}
 
 
+@kernel_op("update_rows", fake=lambda *_: None, mutates=("weight_ND", "states"))
 def _run(  # noqa: PLR0917
     weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor | None,
     kind: str, numbers: list[float],
@@ -165,19 +167,6 @@ def _update_some(
     update_rows_reference(picked[0], picked[1:], grad_PD[moved], rule)
     for column, values in zip(columns, picked, strict=True):
         column[places] = values
-
-
-def _fake(  # noqa: PLR0917
-    weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor | None,
-    kind: str, numbers: list[float],
-) -> None:  # fmt: skip
-    return None
-
-
-_op = define_op(
-    "update_rows(Tensor(a!) weight, Tensor(b!)[] states, Tensor grad, Tensor? index, str kind, float[] numbers) -> ()",
-    _run, _fake,
-)  # fmt: skip
 
 
 def check_columns(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor, kind: str) -> None:

@@ -1,10 +1,14 @@
 """Kernels on rows without a GPU: the fallbacks, and what the compiler knows of the operators."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from nestrec.ops.rows.gather import gather_rows
+import nestrec.ops.rows.dedup_keys
+import nestrec.ops.rows.update
+from nestrec.ops.rows.gather import gather_rows, take_rows
 from nestrec.ops.rows.move import move_rows
 
 
@@ -24,6 +28,19 @@ def test_the_operators_know_the_shapes_of_their_results():
         assert [found.shape[0] for found in ops.dedup_keys(index)] == [9, 10, 9, 9, 1]
         assert ops.move_rows(rows.view(torch.int32), rows.view(torch.int32), None, None) is None
         assert ops.update_rows(rows, [], rows, None, "sgd", [0.1] * 5) is None
+
+
+def test_an_operator_records_no_gradient_in_eager_mode():
+    rows = torch.randn(4, 8, requires_grad=True)
+    assert not take_rows(rows, torch.tensor([1, 3])).requires_grad
+
+
+def test_there_is_one_way_to_make_an_operator():
+    """An operator that went past `kernel_op` would have another cost a call and other rules of autograd."""
+    makers = ("custom_op(", "torch.library.Library(", "torch.library.define(", "triton_op(", "register_autograd(")
+    files = (Path(nestrec.__file__).parent / "ops").rglob("*.py")
+    found = {path.name for path in files if any(maker in path.read_text() for maker in makers)}
+    assert found == {"kernel_op.py"}
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
