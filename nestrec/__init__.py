@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nestrec.models.backbone import ForwardFlops as ForwardFlops
     from nestrec.models.segments import CachedForward as CachedForward
     from nestrec.models.sequence import SequenceInfo as SequenceInfo
+    from nestrec.ops.rows.pool import pool_rows as pool_rows
     from nestrec.pipeline.schedule_spec import ScheduleSpec as ScheduleSpec
     from nestrec.pipeline.training_pipeline import TrainingPipeline as TrainingPipeline
     from nestrec.tasks.spec import TaskSpec as TaskSpec
@@ -57,6 +58,7 @@ _EXPORTS = {
     "config": "nestrec.base.config:config",
     "evaluate": "nestrec.library.runs:evaluate",
     "load": "nestrec.library.loaded:load",
+    "pool_rows": "nestrec.ops.rows.pool:pool_rows",
     "prepare": "nestrec.data.prepare.preparation:prepare",
     "train": "nestrec.library.runs:train",
 }

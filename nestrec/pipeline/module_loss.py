@@ -1,6 +1,6 @@
 """The loss of a module of the user's own, as schedules compute it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -8,8 +8,10 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.data.batches import MicroBatch
+from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.pipeline.samples import Samples, as_field, given_to_model
+from nestrec.ops.rows.pool import pool_rows
+from nestrec.pipeline.samples import Samples, as_field, given_to_model, offsets_of_samples
 
 _TOLERANCE = 1e-6
 
@@ -17,14 +19,26 @@ _TOLERANCE = 1e-6
 class ModuleLoss:
     """Gives a module the vectors of each feature instead of distinct rows and their places."""
 
-    def __init__(self, module: nn.Module, table_of: Mapping[str, str], weight: Callable[[Samples], float]) -> None:
-        self._module, self._table_of, self._weight = module, table_of, weight
+    def __init__(
+        self,
+        module: nn.Module,
+        table_of: Mapping[str, str],
+        weight: Callable[[Samples], float],
+        pooled: Collection[str] = (),
+    ) -> None:
+        """table_of: features to tables. pooled: those whose vectors are summed over each sample."""
+        for feature in pooled:
+            if feature not in table_of:
+                raise UserError(
+                    "is no feature of a table", field="pooled", value=feature, remedy=f"name one of {sorted(table_of)}"
+                )
+        self._module, self._table_of, self._weight, self._pooled = module, table_of, weight, frozenset(pooled)
 
     def __call__(
         self, micro_batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         vectors = {
-            feature: as_field(micro_batch, feature, gather_rows(rows[table], index[feature]))
+            feature: self._vectors(micro_batch, feature, rows[table], index[feature])
             for feature, table in self._table_of.items()
         }
         batch = given_to_model(micro_batch)
@@ -39,6 +53,13 @@ class ModuleLoss:
         if summed.device.type == "cpu":  # on a GPU the host would wait for it
             self._check(weight, batch)
         return summed
+
+    def _vectors(
+        self, micro_batch: MicroBatch, feature: str, rows: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor | Jagged:
+        if feature in self._pooled:
+            return pool_rows(rows, index.reshape(-1), offsets_of_samples(micro_batch, feature))
+        return as_field(micro_batch, feature, gather_rows(rows, index))
 
     def _check(self, weight: Any, batch: Samples) -> None:
         """What was announced before the computation must be what the model computed."""

@@ -85,6 +85,15 @@ def as_field(micro_batch: MicroBatch, name: str, values: torch.Tensor) -> torch.
     return values if offsets is None else Jagged(values, offsets)
 
 
+def offsets_of_samples(micro_batch: MicroBatch, name: str) -> torch.Tensor:
+    """(samples + 1,) where the values of each sample begin in a field that is laid out flat."""
+    offsets = micro_batch.tensors.get(name + _OFFSETS)
+    if offsets is not None:
+        return offsets
+    values = micro_batch.tensors[name]
+    return torch.arange(len(values) + 1, device=values.device) * (values.numel() // max(1, len(values)))
+
+
 def _has_samples(value: Any) -> bool:
     return isinstance(value, Jagged) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
 

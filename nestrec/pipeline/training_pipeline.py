@@ -10,7 +10,7 @@ rehearsal and the benchmarks stand on it too, and give parts of their own in the
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -52,6 +52,7 @@ class TrainingPipeline:
         dense_optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None = None,
         schedule: str | PipelineConfig = "serial",
         micro_batches: int = 1,
+        pooled: Collection[str] = (),
         weight: Callable[[Samples], float] | None = None,
         table_learning_rate: float | None = None,
         couples_samples: Coupling = "micro_batch",
@@ -71,6 +72,8 @@ class TrainingPipeline:
         dense_optimizer: of the model's own weights: AdamW with these options, or one of torch's over them.
         schedule: by name, or with its options. All that are exact give the same bits as `serial`.
         micro_batches: parts of a rank's batch, computed one after the other before the one update.
+        pooled: features of which the model wants one vector a sample, the sum over its keys: (samples, dim) in
+            the place of a `Jagged`. On a CPU the looked-up rows are never in memory.
         weight: weight of a batch or of some of its samples, which must be known before anything is computed: the loss
             of a step is the sum of the losses over all ranks divided by the sum of the weights. By default the number
             of samples. What the model returns must agree with it.
@@ -99,7 +102,7 @@ class TrainingPipeline:
         self._micro_batches, self._weight = micro_batches, weight or _one_a_sample
         self.dense, self._rates = self._dense_of(model, dense_optimizer, table_learning_rate)
         if isinstance(model, nn.Module):
-            loss = ModuleLoss(model, self._features, self._weight)
+            loss = ModuleLoss(model, self._features, self._weight, pooled)
             model = LossCompute(loss, self.engine.device, precision, couples_samples)
         self.schedule = spec.build(self.engine, model, self.dense, self.tracer, self.options)
         self.number = 0

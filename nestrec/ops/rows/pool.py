@@ -19,7 +19,11 @@ from nestrec.ops.rows.sum import sum_by_runs
 
 
 def pool_rows(rows_UD: torch.Tensor, index_P: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """(B, D) sums over segments. float32 and float64 on a CPU are fused; otherwise as `pool_rows_reference`."""
+    """(B, D) sums of `rows_UD[index_P]` over segments: the bags of `nn.EmbeddingBag`, as a task of your own has them.
+
+    rows_UD: distinct rows. index_P: the row of each position. offsets: (B + 1,) where each segment begins.
+    float32 and float64 on a CPU are fused; otherwise as `pool_rows_reference`.
+    """
     if rows_UD.device.type == "cpu" and rows_UD.dtype in (torch.float32, torch.float64):
         return _PoolRows.apply(rows_UD, index_P, offsets)  # type: ignore[no-any-return]
     return pool_rows_reference(rows_UD, index_P, offsets)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_reference
 from nestrec.ops.attention.bias_products import OTHERS, pairs_tile, position_strip, product_tile
+from nestrec.ops.attention.relative_bias import RelativeBias
 
 SHARED_BYTES = 232_448
 """that one program may have on an H100 or H200"""
@@ -24,6 +26,29 @@ def test_tiles_of_the_strip_hold_the_weights_of_their_pairs(longest, size, is_re
                 place = key - query + (size - 1) // 2
                 expected = table[place] if key <= query and place >= 0 else 0.0
                 assert strip[origin + x - y, c] == expected
+
+
+@pytest.mark.parametrize("has_times", [False, True])
+def test_channels_and_their_gradients_are_those_of_the_definition(has_times):
+    """On blocks; kernels are compared with blocks. A sequence of none and one of one."""
+    draw = torch.Generator().manual_seed(3)
+    offsets, total = torch.tensor([0, 6, 6, 7, 16]), 16
+    leaves = [
+        torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in [(16, 6), (17,), (5,)]
+    ]
+    v, position, buckets = leaves
+    time = torch.rand(total, generator=draw, dtype=torch.float64).mul(1e4).cumsum(0)
+    times = {"time_table": buckets, "time_T": time, "query_time_T": time + 7} if has_times else {}
+    bias = RelativeBias(position_table=position, **times)
+    fast = bias_attention(v, offsets, bias, max_length=9)
+    slow = bias_attention_reference(v, offsets, bias)
+    assert len(fast) == len(slow) == 1 + has_times
+    weights = [torch.randn(out.shape, generator=draw, dtype=torch.float64) for out in slow]
+    used = leaves if has_times else leaves[:2]
+    found, expected = (torch.autograd.grad(out, used, weights) for out in (fast, slow))
+    for a, b in zip([*fast, *found], [*slow, *expected], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert a.abs().sum() > 0
 
 
 def shared_bytes(kernel, dtype, tile, **constants):

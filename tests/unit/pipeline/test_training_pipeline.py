@@ -193,3 +193,64 @@ def test_what_a_schedule_needs_of_the_tables_is_said_before_training():
     table = nestrec.Table("items", rows=None, dim=DIM, store=store, features=("history", "item"))
     with pytest.raises(UserError, match="rows must outlive the next step under the schedule nested"):
         nestrec.TrainingPipeline(Towers(), [table], schedule="nested", topology=Topology.single(), device="cpu")
+
+
+class Bags(nn.Module):
+    """A score of the sum of a bag's rows: handed over as one vector, or summed here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.mix = nn.Linear(DIM, 1)
+
+    def forward(self, vectors, batch):
+        bags = vectors["history"]
+        if isinstance(bags, nestrec.Jagged):
+            bags = torch.stack([row.sum(0) for row in bags.rows()])
+        score = self.mix(bags.tanh())[:, 0] + (bags * vectors["item"]).sum(1)
+        return nn.functional.softplus(-score * batch["sign"]).sum(), len(score)
+
+
+def bags(num_steps: int = 4):
+    """One bag in three is empty."""
+    for batch in batches(num_steps):
+        rows = [row[: 0 if n % 3 == 0 else None] for n, row in enumerate(batch["history"].rows())]
+        yield batch | {"history": nestrec.Jagged.from_rows(rows)}
+
+
+def test_a_pooled_feature_is_the_sum_of_its_rows():
+    def result(schedule, pooled):
+        pipeline = made(schedule, model=Bags(), pooled=pooled)
+        losses = [float(loss) for loss in pipeline.run(bags())]
+        vectors = pipeline.lookup({"history": np.arange(30), "item": np.arange(30)})["item"]
+        pipeline.close()
+        return losses, vectors
+
+    (pooled, rows), (summed, expected), (nested, nested_rows) = (
+        result("serial", ("history",)), result("serial", ()), result("nested", ("history",))
+    )  # fmt: skip
+    assert pooled == pytest.approx(summed, rel=1e-6)
+    torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-6)
+    assert nested == pooled
+    assert torch.equal(nested_rows, rows)
+
+
+def test_a_pooled_feature_with_as_many_keys_for_each_sample_needs_no_lengths():
+    class Sum(nn.Module):
+        def forward(self, vectors, batch):
+            assert vectors["pair"].shape == (len(batch["pair"]), DIM)
+            return vectors["pair"].sum(), len(batch["pair"])
+
+    table = nestrec.Table("pair", rows=9, dim=DIM)
+    pipeline = nestrec.TrainingPipeline(
+        Sum(), [table], pooled=("pair",), micro_batches=2, topology=Topology.single(), device="cpu"
+    )
+    keys = np.array([[1, 2], [3, 3], [0, 8]])
+    expected = pipeline.lookup({"pair": keys})["pair"].double().sum() / len(keys)
+    torch.testing.assert_close(pipeline.step({"pair": keys}), expected)
+    pipeline.close()
+
+
+def test_a_pooled_feature_that_no_table_has_is_refused():
+    with pytest.raises(UserError, match="pooled = 'tags': is no feature of a table"):
+        made(pooled=("tags",))
