@@ -23,7 +23,7 @@ BatchT = TypeVar("BatchT")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class UnfinishedBatch:
     """A batch that is being made."""
 
     position: Position
@@ -43,9 +43,9 @@ class BatchThreads(Generic[BatchT]):
     def __init__(
         self,
         workers: int,
-        read: Callable[[Position], Stage],
-        trade: Callable[[Stage], Stage] | None,
-        finish: Callable[[Stage], BatchT],
+        read: Callable[[Position], UnfinishedBatch],
+        trade: Callable[[UnfinishedBatch], UnfinishedBatch] | None,
+        finish: Callable[[UnfinishedBatch], BatchT],
     ):
         """trade: none where ranks do not trade."""
         self._read, self._trade, self._finish = read, trade, finish
@@ -71,7 +71,7 @@ class BatchThreads(Generic[BatchT]):
         traded = self._trader.submit(self._traded, read)
         return lambda: traded.result().result()
 
-    def _traded(self, read: Future[Stage]) -> Future[BatchT]:
+    def _traded(self, read: Future[UnfinishedBatch]) -> Future[BatchT]:
         if self._failed is not None:
             raise self._failed
         assert self._trade is not None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.data.batch_threads import BatchThreads, Stage
+from nestrec.data.batch_threads import BatchThreads, UnfinishedBatch
 from nestrec.data.dataset import Rows
 from nestrec.data.dealing import Dealer
 from nestrec.data.order import GlobalBatches, Position
@@ -153,7 +153,7 @@ class Batches:
         Where ranks trade samples, all of them must take the same number of batches before they close this.
         """
 
-        def finish(stage: Stage) -> Batch:
+        def finish(stage: UnfinishedBatch) -> Batch:
             batch = self._assemble(stage)
             return transform(batch) if transform else batch
 
@@ -165,17 +165,17 @@ class Batches:
                     position = self.order.after(position)
                 yield ahead.popleft()()
 
-    def _read(self, position: Position) -> Stage:
+    def _read(self, position: Position) -> UnfinishedBatch:
         samples = self.order.samples(position)
         tokens = self._assembler.tokens_in(samples, position.epoch)
         share = self._dealer.share(position, tokens)
-        return Stage(position, samples, tokens, share, self._assembler.read(samples[share.places]))
+        return UnfinishedBatch(position, samples, tokens, share, self._assembler.read(samples[share.places]))
 
-    def _trade(self, stage: Stage) -> Stage:
+    def _trade(self, stage: UnfinishedBatch) -> UnfinishedBatch:
         share, rows = self._dealer.trade(stage.position, stage.share, stage.rows, stage.tokens)
         return replace(stage, share=share, rows=rows)
 
-    def _assemble(self, stage: Stage) -> Batch:
+    def _assemble(self, stage: UnfinishedBatch) -> Batch:
         mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
         epoch, num_micro_batches = stage.position.epoch, self._num_micro_batches_at(stage.position)
         parts = self._parts(stage, mine, tokens, num_micro_batches)
@@ -191,7 +191,7 @@ class Batches:
         )
 
     def _parts(
-        self, stage: Stage, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
+        self, stage: UnfinishedBatch, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
         """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (order of
         preparation)."""

@@ -29,7 +29,7 @@ class Feature:
 
 
 @config
-class FileEntry:
+class DataFile:
     """A file of the dataset."""
 
     path: str
@@ -97,7 +97,7 @@ class PopularityStatistics:
 
 
 @config
-class Histogram:
+class BinnedCounts:
     """Counts in logarithmic bins; bin i is [edges[i], edges[i + 1])."""
 
     edges: tuple[int, ...] = ()
@@ -124,9 +124,9 @@ class Card:
     """Events a user."""
     popularity: PopularityStatistics = field(default_factory=PopularityStatistics)
     """Events an item."""
-    length_histogram: Histogram = field(default_factory=Histogram)
+    length_histogram: BinnedCounts = field(default_factory=BinnedCounts)
     """Users by number of events."""
-    popularity_histogram: Histogram = field(default_factory=Histogram)
+    popularity_histogram: BinnedCounts = field(default_factory=BinnedCounts)
     """Items by number of events."""
     has_timestamps: bool = False
     """Whether there is a `timestamps_ms` column."""
@@ -140,7 +140,7 @@ class Card:
     """Columns `item_<name>` of the items table."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options that the dataset was prepared with."""
-    files: tuple[FileEntry, ...] = ()
+    files: tuple[DataFile, ...] = ()
     """Every file but the card itself."""
 
     def save(self, folder: Path) -> None:
@@ -169,12 +169,12 @@ class Card:
             raise _damaged(path, str(error)) from error
 
 
-def describe_file(folder: Path, path: Path, num_rows: int = 0) -> FileEntry:
+def describe_file(folder: Path, path: Path, num_rows: int = 0) -> DataFile:
     """Entry of a file for the card."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     relative = path.relative_to(folder).as_posix()
-    return FileEntry(path=relative, num_bytes=path.stat().st_size, sha256=digest, num_rows=num_rows)
+    return DataFile(path=relative, num_bytes=path.stat().st_size, sha256=digest, num_rows=num_rows)
 
 
 def _damaged(path: Path, problem: str) -> DamagedError:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import DataError, did_you_mean
 from nestrec.data.card import CARD_FILE, Card, describe_file
 from nestrec.data.gather import copy_segments, offsets_of_lengths
-from nestrec.data.row_groups import Part, RowGroup, RowGroupCache, damaged
+from nestrec.data.row_groups import RowGroup, RowGroupCache, UsersFile, damaged
 from nestrec.data.schema import LENGTH, USER_KEY
 
 DEFAULT_CACHE_BYTES = 2 << 30
@@ -50,7 +50,7 @@ class Rows:
 class Dataset:
     """A prepared dataset. Reading is thread safe, so a background thread may fetch the rows of the next batches."""
 
-    def __init__(self, folder: Path, card: Card, parts: list[Part], columns: list[str], cache_bytes: int):
+    def __init__(self, folder: Path, card: Card, parts: list[UsersFile], columns: list[str], cache_bytes: int):
         self.folder, self.card, self.columns = folder, card, columns
         self._parts = parts
         self._cache = RowGroupCache(parts, columns, cache_bytes)
@@ -70,7 +70,7 @@ class Dataset:
         folder = Path(path)
         card = Card.load(folder)
         _check_files(folder, card)
-        parts = [Part.open(folder / f.path) for f in card.files if f.path.startswith("users/")]
+        parts = [UsersFile.open(folder / f.path) for f in card.files if f.path.startswith("users/")]
         available = [field.name for field in parts[0].metadata.schema.to_arrow_schema()]
         chosen = [name for name in available if name != USER_KEY] if columns is None else list(columns)
         for name in chosen:

@@ -30,16 +30,16 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UsersFile:
     """A Parquet file of the users table, its footer read once."""
 
     path: Path
     metadata: pq.FileMetaData
 
     @staticmethod
-    def open(path: Path) -> "Part":
+    def open(path: Path) -> "UsersFile":
         try:
-            return Part(path, pq.read_metadata(path))
+            return UsersFile(path, pq.read_metadata(path))
         except (OSError, pa.ArrowException) as error:
             raise damaged(path, error) from error
 
@@ -69,7 +69,7 @@ class Part:
 class RowGroupCache:
     """Least recently used row groups up to a number of bytes. Threads may share it; each waits for the other's load."""
 
-    def __init__(self, parts: list[Part], columns: list[str], max_bytes: int):
+    def __init__(self, parts: list[UsersFile], columns: list[str], max_bytes: int):
         self._parts, self._columns, self._max_bytes = parts, columns, max_bytes
         self._place = [(part, g) for part in parts for g in range(part.metadata.num_row_groups)]
         self._entries: OrderedDict[int, RowGroup] = OrderedDict()

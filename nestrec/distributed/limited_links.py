@@ -26,7 +26,7 @@ _INSIDE = "link0"
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class LimitedLinks:
     """Namespaces that exist, one for each rank."""
 
     namespaces: tuple[str, ...]
@@ -56,7 +56,7 @@ def bytes_on_link() -> int:
 
 
 @contextlib.contextmanager
-def limited_links(num_ranks: int, link_mbit: float) -> Iterator[Links]:
+def limited_links(num_ranks: int, link_mbit: float) -> Iterator[LimitedLinks]:
     """Namespaces of `num_ranks` ranks, joined by links of `link_mbit` megabits a second each way."""
     if not can_limit():
         remedy = "run as root where `ip` and `tc` exist, or measure without limits (link_mbit=0)"
@@ -70,7 +70,7 @@ def limited_links(num_ranks: int, link_mbit: float) -> Iterator[Links]:
         _run(f"ip link set {bridge} up")
         for rank, name in enumerate(names):
             _join(name, bridge, f"nr{tag}.{rank}", rank, link_mbit)
-        yield Links(names)
+        yield LimitedLinks(names)
     finally:
         for rank, name in enumerate(names):
             _run(f"ip link del nr{tag}.{rank}", must_work=False)

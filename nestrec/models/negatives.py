@@ -10,7 +10,7 @@ import torch
 
 from nestrec.base.bounds import Count, NonNegative, Positive
 from nestrec.base.config import config
-from nestrec.ops.losses.candidates import Candidates, make_candidates
+from nestrec.ops.losses.candidates import LossCandidates, make_candidates
 from nestrec.ops.losses.sampled import Variant
 
 
@@ -40,7 +40,7 @@ class NegativesConfig:
     """type in which rows that are only negatives are looked up and sent between ranks; gradients stay full"""
 
 
-def candidates_of(index: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Candidates:
+def candidates_of(index: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> LossCandidates:
     """Positives and negatives of a micro-batch, out of what was looked up and what its assembler has added."""
     positive_T = index["positive"]
     token_TR = tensors.get("negative_token")

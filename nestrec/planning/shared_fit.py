@@ -22,7 +22,7 @@ _SMALL_S = 1.5e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class TimedExchange:
     """An exchange of a serial run."""
 
     kind: str
@@ -46,7 +46,7 @@ class WorldFit:
     """time of bytes over what the link promises, by bytes"""
 
 
-def exchanges_of(observed: Observed) -> Iterable[Exchanged]:
+def exchanges_of(observed: Observed) -> Iterable[TimedExchange]:
     """All exchanges of a serial run, each rank in its own order."""
     world, parts = observed.loads.world, observed.loads.num_micro_batches
     links, burst_s = observed.links(), observed.burst_bytes / (observed.gb_per_s * 1e9)
@@ -60,7 +60,7 @@ def exchanges_of(observed: Observed) -> Iterable[Exchanged]:
                     bytes_s = _bytes_s(observed, links, kind, (step, rank, part))
                     sent = max(sent, now - burst_s) + bytes_s
                     num_bytes = bytes_s * observed.gb_per_s * 1e9
-                    yield Exchanged(kind, seconds, num_bytes, bytes_s, max(0.0, sent - now))
+                    yield TimedExchange(kind, seconds, num_bytes, bytes_s, max(0.0, sent - now))
                 now += seconds
 
 
@@ -98,7 +98,7 @@ def fit_world(observed: Sequence[Observed], cores: int) -> WorldFit:
     return WorldFit(work, Spread.of(sizes, np.maximum(0.3, ratios)))
 
 
-def _work(found: Sequence[Exchanged], kind: str) -> float:
+def _work(found: Sequence[TimedExchange], kind: str) -> float:
     """What an exchange takes beside its bytes: the median, over those with few of them where there are any."""
     mine = [e for e in found if e.kind == kind]
     small = [e for e in mine if e.waited_s < _SMALL_S] or mine

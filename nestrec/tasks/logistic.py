@@ -16,7 +16,7 @@ _LEAST_RATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class IdRates:
     """Positives and events of each id, smoothed towards the overall rate."""
 
     positive: Floats
@@ -24,10 +24,10 @@ class Rates:
     overall: float
 
     @staticmethod
-    def of(ids: Ints, label: Ints, size: int) -> "Rates":
+    def of(ids: Ints, label: Ints, size: int) -> "IdRates":
         positive = np.bincount(ids, weights=label, minlength=size)
         total = np.bincount(ids, minlength=size).astype(np.float64)
-        return Rates(positive.astype(np.float64), total, float(label.mean()))
+        return IdRates(positive.astype(np.float64), total, float(label.mean()))
 
     def logit(self, ids: Ints, own_label: Ints | None = None) -> Floats:
         """Log odds of each id's rate; with `own_label` the event itself is left out."""
@@ -55,8 +55,8 @@ class LogisticBaseline:
         num_categories: int,
     ):
         self._num_categories = num_categories
-        self._items = Rates.of(item, label, num_items)
-        self._users = Rates.of(user, label, num_users)
+        self._items = IdRates.of(item, label, num_items)
+        self._users = IdRates.of(user, label, num_users)
         features = self._features(item, user, category, label)
         self._weight = fit(features, label)
 

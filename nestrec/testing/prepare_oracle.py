@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Event(NamedTuple):
+class LogEvent(NamedTuple):
     """A good row of a log."""
 
     user: str
@@ -19,13 +19,13 @@ class Event(NamedTuple):
 class Expected:
     """Users in order, each with events in order; item keys in order of their ids from 1; exact duplicates found."""
 
-    users: list[tuple[str, list[Event]]]
+    users: list[tuple[str, list[LogEvent]]]
     items: list[str]
     num_duplicates: int
 
 
 def expected_dataset(
-    log: Sequence[Event],
+    log: Sequence[LogEvent],
     *,
     drops_duplicates: bool = False,
     min_rating: float = 0.0,
@@ -42,7 +42,7 @@ def expected_dataset(
     events = _core(events, user_core, item_core, is_iterated)
     lengths = Counter(e.user for e in events)
     events = [e for e in events if lengths[e.user] >= min_user_events]
-    by_user: dict[str, list[Event]] = {user: [] for user in user_order}
+    by_user: dict[str, list[LogEvent]] = {user: [] for user in user_order}
     for event in events:
         by_user[event.user].append(event)
     users = [(user, sorted(own, key=lambda e: e.time)) for user, own in by_user.items() if own]
@@ -50,7 +50,7 @@ def expected_dataset(
     return Expected(users, [item for item in item_order if item in left], num_duplicates)
 
 
-def _core(events: list[Event], user_core: int, item_core: int, is_iterated: bool) -> list[Event]:
+def _core(events: list[LogEvent], user_core: int, item_core: int, is_iterated: bool) -> list[LogEvent]:
     while True:
         users, items = Counter(e.user for e in events), Counter(e.item for e in events)
         left = [e for e in events if users[e.user] >= user_core and items[e.item] >= item_core]

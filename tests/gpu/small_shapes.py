@@ -12,7 +12,7 @@ from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
 from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.losses.candidates import Candidates
+from nestrec.ops.losses.candidates import LossCandidates
 from nestrec.ops.losses.grouped import grouped_loss
 from nestrec.ops.losses.sampled import sampled_loss
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
@@ -60,7 +60,7 @@ def losses() -> None:
     group = torch.full((3, 50), -1, device="cuda", dtype=torch.int32)
     group.view(-1)[:130] = torch.randperm(130, device="cuda")
     for loss in (
-        sampled_loss(query, rows, Candidates(index), "sampled_softmax", variant="fused"),
+        sampled_loss(query, rows, LossCandidates(index), "sampled_softmax", variant="fused"),
         grouped_loss(query, rows, index[:, 0], group, "sampled_softmax"),
         tiled_cross_entropy(query, rows, index[:, 0].long(), tile_tokens=64, tile_items=16),
     ):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nestrec.ops.losses.candidates import Candidates, make_candidates
+from nestrec.ops.losses.candidates import LossCandidates, make_candidates
 from nestrec.ops.losses.grouped import grouped_loss
 from nestrec.ops.losses.sampled import sampled_loss
 from nestrec.ops.losses.softmax import full_cross_entropy
@@ -68,7 +68,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_one_in_the_same_precision(v
 def test_variants_repeat_themselves_to_the_bit(variant):
     torch.manual_seed(0)
     query, rows = torch.randn(500, 50, device="cuda"), torch.randn(300, 50, device="cuda")
-    candidates = Candidates(torch.randint(300, (500, 65), device="cuda", dtype=torch.int32))
+    candidates = LossCandidates(torch.randint(300, (500, 65), device="cuda", dtype=torch.int32))
     first = loss_and_gradients(query, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=64)
     for _ in range(20):
         again = loss_and_gradients(query, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=64)
@@ -112,7 +112,7 @@ def test_vectors_of_candidates_outside_the_rows_are_never_read():
     torch.manual_seed(0)
     padded = torch.full((40, 50), torch.nan, device="cuda")
     padded[10:30] = torch.randn(20, 50, device="cuda")
-    candidates = Candidates(torch.randint(20, (33, 18), device="cuda", dtype=torch.int32))
+    candidates = LossCandidates(torch.randint(20, (33, 18), device="cuda", dtype=torch.int32))
     found = loss_and_gradients(
         torch.randn(33, 50, device="cuda"), padded[10:30], candidates, "sampled_softmax", variant="fused"
     )

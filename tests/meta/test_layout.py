@@ -129,3 +129,13 @@ def test_no_module_is_imported_by_tests_alone():
     for module, path in modules.items():
         if path.name not in {"__init__.py", "__main__.py"} and "testing" not in path.parts:
             assert module in used, f"{module} is imported by nothing"
+
+
+def test_no_two_public_classes_have_one_name():
+    """A name that is read in a trace, a page or an import means one thing. Inside a module a class is private."""
+    homes: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert not {name: found for name, found in homes.items() if len(found) > 1}

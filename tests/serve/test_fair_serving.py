@@ -14,7 +14,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.client import Sender
 from nestrec.serving.engine import rank_planner
 from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine
 from nestrec.serving.engine.runner import Launched, Runner
 from nestrec.serving.engine.work import OverloadedError, UnavailableError
@@ -49,9 +49,9 @@ def servable(request, monkeypatch):
     """Ten microseconds a token, since what so small a model costs is lost in noise, and pieces as small as can be."""
     monkeypatch.setattr(rank_planner, "FEWEST_TOKENS", 16)
     monkeypatch.setattr(rank_planner, "_FEWEST_CANDIDATES", 4)
-    monkeypatch.setattr(CostModel, "tokens_within", lambda _, seconds, _prefix: int(seconds / TOKEN_S))
+    monkeypatch.setattr(EngineCostModel, "tokens_within", lambda _, seconds, _prefix: int(seconds / TOKEN_S))
     predicted = lambda _, tokens, _pairs, steps=1.0: tokens * TOKEN_S + steps * 1e-6  # noqa: E731
-    monkeypatch.setattr(CostModel, "predict_s", predicted)
+    monkeypatch.setattr(EngineCostModel, "predict_s", predicted)
     return MODELS[request.param](ENCODER, num_items=200)
 
 

@@ -12,7 +12,7 @@ from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runner import Launched, Runner
 from nestrec.serving.engine.work import OverloadedError, UnavailableError
@@ -155,7 +155,7 @@ class LateDevice(Runner):
 
 
 def test_an_answer_comes_when_its_batch_ends_however_late_it_was_expected(monkeypatch):
-    monkeypatch.setattr(CostModel, "predict_s", lambda self, *work, **options: 30.0)
+    monkeypatch.setattr(EngineCostModel, "predict_s", lambda self, *work, **options: 30.0)
     form = make_form(random_ranking(ENCODER, num_items=200))
     pool = PagePool(ENCODER, num_pages=32, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
     engine = Engine(form, CONFIG, runner=LateDevice(form, pool))
@@ -178,7 +178,7 @@ def known_cost(_costs, seconds, _prefix):
 
 
 def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
+    monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
     servable = random_retrieval(encoder, num_items=200)
     rng = np.random.default_rng(10)
@@ -199,8 +199,10 @@ def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
 
 
 def know_costs(monkeypatch):
-    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
-    monkeypatch.setattr(CostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6)
+    monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
+    monkeypatch.setattr(
+        EngineCostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6
+    )
 
 
 class InSteps(Runner):
@@ -236,7 +238,7 @@ def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
 
 
 def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(CostModel, "tokens_within", known_cost)
+    monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
     servable, history = random_retrieval(encoder, num_items=200), draw_history(np.random.default_rng(13), 1000)
     batches = []

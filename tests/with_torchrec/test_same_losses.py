@@ -8,7 +8,7 @@ from nestrec.bench.peers.job import NestrecJob
 from nestrec.bench.peers.peers import PeersBench, measure_peers
 from nestrec.bench.peers.ranks import global_losses
 from nestrec.bench.peers.torchrec_job import TORCHREC_MODES, TorchRecJob
-from nestrec.bench.peers.workload import Workload, WorkloadConfig
+from nestrec.bench.peers.workload import PeersWorkload, WorkloadConfig
 from nestrec.testing.ranks import RankPool
 
 EXPECTED = [0.692587, 0.709074, 0.719870, 0.716563, 0.700657, 0.690559, 0.690726, 0.693335]
@@ -18,7 +18,7 @@ NUM_STEPS = 8
 
 def losses_of_all(topology, dense):
     """On each rank: system to its losses, on a small job."""
-    workload = Workload(WorkloadConfig(num_rows=3000, batch=24, mean_length=12.0, max_length=40, dim=32))
+    workload = PeersWorkload(WorkloadConfig(num_rows=3000, batch=24, mean_length=12.0, max_length=40, dim=32))
     batches = [workload.batch(topology.rank, step) for step in range(5)]
     jobs = [NestrecJob(workload, batches, dense, topology)]
     jobs += [TorchRecJob(workload, batches, dense, mode) for mode in TORCHREC_MODES]

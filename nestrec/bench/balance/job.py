@@ -94,7 +94,7 @@ class TimedCompute:
 def measure_rank(topology: Topology, plain: Mapping[str, Any], data: str) -> dict[str, Any]:
     """What one rank saw: for each policy and step its times and the durations of its collectives."""
     bench = from_plain(MeasuredBench, plain)
-    job = Job.open(bench, topology, data)
+    job = BalanceJob.open(bench, topology, data)
     warm = job.feed(BalanceConfig(policy=bench.policies[0]), CostModel(), Position(), Tracer())
     found = [job.step(warm) for _ in range(bench.fit_rounds)]
     warm.close()
@@ -113,7 +113,7 @@ def measure_rank(topology: Topology, plain: Mapping[str, Any], data: str) -> dic
 
 
 @dataclass(slots=True)
-class Job:
+class BalanceJob:
     """The parts of a training run, driven step by step."""
 
     bench: MeasuredBench
@@ -126,7 +126,7 @@ class Job:
     order: GlobalBatches | None = None
 
     @staticmethod
-    def open(bench: MeasuredBench, topology: Topology, data: str) -> "Job":
+    def open(bench: MeasuredBench, topology: Topology, data: str) -> "BalanceJob":
         length = min(int(Dataset.open(data, columns=[]).lengths.max()), bench.max_length)
         # Without the relative bias, whose gradient is a matrix of the longest length for each sample.
         encoder = HSTUConfig(
@@ -140,7 +140,7 @@ class Job:
         session = Session.open(cfg, topology)
         compute = TimedCompute(compute_of(session.task, topology.device, "fp32"))
         pipeline = TrainingPipeline(compute, session.engine, dense_optimizer=session.dense, tracer=Tracer())
-        return Job(bench, session, compute, pipeline)
+        return BalanceJob(bench, session, compute, pipeline)
 
     def feed(self, cfg: BalanceConfig, cost: CostModel, start: Position, tracer: Tracer) -> Feed:
         session = self.session

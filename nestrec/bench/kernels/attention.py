@@ -18,7 +18,7 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.bench.bench import Bench
-from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS, Attention, Batch
+from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS, Attention, AttentionBatch
 from nestrec.data.synthetic.length_shapes import LENGTH_SHAPES, lengths_of
 from nestrec.distributed.topology import check_device
 from nestrec.jagged import offsets_of
@@ -70,18 +70,18 @@ def flops_of(lengths: Sequence[int], heads: int, dim: int) -> float:
     return float(2 * sum(n * (n + 1) for n in lengths) * heads * dim)
 
 
-def _batch(shape: str, heads: int, dim: int, seed: int) -> Batch:
+def _batch(shape: str, heads: int, dim: int, seed: int) -> AttentionBatch:
     lengths = lengths_of(shape)
     generator = torch.Generator("cuda").manual_seed(seed)
     size = (int(lengths.sum()), heads, dim)
     q, k, v, grad = (torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(4))
-    return Batch(
+    return AttentionBatch(
         q=(q * dim**-0.5).requires_grad_(), k=k.requires_grad_(), v=v.requires_grad_(), grad=grad,
         offsets=offsets_of(torch.from_numpy(lengths)).cuda(), lengths=lengths.tolist(),
     )  # fmt: skip
 
 
-def _row(name: str, shape: str, sets: Sequence[Batch], rounds: int) -> dict[str, Any]:
+def _row(name: str, shape: str, sets: Sequence[AttentionBatch], rounds: int) -> dict[str, Any]:
     batch = sets[0]
     tokens, heads, dim = batch.q.shape
     row: dict[str, Any] = {"impl": name, "heads": heads, "dim": dim, "lengths": shape, "tokens": tokens}
@@ -129,7 +129,7 @@ def _times(attend: Sequence[Attention], rounds: int) -> _Times:
     return _Times(statistics.median(forward_ms), statistics.median(backward_ms))
 
 
-def _error(attend: Attention, batch: Batch, *, is_softmax: bool) -> float:
+def _error(attend: Attention, batch: AttentionBatch, *, is_softmax: bool) -> float:
     """The largest of the relative errors of output and gradients, against float64."""
     first, end = _checked(batch.lengths)
     rows = slice(int(batch.offsets[first]), int(batch.offsets[end]))

@@ -18,7 +18,7 @@ from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class AttentionBatch:
     """bf16 vectors (T, H, D), the gradient of the output, and the layout."""
 
     q: torch.Tensor
@@ -60,18 +60,18 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    prepare: Callable[[Batch], Attention]
+    prepare: Callable[[AttentionBatch], Attention]
     is_softmax: bool
 
 
-def _ours(batch: Batch) -> Attention:
+def _ours(batch: AttentionBatch) -> Attention:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return hstu_attention(q, k, v, batch.offsets, max_length=batch.longest, normaliser=batch.normaliser)
 
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad)
 
 
-def _ours_with_bias(batch: Batch, *, has_time: bool) -> Attention:
+def _ours_with_bias(batch: AttentionBatch, *, has_time: bool) -> Attention:
     """Tables of zeros cost what others do, and leave the results comparable."""
     device, tokens = batch.q.device, batch.q.shape[0]
     position = torch.zeros(2 * batch.longest - 1, device=device, requires_grad=True)
@@ -86,7 +86,7 @@ def _ours_with_bias(batch: Batch, *, has_time: bool) -> Attention:
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad, tables=tables)
 
 
-def _eager(batch: Batch) -> Attention:
+def _eager(batch: AttentionBatch) -> Attention:
     _refuse_large_squares(batch, copies=6)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -95,14 +95,14 @@ def _eager(batch: Batch) -> Attention:
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad)
 
 
-def _refuse_large_squares(batch: Batch, *, copies: int) -> None:
+def _refuse_large_squares(batch: AttentionBatch, *, copies: int) -> None:
     """Scores of the padded batch would not fit, and trying would only fragment the memory."""
     needed = copies * 2 * len(batch.lengths) * batch.q.shape[1] * batch.longest**2
     if needed > 0.7 * torch.cuda.get_device_properties(batch.q.device).total_memory:
         raise torch.OutOfMemoryError(f"padded scores of {needed / 2**30:.0f} GiB do not fit")
 
 
-def _padded_sdpa(batch: Batch) -> Attention:
+def _padded_sdpa(batch: AttentionBatch) -> Attention:
     slot_T = padded_slots(batch.offsets, batch.q.shape[0], batch.longest)
     blocks = [
         to_blocks(x.detach(), slot_T, len(batch.lengths), batch.longest)
@@ -116,7 +116,7 @@ def _padded_sdpa(batch: Batch) -> Attention:
     return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: from_blocks(x, slot_T))
 
 
-def _varlen(batch: Batch) -> Attention:
+def _varlen(batch: AttentionBatch) -> Attention:
     from torch.nn.attention.varlen import varlen_attn
 
     bounds = batch.offsets.to(torch.int32)
@@ -131,7 +131,7 @@ def _varlen(batch: Batch) -> Attention:
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad)
 
 
-def _flex(batch: Batch) -> Attention:
+def _flex(batch: AttentionBatch) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask
 
     tokens = batch.q.shape[0]

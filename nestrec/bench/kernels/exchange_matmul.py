@@ -17,7 +17,7 @@ _MATMULS = 24
 Copy = Callable[[], None]
 
 
-class Pace(Protocol):
+class _PaceOptions(Protocol):
     """What is needed of the benchmark's options."""
 
     @property
@@ -30,7 +30,7 @@ class Pace(Protocol):
     def matmul_rounds(self) -> int: ...
 
 
-def ways_to_copy(transport: str, vectors: Communicator, bench: Pace) -> list[dict[str, Any]]:
+def ways_to_copy(transport: str, vectors: Communicator, bench: _PaceOptions) -> list[dict[str, Any]]:
     """Rows of the transport's own way at its rate, and of a kernel at the same rate."""
     device = torch.device("cuda", torch.cuda.current_device())
     target = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device)
@@ -90,7 +90,7 @@ def _rate(copy: Copy) -> float:
     return 50 * _CHUNK_BYTES / float(start.elapsed_time(end)) * 1e-6
 
 
-def _slowdown(copy: Copy, gb_per_s: float, bench: Pace) -> tuple[float, float]:
+def _slowdown(copy: Copy, gb_per_s: float, bench: _PaceOptions) -> tuple[float, float]:
     """(time of matmuls beside copies over that without them) - 1, and the rate of the copies."""
     size = bench.matmul_size
     factors = torch.randn(2, size, size, dtype=torch.bfloat16, device="cuda")

@@ -12,7 +12,7 @@ import torch
 
 from nestrec import __version__
 from nestrec.bench.peers.dense import DenseKind, DensePart
-from nestrec.bench.peers.workload import BAG, BAG_TABLE, SEQUENCE, SEQUENCE_TABLE, TABLE_OF, PeersBatch, Workload
+from nestrec.bench.peers.workload import BAG, BAG_TABLE, SEQUENCE, SEQUENCE_TABLE, TABLE_OF, PeersBatch, PeersWorkload
 from nestrec.distributed import DenseSync, Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
 from nestrec.jagged import offsets_of
@@ -68,7 +68,7 @@ class NestrecJob:
     system, version = "nestrec", __version__
 
     def __init__(
-        self, workload: Workload, batches: Sequence[PeersBatch], dense: DenseKind, topology: Topology,
+        self, workload: PeersWorkload, batches: Sequence[PeersBatch], dense: DenseKind, topology: Topology,
         mode: str = "serial",
     ) -> None:  # fmt: skip
         self.mode = mode
@@ -118,7 +118,7 @@ class NestrecJob:
         return loss
 
 
-def _tables(workload: Workload) -> list[TableConfig]:
+def _tables(workload: PeersWorkload) -> list[TableConfig]:
     cfg, optimizer = workload.cfg, RowOptimizerConfig(kind="rowwise_adagrad", eps=ROW_EPS)
     return [
         TableConfig(name=table, dim=cfg.dim, num_rows=cfg.num_rows, features=(feature,), optimizer=optimizer)
@@ -126,7 +126,7 @@ def _tables(workload: Workload) -> list[TableConfig]:
     ]
 
 
-def _first_rows(workload: Workload, table: int) -> Iterator[dict[str, torch.Tensor]]:
+def _first_rows(workload: PeersWorkload, table: int) -> Iterator[dict[str, torch.Tensor]]:
     num_rows = workload.cfg.num_rows
     for low in range(0, num_rows, _LOAD_ROWS):
         high = min(low + _LOAD_ROWS, num_rows)

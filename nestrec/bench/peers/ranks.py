@@ -19,7 +19,7 @@ import torch
 from nestrec.bench.peers.dense import DENSE_KINDS, DenseKind
 from nestrec.bench.peers.job import OUR_MODES, Job, NestrecJob
 from nestrec.bench.peers.torchrec_job import TorchRecJob
-from nestrec.bench.peers.workload import Workload, WorkloadConfig
+from nestrec.bench.peers.workload import PeersWorkload, WorkloadConfig
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, all_reduce_sum, barrier
 from nestrec.distributed.options import RanksConfig
@@ -41,7 +41,7 @@ class Timed:
 
 def build(dense: DenseKind, modes: list[str], torchrec_modes: list[str], topology: Topology) -> list[Timed]:
     """The systems, each with its own tables. Collective."""
-    workload = Workload(WorkloadConfig())
+    workload = PeersWorkload(WorkloadConfig())
     batches = [workload.batch(topology.rank, step) for step in range(NUM_BATCHES)]
     jobs: list[Job] = [NestrecJob(workload, batches, dense, _ranks(topology, mode), mode) for mode in modes]
     jobs += [TorchRecJob(workload, batches, dense, mode) for mode in torchrec_modes]

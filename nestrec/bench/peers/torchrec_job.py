@@ -15,7 +15,7 @@ from torch import nn
 
 from nestrec.bench.peers.dense import DenseKind, DensePart
 from nestrec.bench.peers.job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE
-from nestrec.bench.peers.workload import BAG, SEQUENCE, TABLE_OF, PeersBatch, Workload
+from nestrec.bench.peers.workload import BAG, SEQUENCE, TABLE_OF, PeersBatch, PeersWorkload
 
 TORCHREC_MODES = ("plain", "sparse_dist", "sparse_dist_lite")
 _MEMORY_BYTES = 8 << 30
@@ -26,7 +26,7 @@ class TorchRecJob:
 
     system = "torchrec"
 
-    def __init__(self, workload: Workload, batches: Sequence[PeersBatch], dense: DenseKind, mode: str) -> None:
+    def __init__(self, workload: PeersWorkload, batches: Sequence[PeersBatch], dense: DenseKind, mode: str) -> None:
         from torchrec import __version__
 
         self.mode, self.version = mode, __version__
@@ -62,7 +62,7 @@ class _KeyedBatch:
 class _PeersModel(nn.Module):
     """Two collections and the dense part."""
 
-    def __init__(self, workload: Workload, dense: DenseKind) -> None:
+    def __init__(self, workload: PeersWorkload, dense: DenseKind) -> None:
         from torchrec import (
             EmbeddingBagCollection,
             EmbeddingBagConfig,
@@ -100,7 +100,7 @@ def _endless(batches: Sequence[PeersBatch]) -> Iterator[_KeyedBatch]:
         yield _KeyedBatch(keyed, batch.lengths[SEQUENCE], batch.dense, batch.label)
 
 
-def _shard(model: _PeersModel, workload: Workload) -> tuple[nn.Module, Any]:
+def _shard(model: _PeersModel, workload: PeersWorkload) -> tuple[nn.Module, Any]:
     """The model over all ranks, with the rows that the workload begins with, and the optimiser of its dense part."""
     collections = [model.sequences, model.bags]
     sharded, optimizer = shard_by_rows(model, collections, sharders(), list(TABLE_OF.values()), workload.cfg.batch)
@@ -152,7 +152,7 @@ def _row_wise_plan(model: nn.Module, given: list[Any], tables: Sequence[str], ba
     return planner.plan(model, given)
 
 
-def _load_first_rows(sharded: nn.Module, workload: Workload) -> None:
+def _load_first_rows(sharded: nn.Module, workload: PeersWorkload) -> None:
     state = sharded.state_dict()
     for number, table in enumerate(TABLE_OF.values()):
         weight = next(value for name, value in state.items() if name.endswith(f"{table}.weight"))

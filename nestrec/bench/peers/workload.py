@@ -66,7 +66,7 @@ class PeersBatch:
     """(B,) float32, 0 or 1: whether the sample's first item is odd, one in five turned round."""
 
 
-class Workload:
+class PeersWorkload:
     """Batches by rank and step, and first rows by table."""
 
     def __init__(self, cfg: WorkloadConfig) -> None:

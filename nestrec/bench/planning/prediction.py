@@ -24,7 +24,7 @@ from nestrec.bench.planning.calibrate import token_flops
 from nestrec.bench.planning.prediction_job import (
     Bed,
     BedOptions,
-    Entry,
+    Contender,
     Shape,
     from_plain_bed,
     make_bed_batches,
@@ -82,8 +82,10 @@ class PredictionBench:
     def beds(self) -> list[Bed]:
         return [Bed(ranks=r, link_mbit=m, lengths=s) for r in self.ranks for m in self.link_mbit for s in self.lengths]
 
-    def entries(self) -> list[Entry]:
-        return [Entry(schedule=schedule, micro_batches=n) for n in self.micro_batches for schedule in self.schedules]
+    def entries(self) -> list[Contender]:
+        return [
+            Contender(schedule=schedule, micro_batches=n) for n in self.micro_batches for schedule in self.schedules
+        ]
 
     def options(self) -> BedOptions:
         return BedOptions(
@@ -129,7 +131,7 @@ class _Case:
     """A configuration with what was measured of it."""
 
     bed: Bed
-    entry: Entry
+    entry: Contender
     rounds: list[dict[str, Any]]
     loads: Loads
     """of all batches, in the order of steps from 1"""
@@ -201,7 +203,7 @@ def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
     return min(_CROWDING, key=error) if crowded else 0.0
 
 
-def _loads(bed: Bed, entry: Entry, options: BedOptions) -> Loads:
+def _loads(bed: Bed, entry: Contender, options: BedOptions) -> Loads:
     """Of step 1 at place 1, as batches are taken."""
     job = options.job
     batches = [make_bed_batches(bed, entry.micro_batches, options, rank) for rank in range(bed.ranks)]

@@ -43,7 +43,7 @@ class Bed:
 
 
 @config
-class Entry:
+class Contender:
     """What takes turns on a bed."""
 
     schedule: str
@@ -74,7 +74,7 @@ class BedOptions:
         return self.steps * 2 + 3
 
 
-def measure_bed(bed: Bed, entries: Sequence[Entry], options: BedOptions) -> list[dict[str, Any]]:
+def measure_bed(bed: Bed, entries: Sequence[Contender], options: BedOptions) -> list[dict[str, Any]]:
     """For each entry, for each round: mean step of the slowest rank in milliseconds, parts, and stages in seconds."""
     if can_limit() and not options.emulated:
         with limited_links(bed.ranks, bed.link_mbit) as links:
@@ -91,7 +91,7 @@ def measure_bed(bed: Bed, entries: Sequence[Entry], options: BedOptions) -> list
 
 
 def _rank(
-    topology: Topology, bed: Bed, entries: list[Entry], options: BedOptions, emulated_mbit: float | None
+    topology: Topology, bed: Bed, entries: list[Contender], options: BedOptions, emulated_mbit: float | None
 ) -> list[list[list[Span]]]:
     """Spans of each round of each entry."""
     if emulated_mbit is not None:
@@ -113,7 +113,7 @@ def _rank(
     return [[spans for _, spans in sorted(kept, key=lambda one: one[0])[: options.rounds]] for kept in found]
 
 
-def _contestant(topology: Topology, bed: Bed, entry: Entry, options: BedOptions) -> Contestant:
+def _contestant(topology: Topology, bed: Bed, entry: Contender, options: BedOptions) -> Contestant:
     batches = make_bed_batches(bed, entry.micro_batches, options, topology.rank)
     pipeline = PipelineConfig(schedule=entry.schedule)
     return Contestant(options.job, make_engine(options.job, topology), pipeline, batches)
@@ -181,7 +181,7 @@ def from_plain_bed(plain: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The inverse of `to_plain_bed`."""
     return [
         {
-            "entry": from_plain(Entry, one["entry"]),
+            "entry": from_plain(Contender, one["entry"]),
             "rounds": [
                 {
                     **turn,

@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any
 
 from nestrec.bench.bench import Bench
-from nestrec.bench.serving.relay_bed import LONGEST, Bed, RelayBench
-from nestrec.bench.serving.relay_bound import Costs, measure_costs
-from nestrec.bench.serving.relay_load import Load, Outcome
+from nestrec.bench.serving.relay_bed import LONGEST, RelayBed, RelayBench
+from nestrec.bench.serving.relay_bound import RequestCosts, measure_costs
+from nestrec.bench.serving.relay_load import RelayLoad, RelayOutcome
 from nestrec.bench.serving.relay_modes import mode_named
 from nestrec.report.benches.relay_page import write_page
 from nestrec.report.benches.relay_tables import short_rows, summary
@@ -36,7 +36,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)  # as in a server: generator and engine share an interpreter
     try:
-        bed = Bed(bench)
+        bed = RelayBed(bench)
         gc.collect()
         gc.freeze()  # what is there by now is never garbage, and looking through it again would stall requests
         sizes = list(zip(bench.history, bench.candidates, strict=True) if bench.is_paired
@@ -56,7 +56,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
 class Size:
     """Everything about one history and one number of candidates."""
 
-    def __init__(self, bed: Bed, history: int, candidates: int):
+    def __init__(self, bed: RelayBed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
@@ -128,17 +128,17 @@ class Size:
             self._sweeps[key] = Sweep(self._bed, name, self._load(returning), self._costs, budget_ms)
         return self._sweeps[key]
 
-    def _load(self, returning: float) -> Load:
+    def _load(self, returning: float) -> RelayLoad:
         return self._bed.load(self._history, self._candidates, returning)
 
 
 class Sweep:
     """Trials of one mode under one load; a rate is tried once."""
 
-    def __init__(self, bed: Bed, name: str, load: Load, costs: Costs, budget_ms: float):
+    def __init__(self, bed: RelayBed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
         self._bed, self._name, self.load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
         self._mode = mode_named(name)
-        self._outcomes: dict[float, Outcome] = {}
+        self._outcomes: dict[float, RelayOutcome] = {}
 
     def measure(self, rate: float) -> Trial:
         if rate not in self._outcomes:
@@ -181,7 +181,7 @@ class Sweep:
         }  # fmt: skip
 
 
-def _tried(rate: float, outcome: Outcome) -> dict[str, Any]:
+def _tried(rate: float, outcome: RelayOutcome) -> dict[str, Any]:
     shares = {name: share for name, share in _shares(outcome.counts).items() if name != "dram_hits"}
     return {"rate": round(rate, 2), **_percentiles(outcome.trial), **shares, **outcome.parts}
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
-from nestrec.bench.serving.relay_load import NUM_ITEMS, Load, Outcome, run_in_turn, run_trial
+from nestrec.bench.serving.relay_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec.bench.serving.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
@@ -85,7 +85,7 @@ class RelayBench:
     """of weights, arrivals and histories"""
 
 
-class Bed:
+class RelayBed:
     """A model with its memory and graphs, on which engines of all modes run one after the other."""
 
     def __init__(self, bench: RelayBench):
@@ -102,15 +102,15 @@ class Bed:
         )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
-    def load(self, history: int, candidates: int, returning: float) -> Load:
+    def load(self, history: int, candidates: int, returning: float) -> RelayLoad:
         bench = self.bench
-        return Load(
+        return RelayLoad(
             history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
             recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
             warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
         )  # fmt: skip
 
-    def unloaded_ms(self, load: Load) -> float:
+    def unloaded_ms(self, load: RelayLoad) -> float:
         """Median of full inference with one request at a time."""
         full = MODES["full"]
         engine = Engine(self.form, engine_config(full, self.bench, 1e3), runner=self.runner)
@@ -119,7 +119,7 @@ class Bed:
         finally:
             engine.close()
 
-    def trial(self, mode: Mode, load: Load, rate: float, slo_ms: float) -> Outcome:
+    def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
         """By an engine of its own with empty caches."""
         engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
         gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds

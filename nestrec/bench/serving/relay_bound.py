@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nestrec.bench.serving.relay_load import Load, bank_of
+from nestrec.bench.serving.relay_load import RelayLoad, bank_of
 from nestrec.bench.serving.relay_modes import Mode
 from nestrec.serving.engine.runner import BatchRunner, Part
 from nestrec.serving.prefix.host_pages import HostPages
@@ -21,7 +21,7 @@ _REPEATS, _BATCH, _WARM_S = 9, 8, 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class RequestCosts:
     """Milliseconds of one request alone."""
 
     full_ms: float
@@ -46,7 +46,7 @@ class Costs:
         return 1e3 / max(device_ms, 0.0 if mode.keeps_on_device else returning * self.reload_ms)
 
 
-def measure_costs(runner: BatchRunner, load: Load) -> Costs:
+def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
     """Of a history and a number of candidates."""
     form, pool = runner.form, runner.pool
     history, candidates = bank_of(load.seed).request(load, 0, 1)
@@ -64,7 +64,7 @@ def measure_costs(runner: BatchRunner, load: Load) -> Costs:
     host = HostPages(pool, max_bytes=len(pages) * pool.page_bytes)
     held = host.take(host.bytes_of(last))
     host.copy_out(pages, held)
-    return Costs(
+    return RequestCosts(
         full_ms=milliseconds(0, last, ranks=True), prefix_ms=milliseconds(0, last, ranks=False),
         rank_ms=milliseconds(last, last, ranks=True, batch=_BATCH),
         extend_ms=milliseconds(last, tokens.length, ranks=False, batch=_BATCH),

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RelayLoad:
     """A user's history is a function of the user and the visit."""
 
     history: int
@@ -81,7 +81,7 @@ class Requests:
         self._items, self._tabs = rng.integers(1, NUM_ITEMS, _BANK), rng.integers(0, 3, _BANK)
         self._actions, self._times = rng.integers(0, 4, _BANK), np.sort(rng.integers(0, _NOW_MS // 2, _BANK))
 
-    def request(self, load: Load, user: int, visit: int) -> tuple[History, Candidates]:
+    def request(self, load: RelayLoad, user: int, visit: int) -> tuple[History, Candidates]:
         length = load.history + visit * load.new_events
         first = user * 7919 % (_BANK // 2)  # whatever the length: a user who returns has the same events and more
         events = slice(first, first + length)
@@ -95,7 +95,7 @@ class Requests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RelayOutcome:
     """A trial, and what it consisted of."""
 
     trial: Trial
@@ -105,7 +105,7 @@ class Outcome:
     """where the time of answered requests went, and how busy the device was"""
 
 
-def run_in_turn(engine: Engine, load: Load, count: int) -> list[float]:
+def run_in_turn(engine: Engine, load: RelayLoad, count: int) -> list[float]:
     """Milliseconds of requests of which each leaves when the one before has been answered."""
     bank, latency_ms = bank_of(load.seed), list[float]()
     ended: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -118,7 +118,7 @@ def run_in_turn(engine: Engine, load: Load, count: int) -> list[float]:
     return latency_ms
 
 
-def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
+def run_trial(engine: Engine, mode: Mode, load: RelayLoad, rate: float) -> RelayOutcome:
     """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
 
     The sender is a plain thread of the engine's process, as a front would be, since the event loop's clock ticks in
@@ -162,7 +162,7 @@ def run_trial(engine: Engine, mode: Mode, load: Load, rate: float) -> Outcome:
     trial = Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)
     chosen = counted & np.isfinite(latency_ms)
     parts = _parts(*(times_s[chosen] for times_s in (asked_s, planned_s, launched_s, ended_s)))
-    return Outcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
+    return RelayOutcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
 
 
 class _Clock:
@@ -183,7 +183,7 @@ class _Clock:
             self._spin.wait(left_s)
 
 
-def _arrivals(rate: float, load: Load) -> Floats:
+def _arrivals(rate: float, load: RelayLoad) -> Floats:
     """Poisson arrivals of which exactly the expected number came: so the rate of a short trial is the rate it says.
 
     As long as nobody can be back yet, those who would be do not come: more users than usual would all be new.

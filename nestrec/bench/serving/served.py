@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nestrec.serving.load.open_loop import Trial, nearest_rank, poisson_arrivals
 from nestrec.serving.load.replay import Reads, ReplayConfig, made_up_request
-from nestrec.serving.load.socket_load import Outcome, SocketLoad, post
+from nestrec.serving.load.socket_load import LoadOutcome, SocketLoad, post
 from nestrec.serving.many.instances import free_port, listens
 
 Floats = NDArray[np.float64]
@@ -85,7 +85,7 @@ def serve_load(
     )  # fmt: skip
 
 
-def _trial(at_s: Floats, outcome: Outcome) -> Trial:
+def _trial(at_s: Floats, outcome: LoadOutcome) -> Trial:
     latency_ms = np.where(outcome.status == 200, (outcome.ended_s - at_s) * 1e3, np.inf)
     span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
     late_ms = float(np.quantile(outcome.sent_s - at_s, 0.99)) * 1e3 if len(at_s) else 0.0

@@ -12,7 +12,7 @@ from nestrec.base.bounds import Share
 from nestrec.base.config import config, to_plain
 from nestrec.base.errors import DataError
 from nestrec.data import schema
-from nestrec.data.card import Card, Counts, FileEntry
+from nestrec.data.card import Card, Counts, DataFile
 from nestrec.data.formats.format import Format
 from nestrec.data.prepare.duplicates import DuplicateCounter
 from nestrec.data.prepare.folder import whole_folder
@@ -71,7 +71,7 @@ def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Pro
     return _finish(folder, path, counts, files, options)
 
 
-def _finish(folder: Path, path: Path, counts: Counts, files: list[FileEntry], options: CriteoOptions) -> Card:
+def _finish(folder: Path, path: Path, counts: Counts, files: list[DataFile], options: CriteoOptions) -> Card:
     card = Card(kind="rows", name=plain_name(path), source_format="criteo", counts=counts, files=tuple(files),
                 options=to_plain(options))  # fmt: skip
     card.save(folder)

@@ -29,7 +29,7 @@ class CoreFilter:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FilterResult:
     """What stays: flags by code, and counts of the events that stay."""
 
     users: NDArray[np.bool_]
@@ -38,7 +38,7 @@ class Kept:
     item_counts: NDArray[np.int64]
 
 
-def apply_filter(rule: CoreFilter, pairs: Pairs, num_users: int, num_items: int) -> Kept:
+def apply_filter(rule: CoreFilter, pairs: Pairs, num_users: int, num_items: int) -> FilterResult:
     """Memory is a few bytes a user and an item; each round reads the events once."""
     kept = _count(pairs, np.ones(num_users, np.bool_), np.ones(num_items, np.bool_))
     while True:
@@ -52,13 +52,13 @@ def apply_filter(rule: CoreFilter, pairs: Pairs, num_users: int, num_items: int)
     users = kept.users & (kept.user_counts >= max(1, rule.min_user_events))
     if not np.array_equal(users, kept.users):
         kept = _count(pairs, users, kept.items)
-    return Kept(kept.users, kept.items & (kept.item_counts > 0), kept.user_counts, kept.item_counts)
+    return FilterResult(kept.users, kept.items & (kept.item_counts > 0), kept.user_counts, kept.item_counts)
 
 
-def _count(pairs: Pairs, users: NDArray[np.bool_], items: NDArray[np.bool_]) -> Kept:
+def _count(pairs: Pairs, users: NDArray[np.bool_], items: NDArray[np.bool_]) -> FilterResult:
     user_counts, item_counts = np.zeros(users.size, np.int64), np.zeros(items.size, np.int64)
     for event_users, event_items in pairs():
         is_kept = users[event_users] & items[event_items]
         add_counts(event_users[is_kept], user_counts)
         add_counts(event_items[is_kept], item_counts)
-    return Kept(users, items, user_counts, item_counts)
+    return FilterResult(users, items, user_counts, item_counts)

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from nestrec.data.card import Card, FileEntry, describe_file
+from nestrec.data.card import Card, DataFile, describe_file
 from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics
 
 
-def write_items(folder: Path, batches: Iterable[pa.Table]) -> FileEntry:
+def write_items(folder: Path, batches: Iterable[pa.Table]) -> DataFile:
     """Write `items.parquet` from pieces in order of item id; at least one piece, which may be empty."""
     path = folder / "items.parquet"
     num_rows = 0
@@ -29,7 +29,7 @@ def write_items(folder: Path, batches: Iterable[pa.Table]) -> FileEntry:
 
 
 def finish_sequences(
-    folder: Path, card: Card, lengths: NDArray[Any], item_counts: NDArray[np.int64], files: list[FileEntry]
+    folder: Path, card: Card, lengths: NDArray[Any], item_counts: NDArray[np.int64], files: list[DataFile]
 ) -> Card:
     """Complete the card of a dataset of sequences with statistics and files, and save it."""
     complete = dataclasses.replace(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nestrec.base.errors import DataError
-from nestrec.data.card import FileEntry, describe_file
+from nestrec.data.card import DataFile, describe_file
 from nestrec.data.prepare.parse import ABOUT_TIME
 from nestrec.data.prepare.raw import BadRow
 
@@ -57,7 +57,7 @@ class Quarantine:
             check = "say what the times of a log are (--log.time_unit s, ms, us, ns, or iso for dates)"
         return f"{check}, or allow more bad rows with --max_bad_share 1"
 
-    def files(self) -> list[FileEntry]:
+    def files(self) -> list[DataFile]:
         """The entry of the file, if there is one."""
         if not self.num_rows:
             return []

@@ -23,9 +23,9 @@ from nestrec.base.config import to_plain
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
 from nestrec.data import schema
-from nestrec.data.card import Card, Counts, Feature, FileEntry, describe_file
+from nestrec.data.card import Card, Counts, DataFile, Feature, describe_file
 from nestrec.data.gather import add_counts
-from nestrec.data.prepare.core_filter import CoreFilter, Kept, apply_filter
+from nestrec.data.prepare.core_filter import CoreFilter, FilterResult, apply_filter
 from nestrec.data.prepare.event_sort import is_duplicate, order_events
 from nestrec.data.prepare.events import EventParser
 from nestrec.data.prepare.finish import finish_sequences, write_items
@@ -124,7 +124,7 @@ def _sort(work: Assembly, partitions: Partitions) -> None:
         work.progress("sort", (p + 1) / len(partitions))
 
 
-def _filter(work: Assembly, partitions: Partitions) -> Kept:
+def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
     def pairs() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for p in range(len(partitions)):
             for chunk in partitions[p].chunks():
@@ -140,7 +140,7 @@ def _filter(work: Assembly, partitions: Partitions) -> Kept:
     return kept
 
 
-def _write(work: Assembly, partitions: Partitions, kept: Kept) -> Card:
+def _write(work: Assembly, partitions: Partitions, kept: FilterResult) -> Card:
     user_sides = [
         _side(work, s, work.parser.users, f"user{i}", partitions.bounds) for i, s in enumerate(work.source.users)
     ]
@@ -157,7 +157,7 @@ def _write(work: Assembly, partitions: Partitions, kept: Kept) -> Card:
     return finish_sequences(work.folder, card, kept.user_counts[kept.users], kept.item_counts[kept.items], files)
 
 
-def _write_users(work: Assembly, partitions: Partitions, kept: Kept, sides: list[SideTable]) -> list[FileEntry]:
+def _write_users(work: Assembly, partitions: Partitions, kept: FilterResult, sides: list[SideTable]) -> list[DataFile]:
     id_of_item = np.cumsum(kept.items, dtype=np.int64)
     user_types = {name: column.type for side in sides for name, column in side.load(0).items()}
     fields = _fields(work.parser) + [pa.field(schema.USER_PREFIX + n, t) for n, t in user_types.items()]
@@ -180,7 +180,7 @@ def _user_block(  # noqa: PLR0917
     records: NDArray[Any],
     codes: NDArray[np.int64],
     first_id: int,
-    kept: Kept,
+    kept: FilterResult,
     id_of_item: NDArray[np.int64],
     features: dict[str, pa.Array],
 ) -> UserBlock:
@@ -214,7 +214,9 @@ def _fields(parser: EventParser) -> list[pa.Field]:
     )
 
 
-def _item_tables(work: Assembly, kept: Kept, bounds: NDArray[np.int64], sides: list[SideTable]) -> Iterator[pa.Table]:
+def _item_tables(
+    work: Assembly, kept: FilterResult, bounds: NDArray[np.int64], sides: list[SideTable]
+) -> Iterator[pa.Table]:
     next_id = 1
     for p in range(bounds.size - 1):
         codes = bounds[p] + np.flatnonzero(kept.items[bounds[p] : bounds[p + 1]])
@@ -240,7 +242,7 @@ def _features(sides: list[SideTable]) -> tuple[Feature, ...]:
     return tuple(feature for side in sides for feature in side.features())
 
 
-def _write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[FileEntry]:
+def _write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[DataFile]:
     """One file for each category column: `id` from 1 and `key`."""
     tables = {schema.EVENT_PREFIX + name: table for name, table in work.parser.vocabularies.items()}
     for prefix, sides in ((schema.USER_PREFIX, user_sides), (schema.ITEM_PREFIX, item_sides)):
@@ -256,7 +258,9 @@ def _write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides:
     return files
 
 
-def _card(work: Assembly, kept: Kept, user_features: tuple[Feature, ...], item_features: tuple[Feature, ...]) -> Card:
+def _card(
+    work: Assembly, kept: FilterResult, user_features: tuple[Feature, ...], item_features: tuple[Feature, ...]
+) -> Card:
     num_events = int(kept.user_counts[kept.users].sum())
     num_dropped = work.num_duplicates if work.drops_duplicates else 0
     num_below = work.parser.num_below_rating

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.data.card import Histogram, LengthStatistics, PopularityStatistics
+from nestrec.data.card import BinnedCounts, LengthStatistics, PopularityStatistics
 
 
 def length_statistics(lengths: NDArray[Any]) -> LengthStatistics:
@@ -60,17 +60,17 @@ def zipf_exponent(ranked: NDArray[np.int64]) -> float:
     return s
 
 
-def log_histogram(values: NDArray[Any], bins_per_decade: int = 10) -> Histogram:
+def log_histogram(values: NDArray[Any], bins_per_decade: int = 10) -> BinnedCounts:
     """Histogram of positive integers in logarithmic bins; zeros are left out."""
     positive = values[values > 0]
     if not positive.size:
-        return Histogram()
+        return BinnedCounts()
     top = float(positive.max()) + 1
     num_steps = int(np.ceil(np.log10(top) * bins_per_decade)) + 1
     edges = np.unique(np.round(10 ** (np.arange(num_steps + 1) / bins_per_decade)).astype(np.int64))
     edges = edges[: int(np.searchsorted(edges, top)) + 1]
     counts = np.histogram(positive, bins=edges)[0]
-    return Histogram(edges=tuple(edges.tolist()), counts=tuple(counts.tolist()))
+    return BinnedCounts(edges=tuple(edges.tolist()), counts=tuple(counts.tolist()))
 
 
 def _top_share(ranked: NDArray[np.int64], share: float) -> float:

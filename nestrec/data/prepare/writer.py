@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from nestrec.data.card import FileEntry, describe_file
+from nestrec.data.card import DataFile, describe_file
 from nestrec.data.gather import offsets_of_lengths
 
 ROWS_A_GROUP = 1024
@@ -48,7 +48,7 @@ class UsersWriter:
         if sum(b.num_rows for b in self._pending) >= ROWS_A_GROUP or self._pending_events() >= EVENTS_A_GROUP:
             self._write_groups(is_last=False)
 
-    def close(self) -> list[FileEntry]:
+    def close(self) -> list[DataFile]:
         """Write what is left; the entries of all parts."""
         self._write_groups(is_last=True)
         if not self._parts:

@@ -13,7 +13,7 @@ FALSE_NEGATIVE_LOGIT = -5e4
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class LossCandidates:
     """What is compared with the queries. Column 0 is the positive."""
 
     index_TN: torch.Tensor
@@ -24,9 +24,9 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.index_TN)
 
-    def part(self, start: int, stop: int) -> "Candidates":
+    def part(self, start: int, stop: int) -> "LossCandidates":
         """Those of the tokens from `start` to `stop`."""
-        return Candidates(self.index_TN[start:stop], None if self.bias_TN is None else self.bias_TN[start:stop])
+        return LossCandidates(self.index_TN[start:stop], None if self.bias_TN is None else self.bias_TN[start:stop])
 
 
 def make_candidates(
@@ -35,16 +35,16 @@ def make_candidates(
     *,
     bias_TR: torch.Tensor | None = None,
     shared_TK: torch.Tensor | None = None,
-) -> Candidates:
+) -> LossCandidates:
     """Positive and own negatives of each token; with `shared_TK` also the negatives of those other tokens."""
     index_TN = torch.cat([positive_T[:, None], _with_shared(negative_TR, shared_TK)], dim=1)
     if bias_TR is None:
-        return Candidates(index_TN)
+        return LossCandidates(index_TN)
     bias_TC = _with_shared(bias_TR, shared_TK)
-    return Candidates(index_TN, torch.cat([bias_TC.new_zeros(len(bias_TC), 1), bias_TC], dim=1))
+    return LossCandidates(index_TN, torch.cat([bias_TC.new_zeros(len(bias_TC), 1), bias_TC], dim=1))
 
 
-def masked_logits(logit_SN: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+def masked_logits(logit_SN: torch.Tensor, candidates: LossCandidates) -> torch.Tensor:
     """Logits with their bias, where false negatives count for nothing. Differentiable."""
     index_SN = candidates.index_TN
     is_false = index_SN == index_SN[:, :1]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nestrec.ops.kernel_op import kernel_op
-from nestrec.ops.losses.candidates import Candidates
+from nestrec.ops.losses.candidates import LossCandidates
 from nestrec.ops.losses.segmented import segmented_loss
 from nestrec.ops.losses.softmax import SampledKind
 from nestrec.ops.losses.sum_outer import sum_outer
@@ -25,7 +25,9 @@ _CACHED_TOKENS = 16
 """Segment of a CPU."""
 
 
-def fused_loss(query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: Candidates, kind: SampledKind) -> torch.Tensor:
+def fused_loss(
+    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: LossCandidates, kind: SampledKind
+) -> torch.Tensor:
     """(T,) losses."""
     if not runs_triton(row_UD):
         return segmented_loss(query_TD, row_UD, candidates, kind, segment_tokens=_CACHED_TOKENS)

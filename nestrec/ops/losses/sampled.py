@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from nestrec.ops.losses.candidates import Candidates
+from nestrec.ops.losses.candidates import LossCandidates
 from nestrec.ops.losses.fused import fused_loss
 from nestrec.ops.losses.segmented import segmented_loss
 from nestrec.ops.losses.softmax import SampledKind, plain_sampled_loss
@@ -21,7 +21,7 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
 def sampled_loss(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: Candidates, kind: SampledKind, *,
+    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: LossCandidates, kind: SampledKind, *,
     variant: Variant = "plain", segment_tokens: int = 512,
 ) -> torch.Tensor:  # fmt: skip
     """(T,) losses of tokens over their candidates. All variants but `plain` compute in the type of the rows."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nestrec.ops.losses.candidates import Candidates, masked_logits
+from nestrec.ops.losses.candidates import LossCandidates, masked_logits
 from nestrec.ops.losses.offloaded_vectors import OffloadedVectors
 from nestrec.ops.losses.softmax import SampledKind, loss_of_logits, slopes
 from nestrec.ops.losses.sum_outer import sum_outer
@@ -49,7 +49,7 @@ class GatheredVectors:
 def segmented_loss(
     query_TD: torch.Tensor,
     row_UD: torch.Tensor,
-    candidates: Candidates,
+    candidates: LossCandidates,
     kind: SampledKind,
     *,
     segment_tokens: int,
@@ -82,7 +82,7 @@ class _Segmented(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         kind, segment_tokens, offload = options
         vectors: Vectors = (OffloadedVectors if offload else GatheredVectors)(row_UD, index_TN, segment_tokens)
-        candidates = Candidates(index_TN, bias_TN)
+        candidates = LossCandidates(index_TN, bias_TN)
         loss_T, total_T = query_TD.new_empty(len(query_TD)), query_TD.new_empty(len(query_TD))
         for start, stop, vector_SND in vectors.forward():
             logit_SN = _logits(query_TD[start:stop], vector_SND, candidates.part(start, stop))
@@ -94,7 +94,7 @@ class _Segmented(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_TD, index_TN, total_T, *bias = ctx.saved_tensors
-        candidates = Candidates(index_TN, bias[0] if bias else None)
+        candidates = LossCandidates(index_TN, bias[0] if bias else None)
         grad_query_TD, slope_TN = torch.empty_like(query_TD), query_TD.new_empty(index_TN.shape)
         for start, stop, vector_SND in ctx.vectors.backward():
             logit_SN = _logits(query_TD[start:stop], vector_SND, candidates.part(start, stop))
@@ -105,5 +105,5 @@ class _Segmented(torch.autograd.Function):
         return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, ctx.num_rows), None, None, None
 
 
-def _logits(query_SD: torch.Tensor, vector_SND: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+def _logits(query_SD: torch.Tensor, vector_SND: torch.Tensor, candidates: LossCandidates) -> torch.Tensor:
     return masked_logits(torch.bmm(vector_SND.to(query_SD.dtype), query_SD[:, :, None])[:, :, 0], candidates)

@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch.nn.functional import cross_entropy, softplus
 
-from nestrec.ops.losses.candidates import Candidates, masked_logits
+from nestrec.ops.losses.candidates import LossCandidates, masked_logits
 
 SampledKind = Literal["sampled_softmax", "bce"]
 
 
 def plain_sampled_loss(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: Candidates, kind: SampledKind
+    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: LossCandidates, kind: SampledKind
 ) -> torch.Tensor:
     """(T,) losses; the vectors of all candidates lie in memory until their gradients are there."""
     logit_TN = masked_logits(_dot_products(query_TD, row_UD, candidates.index_TN), candidates)

@@ -42,7 +42,7 @@ ASSUMPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class _Line:
     """Time in units of the computation, by number of workers."""
 
     own: float
@@ -110,11 +110,11 @@ def simulated(method: Method, workers: int) -> Replay:
     return replay(program, SameOnEveryRank(seconds), Mesh(method.replicas, domain))
 
 
-def line_of(share: dict[int, float]) -> Line:
+def line_of(share: dict[int, float]) -> _Line:
     """Through both ends of the baseline."""
     times = {n: share[n] / (1.0 - LOOKUP_SHARE[n] - COMMUNICATION_SHARE[n]) for n in (FEW, MANY)}
     each = (times[MANY] - times[FEW]) / (MANY - FEW)
-    return Line(times[FEW] - each * FEW, each)
+    return _Line(times[FEW] - each * FEW, each)
 
 
 def _rows(method: Method, speedup: float, efficiency: float) -> list[Published]:

@@ -24,7 +24,7 @@ from nestrec.serving.api.process.listening import bound_sockets, close_all, port
 from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.process.signals import Signals
-from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.limited_protocol import protocol_with
 from nestrec.serving.api.protocol.plain_cycle import Door
 from nestrec.serving.api.reloader import Reloader
@@ -109,7 +109,7 @@ def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
 def uvicorn_config(app: Any, cfg: ServeConfig, door: Door | None = None) -> uvicorn.Config:
     """Errors are logged and warnings are not: uvicorn warns of every malformed request, so that a client could fill the
     log, and stop the server where nobody reads it. They are counted in a metric instead."""
-    hosts = Hosts(cfg.host, cfg.hosts)
+    hosts = HostNames(cfg.host, cfg.hosts)
     protocol = protocol_with(cfg.limits, hosts, door)
     if cfg.health_port is not None:
         app = WithHealthPort(app, cfg.host, cfg.health_port, hosts)

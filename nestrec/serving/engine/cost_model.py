@@ -28,7 +28,7 @@ _SCALE = (1.0, 1e-3, 1e-6)
 Costs = tuple[float, float, float]
 
 
-class CostModel:
+class EngineCostModel:
     """Safe to ask from any thread; one thread observes."""
 
     def __init__(self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9):

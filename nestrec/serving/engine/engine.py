@@ -18,13 +18,13 @@ from nestrec.base.clock import Clock, RealClock
 from nestrec.serving.client import NOBODY, Sender
 from nestrec.serving.engine.backlog import Backlog
 from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import CostModel, work_of
-from nestrec.serving.engine.pace import Pace
+from nestrec.serving.engine.cost_model import EngineCostModel, work_of
+from nestrec.serving.engine.pace import EnginePace
 from nestrec.serving.engine.planner import Planner
 from nestrec.serving.engine.probe import check_probe
 from nestrec.serving.engine.runner import BatchRunner, Launched, Scored
 from nestrec.serving.engine.runners import make_runner
-from nestrec.serving.engine.step import Step
+from nestrec.serving.engine.step import EngineStep
 from nestrec.serving.engine.warm_up import warm_up
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.histogram import Histogram
@@ -44,7 +44,7 @@ _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    steps: list[Step]
+    steps: list[EngineStep]
     launched: Launched
     work: tuple[int, int]
     """(tokens, pairs)"""
@@ -65,7 +65,7 @@ class Engine:
         """seconds for which the device has been at work"""
         self.queue_times, self.compute_times = Histogram(), Histogram()
         """of ranking requests that were answered; a request computes while a batch does that it has a part in"""
-        self.costs = CostModel()
+        self.costs = EngineCostModel()
         self.tiers = PrefixTiers(
             form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
             pool=runner.pool if runner is not None else None,
@@ -81,7 +81,7 @@ class Engine:
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
-        self._pace = Pace(spins=self._runner.spins)
+        self._pace = EnginePace(spins=self._runner.spins)
         self._backlog = Backlog()
         self._byte_s = 0.0  # device seconds of a byte of a request, of late
         self._is_draining = self._is_closed = self._has_ended = False
@@ -289,7 +289,7 @@ class Engine:
             self._planner.launched(step)
         self._in_flight.append(_Batch(steps, launched, work))
 
-    def _keep(self, step: Step) -> None:
+    def _keep(self, step: EngineStep) -> None:
         """The new tokens are in the pages for every batch after this one."""
         if step.entry is not None and not step.entry.is_dropped and step.part.store_until > step.part.first:
             content = step.work.content_of(step.part.store_until)
@@ -321,7 +321,7 @@ class Engine:
                 self._release(step)
         self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
 
-    def _answer(self, step: Step, scored: Scored) -> None:
+    def _answer(self, step: EngineStep, scored: Scored) -> None:
         work = step.work
         assert work.candidates is not None
         with self._condition:
@@ -339,7 +339,7 @@ class Engine:
             items, scores = work.candidates.items, np.concatenate(work.scored)
         self._finish(work, Answer(items, scores, work.key.version, work.source, work.num_cached), None)
 
-    def _signal_advanced(self, step: Step) -> None:
+    def _signal_advanced(self, step: EngineStep) -> None:
         if step.is_last and step.entry is not None:
             self._signal_done(step.work, step.entry)
         self._release(step)
@@ -351,11 +351,11 @@ class Engine:
         self._count("signal_done")
         self._finish(work, Answer(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
 
-    def _release(self, step: Step) -> None:
+    def _release(self, step: EngineStep) -> None:
         if step.entry is not None:
             self.tiers.device.unpin(step.entry)
 
-    def _fail(self, step: Step) -> None:
+    def _fail(self, step: EngineStep) -> None:
         self._planner.drop(step.work)
         self.tiers.device.drop(step.work.key)
         self._release(step)
@@ -388,7 +388,7 @@ class Engine:
             self._finish(work, None, UnavailableError("the engine has ended", 1.0))
 
 
-def _work_of(steps: list[Step]) -> tuple[int, int]:
+def _work_of(steps: list[EngineStep]) -> tuple[int, int]:
     """(tokens, pairs) for the cost model"""
     tokens = pairs = 0
     for step in steps:

@@ -17,7 +17,7 @@ _AWAKE_S = 5e-4
 _SMOOTH = 0.05
 
 
-class Pace:
+class EnginePace:
     """Used on the engine's thread."""
 
     def __init__(self, *, spins: bool):

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from nestrec.base.clock import Clock
 from nestrec.base.failpoints import fail_point
 from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.rank_planner import FEWEST_TOKENS, LEAST_SHARE, RankPlanner
-from nestrec.serving.engine.step import Step
+from nestrec.serving.engine.step import EngineStep
 from nestrec.serving.engine.work import Answer, UnavailableError, Work
 from nestrec.serving.prefix.cache import CacheKey, Entry
 from nestrec.serving.prefix.tiers import PrefixTiers
@@ -32,7 +32,7 @@ class Planner:
     """
 
     def __init__(
-        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: CostModel, tokens_an_event: int,
+        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: EngineCostModel, tokens_an_event: int,
         appends_candidates: bool, row_step: int, end: End, signal_done: Callable[[Work, Entry], None],
         count: Callable[[str], None], queued_s: Callable[[], float],
     ):  # fmt: skip
@@ -62,13 +62,13 @@ class Planner:
         else:
             self._signals[work.key] = work
 
-    def plan(self) -> list[Step]:
+    def plan(self) -> list[EngineStep]:
         """The next batch; empty where all that is left waits for copies."""
         fail_point("serving.plan")
         ranked, is_full = self._ranks.plan()
         return ranked if is_full else ranked + self._plan_signals(ranked)
 
-    def launched(self, step: Step) -> None:
+    def launched(self, step: EngineStep) -> None:
         """The batch is on its way: a signal whose last chunk it holds needs no further one."""
         if not step.work.is_rank and step.is_last:
             self._signals.pop(step.work.key, None)
@@ -95,10 +95,10 @@ class Planner:
             return False
         return True
 
-    def _plan_signals(self, ranked: list[Step]) -> list[Step]:
+    def _plan_signals(self, ranked: list[EngineStep]) -> list[EngineStep]:
         """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
         busy = {step.work.key for step in ranked}
-        steps: list[Step] = []
+        steps: list[EngineStep] = []
         budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
         ranked_s = sum(self._costs.predict_s(*step.part.work, steps=0.0) for step in ranked)
         left_s = max(self._chunk_s - ranked_s, LEAST_SHARE * self._chunk_s)
@@ -123,7 +123,7 @@ class Planner:
         least = self._row_step if rows % self._row_step == 0 else 1
         return in_time >= max(least, min(FEWEST_TOKENS, missing))
 
-    def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> Step | None:
+    def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> EngineStep | None:
         """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
         if not self._is_wanted(work):
             return None
@@ -140,7 +140,7 @@ class Planner:
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
         end = self._cut(first, min(work.tokens.num_cacheable, first + chunk), rows)
         is_last = end >= work.tokens.num_cacheable
-        step = Step.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
+        step = EngineStep.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
         if not step.is_kept:  # no room to keep it: nothing to compute ahead
             if step.entry is not None:
                 self._tiers.device.unpin(step.entry)

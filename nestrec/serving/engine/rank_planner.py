@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import CostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel, work_of
 from nestrec.serving.engine.fair_queue import FairQueue
-from nestrec.serving.engine.step import Step
+from nestrec.serving.engine.step import EngineStep
 from nestrec.serving.engine.work import Work
 from nestrec.serving.prefix.cache import CacheKey, Entry
 from nestrec.serving.prefix.tiers import PrefixTiers
@@ -31,11 +31,11 @@ class _Batch:
     """tokens"""
     left_s: float
     """until it is as long as a batch may be"""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[EngineStep] = field(default_factory=list)
     keys: set[CacheKey] = field(default_factory=set)
     has_piece: bool = False
 
-    def add(self, step: Step, seconds: float) -> None:
+    def add(self, step: EngineStep, seconds: float) -> None:
         self.steps.append(step)
         self.keys.add(step.work.key)
         self.budget -= step.part.num_new
@@ -50,7 +50,7 @@ class RankPlanner:
     """
 
     def __init__(
-        self, cfg: EngineConfig, tiers: PrefixTiers, *, costs: CostModel, chunk_s: float, tokens_an_event: int,
+        self, cfg: EngineConfig, tiers: PrefixTiers, *, costs: EngineCostModel, chunk_s: float, tokens_an_event: int,
         appends_candidates: bool, is_wanted: Callable[[Work], bool], resume: Callable[[Work], None],
     ):  # fmt: skip
         self._cfg, self._tiers, self._costs, self._chunk_s = cfg, tiers, costs, chunk_s
@@ -59,7 +59,7 @@ class RankPlanner:
         self.queue = FairQueue(lambda work: min(work.estimate_s, chunk_s))
         self._begun: dict[CacheKey, Work] = {}
 
-    def plan(self) -> tuple[list[Step], bool]:
+    def plan(self) -> tuple[list[EngineStep], bool]:
         """The steps, and whether requests are left that there was no room for."""
         batch = _Batch(self._cfg.max_batch_tokens, self._chunk_s)
         taken: list[tuple[Work, bool]] = []
@@ -103,7 +103,7 @@ class RankPlanner:
         batch.add(step, seconds)
         return not step.is_last, seconds
 
-    def _begins(self, step: Step) -> None:
+    def _begins(self, step: EngineStep) -> None:
         work = step.work
         if not work.is_begun:
             work.is_begun, work.num_cached = True, step.part.first
@@ -127,18 +127,18 @@ class RankPlanner:
         num_candidates = 0 if candidates is None else len(candidates)
         return self._costs.predict_s(*work_of(first, work.tokens.length - first, num_candidates), steps=0.0)
 
-    def _rest(self, work: Work, entry: Entry | None) -> Step:
-        return Step.make(
+    def _rest(self, work: Work, entry: Entry | None) -> EngineStep:
+        return EngineStep.make(
             self._tiers, work, entry, end=work.tokens.length, candidates=work.candidates_left, is_last=True
         )
 
-    def _piece(self, work: Work, entry: Entry | None, budget: int, left_s: float) -> Step:
+    def _piece(self, work: Work, entry: Entry | None, budget: int, left_s: float) -> EngineStep:
         """As much of a long request as is done in so many seconds."""
         first = entry.length if entry is not None else 0
         in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
         chunk = max(FEWEST_TOKENS, min(in_time, budget)) // self._tokens_an_event * self._tokens_an_event
         if work.tokens.num_cacheable - first > chunk:
-            step = Step.make(self._tiers, work, entry, end=first + chunk, candidates=None, is_last=False)
+            step = EngineStep.make(self._tiers, work, entry, end=first + chunk, candidates=None, is_last=False)
             return step if step.is_kept else self._whole(step)
         history_s = self._costs.predict_s(*work_of(first, work.tokens.length - first, 0), steps=0.0)
         candidates = work.candidates_left
@@ -147,14 +147,14 @@ class RankPlanner:
         if not self._appends_candidates or count >= len(candidates):
             return self._rest(work, entry)
         some = candidates.part(0, count)
-        step = Step.make(self._tiers, work, entry, end=work.tokens.length, candidates=some, is_last=False)
+        step = EngineStep.make(self._tiers, work, entry, end=work.tokens.length, candidates=some, is_last=False)
         return step if step.is_kept else self._whole(step)
 
     def _candidates_within(self, work: Work, seconds: float) -> int:
         each_s = self._costs.predict_s(*work_of(work.tokens.length, 0, 1), steps=0.0)
         return max(_FEWEST_CANDIDATES, int(seconds / each_s))
 
-    def _whole(self, step: Step) -> Step:
+    def _whole(self, step: EngineStep) -> EngineStep:
         """Without room to keep a piece: all that is left, with the entry that is pinned already."""
         part = replace(step.part, end=step.work.tokens.length, candidates=step.work.candidates_left)
         return replace(step, part=part, is_last=True)

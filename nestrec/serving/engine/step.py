@@ -10,7 +10,7 @@ from nestrec.serving.prefix.tiers import PrefixTiers
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """Its entry is pinned until the batch has ended."""
 
     work: Work
@@ -22,7 +22,7 @@ class Step:
     @staticmethod
     def make(
         tiers: PrefixTiers, work: Work, entry: Entry | None, *, end: int, candidates: Candidates | None, is_last: bool
-    ) -> "Step":
+    ) -> "EngineStep":
         """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
         first = entry.length if entry is not None else 0
         entry, store_until = tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
@@ -30,7 +30,7 @@ class Step:
         part = Part(
             tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=candidates
         )
-        return Step(work, part, entry, is_last)
+        return EngineStep(work, part, entry, is_last)
 
     @property
     def is_kept(self) -> bool:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nestrec.serving.engine.cost_model import CostModel
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.runner import BatchRunner, Part
 from nestrec.serving.model.forms import Form
 from nestrec.serving.model.inputs import Candidates, History
@@ -12,7 +12,7 @@ _SIZES = ((1, 1), (8, 16), (64, 32), (256, 16), (16, 256), (1024, 64), (4096, 25
 """(events, candidates)"""
 
 
-def warm_up(runner: BatchRunner, costs: CostModel) -> None:
+def warm_up(runner: BatchRunner, costs: EngineCostModel) -> None:
     """Run batches of several sizes; those of the first round are not counted."""
     for number in range(_ROUNDS):
         for num_events, num_candidates in _SIZES:

@@ -21,7 +21,7 @@ _RETRY = re.compile(rb"\r\nretry-after: *\d+\r\n", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadOutcome:
     """What became of each request."""
 
     status: NDArray[np.int64]
@@ -71,10 +71,10 @@ class SocketLoad:
         self._idle: list[_Connection] = []
         self._num_under_way = 0
 
-    def run(self, at_s: Sequence[float] | Floats, requests: Sequence[bytes]) -> Outcome:
+    def run(self, at_s: Sequence[float] | Floats, requests: Sequence[bytes]) -> LoadOutcome:
         """Send request i at `at_s[i]`, which do not decrease, and wait for all answers."""
         count, moments = len(at_s), [float(moment_s) for moment_s in at_s]
-        self._outcome = Outcome(
+        self._outcome = LoadOutcome(
             np.zeros(count, np.int64), np.zeros(count), np.full(count, np.inf), np.zeros(count, np.bool_)
         )
         self._start_s = time.perf_counter()

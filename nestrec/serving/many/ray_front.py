@@ -28,7 +28,7 @@ APPLICATION = "nestrec"
 _SLOT_ROUTER = "nestrec.serving.many.ray_router:SlotRouter"
 
 
-class Instance:
+class RayInstance:
     """A replica: service and routes of one instance, without a socket."""
 
     def __init__(self, folders: list[str], cfg: ServeConfig, secret: str):
@@ -144,7 +144,7 @@ def start_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> Any:
     )
     light = {"num_cpus": 0.1}  # several instances may share a core
     instances = serve.deployment(
-        Instance,
+        RayInstance,
         num_replicas=cfg.instances,
         request_router_config=router,
         max_ongoing_requests=1000,

@@ -43,7 +43,7 @@ from nestrec.serving.model.spec import (
     ServableSpec,
     table_file,
 )  # fmt: skip
-from nestrec.serving.model.tables import ResidentTable, Table
+from nestrec.serving.model.tables import ResidentTable, ServedTable
 from nestrec.training.identity import Identity, check_restored, identity_of
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
@@ -153,7 +153,7 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
     return manifest
 
 
-def _weight(table: Table) -> torch.Tensor:
+def _weight(table: ServedTable) -> torch.Tensor:
     assert isinstance(table, ResidentTable)
     return table.weight
 

@@ -17,7 +17,7 @@ from nestrec.serving.model.forms import Tokens
 from nestrec.serving.model.inputs import Candidates, History, window_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
-from nestrec.serving.model.tables import Table
+from nestrec.serving.model.tables import ServedTable
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 
 _SPARE = 64
@@ -86,7 +86,7 @@ class RetrievalForm:
         return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items)))
 
 
-def _first_choice(index: Table, query_D: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+def _first_choice(index: ServedTable, query_D: torch.Tensor, candidates: Candidates) -> torch.Tensor:
     """Rows of the index, in order, that hold the best and some more; on the host. Of a list of allowed ones, all."""
     if candidates.allowed is not None:
         return torch.from_numpy(np.setdiff1d(candidates.allowed[candidates.allowed > 0], candidates.excluded) - 1)

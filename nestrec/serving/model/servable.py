@@ -35,7 +35,7 @@ from nestrec.serving.model.spec import (
     ServableSpec,
     table_file,
 )  # fmt: skip
-from nestrec.serving.model.tables import ResidentTable, Table, TablesConfig, open_table
+from nestrec.serving.model.tables import ResidentTable, ServedTable, TablesConfig, open_table
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Servable:
     spec: ServableSpec
     version: str
     model: nn.Module
-    tables: Mapping[str, Table]
+    tables: Mapping[str, ServedTable]
     """by name"""
     item_keys: tuple[str, ...]
     """source id of item 1, 2, ..."""
-    index: Table | None
+    index: ServedTable | None
     """vectors of items 1 to N, in rows 0 to N - 1, as the similarity sees them (retrieval)"""
     item_columns: Mapping[str, torch.Tensor]
     """category of each item id (ranking), where ids are looked up"""

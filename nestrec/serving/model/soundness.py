@@ -7,7 +7,7 @@ import torch
 from nestrec.base.errors import DamagedError
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import COLUMNS_FILE, INDEX_FILE, ITEMS_FILE, SPEC_FILE, WEIGHTS_FILE, table_file
-from nestrec.serving.model.tables import Table
+from nestrec.serving.model.tables import ServedTable
 
 
 def check_sound(servable: Servable) -> None:
@@ -34,11 +34,11 @@ def check_sound(servable: Servable) -> None:
         _check_table(servable, servable.index, INDEX_FILE)
 
 
-def _check_rows(table: Table, num_rows: int, file: str) -> None:
+def _check_rows(table: ServedTable, num_rows: int, file: str) -> None:
     _check(table.num_rows == num_rows, file, f"has {table.num_rows} rows where the spec has {num_rows}")
 
 
-def _check_table(servable: Servable, table: Table, file: str) -> None:
+def _check_table(servable: Servable, table: ServedTable, file: str) -> None:
     dim = servable.encoder_config.dim
     for _, part in table.parts():
         _check(part.shape[1] == dim, file, f"has rows of {part.shape[1]} numbers where the model has {dim}")

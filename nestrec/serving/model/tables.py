@@ -33,7 +33,7 @@ class TablesConfig:
     """rows of each table that the device keeps; a table of no more rows lies there whole"""
 
 
-class Table(Protocol):
+class ServedTable(Protocol):
     """Rows by id."""
 
     num_rows: int
@@ -138,7 +138,9 @@ class CachedTable:
             self._slots.remove(leaving)
 
 
-def open_table(path: Path, tensor: str, device: torch.device, cfg: TablesConfig, *, is_streamed: bool = False) -> Table:
+def open_table(
+    path: Path, tensor: str, device: torch.device, cfg: TablesConfig, *, is_streamed: bool = False
+) -> ServedTable:
     """The table in a safetensors file. is_streamed: it is read from end to end, which no cache can help."""
     if cfg.cache_rows < 0:
         raise UserError("is negative", field="tables.cache_rows", value=cfg.cache_rows, remedy="give 0 or more rows")

@@ -9,7 +9,7 @@ from typing import Literal
 from nestrec.base.bounds import Count, Natural, NonNegative
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
-from nestrec.serving.engine.cost_model import CostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel, work_of
 from nestrec.serving.engine.work import Work
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.model.forms import Form
@@ -51,7 +51,7 @@ class PrefixTiers:
     """Finds, makes, keeps, spills and reloads the prefixes of works."""
 
     def __init__(
-        self, form: Form, cfg: TiersConfig, *, keyed: KeyedHash, clock: Clock, costs: CostModel, post: Post,
+        self, form: Form, cfg: TiersConfig, *, keyed: KeyedHash, clock: Clock, costs: EngineCostModel, post: Post,
         count: Callable[[str], None], pool: PagePool | None = None,
     ):  # fmt: skip
         """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""

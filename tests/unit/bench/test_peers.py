@@ -12,18 +12,18 @@ from nestrec.bench.harness.frame import make_frame
 from nestrec.bench.peers.dense import DensePart
 from nestrec.bench.peers.job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE, NestrecJob
 from nestrec.bench.peers.peers import PeersBench, find_python, measure_peers, rows_of, short_rows, write_page
-from nestrec.bench.peers.workload import BAG, SEQUENCE, Workload, WorkloadConfig
+from nestrec.bench.peers.workload import BAG, SEQUENCE, PeersWorkload, WorkloadConfig
 from nestrec.distributed import Topology
 
 SMALL = WorkloadConfig(num_rows=500, batch=10, mean_length=6.0, max_length=16, dim=8)
 
 
 def test_the_batches_are_those_that_published_figures_were_measured_on():
-    assert Workload(WorkloadConfig()).fingerprint() == "1b72c0b1d6052832"
+    assert PeersWorkload(WorkloadConfig()).fingerprint() == "1b72c0b1d6052832"
 
 
 def test_first_rows_do_not_depend_on_how_a_table_is_cut():
-    workload = Workload(WorkloadConfig(num_rows=200_000, dim=2))
+    workload = PeersWorkload(WorkloadConfig(num_rows=200_000, dim=2))
     whole = workload.first_rows(1, 0, 200_000)
     parts = [workload.first_rows(1, a, b) for a, b in ((0, 70_000), (70_000, 70_001), (70_001, 200_000))]
     assert torch.equal(torch.cat(parts), whole)
@@ -55,7 +55,7 @@ def plain_losses(workload, batches, dense, num_steps):
 
 @pytest.mark.parametrize("dense", ["mlp", "bucket"])
 def test_our_losses_are_those_of_plain_torch(dense):
-    workload = Workload(SMALL)
+    workload = PeersWorkload(SMALL)
     batches = [workload.batch(0, step) for step in range(3)]
     job = NestrecJob(workload, batches, dense, Topology.single())
     for _ in range(6):

@@ -8,9 +8,9 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.bench.harness.frame import make_frame
 from nestrec.bench.serving.relay import measure_relay
-from nestrec.bench.serving.relay_bed import Bed, RelayBench
-from nestrec.bench.serving.relay_bound import Costs
-from nestrec.bench.serving.relay_load import Load, bank_of
+from nestrec.bench.serving.relay_bed import RelayBed, RelayBench
+from nestrec.bench.serving.relay_bound import RequestCosts
+from nestrec.bench.serving.relay_load import RelayLoad, bank_of
 from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
 from nestrec.models.hstu import HSTUConfig
 from nestrec.report.benches.relay_page import write_page
@@ -30,7 +30,7 @@ SOURCES = {
 
 @pytest.fixture(scope="module")
 def bed():
-    return Bed(BENCH)
+    return RelayBed(BENCH)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -54,7 +54,7 @@ def test_every_mode_gives_a_row():
 
 
 def test_users_return_with_more_events_and_only_recent_ones():
-    load = Load(history=10, candidates=3, returning=0.5, new_events=2, recent_users=8, pause_s=0.1)
+    load = RelayLoad(history=10, candidates=3, returning=0.5, new_events=2, recent_users=8, pause_s=0.1)
     at_s = np.arange(400) * 0.01
     visits = load.visits(at_s)
     assert visits == load.visits(at_s)
@@ -72,7 +72,7 @@ def test_users_return_with_more_events_and_only_recent_ones():
 
 
 def test_bounds_follow_from_the_costs():
-    costs = Costs(full_ms=10.0, prefix_ms=8.0, rank_ms=2.0, extend_ms=0.5, reload_ms=40.0, prefix_mb=1.0)
+    costs = RequestCosts(full_ms=10.0, prefix_ms=8.0, rank_ms=2.0, extend_ms=0.5, reload_ms=40.0, prefix_mb=1.0)
     assert costs.bound_qps(MODES["full"], 0.5) == 100.0
     assert costs.bound_qps(MODES["relay"], 0.0) == 100.0
     assert costs.bound_qps(MODES["relay"], 1.0) == 400.0

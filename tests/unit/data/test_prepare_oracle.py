@@ -18,7 +18,7 @@ from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare import raw
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
-from nestrec.testing.prepare_oracle import Event, Expected, expected_dataset
+from nestrec.testing.prepare_oracle import Expected, LogEvent, expected_dataset
 
 OPTIONS = LogOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))
 PRINTABLE = st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp"))
@@ -28,8 +28,8 @@ IDS = st.one_of(
     st.text(PRINTABLE, min_size=1, max_size=4),
 )
 SMALL_IDS = st.integers(0, 5).map(str)
-EVENTS = st.builds(Event, SMALL_IDS, SMALL_IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0])) | st.builds(
-    Event, IDS, IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0])
+EVENTS = st.builds(LogEvent, SMALL_IDS, SMALL_IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0])) | st.builds(
+    LogEvent, IDS, IDS, st.integers(0, 6), st.sampled_from([1.0, 2.5, 5.0])
 )
 LOGS = st.lists(EVENTS, min_size=1, max_size=60)
 FILTERS = st.fixed_dictionaries(
@@ -44,9 +44,9 @@ FILTERS = st.fixed_dictionaries(
 )
 
 
-def write_csv(path: Path, log: list[Event]) -> None:
+def write_csv(path: Path, log: list[LogEvent]) -> None:
     with path.open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream).writerows([Event._fields, *log])
+        csv.writer(stream).writerows([LogEvent._fields, *log])
 
 
 def assert_equal(dataset: Dataset, expected: Expected) -> None:
@@ -71,7 +71,9 @@ def as_options(filters: dict[str, object]) -> LogOptions:
 
 
 @given(log=LOGS, filters=FILTERS, memory_bytes=st.sampled_from([1, 400, 1 << 20]))
-def test_prepare_of_any_log_equals_the_oracle(log: list[Event], filters: dict[str, object], memory_bytes: int) -> None:
+def test_prepare_of_any_log_equals_the_oracle(
+    log: list[LogEvent], filters: dict[str, object], memory_bytes: int
+) -> None:
     expected = expected_dataset(log, **filters)  # type: ignore[arg-type]
     options = dataclasses.replace(as_options(filters), memory_bytes=memory_bytes)
     with tempfile.TemporaryDirectory() as name:
@@ -90,10 +92,10 @@ def test_prepare_of_any_log_equals_the_oracle(log: list[Event], filters: dict[st
 
 
 @given(log=LOGS)
-def test_parquet_gives_the_same_dataset_as_csv(log: list[Event]) -> None:
+def test_parquet_gives_the_same_dataset_as_csv(log: list[LogEvent]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        columns = dict(zip(Event._fields, zip(*log, strict=True), strict=True))
+        columns = dict(zip(LogEvent._fields, zip(*log, strict=True), strict=True))
         pq.write_table(pa.table({n: pa.array(list(c)) for n, c in columns.items()}), folder / "log.parquet")
         prepare("log", folder / "log.parquet", folder / "out", options=OPTIONS)
         assert_equal(Dataset.open(folder / "out"), expected_dataset(log))
@@ -101,7 +103,7 @@ def test_parquet_gives_the_same_dataset_as_csv(log: list[Event]) -> None:
 
 def test_files_do_not_depend_on_memory_or_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(5)
-    log = [Event(str(u), f"i{i}", int(t), 3.0) for u, i, t in generator.integers(0, 300, (5000, 3))]
+    log = [LogEvent(str(u), f"i{i}", int(t), 3.0) for u, i, t in generator.integers(0, 300, (5000, 3))]
     write_csv(tmp_path / "log.csv", log)
     cards = []
     for block_bytes, memory_bytes in ((8 << 20, 256 << 20), (4096, 10_000), (70_000, 1_000_000)):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from nestrec.ops.losses.candidates import Candidates, make_candidates
+from nestrec.ops.losses.candidates import LossCandidates, make_candidates
 from nestrec.ops.losses.sampled import sampled_loss
 from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.sum_outer import sum_outer, sum_outer_reference
@@ -57,7 +57,7 @@ def test_sharing_adds_the_negatives_of_others_and_no_rows():
 
 def test_a_negative_that_is_the_positive_does_not_count():
     query, rows, _ = drawn((2, 0, 9, 4))
-    candidates = Candidates(torch.tensor([[3, 3, 5], [4, 1, 4]]))
+    candidates = LossCandidates(torch.tensor([[3, 3, 5], [4, 1, 4]]))
     loss = sampled_loss(query, rows, candidates, "sampled_softmax")
     for token, (positive, negative) in enumerate([(3, 5), (4, 1)]):
         logits = torch.stack([query[token] @ rows[positive], query[token] @ rows[negative]])
@@ -73,7 +73,7 @@ def test_full_cross_entropy_is_sampled_softmax_over_everything():
 
 def test_bce_of_certain_answers_is_zero():
     rows = torch.tensor([[50.0], [-50.0]])
-    candidates = Candidates(torch.tensor([[0, 1, 1]]))
+    candidates = LossCandidates(torch.tensor([[0, 1, 1]]))
     assert sampled_loss(torch.ones(1, 1), rows, candidates, "bce").item() < 1e-12
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.protocol.connections import Connections, address_of
-from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.hosts import HostNames
 
 
 def test_an_address_has_at_most_its_own_connections_and_they_give_way_among_themselves():
@@ -61,7 +61,7 @@ def test_addresses_of_one_ipv6_network_count_as_one():
     ],
 )  # fmt: skip
 def test_hosts(listens_on, names, taken, refused):
-    hosts = Hosts(listens_on, names)
+    hosts = HostNames(listens_on, names)
     for _ in range(2):  # the second time from memory
         assert [host in hosts for host in (*taken, *refused)] == [True] * len(taken) + [False] * len(refused)
 

@@ -7,7 +7,7 @@ import pytest
 from nestrec.base.clock import SimulatedClock
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.serving.engine.cost_model import CostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel, work_of
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.prefix.cache import CacheKey
 from nestrec.serving.prefix.trigger import Trigger, TriggerConfig
@@ -77,7 +77,7 @@ def test_life_follows_the_time_from_ready_to_consumed():
 
 
 def test_tokens_that_fit_into_a_time_take_that_time():
-    costs = CostModel(step_s=1e-3, token_s=2e-6, pair_s=3e-10)
+    costs = EngineCostModel(step_s=1e-3, token_s=2e-6, pair_s=3e-10)
     for prefix in (0, 1_000, 30_000):
         for seconds in (1e-4, 2e-3, 0.1):
             tokens = costs.tokens_within(seconds, prefix)
@@ -104,7 +104,7 @@ def test_random_schedules_keep_both_bounds():
 
 def test_the_cost_model_learns_costs_and_tail():
     rng = random.Random(1)
-    costs = CostModel()
+    costs = EngineCostModel()
     for _ in range(2_000):
         tokens, pairs = work_of(rng.randint(0, 4000), rng.randint(0, 500), rng.randint(1, 500))
         slow = 1.5 if rng.random() < 0.05 else 1.0
@@ -118,7 +118,7 @@ def test_the_cost_model_learns_costs_and_tail():
 @pytest.mark.parametrize("work", [work_of(0, 0, 256), work_of(0, 1024, 64), work_of(4000, 0, 1)])
 def test_the_cost_of_requests_that_are_all_alike_never_drifts(work):
     """Their tokens and pairs grow together, so nothing tells what either costs; their sum must stay right."""
-    rng, costs = random.Random(2), CostModel()
+    rng, costs = random.Random(2), EngineCostModel()
     for number in range(20_000):
         size = rng.choice([1, 1, 1, 2, 3])
         seconds = (1e-4 + size * (2e-6 * work[0] + 1e-9 * work[1])) * rng.uniform(0.8, 1.2)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.tasks.logistic import SMOOTHING, LogisticBaseline, Rates, fit
+from nestrec.tasks.logistic import SMOOTHING, IdRates, LogisticBaseline, fit
 
 
 def fit_by_lbfgs(features: np.ndarray, label: np.ndarray, ridge: float) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_separable_labels_do_not_blow_up() -> None:
 
 def test_rates_are_smoothed_and_leave_out_the_event_itself() -> None:
     ids, label = np.array([0, 0, 0, 1]), np.array([1, 1, 0, 0])
-    rates = Rates.of(ids, label, 3)
+    rates = IdRates.of(ids, label, 3)
     assert rates.overall == 0.5
     with_all = (2 + SMOOTHING * 0.5) / (3 + SMOOTHING)
     without_own = (1 + SMOOTHING * 0.5) / (2 + SMOOTHING)

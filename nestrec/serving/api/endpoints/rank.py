@@ -31,7 +31,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class _Scored:
     """Candidates with their scores."""
 
     keys: list[ItemId]
@@ -60,7 +60,7 @@ async def rank(front: Front, request: RankRequest) -> RankAnswer:
     return answer
 
 
-async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes: Notes) -> Scored:
+async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes: Notes) -> _Scored:
     """Scores of items by a model, which may not know some of them."""
     keys, features = wanted.keys, wanted.features
     ids = Reader(fleet.servable, front.limits, notes).items(keys, wanted.field)
@@ -77,8 +77,8 @@ async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes:
         answer = await front.service.rank(fleet, asked.user, asked.history, chosen, timeout_s=asked.timeout_s)
         scores[is_scored], prefix = answer.scores, prefix_of(answer)
     if done == "dropped":
-        return Scored([key for key, keeps in zip(keys, is_scored, strict=True) if keeps], scores[is_scored], prefix)
-    return Scored(list(keys), scores, prefix)
+        return _Scored([key for key, keeps in zip(keys, is_scored, strict=True) if keeps], scores[is_scored], prefix)
+    return _Scored(list(keys), scores, prefix)
 
 
 def columns(fleet: Fleet, scores: NDArray[np.float32]) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send, problem
 from nestrec.serving.api.protocol.limited_protocol import protocol_with
 from nestrec.serving.api.schema import LimitsConfig
@@ -24,7 +24,7 @@ _LIMITS = LimitsConfig(max_connections=128, max_connections_an_address=64, head_
 class WithHealthPort:
     """An ASGI application that also listens for those who watch it, from its start to its end."""
 
-    def __init__(self, app: Any, host: str, port: int, hosts: Hosts):
+    def __init__(self, app: Any, host: str, port: int, hosts: HostNames):
         self._app, self._state = app, ServerState()
         self._config = uvicorn.Config(
             self._watched, http=protocol_with(_LIMITS, hosts), ws="none", interface="asgi3", lifespan="off",

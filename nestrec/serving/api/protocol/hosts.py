@@ -11,7 +11,7 @@ from collections.abc import Sequence
 _MOST_REMEMBERED = 1024
 
 
-class Hosts:
+class HostNames:
     """Names that may stand in the header Host. Addresses may always: nobody can make them point elsewhere."""
 
     def __init__(self, listens_on: str, names: Sequence[str] = ()):

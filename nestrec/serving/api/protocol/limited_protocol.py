@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nestrec.serving.api.protocol.connections import Connections, address_of
-from nestrec.serving.api.protocol.hosts import Hosts
+from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.http import (
     JSON,
     Answered,
@@ -61,7 +61,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: LimitsConfig
     door: Door | None
-    hosts: Hosts
+    hosts: HostNames
     room: "Connections[LimitedProtocol]"
     address = ""
     """whom it comes from"""
@@ -316,7 +316,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
-def protocol_with(limits: LimitsConfig, hosts: Hosts, door: Door | None = None) -> type[LimitedProtocol]:
+def protocol_with(limits: LimitsConfig, hosts: HostNames, door: Door | None = None) -> type[LimitedProtocol]:
     """The protocol with its limits, as uvicorn wants it: a class."""
     room: Connections[LimitedProtocol] = Connections(limits.max_connections, limits.max_connections_an_address)
     return type("Limited", (LimitedProtocol,), {"limits": limits, "hosts": hosts, "door": door, "room": room})
