@@ -296,6 +296,8 @@ def serve(
         remedy = "install it with: pip install 'nestrec[serve]'"
         raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
     overrides = parse_overrides(context.args, ("model",))
+    if "histories" in overrides:  # --histories redis://...
+        overrides["histories.url"] = overrides.pop("histories")
     cfg = with_overrides(ServeConfig(), overrides)
     if cfg.front == "none":
         if cfg.instances != 1:

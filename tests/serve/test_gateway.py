@@ -14,6 +14,8 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig, uvicorn_config
+from nestrec.serving.histories.memory import MemoryHistoryStore
+from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.service import Service, ServiceConfig
@@ -56,14 +58,16 @@ def hung():
         yield deaf.getsockname()[1]
 
 
-def through_gateway(service, use, *, num_instances=2, num_hung=0):
-    """What `use(client, gateway)` gives, with instances that share a service and have a history store each."""
+def through_gateway(service, use, *, num_instances=2, num_hung=0, store=None):
+    """What `use(client, gateway)` gives, with instances that share a service and have a history store each, or one."""
 
     async def run():
         async with contextlib.AsyncExitStack() as made:
-            ports = [await made.enter_async_context(listening(App(service, LIMITS))) for _ in range(num_instances)]
+            ports = [
+                await made.enter_async_context(listening(App(service, LIMITS, store))) for _ in range(num_instances)
+            ]
             ports += [made.enter_context(hung()) for _ in range(num_hung)]
-            gateway = Gateway(ports, LIMITS)
+            gateway = Gateway(ports, LIMITS, shares_histories=store is not None)
             made.push_async_callback(gateway.close)
             port = await made.enter_async_context(listening(gateway))
             client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0)
@@ -125,6 +129,26 @@ def test_events_are_written_and_read_at_home_though_it_is_at_its_bound(service):
             assert (away.status_code, away.headers["retry-after"]) == (503, "1"), "no second history elsewhere"
 
     through_gateway(service, use)
+
+
+def test_with_a_shared_store_any_instance_takes_and_reads_events(service):
+    store = MemoryHistoryStore(HistoryStoreConfig())
+
+    async def use(client, gateway):
+        user = user_of_slot(gateway, 0)
+        gateway.router.set_alive(0, False)
+        for path, body in (("/v1/events", {"history": EVENTS}), ("/v1/recommend", {"k": 2})):
+            answer = await client.post(path, json={"user": user, **body})
+            assert (answer.status_code // 100, answer.headers["x-nestrec-slot"]) == (2, "1")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            gateway._upstreams[0].port = probe.getsockname()[1]  # bound and deaf: refused, as where no process is
+            gateway.router.set_alive(0, True)
+            gateway.router._chosen.clear()
+            answer = await client.post("/v1/events", json={"user": user, "history": EVENTS})
+            assert answer.json() == {"events": 4}, "it has reached nobody there, and one of the others once"
+
+    through_gateway(service, use, store=store)
 
 
 def test_a_deadline_holds_where_the_instance_hangs(service, monkeypatch):

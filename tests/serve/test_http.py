@@ -332,8 +332,14 @@ def test_kept_events_stand_in_for_a_history(front):
         assert (response.status_code, response.json()) == (202, {"events": (3, 5)[number]})
     found = call(front, "POST", "/v1/rank", body).json()["scores"]
     assert found == call(front, "POST", "/v1/rank", rank_body(user="dora2")).json()["scores"]
-    late = call(front, "POST", "/v1/events", {"user": "dora", "history": parts[0]})
-    assert (late.status_code, late.json()["error"]["field"]) == (400, "history.times_ms")
+    for part in reversed(parts):
+        assert call(front, "POST", "/v1/events", {"user": "dora3", "history": part}).status_code == 202
+    late = call(front, "POST", "/v1/rank", {**body, "user": "dora3"}).json()["scores"]
+    assert late == found, "events that come late are read in their place"
+    short = {**body, "history": parts[0], "prefer_kept": True}
+    assert call(front, "POST", "/v1/rank", short).json()["scores"] == found, "those that are kept were preferred"
+    alone = call(front, "POST", "/v1/rank", {**short, "user": "dora4"}).json()["scores"]
+    assert alone == call(front, "POST", "/v1/rank", {**body, "user": "dora4", "history": parts[0]}).json()["scores"]
     assert call(front, "DELETE", "/v1/users/dora/cache").status_code == 204
     assert call(front, "POST", "/v1/rank", body).json()["scores"] == found, "events outlive the cache"
     assert call(front, "DELETE", "/v1/users/dora/events").status_code == 204

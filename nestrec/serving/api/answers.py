@@ -87,8 +87,8 @@ class PreinferAnswer(TypedDict):
 class EventsAnswer(TypedDict):
     """What is kept now."""
 
-    events: int
-    """of this user"""
+    events: NotRequired[int]
+    """of this user; not told by a store that does not count them"""
 
 
 class ModelAnswer(TypedDict):

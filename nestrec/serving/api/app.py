@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.history_store import HistoryStore, HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.protocol.connections import address_of
@@ -32,7 +31,9 @@ from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.api.shapes import reader
 from nestrec.serving.client import Sender, client_of, current_sender
-from nestrec.serving.engine.work import OverloadedError, RefusedError
+from nestrec.serving.engine.work import OverloadedError, RefusedError, UnavailableError
+from nestrec.serving.histories.memory import MemoryHistoryStore
+from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, StoreAwayError
 from nestrec.serving.service import Service, SwappedError
 
 _LOG = logging.getLogger(__name__)
@@ -164,11 +165,22 @@ class App:
         role = self._service.ranker if role == "ranker" else role
         return self._service.refusal(role, sender) if role in self._service.fleets else None
 
-    def _with_history(self, path: str, data: dict[str, Any]) -> dict[str, Any]:
-        """A request without a history gets the one that the store has."""
-        if "history" in data or path not in self._takes_kept_history:
-            return data
-        kept = self._store.get(parse_user(data.get("user"), self._limits))
+    async def _with_history(self, data: dict[str, Any]) -> dict[str, Any]:
+        """A request without a history gets the one that the store has; so does one that prefers it, whose own stands in
+        where the store has none or is away. What that took is taken off the deadline."""
+        loop, user = asyncio.get_running_loop(), parse_user(data.get("user"), self._limits)
+        start_s, timeout_ms = loop.time(), data.get("timeout_ms", self._limits.default_timeout_ms)
+        is_timely = type(timeout_ms) is int and 1 <= timeout_ms <= self._limits.max_timeout_ms  # else it is refused
+        try:
+            kept = await self._store.get(user, (timeout_ms if is_timely else 1) / 1000.0)
+        except StoreAwayError:
+            if data.get("history") is None:
+                raise
+            kept = None
+        if is_timely and (took_ms := int(1000 * (loop.time() - start_s))):
+            if took_ms >= timeout_ms:
+                raise UnavailableError("the deadline passed", 1.0)
+            data = {**data, "timeout_ms": timeout_ms - took_ms}
         if kept is None:
             return data
         return {**data, "history": fitted(kept, self._service.fleet(self._service.ranker).servable, self._limits)}
@@ -177,7 +189,9 @@ class App:
         """A request that arrives while a model is swapped begins again with the new one."""
         while True:
             try:
-                return await self._posts[path](self._with_history(path, data))
+                if path in self._takes_kept_history and ("history" not in data or data.get("prefer_kept") is True):
+                    return await self._posts[path](await self._with_history(data))
+                return await self._posts[path](data)
             except SwappedError:
                 continue
 
@@ -187,6 +201,8 @@ class App:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._store.close()
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nestrec.serving.api.history_store import HistoryStore
 from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.histories.store import HistoryStore
 from nestrec.serving.service import Service
 
 JSON_TYPE = "application/json"

@@ -7,8 +7,9 @@ does not fit any more is cut and never refused.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nestrec.serving.api.history_store import RawHistory, newest
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.histories.packed import newest
+from nestrec.serving.histories.store import RawHistory
 from nestrec.serving.model.servable import Servable
 
 

@@ -41,6 +41,8 @@ class PreinferRequest:
     """whose events they are; 7 and "7" are one user"""
     history: HistoryFields | None = None
     """where it is left out, the events that the server keeps"""
+    prefer_kept: bool | None = None
+    """the events that the server keeps are read even so; `history` stands in where it has none or cannot reach them"""
     user_features: Mapping[str, Category] | None = None
     """by name of a category of the user"""
     now_ms: Moment | None = None
@@ -65,6 +67,8 @@ class RankRequest:
     """source ids of the items to be scored"""
     history: HistoryFields | None = None
     """where it is left out, the events that the server keeps"""
+    prefer_kept: bool | None = None
+    """the events that the server keeps are read even so; `history` stands in where it has none or cannot reach them"""
     user_features: Mapping[str, Category] | None = None
     """by name of a category of the user"""
     context: Mapping[str, Category] | None = None
@@ -89,6 +93,8 @@ class RecommendRequest:
     """whose events they are; 7 and "7" are one user"""
     history: HistoryFields | None = None
     """where it is left out, the events that the server keeps"""
+    prefer_kept: bool | None = None
+    """the events that the server keeps are read even so; `history` stands in where it has none or cannot reach them"""
     k: Annotated[int, Least(1), Most("max_k")] | None = None
     """how many items; 10 where it is left out"""
     exclude_seen: bool | None = None
@@ -120,4 +126,4 @@ class EventsRequest:
     user: UserId
     """whose events they are; 7 and "7" are one user"""
     history: HistoryFields
-    """events that are not older than those that are kept already"""
+    """events in the order of their times; those that are older than some that are kept take their place among them"""

@@ -18,7 +18,6 @@ from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.distributed.topology import check_device
 from nestrec.serving.api.app import App
-from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore
 from nestrec.serving.api.process.health_port import WithHealthPort
 from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server, url_of
 from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
@@ -29,6 +28,7 @@ from nestrec.serving.api.protocol.limited_protocol import protocol_with
 from nestrec.serving.api.protocol.plain_cycle import Door
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.histories.store import HistoryStoreConfig, make_store
 from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
@@ -102,7 +102,7 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
 
 
 def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
-    app = App(service, cfg.limits, MemoryHistoryStore(cfg.histories))
+    app = App(service, cfg.limits, make_store(cfg.histories))
     return uvicorn_config(app, cfg, app)
 
 

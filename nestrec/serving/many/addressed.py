@@ -15,11 +15,12 @@ class Addressed:
     timeout_s: float
     """until its deadline"""
     needs_home: bool
-    """it writes or reads events that the user's own instance keeps, and nobody else"""
+    """it writes or reads events that only the user's own instance keeps"""
 
 
-def addressed(path: str, body: bytes, limits: LimitsConfig) -> Addressed:
-    """Of a POST. What is no request at all may go anywhere and is refused there."""
+def addressed(path: str, body: bytes, limits: LimitsConfig, *, are_shared: bool = False) -> Addressed:
+    """Of a POST. What is no request at all may go anywhere and is refused there. are_shared: all instances have the
+    events that are kept."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -29,7 +30,8 @@ def addressed(path: str, body: bytes, limits: LimitsConfig) -> Addressed:
     timeout_ms = data.get("timeout_ms")
     if type(timeout_ms) is not int or not 1 <= timeout_ms <= limits.max_timeout_ms:
         timeout_ms = limits.default_timeout_ms
-    return Addressed(user_in(data), timeout_ms / 1000.0, path == "/v1/events" or "history" not in data)
+    is_about_kept = path == "/v1/events" or "history" not in data or data.get("prefer_kept") is True
+    return Addressed(user_in(data), timeout_ms / 1000.0, is_about_kept and not are_shared)
 
 
 def user_of(body: bytes) -> str:

@@ -43,8 +43,10 @@ _GRACE_S = 0.2
 class Gateway:
     """An ASGI application over instances on ports of this machine; slot i is whatever listens on ports[i]."""
 
-    def __init__(self, ports: list[int], limits: LimitsConfig, *, bound: float = 1.25):
+    def __init__(self, ports: list[int], limits: LimitsConfig, *, shares_histories: bool = False, bound: float = 1.25):
+        """shares_histories: any instance has the events of any user."""
         self._upstreams, self._limits = [Upstream(port) for port in ports], limits
+        self._shares_histories = shares_histories
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes: dict[int, asyncio.Task[bool]] = {}
@@ -91,7 +93,7 @@ class Gateway:
     async def _routed(self, method: str, path: str, target: bytes, body: bytes, client: str) -> Answered:
         about = Addressed(unquote(path), self._limits.default_timeout_ms / 1000.0, False)
         if method == "POST":
-            about = addressed(path, body, self._limits)
+            about = addressed(path, body, self._limits, are_shared=self._shares_histories)
         is_repeatable = method == "GET" or path in _REPEATABLE
         clock = asyncio.get_running_loop().time
         end_s = clock() + about.timeout_s + _GRACE_S
@@ -106,9 +108,9 @@ class Gateway:
             except TimeoutError:  # perhaps it only has much to do
                 self._probe(route.slot)
                 return problem(503, "the deadline passed", "", retry_after(1.0))
-            except (OSError, EOFError):
+            except (OSError, EOFError) as error:
                 self._lost(route.slot)
-                if not is_repeatable:
+                if not is_repeatable and not isinstance(error, ConnectionRefusedError):  # it has reached nobody
                     return problem(503, "the instance was lost; send it again", "", retry_after(1.0))
             else:
                 if response.status != 503 or await self._probe(route.slot):

@@ -87,7 +87,7 @@ http {{
         }}
 {locations}
         location = /v1/events {{
-            if ($http_x_nestrec_user = "") {{ return 400; }}
+{events_need}
             proxy_next_upstream off;
             proxy_read_timeout {default_ms}ms;
             proxy_pass http://nestrec;
@@ -108,11 +108,12 @@ _WAIT = """\
 
 def nginx_config(
     ports: Sequence[int], *, front_port: int, host: str, port: int, folder: Path, max_body_bytes: int,
-    longest_ms: int, default_ms: int,
+    longest_ms: int, default_ms: int, shares_histories: bool = False,
 ) -> str:  # fmt: skip
     """Configuration over instances on ports of this machine; `folder` takes nginx's own files.
 
     front_port: of the front process. longest_ms: longest deadline of a request, default_ms: of one that names none.
+    shares_histories: any instance may take the events of any user.
     """
     waits = _waits_ms(longest_ms)
     servers = "\n".join(f"        server 127.0.0.1:{p} max_fails=1 fail_timeout=1s;" for p in ports)
@@ -120,6 +121,7 @@ def nginx_config(
         folder=folder, servers=servers, address=f"[{host}]" if ":" in host else host or "0.0.0.0", port=port,
         max_body_bytes=max_body_bytes, tries=len(ports), front_port=front_port,
         longest_ms=longest_ms + 5 * _GRACE_MS, default_ms=default_ms + _GRACE_MS,
+        events_need="" if shares_histories else '            if ($http_x_nestrec_user = "") { return 400; }',
         waits="\n".join(f'        "~^{pattern}$" {ms};' for ms, pattern in waits.items()),
         locations="\n".join(_WAIT.format(ms=ms, until_ms=ms + _GRACE_MS) for ms in waits),
     )  # fmt: skip

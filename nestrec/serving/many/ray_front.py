@@ -15,11 +15,11 @@ from typing import Any
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
-from nestrec.serving.api.history_store import MemoryHistoryStore
 from nestrec.serving.api.process.listening import url_of
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.http import Receive, Scope, Send
 from nestrec.serving.api.server import ServeConfig
+from nestrec.serving.histories.store import make_store
 from nestrec.serving.many.addressed import user_of
 from nestrec.serving.service import Service
 
@@ -42,7 +42,7 @@ class RayInstance:
         device = chosen_device(cfg.device)
         self._app = App(
             Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables), cfg.limits,
-            MemoryHistoryStore(cfg.histories),
+            make_store(cfg.histories),
         )  # fmt: skip
         self._slot = int(serve.get_replica_context().rank.rank)
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.instances)

@@ -57,7 +57,8 @@ def serve_many(
 def _serve_gateway(
     instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None]
 ) -> None:
-    run_server(uvicorn_config(Gateway(instances.ports, cfg.limits), cfg), sockets, signals, announce)
+    gateway = Gateway(instances.ports, cfg.limits, shares_histories=cfg.histories.is_shared)
+    run_server(uvicorn_config(gateway, cfg), sockets, signals, announce)
 
 
 def _serve_nginx(
@@ -70,7 +71,7 @@ def _serve_nginx(
         return nginx_config(
             instances.ports, front_port=port_of(inner), host=cfg.host, port=port, folder=folder,
             max_body_bytes=limits.max_body_bytes, longest_ms=limits.max_timeout_ms,
-            default_ms=limits.default_timeout_ms,
+            default_ms=limits.default_timeout_ms, shares_histories=cfg.histories.is_shared,
         )  # fmt: skip
 
     close_all(sockets)  # nginx opens its own

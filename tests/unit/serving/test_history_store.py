@@ -1,11 +1,32 @@
-"""The embedded store of histories."""
+"""The embedded store of histories, and how histories are packed."""
 
 import random
 
-import orjson
 import pytest
 
-from nestrec.serving.api.history_store import HistoryStoreConfig, MemoryHistoryStore, joined_history
+from nestrec.base.clock import SimulatedClock
+from nestrec.serving.histories.memory import MemoryHistoryStore
+from nestrec.serving.histories.packed import DamagedError, joined_history, packed, unpacked
+from nestrec.serving.histories.store import HistoryStoreConfig
+
+
+class Embedded:
+    """The store without its event loop, which it does not need."""
+
+    def __init__(self, cfg, clock=None):
+        self._store = MemoryHistoryStore(cfg, clock)
+
+    def __getattr__(self, name):
+        found = getattr(self._store, name)
+        return (lambda *arguments: _result(found(*arguments))) if callable(found) else found
+
+
+def _result(call):
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits for something")
 
 
 def events(*times):
@@ -13,13 +34,12 @@ def events(*times):
 
 
 def test_events_are_joined_in_order_and_bounded():
-    store = MemoryHistoryStore(HistoryStoreConfig(max_events=3))
+    store = Embedded(HistoryStoreConfig(max_events=3))
     assert store.append("a", events(1, 2)) == 2
     assert store.append("a", events(2, 3)) == 3
     assert store.get("a")["items"] == ["i2", "i2", "i3"]
-    with pytest.raises(ValueError, match="older"):
-        store.append("a", events(1))
-    assert store.get("a")["times_ms"] == [2, 2, 3]
+    assert store.append("a", events(1)) == 3
+    assert store.get("a")["times_ms"] == [2, 2, 3], "what is too old is not kept"
 
 
 def test_columns_that_are_missing_on_one_side_are_filled():
@@ -29,7 +49,7 @@ def test_columns_that_are_missing_on_one_side_are_filled():
 
 
 def test_the_least_recently_used_user_is_forgotten():
-    store = MemoryHistoryStore(HistoryStoreConfig(max_users=2))
+    store = Embedded(HistoryStoreConfig(max_users=2))
     store.append("a", events(1))
     store.append("b", events(1))
     store.get("a")
@@ -41,11 +61,11 @@ def test_the_least_recently_used_user_is_forgotten():
 
 
 def test_bytes_are_bounded_for_a_user_and_in_all_and_the_newest_events_stay():
-    store = MemoryHistoryStore(HistoryStoreConfig(max_user_bytes=2000, max_bytes=5000))
+    store = Embedded(HistoryStoreConfig(max_user_bytes=2000, max_bytes=5000))
     for number in range(300):
         store.append("a", {**events(number), "items": ["x" * 50 + str(number)]})
         kept = store.get("a")
-        assert len(orjson.dumps(kept)) <= 2200
+        assert len(packed("a", kept)) <= 2000
         assert kept["times_ms"] == list(range(number + 1 - len(kept["items"]), number + 1))
     assert len(kept["items"]) >= 10
     for user in range(50):
@@ -63,7 +83,7 @@ def test_bytes_are_bounded_for_a_user_and_in_all_and_the_newest_events_stay():
 def test_parts_make_no_difference():
     """Many small additions against one list, over random ones."""
     rng = random.Random(1)
-    store, kept = MemoryHistoryStore(HistoryStoreConfig(max_events=150)), []
+    store, kept = Embedded(HistoryStoreConfig(max_events=150)), []
     for number in range(400):
         count = rng.choice([0, 1, 1, 2, 5])
         more = [(f"{number}-{i}", number, rng.choice([0, 1, "click", ["a"], None]), rng.choice(["x", None]))
@@ -76,3 +96,70 @@ def test_parts_make_no_difference():
             found = store.get("a")
             columns = (found["items"], found["times_ms"], found["actions"], found["features"]["tab"])
             assert list(zip(*columns, strict=True)) == kept[-150:]
+
+
+def test_events_are_forgotten_some_time_after_the_last_of_them():
+    clock = SimulatedClock()
+    store = Embedded(HistoryStoreConfig(ttl_s=10.0), clock)
+    store.append("a", events(1))
+    clock.sleep(9.0)
+    store.append("a", events(2))
+    clock.sleep(9.0)
+    assert store.get("a")["times_ms"] == [1, 2]
+    clock.sleep(2.0)
+    assert store.get("a") is None
+    assert store.num_bytes == 0
+
+
+WORDS = ["", "0", "7", "12", "007", "-1", "9" * 18, "9" * 30, "ä\u2028", "click"]
+NUMBERS = [0, 1, -1, 255, 256, 65536, 2**32, -(2**63), 2**63 - 1, 2**63, 2**64 - 1]
+KINDS = [
+    WORDS,
+    NUMBERS,
+    NUMBERS[:4],
+    NUMBERS[:-2],
+    WORDS[1:4],
+    [None],
+    [*WORDS, None],
+    [["a"], ["a", "b"], []],
+    [*NUMBERS, *WORDS],
+]
+
+
+def test_what_is_packed_is_what_is_read():
+    rng = random.Random(5)
+    for _ in range(300):
+        parts = []
+        for _ in range(rng.randrange(4)):
+            count = rng.choice([0, 1, 2, 3, 9])
+            columns = [[rng.choice(kind) for _ in range(count)] for kind in rng.sample(KINDS, 4)]
+            items = [rng.choice(rng.choice([WORDS, NUMBERS[:-2], [7]])) for _ in range(count)]
+            times = sorted(rng.choice([rng.randrange(2**43), rng.randrange(300)]) for _ in range(count))
+            features = dict(zip(rng.sample(["tab", "ä", ""], 2), columns, strict=False))
+            actions = rng.choice([columns[2], None])
+            parts.append({"items": items, "times_ms": times, "actions": actions, "features": features})
+        read = unpacked("ann", b"".join(packed("ann", part) for part in parts))
+        assert joined_history(read) == joined_history(parts)
+
+
+def test_a_history_that_is_damaged_or_another_users_is_not_read():
+    part = packed("ann", events(1, 2, 3))
+    assert unpacked("ann", part + part)[1]["times_ms"] == [1, 2, 3]
+    with pytest.raises(DamagedError):
+        unpacked("bob", part)
+    for place in range(len(part)):
+        damaged = bytearray(part)
+        damaged[place] ^= 1
+        with pytest.raises(DamagedError):
+            unpacked("ann", bytes(damaged))
+        if place:
+            with pytest.raises(DamagedError):
+                unpacked("ann", part + part[:place])
+
+
+def test_packed_events_take_few_bytes():
+    rng = random.Random(2)
+    times = sorted(rng.randrange(1_600_000_000_000, 1_620_000_000_000) for _ in range(1000))
+    items, tabs = [str(rng.randrange(10**6)) for _ in times], [rng.choice(["home", "search"]) for _ in times]
+    history = {"items": items, "times_ms": times, "actions": ["click"] * 1000, "features": {"tab": tabs}}
+    assert len(packed("ann", history)) < 11 * 1000, "4 for the item, 4 for the time, 1 for each word"

@@ -19,10 +19,8 @@ async def keep_events(front: Front, request: EventsRequest) -> EventsAnswer:
         raise BadRequestError("must hold items and times_ms", "history")
     Reader(servable, front.limits, Notes()).events(given, int(time.time() * 1000))
     kept = {name: getattr(given, name) for name in ("items", "times_ms", "actions", "features")}
-    try:
-        return {"events": front.store.append(parse_user(request.user, front.limits), kept)}
-    except ValueError as error:
-        raise BadRequestError(str(error), "history.times_ms") from error
+    num_events = await front.store.append(parse_user(request.user, front.limits), kept, _patience_s(front))
+    return {} if num_events is None else {"events": num_events}
 
 
 async def forget_cache(front: Front, user: str) -> Answered:
@@ -33,8 +31,12 @@ async def forget_cache(front: Front, user: str) -> Answered:
 
 async def forget_events(front: Front, user: str) -> Answered:
     """Events that are kept of the user."""
-    front.store.forget(parse_user(user, front.limits))
+    await front.store.forget(parse_user(user, front.limits), _patience_s(front))
     return Answered(204, b"")
+
+
+def _patience_s(front: Front) -> float:
+    return front.limits.default_timeout_ms / 1000.0
 
 
 EVENTS = Endpoint(

@@ -1,0 +1,1 @@
+"""Events that the server keeps, for requests that bring no history."""

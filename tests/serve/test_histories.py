@@ -1,0 +1,265 @@
+"""Histories in a store that instances share: a real server, which is also killed, paused and filled."""
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+from redis_server import running_redis
+
+from nestrec.base.errors import UserError
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.histories.memory import MemoryHistoryStore
+from nestrec.serving.histories.redis_store import RedisHistoryStore
+from nestrec.serving.histories.store import HistoryStoreConfig, StoreAwayError, make_store
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+
+PATIENCE_S = 5.0
+LIMITS = LimitsConfig(default_timeout_ms=5000)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def cfg(server):
+    server.command("FLUSHALL")
+    return HistoryStoreConfig(url=server.url, timeout_ms=2000.0)
+
+
+@pytest.fixture(scope="module")
+def service():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()
+
+
+def events(*times):
+    return {"items": [str(t) for t in times], "times_ms": list(times)}
+
+
+def using(*configs, use):
+    """What `use(stores...)` gives, inside of an event loop."""
+
+    async def run():
+        stores = [make_store(cfg) for cfg in configs]
+        try:
+            return await use(*stores)
+        finally:
+            for store in stores:
+                await store.close()
+
+    return asyncio.run(run())
+
+
+def answered(service, stores, ask):
+    """What `ask(client, client, ...)` gives, with an instance over each store."""
+
+    async def run():
+        apps = [App(service, LIMITS, store) for store in stores]
+        clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") for app in apps]
+        try:
+            return await ask(*clients)
+        finally:
+            for client, store in zip(clients, stores, strict=True):
+                await client.aclose()
+                await store.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_stores_keep_the_same(cfg, is_shared):
+    """Additions of random sizes, one in five of them late, against a list."""
+    cfg = cfg if is_shared else replace(cfg, url="")
+
+    async def use(store):
+        rng, kept = random.Random(3), []
+        for number in range(120):
+            times = [max(0, number - (rng.randrange(50) if rng.random() < 0.2 else 0))] * rng.choice([1, 1, 2, 5])
+            rows = [(f"{number}-{i}", t, rng.choice([0, "click", ["a"], None]), rng.choice(["x", None]))
+                    for i, t in enumerate(times)]  # fmt: skip
+            items, times, actions, tabs = (list(column) for column in zip(*rows, strict=True))
+            await store.append(
+                "a", {"items": items, "times_ms": times, "actions": actions, "features": {"tab": tabs}}, PATIENCE_S
+            )
+            kept = sorted([*kept, *rows], key=lambda row: row[1])
+        found = await store.get("a", PATIENCE_S)
+        columns = (found["items"], found["times_ms"], found["actions"], found["features"]["tab"])
+        assert list(zip(*columns, strict=True)) == kept
+        await store.forget("a", PATIENCE_S)
+        assert await store.get("a", PATIENCE_S) is None
+
+    using(cfg, use=use)
+
+
+def test_several_writers_lose_nothing(cfg, server):
+    """Each appends through a store of its own while parts are put together under them."""
+
+    async def use(*stores):
+        async def write(number, store):
+            for turn in range(150):
+                await store.append("a", {"items": [f"{number}-{turn}-{'x' * 60}"], "times_ms": [turn]}, PATIENCE_S)
+
+        await asyncio.gather(*(write(number, store) for number, store in enumerate(stores)))
+        found = await stores[0].get("a", PATIENCE_S)
+        assert sorted(found["items"]) == sorted(f"{n}-{t}-{'x' * 60}" for n in range(3) for t in range(150))
+        assert found["times_ms"] == sorted(found["times_ms"])
+        assert sum(store.counts["tidied"] for store in stores) > 0
+
+    using(cfg, cfg, cfg, use=use)
+
+
+def test_bytes_events_and_life_of_a_user_are_bounded(cfg, server):
+    cfg = replace(cfg, max_user_bytes=3000, max_events=40, ttl_s=1000.0)
+
+    async def use(store):
+        for number in range(80):
+            await store.append("a", {"items": ["x" * 100 + str(number)], "times_ms": [number]}, PATIENCE_S)
+            if number % 7 == 0:
+                assert server.command("STRLEN", "nestrec:events:a") <= 3000
+        times = (await store.get("a", PATIENCE_S))["times_ms"]
+        assert times == list(range(80 - len(times), 80))
+        assert 10 <= len(times) <= 40
+        assert 990_000 < server.command("PTTL", "nestrec:events:a") <= 1_000_000
+
+    using(cfg, use=use)
+
+
+def test_reads_are_one_trip_for_all_who_wait_and_never_two_for_a_user(cfg):
+    async def use(store, other):
+        for user in range(40):
+            await store.append(str(user), events(user), PATIENCE_S)
+        before = store.counts["trips"]
+        found = await asyncio.gather(*(store.get(str(user % 40), PATIENCE_S) for user in range(400)))
+        assert [history["times_ms"] for history in found] == [[user % 40] for user in range(400)]
+        assert store.counts["trips"] - before <= 11
+        assert store.counts["reads"] <= 80, "who asked while a trip was under way shares one more"
+        # Whoever asks after a write sees it, though an older trip may still be under way.
+        for turn in range(100, 150):
+            early = asyncio.create_task(store.get("0", PATIENCE_S))
+            await asyncio.sleep(0)
+            await other.append("0", events(turn), PATIENCE_S)
+            assert (await store.get("0", PATIENCE_S))["times_ms"][-1] == turn
+            await early
+
+    using(cfg, cfg, use=use)
+
+
+def test_a_history_of_another_user_is_refused(cfg, server):
+    async def use(store):
+        await store.append("a", events(1), PATIENCE_S)
+        server.command("COPY", "nestrec:events:a", "nestrec:events:b")
+        with pytest.raises(StoreAwayError, match="cannot be read"):
+            await store.get("b", PATIENCE_S)
+
+    using(cfg, use=use)
+
+
+def test_instances_share_what_they_are_told_and_an_id_is_enough(cfg, service):
+    history = events(1, 2, 3)
+
+    async def ask(one, other):
+        for client, part in ((one, events(2, 3)), (other, events(1))):
+            assert (await client.post("/v1/events", json={"user": 7, "history": part})).status_code == 202
+        asked = {"candidates": ["4", "5"], "now_ms": 9}
+        expected = (await one.post("/v1/rank", json={"user": 8, "history": history, **asked})).json()
+        for client in (one, other):
+            assert (await client.post("/v1/preinfer", json={"user": "7"})).status_code == 202
+            assert (await client.post("/v1/rank", json={"user": "7", **asked})).json() == expected
+            recommended = await client.post("/v1/recommend", json={"user": 7, "k": 3})
+            assert (recommended.status_code, len(recommended.json()["items"])) == (200, 3)
+        assert (await other.delete("/v1/users/7/events")).status_code == 204
+        assert (await one.post("/v1/recommend", json={"user": 7})).status_code == 400, "it is forgotten everywhere"
+
+    answered(service, [RedisHistoryStore(cfg), RedisHistoryStore(cfg)], ask)
+
+
+@pytest.mark.parametrize("end", ["kill", "pause"])
+def test_without_the_store_requests_are_refused_in_time_or_served_from_what_they_bring(cfg, server, service, end):
+    cfg = replace(cfg, timeout_ms=100.0)
+    short = {"candidates": ["4", "5"], "now_ms": 9}
+
+    async def ask(client):
+        await client.post("/v1/events", json={"user": 1, "history": events(1, 2, 3)})
+        before = (await client.post("/v1/rank", json={"user": 1, **short})).json()["scores"]
+        getattr(server, end)()
+        brought = (await client.post("/v1/rank", json={"user": 2, "history": events(3), **short})).json()["scores"]
+        start_s = time.monotonic()
+        for path, body in (
+            ("/v1/rank", short), ("/v1/recommend", {}), ("/v1/preinfer", {}), ("/v1/events", {"history": events(4)}),
+        ) * 5:  # fmt: skip
+            refused = await client.post(path, json={"user": 1, **body})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), path
+            assert "store of histories" in refused.json()["error"]["message"]
+        assert (await client.delete("/v1/users/1/events")).status_code == 503
+        assert time.monotonic() - start_s < 21 * 0.1, "most are refused without waiting"
+        fallen = {"user": 1, "history": events(3), "prefer_kept": True, **short}
+        assert (await client.post("/v1/rank", json=fallen)).json()["scores"] == brought
+        server.start() if end == "kill" else server.resume()
+        await _until(client, {"user": 1, "candidates": ["4"]})
+        again = (await client.post("/v1/rank", json={"user": 1, **short})).json()["scores"]
+        added = {"user": 3, "history": events(1, 2, 3, 4), **short}
+        assert again in (before, (await client.post("/v1/rank", json=added)).json()["scores"])
+
+    answered(service, [RedisHistoryStore(cfg)], ask)
+
+
+async def _until(client, body):
+    """Answered again."""
+    while (await client.post("/v1/rank", json=body)).status_code == 503:
+        await asyncio.sleep(0.01)
+
+
+def test_a_full_store_takes_no_events_and_is_read_all_the_same(cfg, server, service):
+    async def ask(client):
+        await client.post("/v1/events", json={"user": 1, "history": events(1, 2)})
+        before = (await client.post("/v1/rank", json={"user": 1, "candidates": ["4"], "now_ms": 9})).json()
+        server.fill()
+        try:
+            refused = await client.post("/v1/events", json={"user": 1, "history": events(3)})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            found = await client.post("/v1/rank", json={"user": 1, "candidates": ["4"], "now_ms": 9})
+            assert found.json() == before
+            assert (await client.delete("/v1/users/1/events")).status_code == 204, "there is always room to forget"
+        finally:
+            server.empty()
+        assert (await client.post("/v1/events", json={"user": 1, "history": events(3)})).status_code == 202
+
+    answered(service, [RedisHistoryStore(replace(cfg, ttl_s=100.0))], ask)
+
+
+def test_the_time_of_the_store_is_taken_off_the_deadline(service):
+    class Slow(MemoryHistoryStore):
+        async def get(self, user, timeout_s=0.0):
+            await asyncio.sleep(0.2)
+            return await super().get(user)
+
+    async def ask(client):
+        await client.post("/v1/events", json={"user": 1, "history": events(1)})
+        late = await client.post("/v1/rank", json={"user": 1, "candidates": ["4"], "timeout_ms": 150})
+        assert late.status_code == 503
+        in_time = await client.post("/v1/rank", json={"user": 1, "candidates": ["4"], "timeout_ms": 9000})
+        assert in_time.status_code == 200
+
+    answered(service, [Slow(HistoryStoreConfig())], ask)
+
+
+def test_an_address_is_checked_and_may_come_from_the_environment(monkeypatch):
+    with pytest.raises(UserError, match="is no address"):
+        HistoryStoreConfig(url="http://localhost")
+    cfg = HistoryStoreConfig(url="env:NESTREC_TEST_STORE")
+    with pytest.raises(UserError, match="set NESTREC_TEST_STORE"):
+        make_store(cfg)
+    monkeypatch.setenv("NESTREC_TEST_STORE", "redis://:secret@localhost/3")
+    assert cfg.address() == "redis://:secret@localhost/3"
+    assert isinstance(make_store(cfg), RedisHistoryStore)
