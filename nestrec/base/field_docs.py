@@ -6,7 +6,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,22 @@ def describe(value: Any, where: str = "") -> Iterator[FieldDoc]:
     for field in dataclasses.fields(value):
         name = f"{where}.{field.name}" if where else field.name
         inner = getattr(value, field.name)
+        of_entry = _class_of_entries(hints[field.name])
         if dataclasses.is_dataclass(inner):
             yield from describe(inner, name)
+        elif of_entry is not None:
+            entries = inner or {"NAME": of_entry()}
+            for entry, options in entries.items():
+                yield from describe(options, f"{name}.{entry}")
         else:
             yield FieldDoc(name, inner, docs.get(field.name, ""), _allowed(hints[field.name]))
+
+
+def _class_of_entries(hint: Any) -> Any:
+    """The config that the entries of a mapping by name are of; none where it has none."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+    return arguments[1] if is_mapping and dataclasses.is_dataclass(arguments[1]) else None
 
 
 def docs_of(cls: type) -> dict[str, str]:

@@ -52,11 +52,14 @@ class _Overriding:
         of_entry = get_args(hint)[1] if get_args(hint) else Any
         entries = {}
         for name, inner in _by_first(given).items():
-            if () not in inner and name not in current:
+            before = current.get(name)
+            if () not in inner and before is None and dataclasses.is_dataclass(of_entry):
+                before = of_entry()  # nothing was said of it yet
+            elif () not in inner and name not in current:
                 parts, text = next(iter(inner.items()))
                 field, remedy = ".".join((path, name, *parts)), did_you_mean(name, current)
                 raise UserError("no such entry", field=field, value=text, remedy=remedy)
-            entries[name] = self._of_one(current.get(name), of_entry, inner, f"{path}.{name}")
+            entries[name] = self._of_one(before, of_entry, inner, f"{path}.{name}")
         return entries
 
     def _no_such_option(self, path: str, inner: _Overrides, siblings: list[str]) -> UserError:

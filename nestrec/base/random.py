@@ -3,7 +3,7 @@
 Samples move between ranks and micro-batches, so dropout masks, negatives, sample order and new rows are functions of
 keys such as (run seed, epoch, sample id, layer, token, channel). The same integers come out of Python,
 numpy and torch here, of numba in nestrec.base.compiled_random and of Triton in
-nestrec.ops.layers.row_kernels; the constants stand here alone.
+nestrec.ops.random_kernels; the constants stand here alone.
 
     mix64(x)   splitmix64 finaliser: a bijection on 64-bit integers
     mix32(x)   a 32-bit bijection with low bias, cheap enough for one draw an element
@@ -80,7 +80,12 @@ def uniform24(key_T: torch.Tensor, site: int, num_channels: int) -> torch.Tensor
     `key_T` are 64-bit row keys (say of a token), `site` tells apart the draws made with the same row key (say a layer).
     """
     site_key = mix64(site)
-    low = (key_T ^ (site_key - (1 << 64) if site_key >> 63 else site_key)).view(torch.int32).view(-1, 2)
+    return draws24(key_T ^ (site_key - (1 << 64) if site_key >> 63 else site_key), num_channels)
+
+
+def draws24(key_T: torch.Tensor, num_channels: int) -> torch.Tensor:
+    """`uniform24` of row keys that are of one use alone."""
+    low = key_T.view(torch.int32).view(-1, 2)
     channel = torch.arange(num_channels, dtype=torch.int32, device=key_T.device) * _as_int32(GOLDEN32)
     bits = mix32(mix32(low[:, :1] ^ channel) ^ low[:, 1:])
     return shift_right(bits, 8)

@@ -56,6 +56,7 @@ from nestrec.embedding.table import DTYPES, RowLayout, TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows, take_rows
+from nestrec.ops.rows.round import whole
 from nestrec.trace.counters import EngineStatistics, Leg
 
 
@@ -281,7 +282,8 @@ class EmbeddingEngine:
     def lookup_readonly(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
         """Feature to (*shape of its keys, dim) vectors, for evaluation: inserts, counts and evicts nothing.
 
-        Collective. Keys without a row give their initial vector. Features that are not given count as empty.
+        Collective. Keys without a row give their initial vector. Features that are not given count as empty. Rows of
+        16 bits come as float32, which models compute in.
         """
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
@@ -291,7 +293,7 @@ class EmbeddingEngine:
             shard = self.shards[name]
             weight = shard.layout.view(shard.read(routed.owned[name]), "weight")
             asked = weight.contiguous() if table.working_places is None else take_rows(weight, table.working_places)
-            rows = self._return_to_sources(table, asked)
+            rows = whole(self._return_to_sources(table, asked))
             vectors |= {f: gather_rows(rows, routed.index[f]) for f in self.tables[name].feature_names}
         return vectors
 

@@ -6,6 +6,7 @@ lazy: a row moves only in steps that use it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -18,9 +19,14 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.parallel import for_parts
 from nestrec.base.seam import Seam
+from nestrec.ops.rows.round import HALF_TYPES, store_rounded
+from nestrec.ops.rows.update import store_weight
 
 if TYPE_CHECKING:
     from nestrec.embedding.table import RowLayout
+
+_WIDENED_ROWS = 512
+"""16-bit rows that a host loop has at a time as float32: few enough for a core's own cache"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,9 @@ class RowStep:
     """of this step"""
     options: "RowOptimizerConfig"
     """what the table says"""
+    draws: torch.Tensor | None = None
+    """for each gradient the int64 key of the random bits by which its row's 16-bit weight is rounded, on the rows'
+    device (nestrec.embedding.rounding); none: weights are whole, or rounded to nearest"""
 
     def option(self, name: str) -> float:
         """An option of the optimiser's own, as the table gives it or as it is by default."""
@@ -57,8 +66,8 @@ Formula = Callable[[Sequence[torch.Tensor], torch.Tensor, RowStep], torch.Tensor
 Elementwise or along a row, never between rows. Columns are (n, dim), or (n, 1) where they are row-wise, in the type of
 the gradients."""
 HostLoop = Callable[[NDArray[Any], NDArray[Any], Sequence[int], RowStep], None]
-"""((n, words) rows in the weights' own type, changed in place; (n, dim) gradients; where each state column begins;
-step). Called on ranges of rows from several threads, without the GIL."""
+"""((n, words) rows in the type of the gradients, changed in place; (n, dim) gradients; where each state column begins;
+step). Called on ranges of rows from several threads, without the GIL. Weights of 16 bits come as float32."""
 Kernel = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None, RowStep], None]
 """(weights, state columns, gradients, row of each gradient or none, step): changes weights and columns in place. A
 negative row drops its gradient. Takes tensors of any device and type that tables have."""
@@ -76,6 +85,8 @@ class RowOptimizer:
     """the same bits on a CPU; none: the formula runs there too"""
     kernel: Kernel | None = None
     """the same bits on a GPU; none: the formula runs there too"""
+    kernel_rounds: bool = False
+    """the kernel rounds 16-bit weights by `RowStep.draws`; else it is given them as float32"""
     reads: frozenset[str] = frozenset()
     """which of `RowOptimizerConfig`'s numbers it looks at; the others are refused where a table gives them"""
     options: Mapping[str, float] = field(default_factory=dict)
@@ -165,10 +176,9 @@ def _remedy(name: str) -> str:
     return f"leave it out, or take a row optimiser that uses it: {', '.join(readers)}"
 
 
-def runs_host_loop(rows: torch.Tensor, layout: "RowLayout", optimizer: RowOptimizer) -> bool:
-    """Host loops are for weights of the state's own type; 16-bit weights take the other path."""
-    is_whole = layout.weight.dtype in (torch.float32, torch.float64)
-    return optimizer.host_loop is not None and rows.device.type == "cpu" and is_whole
+def runs_host_loop(rows: torch.Tensor, optimizer: RowOptimizer) -> bool:
+    """Whether `update_rows_on_host` can take these rows."""
+    return optimizer.host_loop is not None and rows.device.type == "cpu"
 
 
 def update_rows_on_host(
@@ -177,10 +187,38 @@ def update_rows_on_host(
     """As `update_rows` without places, by the host loop; equal to the bit."""
     loop = step.options.spec.host_loop
     assert loop is not None
-    dtype = layout.weight.dtype
-    values, gradients = rows.view(dtype).numpy(), grad.contiguous().numpy()
-    columns = [column.offset_bytes // dtype.itemsize for column in layout.columns[1:]]
-    for_parts(len(rows), len(rows), lambda a, b: loop(values[a:b], gradients[a:b], columns, step), num_threads)
+    dtype, grad = layout.weight.dtype, grad.contiguous()
+    if dtype in HALF_TYPES:
+
+        def update(first: int, end: int) -> None:
+            for start in range(first, end, _WIDENED_ROWS):
+                part = slice(start, min(start + _WIDENED_ROWS, end))
+                _update_half(rows[part], grad[part], layout, step, None if step.draws is None else step.draws[part])
+    else:
+        values, gradients = rows.view(dtype).numpy(), grad.numpy()
+        columns = [column.offset_bytes // dtype.itemsize for column in layout.columns[1:]]
+
+        def update(first: int, end: int) -> None:
+            loop(values[first:end], gradients[first:end], columns, step)
+
+    for_parts(len(rows), len(rows), update, num_threads)
+
+
+def _update_half(
+    rows: torch.Tensor, grad: torch.Tensor, layout: "RowLayout", step: RowStep, draws: torch.Tensor | None
+) -> None:
+    """The host loop on float32 copies of some rows, whose weights are then rounded."""
+    views = [layout.view(rows, column.name) for column in layout.columns]
+    wide = torch.cat([view.to(torch.float32) for view in views], dim=1)
+    ends = list(itertools.accumulate(column.width for column in layout.columns))
+    assert step.options.spec.host_loop is not None
+    step.options.spec.host_loop(wide.numpy(), grad.numpy(), ends[:-1], step)
+    if draws is None:
+        views[0].copy_(wide[:, : ends[0]])
+    else:
+        store_rounded(wide[:, : ends[0]], draws, views[0])
+    for view, first, end in zip(views[1:], ends, ends[1:], strict=False):
+        view.copy_(wide[:, first:end])
 
 
 def update_rows(
@@ -192,10 +230,27 @@ def update_rows(
     """
     weight, *states = (layout.view(rows, column.name) for column in layout.columns)
     optimizer = step.options.spec
-    if optimizer.kernel is not None:
-        optimizer.kernel(weight, states, grad, places, step)
-    else:
+    if optimizer.kernel is None:
         update_by_formula(optimizer, weight, states, grad, step, places)
+    elif weight.dtype in HALF_TYPES and not optimizer.kernel_rounds:
+        _update_widened(optimizer.kernel, weight, states, grad, step, places)
+    else:
+        optimizer.kernel(weight, states, grad, places, step)
+
+
+def _update_widened(  # noqa: PLR0917
+    kernel: Kernel, weight: torch.Tensor, states: list[torch.Tensor], grad: torch.Tensor, step: RowStep,
+    places: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """A kernel that knows nothing of 16-bit weights, on float32 copies of them."""
+    wide, draws = weight.to(grad.dtype), step.draws
+    kernel(wide, states, grad, places, step)
+    if places is not None and draws is not None:  # rows that did not move have nothing to be rounded
+        of_rows = draws.new_zeros(len(weight))
+        moved = places >= 0
+        of_rows[places[moved].long()] = draws[moved]
+        draws = of_rows
+    store_weight(weight, wide, draws)
 
 
 def update_by_formula(  # noqa: PLR0917
@@ -203,15 +258,16 @@ def update_by_formula(  # noqa: PLR0917
     places: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """The definition, on rows of any type and device."""
-    columns = [weight, *states]
+    columns, draws = [weight, *states], step.draws
     if places is None:
         picked = columns
     else:
         moved = places >= 0
         chosen, grad = places[moved].long(), grad[moved]
         picked = [column[chosen] for column in columns]
+        draws = None if draws is None else draws[moved]
     change = optimizer.formula(picked[1:], grad, step)
-    picked[0].copy_(picked[0].to(grad.dtype) - change)
+    store_weight(picked[0], picked[0].to(grad.dtype) - change, draws)
     if places is not None:
         for column, values in zip(columns, picked, strict=True):
             column[chosen] = values

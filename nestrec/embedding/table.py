@@ -15,6 +15,7 @@ from nestrec.base.bounds import Count, Natural, NonNegative
 from nestrec.base.config import config, from_plain
 from nestrec.base.errors import UserError
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
+from nestrec.ops.rows.round import HALF_TYPES
 
 ALIGNMENT_BYTES = 16
 DTYPES: dict[str, torch.dtype] = {
@@ -74,7 +75,8 @@ class TableConfig:
     half_dtype: Literal["bfloat16", "float16"] = "float16"
     """Type in which such rows cross; they are computed with in the type of the table."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Type of the weights; optimiser state is float32, or float64 beside float64 weights."""
+    """Type of the weights; optimiser state is float32, or float64 beside float64 weights. 16-bit weights are updated in
+    float32 and rounded by chance, and cross between ranks as they are; models see them as float32."""
     seed: int = 0
     """Initial vectors are a function of this and the key."""
     init: InitConfig = field(default_factory=InitConfig)
@@ -91,6 +93,11 @@ class TableConfig:
     @property
     def weight_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights have 16 bits."""
+        return self.weight_dtype in HALF_TYPES
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -162,6 +169,11 @@ def _check_table(table: TableConfig) -> None:
         raise UserError(
             f"must be the last of the features {table.feature_names}", field=f"{where}.half_features",
             value=table.half_features, remedy="name them last in both",
+        )  # fmt: skip
+    if table.half_features and table.is_half:
+        raise UserError(
+            f"rows of {table.dtype} cross in 16 bits as they are", field=f"{where}.half_features",
+            value=table.half_features, remedy="leave one of the two out (task.negatives.lookup, tables.NAME.dtype)",
         )  # fmt: skip
     if table.num_rows is not None and table.num_rows < 1:
         remedy = "give a positive number, or none for a dynamic table"

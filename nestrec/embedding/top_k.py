@@ -19,6 +19,7 @@ from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.residency import StaticResidency
 from nestrec.embedding.shard import TableShard
 from nestrec.jagged import Jagged
+from nestrec.ops.rows.round import whole
 
 RowTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Candidates = NDArray[np.int64] | range | None
@@ -78,7 +79,7 @@ def _best_of_shard(
     for start in range(0, len(owned), _CHUNK_ROWS):
         keys = owned[start : start + _CHUNK_ROWS]
         keys_C = torch.from_numpy(keys).to(device)
-        vectors_CD = shard.layout.view(shard.read(keys), "weight").to(device)
+        vectors_CD = whole(shard.layout.view(shard.read(keys), "weight").to(device))
         if question.row_transform is not None:
             vectors_CD = question.row_transform(vectors_CD, keys_C)
         hidden = _places_of_excluded(excluded, keys, device)

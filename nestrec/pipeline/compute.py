@@ -8,6 +8,7 @@ import torch
 
 from nestrec.base.transfer import sent_to_device
 from nestrec.data.batches import MicroBatch
+from nestrec.ops.rows.round import whole
 from nestrec.pipeline.stages import Coupling
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -34,7 +35,7 @@ class LossCompute:
     def forward_backward(
         self, micro_batch: MicroBatch, rows: Tensors, index: Tensors, weight: float
     ) -> tuple[torch.Tensor, Tensors]:
-        leaves = {name: row.detach().requires_grad_() for name, row in rows.items()}
+        leaves = {name: whole(row.detach()).requires_grad_() for name, row in rows.items()}
         if micro_batch.num_tokens == 0:
             return torch.zeros((), device=self._device), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         with torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext():

@@ -28,7 +28,7 @@ def workload_of(cfg: RunConfig) -> Workload:
     """Counts the keys of some thousand samples of the recipe's data; a synthetic dataset is generated if missing."""
     dataset = open_data(cfg.data, Topology.single())
     with torch.device("meta"):
-        task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype)
+        task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
     tokens = task.assembler.tokens[task.assembler.tokens > 0]
     if not len(tokens):
         raise UserError("has no samples", field="data.folder", value=cfg.data.folder, remedy="prepare it again")

@@ -1,11 +1,14 @@
 """The tasks by name: ours, and those that other packages bring as entry points of `nestrec.tasks`."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from nestrec.base.kinds import KindOf
 from nestrec.base.seam import Seam
 from nestrec.data.dataset import Dataset
 from nestrec.tasks.spec import TaskConfigBase, TaskSpec
+from nestrec.tasks.table_options import TableOptions, with_options
 from nestrec.tasks.task import Task
 
 TASKS: Seam[TaskSpec] = Seam(
@@ -28,9 +31,14 @@ def task_spec(cfg: TaskConfigBase) -> TaskSpec:
     return TASKS.find(cfg.kind, field="task.kind")
 
 
-def make_task(cfg: TaskConfigBase, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task:
-    """A task on a dataset; draws the initial weights of its model."""
-    return task_spec(cfg).make(cfg, dataset, seed=seed, dtype=dtype)
+def make_task(
+    cfg: TaskConfigBase, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"],
+    tables: Mapping[str, TableOptions] = MappingProxyType({}),
+) -> Task:  # fmt: skip
+    """A task on a dataset; draws the initial weights of its model. tables: what a run says of them, by name."""
+    task = task_spec(cfg).make(cfg, dataset, seed=seed, dtype=dtype)
+    task.tables = with_options(task.tables, tables)
+    return task
 
 
 def store_option(cfg: TaskConfigBase) -> str:

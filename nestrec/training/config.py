@@ -1,5 +1,7 @@
 """The configuration of a run: named parts, each beside the code it configures, and what is general to training."""
 
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Literal
 
 from nestrec.balance import BalanceConfig
@@ -12,6 +14,7 @@ from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.tasks.built_in import TaskConfig
+from nestrec.tasks.table_options import TableOptions
 
 
 @config
@@ -58,6 +61,8 @@ class RunConfig:
     """name of the recipe"""
     task: TaskConfig
     """what is learned, and the model"""
+    tables: Mapping[str, TableOptions] = field(default_factory=dict)
+    """of the task, each by its name: --tables.items.dtype bfloat16"""
     data: DataConfig = DataConfig()
     """where the samples come from"""
     batch: BatchConfig = BatchConfig()

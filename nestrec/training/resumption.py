@@ -16,7 +16,8 @@ from nestrec.data.card import CARD_FILE, Card
 from nestrec.training.config import RunConfig
 
 _FIXED = (
-    "task.", "batch.batch_samples", "batch.batch_tokens", "batch.shuffle_block", "training.seed", "training.dtype",
+    "task.", "tables.", "batch.batch_samples", "batch.batch_tokens", "batch.shuffle_block", "training.seed",
+    "training.dtype",
 )  # fmt: skip
 _FREE_IN_TASK = (
     "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_windows", "batch_rows",

@@ -42,7 +42,7 @@ class Session:
         dataset = open_data(cfg.data, topology)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg.training.seed)
-            task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype)
+            task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
         task.model.to(device=topology.device, dtype=getattr(torch, cfg.training.dtype))
         engine = EmbeddingEngine(task.tables, topology, topology.device, cfg.replica_sync)
         return Session(

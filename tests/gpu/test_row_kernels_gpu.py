@@ -7,6 +7,7 @@ from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.ops.rows.dedup_keys import dedup_keys, dedup_keys_reference
 from nestrec.ops.rows.gather import gather_rows, take_rows
 from nestrec.ops.rows.move import move_rows, move_rows_reference
+from nestrec.ops.rows.round import store_rounded
 from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
 from nestrec.ops.rows.update import KINDS, RowRule, update_rows, update_rows_reference
 
@@ -88,6 +89,38 @@ def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
     for column, values, found in zip(expected, picked, columns, strict=True):
         column[index.cpu()[kept]] = values
         assert torch.equal(found.cpu(), column)
+
+
+ODD_VALUES = [0.0, -0.0, 6e-8, -3e-8, 1e-12, 1e-42, 6.1e-5, -6.09e-5, 65504.0, 65519.0, 1e5, -1e30, 3.4e38,
+              float("inf"), float("-inf"), float("nan")]  # fmt: skip
+"""subnormal and too large ones of both types among them"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "dim", "has_index"), [("sgd", 16, False), ("rowwise_adagrad", 37, True),
+                                                        ("adam", 16, True)])  # fmt: skip
+def test_updates_of_16_bit_rows_are_rounded_as_defined_to_the_bit(kind, dim, has_index, dtype):
+    """By the kernel, by the definition, and by the loop on a CPU."""
+    torch.manual_seed(dim)
+    rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
+    columns = columns_of(kind, 60, dim, dtype)
+    columns[0][5] = torch.tensor(ODD_VALUES)[torch.arange(dim) % 16].to(dtype)
+    expected = [column.clone().cpu() for column in columns]
+    grad, index = torch.randn(60, dim, device=DEVICE), torch.randperm(60, device=DEVICE) if has_index else None
+    grad[:5] *= 1e-3
+    draws = torch.randint(-(2**63), 2**63 - 1, (60,), device=DEVICE)
+    update_rows(columns[0], columns[1:], grad, rule, index, draw_P=draws)
+    order = torch.arange(60) if index is None else index.cpu()
+    picked = [column[order] for column in expected]
+    wide = [picked[0].float(), *(column.clone() for column in picked[1:])]
+    update_rows_reference(picked[0], picked[1:], grad.cpu(), rule, draws.cpu())
+    update_rows_reference(wide[0], wide[1:], grad.cpu(), rule)
+    by_loop = torch.empty_like(picked[0])
+    store_rounded(wide[0], draws.cpu(), by_loop)
+    assert torch.equal(by_loop.view(torch.int16), picked[0].view(torch.int16))
+    for column, values, found in zip(expected, picked, columns, strict=True):
+        column[order] = values
+        assert torch.equal(found.cpu().view(torch.int16), column.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

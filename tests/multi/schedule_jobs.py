@@ -56,7 +56,7 @@ class Job:
     stale_steps: int = 1
     device: str = "cpu"
     dtype: str = "float32"
-    """of tables and dense weights"""
+    """of tables and dense weights; dense weights beside 16-bit tables are float32"""
     moment_scale: float = 1.0
     dense_rate: float = 0.01
     ranks: RanksConfig = field(default_factory=RanksConfig)
@@ -171,7 +171,7 @@ class Training:
     def _open(self) -> None:
         device = self.job.device
         self.engine = EmbeddingEngine(tables_of(self.job), self.topology, device, self.job.replica_sync)
-        model = Tiny().to(device, getattr(torch, self.job.dtype))
+        model = Tiny().to(device, torch.float64 if self.job.dtype == "float64" else torch.float32)
         self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device(device))
         stale_steps = self.job.stale_steps if self.schedule == "stale" else 1
         options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from nestrec.base.transfer import to_device, used_here
 from nestrec.distributed.transports import Parcel
 from nestrec.embedding.flight.routing import RoutedTable
+from nestrec.embedding.rounding import draws_of
 from nestrec.embedding.row_optimizer import RowStep, runs_host_loop, update_rows, update_rows_on_host
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import RowLayout, TableConfig
@@ -76,8 +78,7 @@ class WorkingTable:
         if gradient is None or not len(places):
             return None
         rows, chosen = self.fetched.rows.index_select(0, places), gradient.index_select(0, places)
-        slots = self.fetched.slots[places.cpu().numpy()]
-        self._update(rows, chosen * self.gradient_scale, slots, step, learning_rate)
+        self._update(rows, chosen * self.gradient_scale, places.cpu().numpy(), step, learning_rate)
         self.fetched.rows.index_copy_(0, places, rows)
         return rows
 
@@ -94,14 +95,18 @@ class WorkingTable:
         if self.gradient_scale != 1:
             gradient = gradient * self.gradient_scale
         rows = self.fetched.rows[:end]
-        self._update(rows, gradient[:end], self.fetched.slots[:end], step, learning_rate)
+        self._update(rows, gradient[:end], slice(end), step, learning_rate)
         return rows
 
     def _update(
-        self, rows: torch.Tensor, gradient: torch.Tensor, slots: NDArray[np.int64], step: int, learning_rate: float
+        self, rows: torch.Tensor, gradient: torch.Tensor, chosen: NDArray[Any] | slice, step: int, learning_rate: float
     ) -> None:
-        refused, now = slots < 0, RowStep(step, learning_rate, self.table.optimizer)
-        if runs_host_loop(rows, self.layout, self.table.optimizer.spec):
+        """chosen: which of the fetched rows these are."""
+        refused, draws = self.fetched.slots[chosen] < 0, None
+        if self.table.is_half:
+            draws = to_device(draws_of(self.table, self.fetched.keys[chosen], step), rows.device)
+        now = RowStep(step, learning_rate, self.table.optimizer, draws)
+        if runs_host_loop(rows, self.table.optimizer.spec):
             kept = torch.from_numpy(np.flatnonzero(refused))
             before = rows.index_select(0, kept)
             update_rows_on_host(rows, gradient, self.layout, now, num_threads=self.table.store.num_threads)

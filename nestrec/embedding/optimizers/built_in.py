@@ -22,6 +22,8 @@ def built_in(
         weight: torch.Tensor, states: Sequence[torch.Tensor], grad: torch.Tensor, places: torch.Tensor | None,
         step: RowStep,
     ) -> None:  # fmt: skip
-        ops.update_rows(weight, states, grad, rule(step), places)
+        ops.update_rows(weight, states, grad, rule(step), places, draw_P=step.draws)
 
-    return RowOptimizer(state=state, formula=formula, host_loop=host_loop, kernel=kernel, reads=frozenset(reads))
+    return RowOptimizer(
+        state=state, formula=formula, host_loop=host_loop, kernel=kernel, kernel_rounds=True, reads=frozenset(reads)
+    )

@@ -10,30 +10,16 @@ takes ROWS rows of BLOCK channels, where BLOCK covers a row (or, in the elementw
 import triton
 import triton.language as tl
 
-from nestrec.base.random import GOLDEN32, MULTIPLIERS32
+from nestrec.ops.random_kernels import draws24
 
 # ruff: noqa: PLR0917
-_GOLDEN = tl.constexpr(GOLDEN32)
-_MULTIPLY_1, _MULTIPLY_2 = tl.constexpr(MULTIPLIERS32[0]), tl.constexpr(MULTIPLIERS32[1])
-
-
-@triton.jit
-def _mix32(x):  # type: ignore[no-untyped-def]
-    x = x ^ (x >> 16)
-    x = x * _MULTIPLY_1
-    x = x ^ (x >> 15)
-    x = x * _MULTIPLY_2
-    return x ^ (x >> 16)
 
 
 @triton.jit
 def _kept(key, row, has_row, channel, site, threshold):  # type: ignore[no-untyped-def]
     """(ROWS, BLOCK) bool."""
     own = tl.load(key + row, mask=has_row, other=0) ^ site
-    low, high = own.to(tl.uint32), (own >> 32).to(tl.uint32)
-    spread = channel.to(tl.uint32) * _GOLDEN
-    bits = _mix32(_mix32(low[:, None] ^ spread[None, :]) ^ high[:, None])
-    return (bits >> 8) >= threshold
+    return draws24(own, channel) >= threshold
 
 
 @triton.jit

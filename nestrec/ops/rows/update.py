@@ -10,7 +10,8 @@ g: deduplicated gradient of a row, w: weight, c: moment scale, lr_t: learning ra
 
 Divisions by constants are multiplications by their inverses, as CUDA does them. Means over a row are sums by halves, in
 the same order in every implementation; roots and divisions are correctly rounded, and no product is fused with a sum.
-So the kernel gives the bits of the definition.
+So the kernel gives the bits of the definition. Weights of 16 bits are updated in float32 and rounded by chance
+(nestrec.ops.rows.round), or to nearest where no draws are given.
 
 Shapes: N rows, D elements of a row, P updated rows.
 """
@@ -23,6 +24,7 @@ import torch
 
 from nestrec.ops.kernel_op import kernel_op
 from nestrec.ops.registry import HAS_TRITON, runs_triton
+from nestrec.ops.rows.round import HALF_TYPES, rounded
 from nestrec.ops.rows.sum import with_whole_rows
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")
@@ -57,19 +59,30 @@ def update_rows(
     grad_PD: torch.Tensor,
     rule: RowRule,
     index_P: torch.Tensor | None = None,
+    *,
+    draw_P: torch.Tensor | None = None,
 ) -> None:
     """Update rows in place; row i, or row index[i] where that is not negative (distinct), by grad[i].
 
     states: the columns of the rule, (N, D), or (N, 1) for one number a row, in the gradient's type; all may be strided.
+    draw: int64 keys of the random bits by which weights of 16 bits are rounded; other weights need none.
     """
-    _run(weight_ND, list(states), grad_PD, index_P, rule.kind, rule.numbers)
+    draws = draw_P if weight_ND.dtype in HALF_TYPES else None
+    _run(weight_ND, list(states), grad_PD, index_P, draws, rule.kind, rule.numbers)
 
 
 def update_rows_reference(
-    weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule
-) -> None:
+    weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule,
+    draw_P: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """The definition, on rows in order."""
-    weight_ND.copy_(weight_ND.to(grad_PD.dtype) - change_of(states, grad_PD, rule))
+    store_weight(weight_ND, weight_ND.to(grad_PD.dtype) - change_of(states, grad_PD, rule), draw_P)
+
+
+def store_weight(weight_ND: torch.Tensor, value_ND: torch.Tensor, draw_N: torch.Tensor | None) -> None:
+    """Weights of any type from what a step makes of them."""
+    is_drawn = weight_ND.dtype in HALF_TYPES and draw_N is not None
+    weight_ND.copy_(rounded(value_ND, draw_N, weight_ND.dtype) if is_drawn else value_ND)  # type: ignore[arg-type]
 
 
 def change_of(states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule) -> torch.Tensor:
@@ -139,15 +152,15 @@ def can_launch(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], sum_dtyp
 @kernel_op("update_rows", fake=lambda *_: None, mutates=("weight_ND", "states"))
 def _run(  # noqa: PLR0917
     weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor | None,
-    kind: str, numbers: list[float],
+    draw_P: torch.Tensor | None, kind: str, numbers: list[float],
 ) -> None:  # fmt: skip
     rule = rule_of(kind, numbers)
     if can_launch(weight_ND, states, grad_PD.dtype):
-        _launch(weight_ND, states, with_whole_rows(grad_PD), index_P, rule)
+        _launch(weight_ND, states, with_whole_rows(grad_PD), index_P, draw_P, rule)
     elif index_P is None:
-        update_rows_reference(weight_ND, states, grad_PD, rule)
+        update_rows_reference(weight_ND, states, grad_PD, rule, draw_P)
     else:
-        _update_some(weight_ND, states, grad_PD, index_P, rule)
+        _update_some(weight_ND, states, grad_PD, index_P, draw_P, rule)
 
 
 def rule_of(kind: str, numbers: Sequence[float]) -> RowRule:
@@ -158,13 +171,14 @@ def rule_of(kind: str, numbers: Sequence[float]) -> RowRule:
     )
 
 
-def _update_some(
-    weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor, rule: RowRule
-) -> None:
+def _update_some(  # noqa: PLR0917
+    weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor,
+    draw_P: torch.Tensor | None, rule: RowRule,
+) -> None:  # fmt: skip
     moved = index_P >= 0
     places, columns = index_P[moved].long(), [weight_ND, *states]
     picked = [c[places] for c in columns]
-    update_rows_reference(picked[0], picked[1:], grad_PD[moved], rule)
+    update_rows_reference(picked[0], picked[1:], grad_PD[moved], rule, None if draw_P is None else draw_P[moved])
     for column, values in zip(columns, picked, strict=True):
         column[places] = values
 
@@ -188,9 +202,9 @@ def kernel_columns(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], rule
     }  # fmt: skip
 
 
-def _launch(
+def _launch(  # noqa: PLR0917
     weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor | None,
-    rule: RowRule,
+    draw_P: torch.Tensor | None, rule: RowRule,
 ) -> None:  # fmt: skip
     check_columns(weight_ND, states, grad_PD, rule.kind)
     count, dim = grad_PD.shape
@@ -199,7 +213,7 @@ def _launch(
     tile_rows = max(1, _TILE_ELEMENTS // triton.next_power_of_2(dim))
     with torch.cuda.device_of(weight_ND):
         _update_kernel[(triton.cdiv(count, tile_rows),)](
-            grad_PD, index_P, count, **kernel_columns(weight_ND, states, rule), GRAD_STRIDE=grad_PD.stride(0),
+            grad_PD, index_P, draw_P, count, **kernel_columns(weight_ND, states, rule), GRAD_STRIDE=grad_PD.stride(0),
             ROWS=tile_rows, num_warps=_NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -207,6 +221,8 @@ def _launch(
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from nestrec.ops.rows.round import round_tile
 
     @triton.jit
     def mean_by_halves(values, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, inverse_dim):  # type: ignore[no-untyped-def]
@@ -229,11 +245,14 @@ if HAS_TRITON:
 
     @triton.jit
     def update_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        gradient, value, row, moved, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
+        gradient, value, row, moved, draw, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
         inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
         WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr,
     ):  # fmt: skip
-        """Update (ROWS,) int64 rows where moved, given their (ROWS, BLOCK) float32 gradient and weight `value`."""
+        """Update (ROWS,) int64 rows where moved, given their (ROWS, BLOCK) float32 gradient and weight `value`.
+
+        draw: (ROWS,) int64 keys of random bits, or none to round to nearest.
+        """
         column = tl.arange(0, BLOCK)[None, :]
         mask = moved[:, None] & (column < D)
         at_first, at_second = first + row * FIRST_STRIDE, second + row * SECOND_STRIDE
@@ -267,7 +286,12 @@ if HAS_TRITON:
             tl.store(at_second, square, mask=moved)
             change = tl.div_rn(moment, tl.broadcast_to((tl.sqrt_rn(square) + eps)[:, None], [ROWS, BLOCK]))
         value = value.to(tl.float32) - learning_rate * change
-        tl.store(weight + (row * WEIGHT_STRIDE)[:, None] + column, value.to(weight.dtype.element_ty), mask=mask)
+        if draw is None:
+            kept = value.to(weight.dtype.element_ty)
+        else:
+            bits = round_tile(value, draw, BLOCK, weight.dtype.element_ty == tl.bfloat16)
+            kept = bits.to(weight.dtype.element_ty, bitcast=True)
+        tl.store(weight + (row * WEIGHT_STRIDE)[:, None] + column, kept, mask=mask)
 
     @triton.jit
     def load_weight(  # type: ignore[no-untyped-def]  # noqa: PLR0917
@@ -279,9 +303,9 @@ if HAS_TRITON:
 
     @triton.jit
     def _update_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        grad, index, count, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale, inverse_dim,
-        KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GRAD_STRIDE: tl.constexpr,
-        WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr,
+        grad, index, draws, count, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
+        inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+        GRAD_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr,
     ):  # fmt: skip
         place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = place < count
@@ -292,7 +316,11 @@ if HAS_TRITON:
         moved = inside & (row >= 0)
         value = load_weight(weight, row, moved, D, BLOCK, WEIGHT_STRIDE)
         gradient = load_weight(grad, place.to(tl.int64), moved, D, BLOCK, GRAD_STRIDE)
+        if draws is None:
+            draw = None
+        else:
+            draw = tl.load(draws + place, mask=inside, other=0)
         update_tile(
-            gradient, value, row, moved, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
+            gradient, value, row, moved, draw, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
             inverse_dim, KIND, D, BLOCK, ROWS, WEIGHT_STRIDE, FIRST_STRIDE, SECOND_STRIDE,
         )  # fmt: skip

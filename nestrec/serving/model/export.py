@@ -23,6 +23,7 @@ from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
 from nestrec.data.samples.ranking import item_column
 from nestrec.distributed import Topology
+from nestrec.ops.rows.round import whole
 from nestrec.serving.engine.probe import recorded_probe
 from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.input_defaults import check_defaults
@@ -159,10 +160,11 @@ def _weight(table: ServedTable) -> torch.Tensor:
 
 
 def _index(vectors_of: Callable[[torch.Tensor], torch.Tensor], items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
-    vectors = _mapped(scratch, len(items_ND) - 1, items_ND.shape[1], items_ND.dtype)
+    """What queries meet, in the type that the model computes in, so that scores are those of evaluation."""
+    vectors = _mapped(scratch, len(items_ND) - 1, items_ND.shape[1], whole(items_ND[:0]).dtype)
     for start in range(0, len(vectors), _CHUNK_ROWS):
         end = min(start + _CHUNK_ROWS, len(vectors))
-        vectors[start:end] = vectors_of(items_ND[start + 1 : end + 1])
+        vectors[start:end] = vectors_of(whole(items_ND[start + 1 : end + 1]))
     return ResidentTable(vectors)
 
 

@@ -81,7 +81,7 @@ class RankingForm:
     def content(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) sum of the vectors of item and categories, in the order of training."""
         items = records[:, 0]
-        total = self.servable.tables["items"].rows(items)
+        total = self.servable.tables["items"].rows(items).to(self.servable.dtype)
         for name in self._columns:
             is_given = name in self._given
             ids = records[:, 3 + self._given.index(name)] if is_given else self.servable.item_columns[name][items]

@@ -83,7 +83,7 @@ class RetrievalForm:
         return self._model.item_vectors(last_D[None])[0] / self._model.similarity.temperature
 
     def _rows(self, items: NDArray[np.int64]) -> torch.Tensor:
-        return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items)))
+        return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items))).to(self.servable.dtype)
 
 
 def _first_choice(index: ServedTable, query_D: torch.Tensor, candidates: Candidates) -> torch.Tensor:

@@ -144,7 +144,7 @@ def test_overrides_read_as_typed_on_a_command_line(path: str, text: str, expecte
         ({"inner": "3"}, "must hold named fields"),
         ({"color": "green"}, "color = 'green': is not one of the choices"),
         ({"pair": "[1]"}, "has 1 values\n  remedy: give 2 values"),
-        ({"parts.missing.dropout": "1"}, "no such entry"),
+        ({"parts.new.droput": "1"}, "did you mean 'dropout'"),
         ({"parts.new": "3"}, "must hold named fields"),
         ({"dims": "a,b"}, r"dims\[0\]"),
     ],
@@ -159,6 +159,8 @@ def test_an_override_reaches_into_a_mapping() -> None:
     assert changed.parts == {"a": Inner(dropout=0.5), "b": Inner()}
     changed = with_overrides(Outer(), {"parts.c": '{"dropout": 0.25}'})
     assert changed.parts == {"c": Inner(dropout=0.25)}
+    changed = with_overrides(Outer(), {"parts.c.dropout": "0.25", "parts.c.name": "b"})
+    assert changed.parts == {"c": Inner(dropout=0.25, name="b")}, "nothing was said of it before"
 
 
 @pytest.mark.parametrize(

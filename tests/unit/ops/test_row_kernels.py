@@ -27,7 +27,7 @@ def test_the_operators_know_the_shapes_of_their_results():
         assert ops.sum_by_index(torch.empty(9, 8, dtype=torch.bfloat16), index, 4).dtype == torch.float32
         assert [found.shape[0] for found in ops.dedup_keys(index)] == [9, 10, 9, 9, 1]
         assert ops.move_rows(rows.view(torch.int32), rows.view(torch.int32), None, None) is None
-        assert ops.update_rows(rows, [], rows, None, "sgd", [0.1] * 5) is None
+        assert ops.update_rows(rows, [], rows, None, None, "sgd", [0.1] * 5) is None
 
 
 def test_an_operator_records_no_gradient_in_eager_mode():

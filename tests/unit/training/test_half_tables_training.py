@@ -1,0 +1,94 @@
+"""--tables.NAME.dtype: trained, resumed and exported as any other run, and refused where it means nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints
+from nestrec.distributed import Topology
+from nestrec.library.loaded import load
+from nestrec.serving.model.export import export_run
+from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.run_digest import run_digest
+from nestrec.training.trainer import Trainer
+
+RUN = {"training.max_steps": 7, "training.epochs": 9, "training.checkpoint_every_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def tiny_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_datasets(folder)
+    return folder
+
+
+def trainer_of(family: str, data: Path, folder: Path, **more: object) -> Trainer:
+    given = {**RUN, **{name.replace("__", "."): value for name, value in more.items()}}
+    return Trainer(config_of(family, data, given), folder, Topology.single())
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("hstu", {"tables__items__dtype": "bfloat16"}),
+        ("ranking", {"tables__items__dtype": "float16", "tables__item_topic__dtype": "bfloat16"}),
+        ("rows", {"tables__categories__dtype": "bfloat16"}),
+    ],
+)
+def test_nested_equals_serial_and_a_crash_resumes_exactly_on_rows_of_16_bits(tiny_data, tmp_path, family, options):
+    class Crash(Exception):
+        pass
+
+    def crash() -> None:
+        raise Crash
+
+    trainer_of(family, tiny_data, tmp_path / "serial", pipeline__schedule="serial", **options).train()
+    with armed("train.step", crash, at=5), pytest.raises(Crash):
+        trainer_of(family, tiny_data, tmp_path / "nested", pipeline__schedule="nested", **options).train()
+    trainer_of(family, tiny_data, tmp_path / "nested", pipeline__schedule="nested", **options).train()
+    assert run_digest(tmp_path / "nested") == run_digest(tmp_path / "serial")
+    restored = Checkpoints(tmp_path / "nested" / "checkpoints").restore_latest()
+    assert restored is not None
+    for name, dtype in options.items():
+        for chunk in restored.rows(name.split("__")[1]):
+            assert chunk["weight"].dtype == getattr(torch, str(dtype))
+            assert all(column.dtype == torch.float32 for key, column in chunk.items() if key.startswith("state_"))
+
+
+def test_an_export_keeps_the_rows_of_16_bits_and_recommends_what_evaluation_ranks(tiny_data, tmp_path):
+    trainer = trainer_of("hstu", tiny_data, tmp_path / "run", tables__items__dtype="bfloat16")
+    trainer.train()
+    evaluation = trainer.evaluate("test")
+    export_run(tmp_path / "run", tmp_path / "model")
+    model = load(tmp_path / "model")
+    assert model.servable.tables["items"].weight.dtype == torch.bfloat16
+    keys, ranks = model.servable.item_keys, evaluation.details["rank/model"]
+    for user, rank in zip(evaluation.details["users"][:10], ranks[:10], strict=True):
+        lists = trainer.session.dataset.rows(user[None]).lists
+        items, times = ([keys[i - 1] for i in lists["item_ids"][0]], lists["timestamps_ms"][0].tolist())
+        history = {"items": items[:-1], "times_ms": times[:-1], "now_ms": times[-1]}
+        found = model.recommend(history, k=10, exclude_seen=False, exclude=items[-13:-1]).items
+        assert (found.index(items[-1]) + 1 if items[-1] in found else 0) == rank
+
+
+def test_a_run_goes_on_with_the_type_that_it_began_with(tiny_data, tmp_path):
+    trainer_of("hstu", tiny_data, tmp_path, tables__items__dtype="bfloat16").train()
+    with pytest.raises(UserError, match="may not change while it goes on"):
+        trainer_of("hstu", tiny_data, tmp_path, tables__items__dtype="float16", training__max_steps=9).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tables__item__dtype": "bfloat16"}, "did you mean 'items'"),
+        ({"tables__items__dtype": "int8"}, "is not one of the choices|is nothing that this option takes"),
+        ({"tables__items__dtype": "bfloat16", "training__dtype": "float64"}, "asks for rows of the same"),
+        ({"tables__items__dtype": "bfloat16", "task__negatives__lookup": "float16"}, "cross in 16 bits as they are"),
+    ],
+)
+def test_what_a_table_cannot_be_is_refused(tiny_data, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        trainer_of("hstu", tiny_data, tmp_path, **options)
