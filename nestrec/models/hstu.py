@@ -90,7 +90,7 @@ class HSTULayer(nn.Module):
         v, q, k = (part.reshape(heads) for part in projected.parts)
         with without_keeping(projected):
             attended = hstu_attention(
-                q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser, bias=self._bias(info)
+                q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser, bias=self.bias(info)
             )
         drop = Dropout(info.token_key_T, self.site, cfg.dropout if self.training else 0.0)
         added = gated_output(
@@ -99,7 +99,8 @@ class HSTULayer(nn.Module):
         )  # fmt: skip
         return projected.total, added
 
-    def _bias(self, info: SequenceInfo) -> RelativeBias:
+    def bias(self, info: SequenceInfo) -> RelativeBias:
+        """What its attention adds to the scores of such sequences."""
         return RelativeBias(
             position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
             time_T=info.time_T, query_time_T=info.query_time_T,

@@ -1,147 +1,162 @@
 """HSTU attention on this GPU against what torch offers, with the ceilings of a matrix product and a copy.
 
-FLOPs are those of exact causal attention over valid tokens, whoever computes it: forward 2 sum(L (L + 1)) heads dim,
-backward 2.5 times that. Softmax attentions stand in for HSTU's, as the same amount of matrix work. The ceilings, a
-large matrix product and a device copy, are measured in the same run. Inputs rotate, so that no run finds them in the
-cache.
+FLOPs are those of exact causal attention over valid tokens, whoever computes it: forward 4 times the pairs that see
+each other, heads and dim, backward 2.5 times that. Softmax attentions stand in for HSTU's, as the same amount of matrix
+work. The ceilings, a large matrix product and a device copy, are measured in the same run. Inputs rotate, so that no
+run finds them in the cache. Long sequences are measured with full and with semi-local attention. Errors are those of
+output and gradients of q, k and v against float64.
 
-    nestrec bench attention --shapes u4096,logn --heads 4x128 --impls nestrec
+    nestrec bench attention --lengths u4096,lognormal:mean=900,max=8192,count=200 --heads 8x64 --impls nestrec
 """
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench
-from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS, Attention, AttentionBatch
-from nestrec.data.synthetic.length_shapes import LENGTH_SHAPES, lengths_of
+from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS, SEMI_LOCAL, Attention, AttentionBatch
+from nestrec.bench.kernels.timing import ceilings, medians_ms
+from nestrec.data.synthetic.length_shapes import LENGTH_SHAPES, lengths_of, whole_shapes
 from nestrec.distributed.topology import check_device
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu import hstu_attention_reference
+from nestrec.ops.attention.mask import causal_pairs
+from nestrec.ops.attention.relative_bias import RelativeBias
 
 BACKWARD = 2.5
 """FLOPs of the backward over those of the forward pass: five matrix products over two."""
 CHECKED_TOKENS = 16_384
-"""Errors are taken over whole sequences of at most so many tokens together, or the shortest one."""
+"""Errors are taken over whole sequences of at most so many tokens together, or over one cut there."""
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
 
 
 @config
 class AttentionBench:
     """What is measured."""
 
-    shapes: tuple[str, ...] = LENGTH_SHAPES
-    """named length shapes"""
+    lengths: tuple[str, ...] = LENGTH_SHAPES
+    """named shapes, uN, lognormal:mean=...,max=...,count=..., files of lengths, prepared datasets"""
+    long_lengths: tuple[str, ...] = ("u16384", "u32768", "u65536")
+    """of full attention beside semi-local attention, at the heads of peers_at"""
     heads: tuple[str, ...] = ("4x128", "4x256", "4x64", "8x64")
     """heads x dimension of a head"""
     impls: tuple[str, ...] = tuple(IMPLEMENTATIONS)
     """implementations"""
     peers_at: tuple[str, ...] = ("4x128",)
-    """the others are measured at these heads only"""
+    """those of others are measured at these heads only"""
     rounds: int = 15
     """timed calls, of which the median counts"""
     input_sets: int = 2
     """rotating inputs"""
 
 
-def measure_attention(bench: AttentionBench, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
-    """Rows of the bench: ceilings first, then every implementation at every shape. `keep` sees them after each."""
+def measure_attention(bench: AttentionBench) -> Iterator[Row]:
+    """Rows of the bench: ceilings first, then every implementation at every shape."""
     check_device("cuda")
-    rows: Rows = _ceilings(bench.rounds)
-    for heads_by_dim in bench.heads:
-        heads, dim = (int(n) for n in heads_by_dim.split("x"))
+    if unknown := set(bench.impls) - set(IMPLEMENTATIONS):
+        raise UserError("is no implementation", field="impls", value=sorted(unknown), remedy=", ".join(IMPLEMENTATIONS))
+    yield from ceilings(bench.rounds)
+    for heads in bench.heads:
         for name in bench.impls:
-            if name == "nestrec" or heads_by_dim in bench.peers_at:
-                for shape in bench.shapes:
-                    sets = [_batch(shape, heads, dim, seed) for seed in range(bench.input_sets)]
-                    rows.append(_row(name, shape, sets, bench.rounds))
-                    keep(rows)
-    return rows
+            for shape in _shapes(bench, name, heads):
+                sets = [batch_of(lengths_of(shape).tolist(), heads, seed) for seed in range(bench.input_sets)]
+                yield _row(name, shape, sets, bench.rounds)
 
 
-def flops_of(lengths: Sequence[int], heads: int, dim: int) -> float:
+def heads_and_dim(text: str) -> tuple[int, int]:
+    """`8x64` as (8, 64)."""
+    heads, _, dim = text.partition("x")
+    if not (heads.isdigit() and dim.isdigit() and int(heads) * int(dim)):
+        raise UserError("is no number of heads and their width", field="heads", value=text, remedy="write it like 8x64")
+    return int(heads), int(dim)
+
+
+def flops_of(lengths: Sequence[int], heads: int, dim: int, name: str = "nestrec") -> float:
     """Of the forward pass, exact and causal."""
-    return float(2 * sum(n * (n + 1) for n in lengths) * heads * dim)
+    rules = IMPLEMENTATIONS[name].rules
+    return 4 * causal_pairs(np.array(lengths), rules.max_attention_length, rules.num_context) * heads * dim
 
 
-def _batch(shape: str, heads: int, dim: int, seed: int) -> AttentionBatch:
-    lengths = lengths_of(shape)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    size = (int(lengths.sum()), heads, dim)
-    q, k, v, grad = (torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(4))
+def _shapes(bench: AttentionBench, name: str, heads: str) -> list[str]:
+    is_ours, is_semi_local, is_compared = name.startswith("nestrec"), name == SEMI_LOCAL, heads in bench.peers_at
+    usual = whole_shapes(bench.lengths) if (is_ours or is_compared) and not is_semi_local else []
+    return usual + (whole_shapes(bench.long_lengths) if is_compared and name in ("nestrec", SEMI_LOCAL) else [])
+
+
+def batch_of(lengths: list[int], heads_by_dim: str, seed: int, device: str = "cuda") -> AttentionBatch:
+    """Random vectors in sequences of these lengths."""
+    heads, dim = heads_and_dim(heads_by_dim)
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (sum(lengths), heads, dim)
+    q, k, v, grad = (torch.randn(size, generator=generator, device=device).to(torch.bfloat16) for _ in range(4))
     return AttentionBatch(
         q=(q * dim**-0.5).requires_grad_(), k=k.requires_grad_(), v=v.requires_grad_(), grad=grad,
-        offsets=offsets_of(torch.from_numpy(lengths)).cuda(), lengths=lengths.tolist(),
+        offsets=offsets_of(torch.tensor(lengths)).to(device), lengths=lengths,
     )  # fmt: skip
 
 
-def _row(name: str, shape: str, sets: Sequence[AttentionBatch], rounds: int) -> dict[str, Any]:
-    batch = sets[0]
+def _row(name: str, shape: str, sets: Sequence[AttentionBatch], rounds: int) -> Row:
+    impl, batch = IMPLEMENTATIONS[name], sets[0]
     tokens, heads, dim = batch.q.shape
-    row: dict[str, Any] = {"impl": name, "heads": heads, "dim": dim, "lengths": shape, "tokens": tokens}
+    row: Row = {"impl": name, "heads": heads, "dim": dim, "lengths": shape, "tokens": tokens}
     try:
-        attend = [IMPLEMENTATIONS[name].prepare(each) for each in sets]
-        error = _error(attend[0], batch, is_softmax=IMPLEMENTATIONS[name].is_softmax)
-        times = _times(attend, rounds)
+        attend = [impl.prepare(each) for each in sets]
+        error = error_of(attend[0], batch, name)
+        fwd_ms, bwd_ms = _times(attend, rounds)
     except RuntimeError as problem:
         torch.cuda.empty_cache()
         return row | {"fwd_ms": None, "bwd_ms": None, "tflops": None, "rel_err": None,
                       "note": f"{type(problem).__name__}: {str(problem).splitlines()[0][:160]}"}  # fmt: skip
-    flops = flops_of(batch.lengths, heads, dim)
+    flops = flops_of(batch.lengths, heads, dim, name)
     return row | {
-        "fwd_ms": round(times.forward_ms, 4), "bwd_ms": round(times.backward_ms, 4),
-        "tflops": round((1 + BACKWARD) * flops / (times.forward_ms + times.backward_ms) / 1e9, 1),
-        "rel_err": float(f"{error:.2e}"), "fwd_tflops": round(flops / times.forward_ms / 1e9, 1),
-        "bwd_tflops": round(BACKWARD * flops / times.backward_ms / 1e9, 1),
-        "is_softmax": IMPLEMENTATIONS[name].is_softmax,
+        "fwd_ms": round(fwd_ms, 4), "bwd_ms": round(bwd_ms, 4),
+        "tflops": round((1 + BACKWARD) * flops / (fwd_ms + bwd_ms) / 1e9, 1),
+        "rel_err": float(f"{error:.2e}"), "fwd_tflops": round(flops / fwd_ms / 1e9, 1),
+        "bwd_tflops": round(BACKWARD * flops / bwd_ms / 1e9, 1), "is_softmax": impl.is_softmax,
     }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    forward_ms: float
-    backward_ms: float
+def _times(attend: Sequence[Attention], rounds: int) -> list[float]:
+    """Medians of forward and backward over rotating inputs."""
+    out: list[torch.Tensor] = []
+
+    def forward(number: int) -> None:
+        out[:] = [attend[number % len(attend)].forward()]
+
+    return medians_ms([forward, lambda number: attend[number % len(attend)].backward(out[0])], rounds)
 
 
-def _times(attend: Sequence[Attention], rounds: int) -> _Times:
-    """Medians over rotating inputs."""
-    forward_ms, backward_ms = [], []
-    for n in range(rounds + 3):
-        call = attend[n % len(attend)]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        # Work ahead of the first mark hides the time that the host takes to launch.
-        torch.cuda._sleep(5_000_000)
-        marks[0].record()
-        out = call.forward()
-        marks[1].record()
-        call.backward(out)
-        marks[2].record()
-        torch.cuda.synchronize()
-        if n >= 3:
-            forward_ms.append(marks[0].elapsed_time(marks[1]))
-            backward_ms.append(marks[1].elapsed_time(marks[2]))
-    return _Times(statistics.median(forward_ms), statistics.median(backward_ms))
-
-
-def _error(attend: Attention, batch: AttentionBatch, *, is_softmax: bool) -> float:
+def error_of(attend: Attention, batch: AttentionBatch, name: str) -> float:
     """The largest of the relative errors of output and gradients, against float64."""
+    if min(batch.lengths) > CHECKED_TOKENS:
+        batch = batch_of([CHECKED_TOKENS], f"{batch.q.shape[1]}x{batch.q.shape[2]}", seed=0, device=batch.q.device.type)
+        attend = IMPLEMENTATIONS[name].prepare(batch)
     first, end = _checked(batch.lengths)
     rows = slice(int(batch.offsets[first]), int(batch.offsets[end]))
     out = attend.forward()
     found = [attend.tokens(x) for x in (out, *attend.backward(out))]
-    exact_inputs = [x.detach()[rows].double().requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    q, k, v = inputs = [x.detach()[rows].double().requires_grad_() for x in (batch.q, batch.k, batch.v)]
     offsets = batch.offsets[first : end + 1] - batch.offsets[first]
-    reference = _softmax_reference if is_softmax else _hstu_reference
-    outs = reference(exact_inputs, offsets, batch.normaliser)
-    exact = [outs, *torch.autograd.grad(outs, exact_inputs, batch.grad[rows].double())]
+    if IMPLEMENTATIONS[name].is_softmax:
+        outs = _softmax_reference(inputs, offsets)
+    else:
+        outs = hstu_attention_reference(
+            q, k, v, offsets, normaliser=batch.normaliser, bias=_exact_bias(attend.bias, rows),
+            rules=IMPLEMENTATIONS[name].rules,
+        )  # fmt: skip
+    exact = [outs, *torch.autograd.grad(outs, inputs, batch.grad[rows].double())]
     pairs = zip(found, exact, strict=True)
     return max(float(((a[rows].double() - b).norm() / b.norm()).detach()) for a, b in pairs)
+
+
+def _exact_bias(bias: RelativeBias, rows: slice) -> RelativeBias:
+    given = {name: x.detach().double() for name in RelativeBias.__slots__ if (x := getattr(bias, name)) is not None}
+    return RelativeBias(**{name: x[rows] if name.endswith("_T") else x for name, x in given.items()})
 
 
 def _checked(lengths: Sequence[int]) -> tuple[int, int]:
@@ -153,12 +168,7 @@ def _checked(lengths: Sequence[int]) -> tuple[int, int]:
     return first, end
 
 
-def _hstu_reference(inputs: list[torch.Tensor], offsets: torch.Tensor, normaliser: float) -> torch.Tensor:
-    q, k, v = inputs
-    return hstu_attention_reference(q, k, v, offsets, normaliser=normaliser)
-
-
-def _softmax_reference(inputs: list[torch.Tensor], offsets: torch.Tensor, normaliser: float) -> torch.Tensor:
+def _softmax_reference(inputs: list[torch.Tensor], offsets: torch.Tensor) -> torch.Tensor:
     """Causal softmax attention with the usual scale."""
     outputs = []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
@@ -167,33 +177,6 @@ def _softmax_reference(inputs: list[torch.Tensor], offsets: torch.Tensor, normal
         weights = (q * q.shape[2] ** -0.5 @ k.transpose(1, 2)).masked_fill(~seen, float("-inf")).softmax(-1)
         outputs.append((weights @ v).transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _ceilings(rounds: int) -> Rows:
-    """A large matrix product and a large copy."""
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    matmul_ms = _median_ms(lambda: a @ b, rounds)
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    copy_ms = _median_ms(lambda: target.copy_(source), rounds)
-    return [
-        {"impl": "bf16 matmul 8192^3 (ceiling)", "tflops": round(2 * size**3 / matmul_ms / 1e9, 1), "ms": matmul_ms},
-        {"impl": "device copy (ceiling)", "gb_per_s": round(2 * source.nbytes / copy_ms / 1e6, 1), "ms": copy_ms},
-    ]
-
-
-def _median_ms(call: Callable[[], object], rounds: int) -> float:
-    found = []
-    for n in range(rounds + 3):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        marks[0].record()
-        call()
-        marks[1].record()
-        torch.cuda.synchronize()
-        if n >= 3:
-            found.append(marks[0].elapsed_time(marks[1]))
-    return float(round(statistics.median(found), 4))
 
 
 BENCH = Bench(config=AttentionBench, measure=measure_attention)

@@ -8,13 +8,18 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_padded
+from nestrec.ops.attention.hstu import NO_BIAS, hstu_attention, hstu_attention_padded
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, semi_local
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+
+SEMI_LOCAL = "nestrec_semi_local_1024_256"
+WINDOW_AND_PREFIX = semi_local(1024, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,44 +51,51 @@ class Attention:
         inputs: list[torch.Tensor],
         grad: torch.Tensor,
         tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-        tables: tuple[torch.Tensor, ...] = (),
+        bias: RelativeBias = NO_BIAS,
     ):
-        self._call, self._inputs, self._grad, self.tokens, self._tables = call, inputs, grad, tokens, tables
+        self._call, self._inputs, self._grad, self.tokens, self.bias = call, inputs, grad, tokens, bias
+        self._learned = [x for x in (bias.position_table, bias.time_table, bias.time_function) if x is not None]
 
     def forward(self) -> torch.Tensor:
         return self._call(*self._inputs)
 
     def backward(self, out: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of q, k and v in the attention's own layout; those of tables are computed too."""
-        return list(torch.autograd.grad(out, [*self._inputs, *self._tables], self._grad)[:3])
+        """Gradients of q, k and v in the attention's own layout; those of biases are computed too."""
+        return list(torch.autograd.grad(out, [*self._inputs, *self._learned], self._grad)[:3])
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
     prepare: Callable[[AttentionBatch], Attention]
     is_softmax: bool
+    rules: AttentionRules = PLAIN
 
 
-def _ours(batch: AttentionBatch) -> Attention:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return hstu_attention(q, k, v, batch.offsets, max_length=batch.longest, normaliser=batch.normaliser)
-
-    return Attention(call, [batch.q, batch.k, batch.v], batch.grad)
-
-
-def _ours_with_bias(batch: AttentionBatch, *, has_time: bool) -> Attention:
-    """Tables of zeros cost what others do, and leave the results comparable."""
-    device, tokens = batch.q.device, batch.q.shape[0]
-    position = torch.zeros(2 * batch.longest - 1, device=device, requires_grad=True)
-    time = torch.zeros(129, device=device, requires_grad=True) if has_time else None
-    time_T = torch.arange(tokens, device=device, dtype=torch.float64) * 3600.0
-    bias = RelativeBias(position_table=position, time_table=time, time_T=time_T, query_time_T=time_T)
+def _ours(batch: AttentionBatch, *, position: bool = False, time: str = "", rules: AttentionRules = PLAIN) -> Attention:
+    bias = _bias(batch, position, time)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return hstu_attention(q, k, v, batch.offsets, max_length=batch.longest, normaliser=batch.normaliser, bias=bias)
+        return hstu_attention(
+            q, k, v, batch.offsets, max_length=batch.longest, normaliser=batch.normaliser, bias=bias, rules=rules
+        )
 
-    tables = (position,) if time is None else (position, time)
-    return Attention(call, [batch.q, batch.k, batch.v], batch.grad, tables=tables)
+    return Attention(call, [batch.q, batch.k, batch.v], batch.grad, bias=bias)
+
+
+def _bias(batch: AttentionBatch, position: bool, time: str) -> RelativeBias:
+    """An event an hour."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    time_T = torch.arange(len(batch.q), dtype=torch.float64, device=batch.q.device) * 3600.0
+
+    def table(size: int) -> torch.Tensor:
+        return (torch.randn(size, generator=generator) * 0.02).to(batch.q.device).requires_grad_()
+
+    function = torch.tensor([0.1, 11.4, -0.7], device=batch.q.device, requires_grad=True)
+    return RelativeBias(
+        position_table=table(2 * batch.longest - 1) if position else None,
+        time_table=table(129) if time == "table" else None, time_function=function if time == "function" else None,
+        time_T=time_T, query_time_T=time_T,
+    )  # fmt: skip
 
 
 def _eager(batch: AttentionBatch) -> Attention:
@@ -165,10 +177,17 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
     return _FLEX[0]
 
 
+def _with(**biases: Any) -> Implementation:
+    return Implementation(partial(_ours, **biases), is_softmax=False)
+
+
 IMPLEMENTATIONS = {
     "nestrec": Implementation(_ours, is_softmax=False),
-    "nestrec_position_bias": Implementation(partial(_ours_with_bias, has_time=False), is_softmax=False),
-    "nestrec_position_time_bias": Implementation(partial(_ours_with_bias, has_time=True), is_softmax=False),
+    "nestrec_position_bias": _with(position=True),
+    "nestrec_position_time_bias": _with(position=True, time="table"),
+    "nestrec_functional_time_bias": _with(time="function"),
+    "nestrec_position_functional_bias": _with(position=True, time="function"),
+    SEMI_LOCAL: Implementation(partial(_ours, rules=WINDOW_AND_PREFIX), is_softmax=False, rules=WINDOW_AND_PREFIX),
     "eager_hstu_padded": Implementation(_eager, is_softmax=False),
     "flex_attention": Implementation(_flex, is_softmax=True),
     "varlen_attn": Implementation(_varlen, is_softmax=True),

@@ -8,12 +8,10 @@ eager        the definitions in torch under autocast, on padded blocks
 TFLOP/s count what models.step_flops counts. The ceilings are measured in the same run: a large bf16 product and a
 device copy. The error is that of the output and of the gradient of the input against float64, on the first sequences.
 
-    nestrec bench layer --lengths u4096,logn --heads 4x256,8x128
+    nestrec bench layer --lengths u4096,lognormal:mean=900,max=8192,count=200 --heads 8x64 --biases none,tables
 """
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -24,8 +22,10 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.bench.bench import Bench
+from nestrec.bench.kernels.attention import heads_and_dim
+from nestrec.bench.kernels.timing import ceilings, medians_ms
 from nestrec.data.samples.windows import positions, sample_keys, token_keys
-from nestrec.data.synthetic.length_shapes import lengths_of
+from nestrec.data.synthetic.length_shapes import lengths_of, whole_shapes
 from nestrec.distributed.topology import check_device
 from nestrec.models import HSTUConfig, SequenceInfo
 from nestrec.models.hstu import NORM_EPS, HSTULayer
@@ -38,14 +38,17 @@ from nestrec.ops.layers.norm_projection import norm_projection_reference
 CHECKED_TOKENS = 2048
 
 
+Biases = Literal["none", "tables", "functional"]
+
+
 @config
 class LayerBench:
     """What is measured."""
 
-    lengths: tuple[str, ...] = ("u4096", "u8192", "logn", "kuai1k")
-    """named shapes, or uN for `sequences` of N tokens"""
-    sequences: int = 32
-    """of the uniform shapes"""
+    lengths: tuple[str, ...] = ("u4096", "u8192x32", "logn", "kuai1k")
+    """named shapes, uN, uNxCOUNT, lognormal:mean=...,max=...,count=..., files of lengths, prepared datasets"""
+    biases: tuple[Biases, ...] = ("none", "tables")
+    """relative biases: none, position and time tables, or a position table and a function of time"""
     dim: int = 1024
     """width of the model"""
     heads: tuple[str, ...] = ("4x256",)
@@ -64,13 +67,19 @@ def measure_layers(bench: LayerBench) -> Iterator[dict[str, Any]]:
     """A row for each implementation, shape and head count; first the ceilings."""
     check_device(bench.device)
     if bench.device == "cuda":
-        yield from _ceilings(bench.repeats)
-    for shape, heads, impl in itertools.product(bench.lengths, bench.heads, bench.impls):
-        lengths, num_heads = uniform_or_named(shape, bench.sequences), int(heads.split("x")[0])
+        yield from ceilings(bench.repeats)
+    shapes = whole_shapes(bench.lengths)
+    for shape, heads, biases, impl in itertools.product(shapes, bench.heads, bench.biases, bench.impls):
+        lengths, (num_heads, head_dim) = lengths_of(shape), heads_and_dim(heads)
+        row = {"impl": impl, "heads": num_heads, "dim": head_dim, "lengths": shape, "biases": biases}
         if impl == "eager" and not _fits(lengths, num_heads, bench.device):
-            yield {"impl": impl, "heads": num_heads, "lengths": shape, "error": "its blocks do not fit the memory"}
+            yield row | {"error": "its blocks do not fit the memory"}
             continue
-        yield _one(bench, shape, heads, impl)
+        cfg = HSTUConfig(
+            dim=bench.dim, num_layers=1, num_heads=num_heads, head_dim=head_dim, max_length=int(lengths.max()),
+            dropout=bench.dropout, recompute=impl == "recompute", **bias_fields(biases),
+        )  # fmt: skip
+        yield row | _one(bench, cfg, lengths, impl)
         if bench.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -83,19 +92,13 @@ def _fits(lengths: NDArray[np.int64], num_heads: int, device: str) -> bool:
     return needed < torch.cuda.get_device_properties(0).total_memory
 
 
-def uniform_or_named(shape: str, sequences: int) -> NDArray[np.int64]:
-    if shape[:1] == "u" and shape[1:].isdigit():
-        return np.full(sequences, int(shape[1:]), np.int64)
-    return lengths_of(shape)
+def bias_fields(biases: Biases) -> dict[str, Any]:
+    """Of a model's config."""
+    encoding = "functional" if biases == "functional" else "buckets"
+    return {"position_bias": biases != "none", "time_bias": biases != "none", "time_encoding": encoding}
 
 
-def _one(bench: LayerBench, shape: str, heads: str, impl: str) -> dict[str, Any]:
-    lengths = uniform_or_named(shape, bench.sequences)
-    num_heads, head_dim = (int(part) for part in heads.split("x"))
-    cfg = HSTUConfig(
-        dim=bench.dim, num_layers=1, num_heads=num_heads, head_dim=head_dim, max_length=int(lengths.max()),
-        position_bias=False, dropout=bench.dropout, recompute=impl == "recompute",
-    )  # fmt: skip
+def _one(bench: LayerBench, cfg: HSTUConfig, lengths: NDArray[np.int64], impl: str) -> dict[str, Any]:
     torch.manual_seed(0)
     layer, info = HSTULayer(cfg, site=1).to(bench.device), info_of(lengths, bench.device)
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
@@ -107,19 +110,21 @@ def _one(bench: LayerBench, shape: str, heads: str, impl: str) -> dict[str, Any]
     flops = step_flops(cfg, lengths)
     seconds = (forward_ms + backward_ms) / 1e3
     return {
-        "impl": impl, "heads": num_heads, "dim": head_dim, "lengths": shape, "tokens": int(lengths.sum()),
-        "fwd_ms": round(forward_ms, 3), "bwd_ms": round(backward_ms, 3), "tflops": round(flops.tflops(seconds), 1),
-        "mfu": round(flops.mfu(seconds), 4), "rel_err": float(f"{error:.2e}"), "peak_gib": peak,
+        "tokens": int(lengths.sum()), "fwd_ms": round(forward_ms, 3), "bwd_ms": round(backward_ms, 3),
+        "tflops": round(flops.tflops(seconds), 1), "mfu": round(flops.mfu(seconds), 4),
+        "rel_err": float(f"{error:.2e}"), "peak_gib": peak,
     }  # fmt: skip
 
 
 def info_of(lengths: NDArray[np.int64], device: str) -> SequenceInfo:
-    """What a layer knows of sequences of these lengths."""
+    """What a layer knows of sequences of these lengths, an event an hour."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     keys = token_keys(sample_keys(0, 0, np.arange(len(lengths))), offsets)
+    time_T = torch.arange(int(offsets[-1]), dtype=torch.float64, device=device) * 3600.0
     return SequenceInfo(
         offsets=torch.from_numpy(offsets).to(device), max_length=int(lengths.max()),
         position_T=torch.from_numpy(positions(offsets)).to(device), token_key_T=as_int64(keys).to(device),
+        time_T=time_T, query_time_T=time_T,
     )  # fmt: skip
 
 
@@ -140,7 +145,7 @@ def eager_layer(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.
     )
     v, q, k = (part.reshape(len(x), cfg.num_heads, cfg.head_dim) for part in projected.parts)
     attended = hstu_attention_padded(
-        q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser
+        q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser, bias=layer.bias(info)
     ).flatten(1)
     added = gated_output_reference(
         (attended,), projected.gate, layer.output.weight, layer.output.bias,
@@ -157,17 +162,17 @@ def _times(
     run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor, bench: LayerBench
 ) -> tuple[float, float, float]:
     """Median milliseconds forward and backward, and the peak of memory beyond what was there, in GiB."""
-    forward, backward = [], []
-    before = _memory(bench.device)
-    for _ in range(3 + bench.repeats):
-        out: list[torch.Tensor] = []
+    before, out = _memory(bench.device), list[torch.Tensor]()
+
+    def forward(_: int) -> None:
+        out.clear()
         with _autocast(grad):
-            forward.append(_milliseconds(lambda out=out: out.append(run()), bench.device))  # type: ignore[misc]
-        backward.append(
-            _milliseconds(lambda out=out: torch.autograd.grad(out[0], leaves, grad), bench.device)  # type: ignore[misc]
-        )
+            out.append(run())
+
+    calls = [forward, lambda _: torch.autograd.grad(out.pop(), leaves, grad)]
+    forward_ms, backward_ms = medians_ms(calls, bench.repeats, bench.device)
     peak = torch.cuda.max_memory_allocated() - before if bench.device == "cuda" else 0
-    return statistics.median(forward[3:]), statistics.median(backward[3:]), round(peak / 2**30, 2)
+    return forward_ms, backward_ms, round(peak / 2**30, 2)
 
 
 def _memory(device: str) -> int:
@@ -175,21 +180,6 @@ def _memory(device: str) -> int:
         return 0
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
-
-
-def _milliseconds(call: Callable[[], object], device: str) -> float:
-    if device != "cuda":
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e3
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # Work ahead of the first mark hides the time that the host takes to launch, as the layers before it do in a model.
-    torch.cuda._sleep(5_000_000)
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))
 
 
 def _error(run: Run, layer: HSTULayer, lengths: NDArray[np.int64], device: str) -> float:
@@ -213,17 +203,6 @@ def _output_and_gradient(
     with _autocast(x):
         out = run(layer, x, info)
     return out.detach(), torch.autograd.grad(out, x, grad)[0]
-
-
-def _ceilings(repeats: int) -> Iterator[dict[str, Any]]:
-    """What the device does at best: 8192^3 in bf16, and a copy of 2 GiB."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ms = statistics.median(_milliseconds(lambda: a @ b, "cuda") for _ in range(3 + repeats))
-    yield {"impl": "ceiling: matmul 8192^3", "tflops": round(2 * 8192**3 / ms / 1e9, 1), "fwd_ms": round(ms, 3)}
-    x = torch.randn(1 << 29, device="cuda")
-    y = torch.empty_like(x)
-    ms = statistics.median(_milliseconds(lambda: y.copy_(x), "cuda") for _ in range(3 + repeats))
-    yield {"impl": "ceiling: copy", "gb_per_s": round(2 * x.numel() * 4 / ms / 1e6), "fwd_ms": round(ms, 3)}
 
 
 BENCH = Bench(

@@ -4,7 +4,7 @@ Samples of the named lengths go through the task's own assembler, the engine wit
 schedule, the model in bf16, the sampled loss, the dense AdamW and the row optimiser. Batches are assembled beforehand,
 as the background threads of a run would; everything else of a step is timed.
 
-    nestrec bench step --cases hstu-4x256-u4096 --num_negatives 32 --recompute true
+    nestrec bench step --cases hstu-4x256-u4096,hstu-8x64-lognormal:mean=900,max=8192,count=200 --biases tables
 """
 
 import itertools
@@ -23,12 +23,14 @@ from nestrec.base.bounds import OneOf
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench, Shown
+from nestrec.bench.kernels.attention import heads_and_dim
+from nestrec.bench.kernels.layer import Biases, bias_fields
 from nestrec.bench.step.data import fixed_batch, write_step_data
 from nestrec.bench.step.memory import measure_memory
 from nestrec.data.batches import Assembler, Batch
 from nestrec.data.order import Position
 from nestrec.data.samples.retrieval import HistoryConfig
-from nestrec.data.synthetic.length_shapes import lengths_of
+from nestrec.data.synthetic.length_shapes import lengths_of, whole_shapes
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerConfig
 from nestrec.models import HSTUConfig
@@ -59,15 +61,16 @@ class StepBench:
         "hstu-8x128-kuai1k", "fuxi-8x128-u4096",
     )  # fmt: skip
     """MODEL-HEADSxDIM-LENGTHS each, MODEL a backbone; hstu takes num_layers, fuxi twice as many (0.2B weights at the
-    default), others what of dim, num_layers, num_heads, head_dim, max_length, dropout and recompute they have"""
+    default), others what of dim, num_layers, num_heads, head_dim, max_length, dropout and recompute they have. LENGTHS:
+    as those of `bench attention`"""
     tokens: int = 131_072
-    """valid tokens of a step"""
+    """valid tokens of a step, of lengths with a name or from a dataset"""
     dim: int = 1024
     """width of the model and of the item vectors"""
     num_layers: int = 8
     """layers of hstu"""
-    biases: bool = False
-    """hstu: relative position and time bias; fuxi always has its channels"""
+    biases: tuple[Biases, ...] = ("none", "tables")
+    """hstu: relative biases of position and time, as tables or with a function of time; fuxi always has its channels"""
     dropout: float = 0.2
     """inside the layers"""
     recompute: bool = False
@@ -100,22 +103,18 @@ class StepBench:
     """longest sequence of the comparison of memory, jagged against padded; 0 leaves it out"""
 
 
-def encoder_of(bench: StepBench, case: str) -> tuple[SequenceConfig, NDArray[np.int64]]:
+def encoder_of(bench: StepBench, case: str, biases: Biases = "none") -> tuple[SequenceConfig, NDArray[np.int64]]:
     """The model and the lengths that a case names."""
-    try:
-        model, heads, shape = case.split("-")
-        num_heads, head_dim = (int(part) for part in heads.split("x"))
-    except ValueError:
-        raise UserError("is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096") from None
-    lengths = lengths_of(shape, bench.tokens)
-    longest = int(lengths.max())
+    model, _, rest = case.partition("-")
+    heads, _, shape = rest.partition("-")
+    if not shape:
+        raise UserError("is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096")
+    lengths, (num_heads, head_dim) = lengths_of(shape, bench.tokens), heads_and_dim(heads)
     sizes: dict[str, Any] = {
         "dim": bench.dim, "num_layers": bench.num_layers, "num_heads": num_heads, "head_dim": head_dim,
-        "max_length": longest, "dropout": bench.dropout, "recompute": bench.recompute,
+        "max_length": int(lengths.max()), "dropout": bench.dropout, "recompute": bench.recompute, **bias_fields(biases),
     }  # fmt: skip
-    if model == "hstu":
-        sizes |= {"position_bias": bench.biases, "time_bias": bench.biases}
-    elif model == "fuxi":
+    if model == "fuxi":
         sizes |= {"num_layers": 2 * bench.num_layers, "ffn_dim": bench.dim}
     cls = BACKBONES.find(model, field="cases").config
     known = {field.name for field in fields(cls)}
@@ -124,16 +123,26 @@ def encoder_of(bench: StepBench, case: str) -> tuple[SequenceConfig, NDArray[np.
 
 def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
     """A row for each case, then those of the memory."""
-    for case in bench.cases:
-        yield _case(bench, case)
-        _release(bench.device)
+    for case in whole_shapes(bench.cases):
+        made = [encoder_of(bench, case, biases) for biases in bench.biases]
+        # A model without such an option is the same with every choice, and measured once.
+        for encoder, lengths in {encoder: (encoder, lengths) for encoder, lengths in made}.values():
+            yield {"model": case, "biases": _biases_of(encoder), **_case(bench, encoder, lengths)}
+            _release(bench.device)
     if bench.memory_length:
         encoder, _ = encoder_of(bench, "hstu-4x256-u1024")
         yield from measure_memory(replace(cast(HSTUConfig, encoder), max_length=bench.memory_length), bench.device)
 
 
-def _case(bench: StepBench, case: str) -> dict[str, Any]:
-    encoder, lengths = encoder_of(bench, case)
+def _biases_of(encoder: SequenceConfig) -> Biases:
+    """What a model has, whatever was asked for."""
+    has_time = getattr(encoder, "time_bias", getattr(encoder, "time_channel", False))
+    if has_time and getattr(encoder, "time_encoding", "") == "functional":
+        return "functional"
+    return "tables" if has_time or getattr(encoder, "position_bias", False) else "none"
+
+
+def _case(bench: StepBench, encoder: SequenceConfig, lengths: NDArray[np.int64]) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
@@ -141,7 +150,7 @@ def _case(bench: StepBench, case: str) -> dict[str, Any]:
         runner = StepRunner(run_config(bench, encoder, data), len(lengths))
         try:
             made_s = time.perf_counter() - begin
-            return {"model": case, **_measured(bench, encoder, lengths, runner), "made_s": round(made_s, 2)}
+            return {**_measured(bench, encoder, lengths, runner), "made_s": round(made_s, 2)}
         finally:
             runner.close()
 
@@ -263,7 +272,7 @@ def memory_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _said(row: dict[str, Any]) -> str:
     if "step_ms" not in row:
         return f"{row['model']}: memory"
-    return f"{row['model']}: {row['step_ms']} ms, MFU {row['mfu']:.1%}. {row.get('parts', '')}"
+    return f"{row['model']} ({row['biases']}): {row['step_ms']} ms, MFU {row['mfu']:.1%}. {row.get('parts', '')}"
 
 
 def _show(rows: Sequence[dict[str, Any]], more: Mapping[str, Any]) -> Iterator[Shown]:

@@ -47,7 +47,7 @@ def hstu_attention(
     """
     _check(q_THD, k_THD, v_THD, offsets)
     _check_table(bias, max_length)
-    if runs_triton(q_THD) and has_kernel(q_THD, bias):
+    if runs_triton(q_THD) and has_kernel(q_THD, bias, rules):
         return hstu_attention_kernel(
             q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
         )
@@ -114,10 +114,7 @@ def _seen(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionRules) -
 
 
 def _of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
-    return AttentionRules(
-        num_targets_B=None if rules.num_targets_B is None else rules.num_targets_B[b : b + 1],
-        num_context=rules.num_context, max_attention_length=rules.max_attention_length,
-    )  # fmt: skip
+    return rules if rules.num_targets_B is None else replace(rules, num_targets_B=rules.num_targets_B[b : b + 1])
 
 
 def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:

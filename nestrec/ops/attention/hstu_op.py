@@ -16,9 +16,10 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 
 
-def has_kernel(q_THD: torch.Tensor, bias: RelativeBias) -> bool:
-    """Whether kernels compute attention of such queries with such a bias."""
-    return q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD and bias.time_function is None
+def has_kernel(q_THD: torch.Tensor, bias: RelativeBias, rules: AttentionRules) -> bool:
+    """Whether kernels compute attention of such queries with such a bias and rules."""
+    is_known = bias.time_function is None and (rules.num_context == 0 or rules.looks_ahead)
+    return is_known and q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD
 
 
 def hstu_attention_kernel(
@@ -35,7 +36,8 @@ def hstu_attention_kernel(
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
     return _forward(
         q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_function, bias.time_T,
-        bias.query_time_T, rules.num_targets_B, rules.num_context, rules.max_attention_length, max_length, normaliser,
+        bias.query_time_T, rules.num_targets_B, rules.num_context, rules.max_attention_length, rules.looks_ahead,
+        max_length, normaliser,
     )  # fmt: skip
 
 
@@ -58,7 +60,7 @@ def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, .
     dq, dk, dv, *biases = torch.ops.nestrec.hstu_attention_backward(grad_THD, *ctx.saved_tensors, *ctx.constants)
     given = ctx.saved_tensors[4:7]
     by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
-    return dq, dk, dv, None, *by_bias, *(None,) * 7
+    return dq, dk, dv, None, *by_bias, *(None,) * (3 + len(ctx.constants))
 
 
 @kernel_op("hstu_attention", fake=_forward_shape, gradients=_gradients, save=_save)
@@ -75,6 +77,7 @@ def _forward(  # noqa: PLR0917
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
+    looks_ahead: bool,
     max_length: int,
     normaliser: float,
 ) -> torch.Tensor:
@@ -82,7 +85,7 @@ def _forward(  # noqa: PLR0917
 
     bias, rules = _options(
         position_table, time_table, time_function, time_T, query_time_T, num_targets_B, num_context,
-        max_attention_length,
+        max_attention_length, looks_ahead,
     )  # fmt: skip
     with torch.cuda.device_of(q_THD):
         return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
@@ -103,6 +106,7 @@ def _backward(  # noqa: PLR0917
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
+    looks_ahead: bool,
     max_length: int,
     normaliser: float,
 ) -> list[torch.Tensor]:
@@ -110,7 +114,7 @@ def _backward(  # noqa: PLR0917
 
     bias, rules = _options(
         position_table, time_table, time_function, time_T, query_time_T, num_targets_B, num_context,
-        max_attention_length,
+        max_attention_length, looks_ahead,
     )  # fmt: skip
     with torch.cuda.device_of(q_THD):
         inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
@@ -128,12 +132,14 @@ def _options(  # noqa: PLR0917
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
+    looks_ahead: bool,
 ) -> tuple[RelativeBias, AttentionRules]:
     bias = RelativeBias(
         position_table=position_table, time_table=time_table, time_function=time_function, time_T=time_T,
         query_time_T=query_time_T,
     )  # fmt: skip
     rules = AttentionRules(
-        num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length
-    )
+        num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length,
+        looks_ahead=looks_ahead,
+    )  # fmt: skip
     return bias, rules

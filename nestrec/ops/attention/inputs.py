@@ -21,7 +21,7 @@ class AttentionInputs(NamedTuple):
     @property
     def is_square(self) -> bool:
         """Whether tokens look at later ones too."""
-        return self.rules.num_context > 0
+        return self.rules.is_square
 
     def scalars(self, x_THD: torch.Tensor) -> tuple[Any, ...]:
         """Heads, scale and rules, as kernels take them; the last is the number of tokens that one may look back."""

@@ -4,17 +4,21 @@
     place(i)        = min(i, h)                   all targets stand where the next event would
     i sees j     if   i == j
                  or   j < h and j < place(i) and (place(i) - j < max_attention_length or j < context)
-                 or   i < context and j < h
+                 or   i < context and j < h and looks_ahead
 
-A target sees the history and itself, never another target. The contextual prefix sees the whole history and is seen
-by everybody, however short the maximum attention length is.
+A target sees the history and itself, never another target. The contextual prefix is seen by everybody, however short
+the maximum attention length is, and sees the whole history: right for what is known of a user beforehand. The first
+events of a history may not look ahead, or states would know what they predict: semi-local attention (ULTRA-HSTU,
+2602.16986) is a window and a prefix that does not.
 
 Legend: B sequences, N padded length.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 
@@ -28,7 +32,9 @@ class AttentionRules:
     num_context: int = 0
     """first tokens of every sequence that are its contextual prefix"""
     max_attention_length: int | None = None
-    """keys that a query sees at most, itself included; None for all"""
+    """keys that a query sees at most, itself included and the prefix apart; None for all"""
+    looks_ahead: bool = True
+    """whether the contextual prefix sees what comes after it"""
 
     def __post_init__(self) -> None:
         if self.num_context < 0:
@@ -44,8 +50,31 @@ class AttentionRules:
         """Whether this is causality alone."""
         return self.num_targets_B is None and self.num_context == 0 and self.max_attention_length is None
 
+    @property
+    def is_square(self) -> bool:
+        """Whether some tokens see later ones."""
+        return self.num_context > 0 and self.looks_ahead
+
 
 PLAIN = AttentionRules()
+
+
+def semi_local(window: int | None, prefix: int = 0) -> AttentionRules:
+    """Causal attention to the last `window` tokens, itself included, and to the first `prefix` ones."""
+    return AttentionRules(max_attention_length=window, num_context=prefix if window else 0, looks_ahead=False)
+
+
+def causal_pairs(lengths: NDArray[np.int64], window: int | None = None, prefix: int = 0) -> float:
+    """Pairs of `semi_local` attention, each of a token and one that it sees, in sequences of these lengths."""
+    if window is None:
+        return float((lengths * (lengths + 1)).sum()) / 2
+    return _sum_of_least(lengths, window) + _sum_of_least(np.maximum(lengths - window, 0), prefix)
+
+
+def _sum_of_least(counts: NDArray[np.int64], most: int) -> float:
+    """Of min(1, most) + min(2, most) + ... up to each count."""
+    rising = np.minimum(counts, most)
+    return float((rising * (rising + 1) / 2 + (counts - rising) * most).sum())
 
 
 def history_lengths(offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
@@ -69,5 +98,5 @@ def seen_mask(offsets: torch.Tensor, max_length: int, rules: AttentionRules) -> 
     is_near = torch.ones_like(place_BN1 - j, dtype=torch.bool)
     if rules.max_attention_length is not None:
         is_near = (place_BN1 - j < rules.max_attention_length) | (j < rules.num_context)
-    by_history = (j < history_B11) & (((j < place_BN1) & is_near) | (i < rules.num_context))
+    by_history = (j < history_B11) & (((j < place_BN1) & is_near) | (rules.looks_ahead & (i < rules.num_context)))
     return by_history | (i == j)

@@ -46,23 +46,32 @@ def test_idle_is_what_no_stream_covers():
 def test_a_case_that_is_none_is_refused():
     with pytest.raises(UserError, match="is no case"):
         encoder_of(StepBench(), "hstu")
+    with pytest.raises(UserError, match="write it like 8x64"):
+        encoder_of(StepBench(), "hstu-8-u1024")
 
 
 def test_the_step_bench_trains_every_model():
+    lengths = "lognormal:mean=16,max=60,count=16"
     bench = StepBench(
-        cases=("hstu-2x8-logn", "fuxi-2x8-u1024"), tokens=1024, dim=16, num_layers=1, num_items=300, num_negatives=4,
-        device="cpu", precision="fp32", warm_up=1, steps=1, profiled=0,
+        cases=tuple(f"hstu-2x8-{lengths},fuxi-2x8-u128".split(",")), tokens=256, dim=16, num_layers=1,
+        num_items=300, num_negatives=4, device="cpu", precision="fp32", warm_up=1, steps=1, profiled=0,
         memory_length=24,
     )  # fmt: skip
     rows = list(measure_steps(bench))
-    steps, memory = rows[:2], rows[2:]
-    assert [row["tokens"] for row in steps] == [1024, 1024]
+    steps, memory = rows[:3], rows[3:]
+    assert [(row["model"], row["biases"]) for row in steps] == [
+        (f"hstu-2x8-{lengths}", "none"), (f"hstu-2x8-{lengths}", "tables"), ("fuxi-2x8-u128", "tables")
+    ]  # fmt: skip
+    assert [row["tokens"] for row in steps] == [256] * 3
     assert [row["computed_tokens"] for row in memory] == [48, 48, 96, 96]
     assert all(0.0 < row["loss"] < 10.0 and row["step_ms"] > 0 for row in steps)
 
 
 def test_the_layer_bench_compares_with_plain_torch():
-    bench = LayerBench(lengths=("u9",), sequences=3, dim=16, heads=("2x8",), device="cpu", repeats=1)
+    biases = ("none", "tables", "functional")
+    bench = LayerBench(lengths=("u9x3",), dim=16, heads=("2x8",), biases=biases, device="cpu", repeats=1)
     rows = list(measure_layers(bench))
-    assert [row["impl"] for row in rows] == ["fused", "recompute", "eager"]
+    assert [(row["biases"], row["impl"]) for row in rows] == [
+        (each, impl) for each in biases for impl in ("fused", "recompute", "eager")
+    ]
     assert all(row["rel_err"] < 1e-5 for row in rows)

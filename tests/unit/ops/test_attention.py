@@ -36,7 +36,10 @@ def same_values_and_gradients(fast, slow, inputs):
 def attention_rules(draw, lengths):
     targets = torch.tensor([draw(st.integers(0, n)) for n in lengths]) if draw(st.booleans()) else None
     longest = draw(st.one_of(st.none(), st.integers(1, 10)))
-    return AttentionRules(num_targets_B=targets, num_context=draw(st.integers(0, 3)), max_attention_length=longest)
+    return AttentionRules(
+        num_targets_B=targets, num_context=draw(st.integers(0, 3)), max_attention_length=longest,
+        looks_ahead=draw(st.booleans()),
+    )  # fmt: skip
 
 
 def random_bias(num_tokens, longest, has_position, time):
@@ -73,7 +76,7 @@ def test_the_mask_says_who_sees_whom(data, length):
             is_context = j < rules.num_context
             if j >= history:
                 expected = i == j
-            elif i < rules.num_context:
+            elif i < rules.num_context and rules.looks_ahead:
                 expected = True
             else:
                 expected = i == j or (j < asks_from and (is_near or is_context))

@@ -136,6 +136,6 @@ def test_the_operator_declares_its_shapes_and_gradients():
 
     lengths, vectors, _, _ = random_case(3)
     q, k, v = (x.float().requires_grad_() for x in vectors[:3])
-    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 6, 0, None, max(lengths), NORMALISER)
+    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 6, 0, None, True, max(lengths), NORMALISER)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(torch.ops.nestrec.hstu_attention, arguments, test_utils=tests)
