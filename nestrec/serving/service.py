@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.prefix.trigger import Decision
 
 Ids = NDArray[np.int64]
+_POLL_S = 0.01
 
 
 class SwappedError(Exception):
@@ -46,6 +48,8 @@ class ServiceConfig:
     """items that retrieval hands to ranking, where both models are served"""
     drain_s: NonNegative = 30.0
     """how long accepted work may take when the service stops or swaps a model"""
+    session_s: NonNegative = 2.0
+    """how long after /v1/preinfer a ranking request is answered by the same version, though another has taken over"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +86,9 @@ class Service:
         self.sources: dict[str, Path] = {}
         """folder of each model that was loaded, by its role"""
         self.reloads = Reloads()
+        self.is_draining = False
+        """whoever routes requests is told that this one is not ready; those that come all the same are served"""
+        self._expected: OrderedDict[str, tuple[Fleet, float]] = OrderedDict()
         self.fleets = {role: self._fleet(servable) for role, servable in models.items()}
         ring = Ring.make(cfg.instances, self._keyed)
         self.router = Router(ring, self._keyed, self._clock)
@@ -105,6 +112,23 @@ class Service:
     def fleet(self, role: str) -> Fleet:
         """The engines in service now; work that began on older ones ends there."""
         return self.fleets[role]
+
+    def ranking_fleet(self, user: str) -> Fleet:
+        """The engines for a ranking request of this user: those that were told of it by `expect`, though newer ones may
+        have taken over meanwhile. Once a user was served by the newer ones it is by them alone."""
+        with self._lock:
+            fleet, until_s = self._expected.pop(user, (None, 0.0))
+        return fleet if fleet is not None and until_s > self._clock.now_s() else self.fleets[self.ranker]
+
+    def expect(self, user: str, fleet: Fleet | None) -> None:
+        """A ranking request of this user belongs to these engines for a while; none: to those in service."""
+        with self._lock:
+            self._expected.pop(user, None)
+            now_s = self._clock.now_s()
+            while self._expected and next(iter(self._expected.values()))[1] <= now_s:
+                self._expected.popitem(last=False)
+            if fleet is not None:
+                self._expected[user] = (fleet, now_s + self.cfg.session_s)
 
     @property
     def ranker(self) -> str:
@@ -171,18 +195,34 @@ class Service:
             for engine in fleet.engines:
                 engine.forget(user)
 
-    def swap(self, servable: Servable) -> str:
-        """Serve another version of a model from now on; requests under way end with the one they began with."""
-        role = role_of(servable)
-        if role not in self.fleets:
-            remedy = f"serve a {' or '.join(self.fleets)} model, or start a server of both"
-            raise UserError("has no older version here", field="model", value=role, remedy=remedy)
-        fresh = self._fleet(servable)
+    def swap(self, *servables: Servable) -> None:
+        """Serve other versions of models from now on, all at once and warmed up; requests under way, and those that
+        were announced, end with the one they began with."""
+        for servable in servables:
+            if role_of(servable) not in self.fleets:
+                remedy = f"serve a {' or '.join(self.fleets)} model, or start a server of both"
+                raise UserError("has no older version here", field="model", value=role_of(servable), remedy=remedy)
+        fresh: dict[str, Fleet] = {}
+        with contextlib.ExitStack() as made:
+            for servable in servables:
+                fresh[role_of(servable)] = fleet = self._fleet(servable)
+                made.callback(fleet.close, 0.0)
+            made.pop_all()
         with self._lock:
-            old = self.fleets[role]
-            self.fleets = {**self.fleets, role: fresh}
-        old.close(self.cfg.drain_s)
-        return servable.version
+            old = [self.fleets[role] for role in fresh]
+            self.fleets = {**self.fleets, **fresh}
+        self._wait_for_sessions(old)
+        for fleet in old:
+            fleet.close(self.cfg.drain_s)
+
+    def _wait_for_sessions(self, old: list[Fleet]) -> None:
+        """Until every ranking request that these engines were told of has come, or will not."""
+        end_s = self._clock.now_s() + self.cfg.session_s
+        while self._clock.now_s() < end_s:
+            with self._lock:
+                if not any(fleet in old for fleet, _ in self._expected.values()):
+                    return
+            self._clock.sleep(_POLL_S)
 
     @property
     def is_live(self) -> bool:
@@ -191,7 +231,10 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        return all(any(engine.is_alive for engine in fleet.engines) for fleet in self.fleets.values())
+        """Engines are warmed up before they are here at all."""
+        return not self.is_draining and all(
+            any(engine.is_alive for engine in fleet.engines) for fleet in self.fleets.values()
+        )
 
     def close(self) -> None:
         for fleet in self.fleets.values():

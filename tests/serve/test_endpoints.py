@@ -89,7 +89,10 @@ def test_every_route_is_described_with_its_answer(described):
             assert inner.get("description"), f"{name}.{field} has no meaning"
 
 
-@pytest.mark.parametrize("name", [name for name in ENDPOINTS if ENDPOINTS.find(name).method != "DELETE"])
+ANSWERING = [name for name in ENDPOINTS if ENDPOINTS.find(name).method != "DELETE" and not ENDPOINTS.find(name).admin]
+
+
+@pytest.mark.parametrize("name", ANSWERING)
 def test_answers_are_as_they_are_described(front, described, name):
     endpoint, found = ENDPOINTS.find(name), operation(described, name)
     response = call(front, endpoint.method, endpoint.path, BODIES.get(name))

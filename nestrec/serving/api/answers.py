@@ -141,6 +141,28 @@ class HealthAnswer(TypedDict):
 
     status: str
     """live, dead or ready"""
+    models: NotRequired[Mapping[str, str]]
+    """of one that is ready: version by role"""
+
+
+class LoadedAnswer(TypedDict):
+    """A model and where it lies."""
+
+    version: str
+    """of the weights"""
+    folder: str
+    """on the machine of the server, with no link in it"""
+
+
+class FleetAnswer(TypedDict):
+    """What an instance serves."""
+
+    models: Mapping[str, LoadedAnswer]
+    """in service, by role"""
+    previous: Mapping[str, LoadedAnswer]
+    """what the last swap has replaced, and a rollback brings back, by role"""
+    draining: bool
+    """it says that it is not ready, so that whoever routes requests sends them elsewhere"""
 
 
 class Problem(TypedDict):

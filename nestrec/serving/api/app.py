@@ -27,6 +27,7 @@ from nestrec.serving.api.protocol.http import (
     retry_after,
     unless_disconnected,
 )
+from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.api.shapes import reader
@@ -49,12 +50,15 @@ class App:
         limits: LimitsConfig,
         store: HistoryStore | None = None,
         endpoints: Mapping[str, Endpoint] | None = None,
+        reloader: Reloader | None = None,
     ):
         """endpoints: by name; none takes those of this package and of others that are installed."""
         self._service, self._limits, self.metrics = service, limits, Metrics(service)
         self._store = store or MemoryHistoryStore(HistoryStoreConfig())
         found = all_endpoints() if endpoints is None else endpoints
-        self.front = Front(service=service, limits=limits, store=self._store, metrics=self.metrics, endpoints=found)
+        self.front = Front(
+            service=service, limits=limits, store=self._store, metrics=self.metrics, endpoints=found, reloader=reloader
+        )
         self._posts: dict[str, Handler] = {}
         self._others: dict[str, Endpoint] = {}
         self._patterns: list[tuple[re.Pattern[str], Endpoint]] = []

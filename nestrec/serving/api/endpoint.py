@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nestrec.serving.api.metrics import Metrics
+from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.histories.store import HistoryStore
 from nestrec.serving.service import Service
@@ -56,3 +57,5 @@ class Front:
     metrics: Metrics
     endpoints: Mapping[str, Endpoint]
     """by name"""
+    reloader: Reloader | None = None
+    """exchanges the models; none: they stay"""

@@ -120,6 +120,27 @@ class RecommendRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwapRequest:
+    """Other models are to be served."""
+
+    models: Annotated[list[str], Least(1)]
+    """folders of exported models, on the machine of the server; one of each role that is to change"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRequest:
+    """What was served before the last swap is to be served again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequest:
+    """Users are to go elsewhere, or may come back."""
+
+    drain: bool | None = None
+    """false ends it; true where it is left out"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventsRequest:
     """Events to be kept for requests without a history."""
 

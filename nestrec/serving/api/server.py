@@ -93,7 +93,7 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     sys.setswitchinterval(5e-5)
     url = url_of(cfg.host, port_of(sockets))
     try:
-        run_server(server_config(service, cfg), sockets, signals, lambda: announce(url))
+        run_server(server_config(service, cfg, reloader), sockets, signals, lambda: announce(url))
     finally:
         reloader.close()
         service.close()
@@ -101,8 +101,8 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     wait_for_log()
 
 
-def server_config(service: Service, cfg: ServeConfig) -> uvicorn.Config:
-    app = App(service, cfg.limits, make_store(cfg.histories))
+def server_config(service: Service, cfg: ServeConfig, reloader: Reloader | None = None) -> uvicorn.Config:
+    app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
     return uvicorn_config(app, cfg, app)
 
 

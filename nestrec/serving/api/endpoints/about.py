@@ -42,8 +42,10 @@ async def live(front: Front, _: Any) -> HealthAnswer | Answered:
 
 
 async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
-    """Requests can be served."""
-    return {"status": "ready"} if front.service.is_ready else problem(503, "not ready", "", retry_after(1))
+    """Requests can be served: models are loaded and warmed up, and nobody has asked to drain."""
+    if not front.service.is_ready:
+        return problem(503, "not ready", "", retry_after(1))
+    return {"status": "ready", "models": {role: f.servable.version[:12] for role, f in front.service.fleets.items()}}
 
 
 async def metrics(front: Front, _: Any) -> Answered:

@@ -18,6 +18,7 @@ async def preinfer(front: Front, request: PreinferRequest) -> PreinferAnswer:
         fleet, asked.user, asked.history, asked.now_ms, request.num_candidates or _USUAL_CANDIDATES,
         timeout_s=asked.timeout_s,
     )  # fmt: skip
+    front.service.expect(asked.user, fleet)
     return {"admitted": decision.is_admitted, "reason": decision.reason, **notes.said()}
 
 

@@ -11,6 +11,7 @@ from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Asked, Features, Reader, check_feature_names, unknown_of
 from nestrec.serving.api.requests import ItemId, RankRequest
+from nestrec.serving.api.schema import parse_user
 from nestrec.serving.engine.work import Answer
 from nestrec.serving.model.inputs import Candidates
 from nestrec.serving.service import Fleet
@@ -42,7 +43,8 @@ class _Scored:
 
 async def rank(front: Front, request: RankRequest) -> RankAnswer:
     """Scores in the order of the candidates."""
-    fleet, notes = front.service.fleet(front.service.ranker), Notes(request.unknown)
+    fleet = front.service.ranking_fleet(parse_user(request.user, front.limits))
+    notes = Notes(request.unknown)
     check_feature_names(request, fleet.servable)
     reader = Reader(fleet.servable, front.limits, notes)
     asked = reader.user(request)

@@ -1,0 +1,97 @@
+"""What whoever runs the server asks of it while it serves: other models, the ones before, to let users go."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.errors import UserError
+from nestrec.serving.api.answers import FleetAnswer, LoadedAnswer
+from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.reloader import Loaded, Reloader
+from nestrec.serving.api.requests import DrainRequest, RollbackRequest, SwapRequest
+from nestrec.serving.api.schema import BadRequestError
+
+_CONFLICT = 409
+
+
+async def swap(front: Front, request: SwapRequest) -> FleetAnswer:
+    """Answered when the models of these folders serve; where one will not do, all stay as they are."""
+    return await _changed(front, lambda reloader: reloader.swap([Path(folder) for folder in request.models]))
+
+
+async def rollback(front: Front, _: RollbackRequest) -> FleetAnswer:
+    """Answered when what the last swap has replaced serves again."""
+    return await _changed(front, lambda reloader: reloader.rollback())
+
+
+async def drain(front: Front, request: DrainRequest) -> FleetAnswer:
+    """Requests that come all the same are served."""
+    front.service.is_draining = request.drain is not False
+    return _fleet(front)
+
+
+async def fleet(front: Front, _: Any) -> FleetAnswer:
+    return _fleet(front)
+
+
+async def _changed(front: Front, change: Callable[[Reloader], None]) -> FleetAnswer:
+    """Loads take their time, on a thread of their own."""
+    if front.reloader is None:
+        raise BadRequestError("the models of this server stay as they are", status=_CONFLICT)
+    try:
+        await asyncio.to_thread(change, front.reloader)
+    except (UserError, OSError) as error:
+        raise BadRequestError(str(error), status=_CONFLICT) from error
+    return _fleet(front)
+
+
+def _fleet(front: Front) -> FleetAnswer:
+    reloader = front.reloader
+    return {
+        "models": {} if reloader is None else _all(reloader.current),
+        "previous": {} if reloader is None else _all(reloader.previous),
+        "draining": front.service.is_draining,
+    }
+
+
+def _all(models: Mapping[str, Loaded]) -> dict[str, LoadedAnswer]:
+    return {role: {"version": loaded.version[:12], "folder": str(loaded.folder)} for role, loaded in models.items()}
+
+
+SWAP = Endpoint(
+    method="POST",
+    path="/v1/admin/swap",
+    summary="Serve other models",
+    handle=swap,
+    request=SwapRequest,
+    answer=FleetAnswer,
+    admin=True,
+    example={"models": ["models/new"]},
+)
+ROLLBACK = Endpoint(
+    method="POST",
+    path="/v1/admin/rollback",
+    summary="Serve the models of before the last swap",
+    handle=rollback,
+    request=RollbackRequest,
+    answer=FleetAnswer,
+    admin=True,
+)
+DRAIN = Endpoint(
+    method="POST",
+    path="/v1/admin/drain",
+    summary="Say that this server is not ready, so that users go elsewhere",
+    handle=drain,
+    request=DrainRequest,
+    answer=FleetAnswer,
+    admin=True,
+)
+FLEET = Endpoint(
+    method="GET",
+    path="/v1/admin/fleet",
+    summary="What is served, and what a rollback would bring back",
+    handle=fleet,
+    answer=FleetAnswer,
+    admin=True,
+)
