@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model that is or was in service."""
 
     folder: Path
@@ -35,11 +35,11 @@ class Reloader:
         self._service, self._device, self._tables = service, device, tables
         self._lock = threading.Lock()
         self.current = {
-            role: Loaded(folder.resolve(), service.fleet(role).servable.version)
+            role: LoadedModel(folder.resolve(), service.fleet(role).servable.version)
             for role, folder in service.sources.items()
         }
         """by role"""
-        self.previous: Mapping[str, Loaded] = {}
+        self.previous: Mapping[str, LoadedModel] = {}
         """what the last swap has replaced, by role"""
         self._turns = Serially("nestrec-reload", self._reload_all)
 
@@ -96,7 +96,7 @@ class Reloader:
             if servable.version == old:
                 _LOG.info("the %s model is %s already", role, old[:12])
                 continue
-            fresh[role], current[role] = servable, Loaded(folder, servable.version)
+            fresh[role], current[role] = servable, LoadedModel(folder, servable.version)
         if not fresh:
             return
         self._service.swap(*fresh.values())

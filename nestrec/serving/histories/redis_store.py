@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
-from nestrec.serving.histories.packed import DamagedError, cut, merged, packed, unpacked
+from nestrec.serving.histories.packed import DamagedHistoryError, cut, merged, packed, unpacked
 from nestrec.serving.histories.store import HistoryStoreConfig, RawHistory, StoreAwayError
 from nestrec.serving.histories.trips import Command, Trips
 
@@ -67,7 +67,7 @@ class RedisHistoryStore:
             return None
         try:
             return await _computed(self._read, user, parts)
-        except DamagedError as error:  # never a guess
+        except DamagedHistoryError as error:  # never a guess
             _LOG.error("a history in the store cannot be read: %s", error)
             raise StoreAwayError("the history of this user cannot be read; erase it or send one") from None
 
@@ -149,7 +149,7 @@ class RedisHistoryStore:
             self.counts["tidied"] += is_done
         except StoreAwayError:
             _LOG.warning("a history was not cut: the store is away; it will be when more comes")
-        except DamagedError as error:
+        except DamagedHistoryError as error:
             _LOG.error("a history in the store cannot be read: %s", error)
 
     def _tidied(self, user: str, parts: bytes) -> bytes:

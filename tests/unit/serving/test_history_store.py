@@ -6,7 +6,7 @@ import pytest
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.packed import DamagedError, joined_history, packed, unpacked
+from nestrec.serving.histories.packed import DamagedHistoryError, joined_history, packed, unpacked
 from nestrec.serving.histories.store import HistoryStoreConfig
 
 
@@ -145,15 +145,15 @@ def test_what_is_packed_is_what_is_read():
 def test_a_history_that_is_damaged_or_another_users_is_not_read():
     part = packed("ann", events(1, 2, 3))
     assert unpacked("ann", part + part)[1]["times_ms"] == [1, 2, 3]
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedHistoryError):
         unpacked("bob", part)
     for place in range(len(part)):
         damaged = bytearray(part)
         damaged[place] ^= 1
-        with pytest.raises(DamagedError):
+        with pytest.raises(DamagedHistoryError):
             unpacked("ann", bytes(damaged))
         if place:
-            with pytest.raises(DamagedError):
+            with pytest.raises(DamagedHistoryError):
                 unpacked("ann", part + part[:place])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from nestrec.base.errors import UserError
 from nestrec.serving.api.answers import FleetAnswer, LoadedAnswer
 from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.reloader import Loaded, Reloader
+from nestrec.serving.api.reloader import LoadedModel, Reloader
 from nestrec.serving.api.requests import DrainRequest, RollbackRequest, SwapRequest
 from nestrec.serving.api.schema import BadRequestError
 
@@ -55,7 +55,7 @@ def _fleet(front: Front) -> FleetAnswer:
     }
 
 
-def _all(models: Mapping[str, Loaded]) -> dict[str, LoadedAnswer]:
+def _all(models: Mapping[str, LoadedModel]) -> dict[str, LoadedAnswer]:
     return {role: {"version": loaded.version[:12], "folder": str(loaded.folder)} for role, loaded in models.items()}
 
 
