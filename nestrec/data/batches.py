@@ -27,7 +27,7 @@ class BatchConfig:
     """tokens of a global batch"""
     shuffle_block: Count | None = None
     """samples of a block: blocks of consecutive samples are shuffled, then the samples inside each, so that few of a
-    large dataset's parts are read at a time; none shuffles all samples"""
+    large dataset's files are read at a time; none shuffles all samples"""
     micro_batches: Count | Literal["auto"] = 1
     """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times"""
     workers: Count = 2
@@ -80,7 +80,7 @@ class Batch:
 KeysOfSamples = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Values, and offsets of the samples."""
 Cluster = Callable[[KeysOfSamples, NDArray[np.float64], int], list[NDArray[np.int64]]]
-"""(keys, cost of each sample, number of parts) to the samples of each part; every sample exactly once."""
+"""(keys, cost of each sample, number of micro-batches) to the samples of each; every sample exactly once."""
 
 
 class Assembler(ABC):
@@ -178,9 +178,9 @@ class Batches:
     def _assemble(self, stage: UnfinishedBatch) -> Batch:
         mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
         epoch, num_micro_batches = stage.position.epoch, self._num_micro_batches_at(stage.position)
-        parts = self._parts(stage, mine, tokens, num_micro_batches)
-        rows = [stage.rows] if num_micro_batches == 1 else [stage.rows.take(part) for part in parts]
-        micro_batches = [self._assembler.assemble(mine[p], r, epoch) for p, r in zip(parts, rows, strict=True)]
+        groups = self._groups(stage, mine, tokens, num_micro_batches)
+        rows = [stage.rows] if num_micro_batches == 1 else [stage.rows.take(group) for group in groups]
+        micro_batches = [self._assembler.assemble(mine[g], r, epoch) for g, r in zip(groups, rows, strict=True)]
         return Batch(
             position=stage.position,
             weight=self._assembler.weight(stage.samples, epoch),
@@ -190,7 +190,7 @@ class Batches:
             figures=stage.share.figures,
         )
 
-    def _parts(
+    def _groups(
         self, stage: UnfinishedBatch, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
         """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (order of

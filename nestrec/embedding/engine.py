@@ -8,7 +8,7 @@
     engine.update(working, learning_rate=lr)              local: one optimiser step on the rows of the batch
     engine.write_back(working)                            local: rows to the stores
 
-`route` is `deduplicate` (local), `exchange_keys` (collective) and `assemble` (local); `accumulate` is
+`route` is `deduplicate` (local), `exchange_keys` (collective) and `arrange` (local); `accumulate` is
 `exchange_gradients` (collective), `add_gradients` (local) and `sum_over_holders` (collective); `update` is
 `update_rows` (local) and `average_over_holders` (collective). Pipelines call each on its own lane. What
 is over holders does nothing unless there are replica groups.
@@ -35,7 +35,7 @@ from nestrec.embedding.flight.routing import (
     AskedKeys,
     Routed,
     RoutedTable,
-    assemble,
+    arrange,
     exchange_keys,
     join_holders,
     key_bytes_sent,
@@ -91,7 +91,7 @@ class EmbeddingEngine:
         step: of the batch, from 1; only needed where weights are averaged over replica groups.
         """
         source = self.deduplicate(*micro_batches, window_cache=window_cache)
-        return self.assemble(source, self.exchange_keys(source, step=step))
+        return self.arrange(source, self.exchange_keys(source, step=step))
 
     def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
         """What this rank will ask for. Local."""
@@ -105,9 +105,9 @@ class EmbeddingEngine:
         asked = exchange_keys(source, list(self.tables.values()), self.topology, holders)
         return asked if self._replicas is None else join_holders(asked, self._replicas, len(self.tables), step)
 
-    def assemble(self, source: SourceKeys, asked: AskedKeys) -> Routed:
+    def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each micro-batch. Local."""
-        routed = assemble(source, asked, list(self.tables.values()), self.device)
+        routed = arrange(source, asked, list(self.tables.values()), self.device)
         self.statistics.keys.add(
             sum(len(t.keys) for p in routed.micro_batches for t in p.tables.values()),
             key_bytes_sent(routed, self._shard),

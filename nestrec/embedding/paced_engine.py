@@ -43,8 +43,8 @@ class PacedEngine(EmbeddingEngine):
         super().__init__(tables, topology, topology.device, replica_sync)
         self._pace = pace
 
-    def deduplicate(self, *parts: FeatureKeys, window_cache: bool = False) -> SourceKeys:
-        found = super().deduplicate(*parts, window_cache=window_cache)
+    def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
+        found = super().deduplicate(*micro_batches, window_cache=window_cache)
         self._wait(self._pace.load_ms)
         return found
 

@@ -108,7 +108,7 @@ def inflation(keys: SampleKeys, groups: Groups) -> Inflation:
     return Inflation(len(np.unique(keys.values)), sum(sizes), sizes[0], sizes[-1])
 
 
-Parts = NDArray[np.int32]
+Assignment = NDArray[np.int32]
 """(B,) micro-batch of each sample."""
 
 
@@ -135,44 +135,44 @@ class _Problem:
         return _Problem(key, offsets, self.num_keys, self.cost[samples], num_micro_batches, self.seed)
 
 
-def _contiguous(problem: _Problem) -> Parts:
+def _contiguous(problem: _Problem) -> Assignment:
     return _cut(np.arange(len(problem.cost)), problem.cost, problem.num_micro_batches)
 
 
-def _random(problem: _Problem) -> Parts:
+def _random(problem: _Problem) -> Assignment:
     hashed = fold_array(problem.seed, np.arange(len(problem.cost)))
     return _cut(np.argsort(hashed, kind="stable"), problem.cost, problem.num_micro_batches)
 
 
-def _by_length(problem: _Problem) -> Parts:
+def _by_length(problem: _Problem) -> Assignment:
     return _cut(np.argsort(-problem.cost, kind="stable"), problem.cost, problem.num_micro_batches)
 
 
-def _greedy(problem: _Problem) -> Parts:
+def _greedy(problem: _Problem) -> Assignment:
     order = np.argsort(-problem.cost, kind="stable")
     uses = np.bincount(problem.key, minlength=problem.num_keys)
-    part: Parts = _assign(
+    micro_batch: Assignment = _assign(
         problem.key, problem.offsets, uses, problem.cost, order, problem.num_micro_batches, problem.limit
     )  # fmt: skip
-    return part
+    return micro_batch
 
 
-def _refined(problem: _Problem) -> Parts:
-    part = _greedy(problem)
+def _refined(problem: _Problem) -> Assignment:
+    micro_batch = _greedy(problem)
     _improve(
         problem.key,
         problem.offsets,
         problem.num_keys,
         problem.cost,
-        part,
+        micro_batch,
         problem.num_micro_batches,
         problem.limit,
         _PASSES,
     )
-    return part
+    return micro_batch
 
 
-def _edges(problem: _Problem) -> Parts:
+def _edges(problem: _Problem) -> Assignment:
     if problem.num_micro_batches < 3:
         return _refined(problem)
     cost = problem.cost
@@ -182,10 +182,10 @@ def _edges(problem: _Problem) -> Parts:
     order = np.argsort(share / np.maximum(cost, 1e-300), kind="stable")
     edge = np.sort(order[np.cumsum(cost[order]) <= 2 * cost.sum() / problem.num_micro_batches])
     middle = np.setdiff1d(np.arange(len(cost)), edge)
-    part = np.empty(len(cost), np.int32)
-    part[middle] = 1 + _cut(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
-    part[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
-    return part
+    micro_batch = np.empty(len(cost), np.int32)
+    micro_batch[middle] = 1 + _cut(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
+    micro_batch[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
+    return micro_batch
 
 
 _CLUSTERINGS = {
@@ -198,14 +198,14 @@ _CLUSTERINGS = {
 }
 
 
-def _cut(order: NDArray[np.int64], cost: NDArray[np.float64], num_micro_batches: int) -> Parts:
+def _cut(order: NDArray[np.int64], cost: NDArray[np.float64], num_micro_batches: int) -> Assignment:
     """Consecutive runs of near equal cost: a sample belongs where the middle of its cost falls."""
     ends = np.cumsum(cost[order])
     total = ends[-1] if len(ends) else 0.0
-    part = np.empty(len(order), np.int32)
+    micro_batch = np.empty(len(order), np.int32)
     middle = (ends - 0.5 * cost[order]) / total if total > 0 else np.arange(len(order)) / max(1, len(order))
-    part[order] = np.minimum((middle * num_micro_batches).astype(np.int32), num_micro_batches - 1)
-    return part
+    micro_batch[order] = np.minimum((middle * num_micro_batches).astype(np.int32), num_micro_batches - 1)
+    return micro_batch
 
 
 @njit(cache=True, nogil=True)
@@ -213,7 +213,7 @@ def _assign(key, offsets, uses, cost, order, num_micro_batches, limit):  # type:
     full = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - num_micro_batches)
     holders = np.zeros(len(uses), np.uint64)
     load, score = np.zeros(num_micro_batches), np.zeros(num_micro_batches)
-    part = np.empty(len(order), np.int32)
+    micro_batch = np.empty(len(order), np.int32)
     for sample in order:
         score[:] = 0.0
         for i in range(offsets[sample], offsets[sample + 1]):
@@ -231,27 +231,27 @@ def _assign(key, offsets, uses, cost, order, num_micro_batches, limit):  # type:
                 best = p
         if best < 0:
             best = int(np.argmin(load))
-        part[sample] = best
+        micro_batch[sample] = best
         load[best] += cost[sample]
         for i in range(offsets[sample], offsets[sample + 1]):
             holders[key[i]] |= np.uint64(1) << np.uint64(best)
-    return part
+    return micro_batch
 
 
 @njit(cache=True, nogil=True)
-def _improve(key, offsets, num_keys, cost, part, num_micro_batches, limit, passes):  # type: ignore[no-untyped-def]  # noqa: PLR0917, PLR0912
+def _improve(key, offsets, num_keys, cost, micro_batch, num_micro_batches, limit, passes):  # type: ignore[no-untyped-def]  # noqa: PLR0917, PLR0912
     """Move samples, in order, to where they bring the fewest new keys, as long as a pass saves something."""
     count = np.zeros((num_keys, num_micro_batches), np.int32)
     load, brings = np.zeros(num_micro_batches), np.zeros(num_micro_batches, np.int64)
     seen = np.full(num_keys, -1, np.int64)
-    for sample in range(len(part)):
-        load[part[sample]] += cost[sample]
+    for sample in range(len(micro_batch)):
+        load[micro_batch[sample]] += cost[sample]
         for i in range(offsets[sample], offsets[sample + 1]):
-            count[key[i], part[sample]] += 1
+            count[key[i], micro_batch[sample]] += 1
     for turn in range(passes):
         saved = 0
-        for sample in range(len(part)):
-            here, stamp = part[sample], turn * len(part) + sample
+        for sample in range(len(micro_batch)):
+            here, stamp = micro_batch[sample], turn * len(micro_batch) + sample
             brings[:] = 0
             for i in range(offsets[sample], offsets[sample + 1]):
                 k = key[i]
@@ -270,7 +270,7 @@ def _improve(key, offsets, num_keys, cost, part, num_micro_batches, limit, passe
             saved += brings[here] - brings[best]
             load[here] -= cost[sample]
             load[best] += cost[sample]
-            part[sample] = best
+            micro_batch[sample] = best
             for i in range(offsets[sample], offsets[sample + 1]):
                 count[key[i], best] += 1
         if saved == 0:

@@ -67,12 +67,12 @@ class Machine:
             self.label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
         )  # fmt: skip
 
-        def assemble(span: OpenSpan) -> Routed:
+        def arrange(span: OpenSpan) -> Routed:
             with counted(span, self.engine.statistics.keys):
-                return self.engine.assemble(loaded.wait().source, asked.wait())
+                return self.engine.arrange(loaded.wait().source, asked.wait())
 
-        label = self.label("train.embedding.assemble", "lookup", number)
-        routed = RoutedBatch(number, loading.batch, loaded, self.lanes.transfer.submit(assemble, label, after=[asked]))
+        label = self.label("train.embedding.arrange", "lookup", number)
+        routed = RoutedBatch(number, loading.batch, loaded, self.lanes.transfer.submit(arrange, label, after=[asked]))
         self._run_ahead.keep(routed)
         return routed
 

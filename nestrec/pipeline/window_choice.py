@@ -66,15 +66,15 @@ class WindowChoice:
     def _watch(self, spans: Sequence[Span]) -> None:
         """Raw times of this rank's steps, by their number of micro-batches."""
         timeline = Timeline(spans)
-        parts: dict[int, int] = defaultdict(int)
+        micro_batches: dict[int, int] = defaultdict(int)
         for span in spans:
             if span.name == "train.compute" and span.step is not None and span.micro_batch is not None:
-                parts[span.step] = max(parts[span.step], span.micro_batch + 1)
-        for step in sorted(parts):
+                micro_batches[span.step] = max(micro_batches[span.step], span.micro_batch + 1)
+        for step in sorted(micro_batches):
             self._num_seen += 1
             if self._num_seen > _STEPS_TO_WARM_UP:
                 raw = timeline.raw(step, self._topology.rank)
-                self._times[parts[step]].append((raw.compute_ns * 1e-6, raw.communication_ns * 1e-6))
+                self._times[micro_batches[step]].append((raw.compute_ns * 1e-6, raw.communication_ns * 1e-6))
 
 
 def _measured(num_micro_batches: int, everyone: Sequence[dict[str, list[tuple[float, float]]]]) -> MeasuredWindow:

@@ -69,7 +69,7 @@ def fit_profile(observed: Sequence[Observed], base: Profile, *, by_medians: bool
     compute = line("train.compute", "linear_flops")
     rates: dict[str, Any] = {
         "deduplicate": line("train.embedding.deduplicate", "keys"),
-        "assemble": line("train.embedding.assemble", "asked"),
+        "arrange": line("train.embedding.arrange", "asked"),
         "update_rows": line("train.embedding.update", "row_bytes"),
         "intersect": line("train.embedding.intersect", "rows"),
         "copy": line("train.embedding.copy", "shared_bytes"),

@@ -53,7 +53,7 @@ class Profile:
     """for each key of the batch"""
     exchange_keys: Rate = Rate()
     """work of the host, for each key asked for"""
-    assemble: Rate = Rate()
+    arrange: Rate = Rate()
     """for each key asked for, over all micro-batches"""
     device: StoreRates = StoreRates()
     """rows kept on the device"""

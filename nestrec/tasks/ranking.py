@@ -20,11 +20,11 @@ from nestrec.data.samples.ranking import (
     RankingInputConfig,
     RankingInputs,
     checked_columns,
-    held_out_windows,
+    held_out_slices,
     label_bits,
 )
+from nestrec.data.samples.slices import slice_index
 from nestrec.data.samples.split import Part, TimeSplitConfig, by_time
-from nestrec.data.samples.windows import window_index
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.hstu import HSTUConfig
@@ -57,8 +57,8 @@ class RankingTaskConfig:
     """where the item table lives"""
     baseline_category: str = ""
     """event feature that the logistic baseline uses beside the rates of items and users; '' for none"""
-    batch_windows: Count = 256
-    """windows scored at a time"""
+    batch_slices: Count = 256
+    """slices scored at a time"""
 
 
 class RankingTask(Task):
@@ -128,22 +128,20 @@ class RankingTask(Task):
         self, engine: EmbeddingEngine, part: Part
     ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
         """Logits and labels (E, K) and users (E,) of every held-out event, in order of (user, event)."""
-        windows = held_out_windows(self._split, part, self.cfg.inputs.max_events)
+        slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
         first, end = self._split.held_out(part)
         place_of = np.concatenate([[0], np.cumsum(end - first)])
         num_tasks = len(self.cfg.inputs.labels)
         logits, labels = np.zeros((place_of[-1], num_tasks)), np.zeros((place_of[-1], num_tasks), dtype=np.int64)
         topology = engine.topology
-        for chosen in share_of_ranks(np.arange(len(windows)), self.cfg.batch_windows, topology.rank, topology.world):
-            user, window_first, window_end, scored_from = windows[chosen].T
-            batch = self._inputs.windows(self._inputs.read(user), window_first, window_end, epoch=0)
+        for chosen in share_of_ranks(np.arange(len(slices)), self.cfg.batch_slices, topology.rank, topology.world):
+            user, slice_first, slice_end, scored_from = slices[chosen].T
+            batch = self._inputs.slices(self._inputs.read(user), slice_first, slice_end, epoch=0)
             logit_EK = self._logits(engine, batch)
-            scored, counts = window_index(scored_from - window_first, window_end - window_first)
-            event_offsets = np.concatenate([[0], np.cumsum(window_end - window_first)])
+            scored, counts = slice_index(scored_from - slice_first, slice_end - slice_first)
+            event_offsets = np.concatenate([[0], np.cumsum(slice_end - slice_first)])
             at = scored + np.repeat(event_offsets[:-1], np.diff(counts))
-            place, _ = window_index(
-                place_of[user] + scored_from - first[user], place_of[user] + window_end - first[user]
-            )
+            place, _ = slice_index(place_of[user] + scored_from - first[user], place_of[user] + slice_end - first[user])
             logits[place] = logit_EK[at]
             labels[place] = batch.tensors["label"].numpy()[at]
         users = np.repeat(np.arange(len(first)), end - first)
@@ -163,9 +161,9 @@ class RankingTask(Task):
 
     def _logistic(self, part: Part) -> dict[str, Interval]:
         """The baseline, fitted on the same training events and measured on the same held-out ones."""
-        train, _ = window_index(self._offsets[:-1], self._offsets[:-1] + self._split.train_end)
+        train, _ = slice_index(self._offsets[:-1], self._offsets[:-1] + self._split.train_end)
         first, end = self._split.held_out(part)
-        held, _ = window_index(self._offsets[:-1] + first, self._offsets[:-1] + end)
+        held, _ = slice_index(self._offsets[:-1] + first, self._offsets[:-1] + end)
         user = np.repeat(np.arange(len(first)), np.diff(self._offsets))
         item = self._events["item_ids"]
         named = self._events.get(f"event_{self.cfg.baseline_category}")

@@ -15,8 +15,8 @@ from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
 from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
+from nestrec.data.samples.slices import slice_index
 from nestrec.data.samples.split import Part, leave_one_out
-from nestrec.data.samples.windows import window_index
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
@@ -202,7 +202,7 @@ class RetrievalTask(Task):
     def _training_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Items of the training events of all users, and the offsets of the users."""
         items, offsets = self._dataset.rows(np.arange(self._dataset.num_samples)).lists["item_ids"]
-        index, train_offsets = window_index(offsets[:-1], offsets[:-1] + self._split.train_end)
+        index, train_offsets = slice_index(offsets[:-1], offsets[:-1] + self._split.train_end)
         return items[index], train_offsets
 
     def _baseline_ranks(self, measure: CatalogueRanks) -> dict[str, NDArray[np.int64]]:

@@ -20,7 +20,7 @@ _FIXED = (
     "training.dtype",
 )  # fmt: skip
 _FREE_IN_TASK = (
-    "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_windows", "batch_rows",
+    "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_slices", "batch_rows",
     "store.kind", "store.cache_rows", "store.folder", "store.num_threads",
 )  # fmt: skip
 """How a task computes the same thing."""

@@ -33,7 +33,7 @@ STAGES = {
     "schedule": "the schedule submits the stages",
     "deduplicate": "load: tensors to the device, keys deduplicated (lane `transfer`)",
     "route": "keys to their owners (lane `communication`)",
-    "assemble": "what crosses with each micro-batch (lane `transfer`)",
+    "arrange": "what crosses with each micro-batch (lane `transfer`)",
     "fetch": "rows from the store into a buffer (lane `lookup`)",
     "intersect": "rows that the batch before shares (lane `lookup`)",
     "copy": "shared rows, once the batch before has updated them (compute)",

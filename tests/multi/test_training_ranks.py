@@ -132,7 +132,7 @@ def test_full_catalogue_metrics_are_those_of_one_rank(pools, data: str, tmp_path
     if family in ("hstu", "sasrec"):
         more |= {"task.evaluation.batch_users": 9, "task.evaluation.sampled_negatives": 20}
     else:
-        more |= {"task.batch_windows" if family == "ranking" else "task.batch_rows": 4}
+        more |= {"task.batch_slices" if family == "ranking" else "task.batch_rows": 4}
     train(Topology.single(), family, data, str(tmp_path), more)
     alone = measure(Topology.single(), family, data, str(tmp_path), more)
     for world in (2, 4):

@@ -5,7 +5,7 @@ import torch
 
 from nestrec.models.ranking import RankingModel
 from nestrec.models.sequence import SequenceInfo
-from nestrec.serving.model.inputs import window_start
+from nestrec.serving.model.inputs import history_start
 
 
 def oracle_scores(servable, history, candidates, slide_events):
@@ -26,7 +26,7 @@ def _info(lengths, time, query_time):
 
 @torch.inference_mode()
 def _retrieval(servable, history, candidates, slide_events):
-    first = window_start(len(history), servable.spec.task.history.max_length, slide_events)
+    first = history_start(len(history), servable.spec.task.history.max_length, slide_events)
     items, times = history.items[first:], history.times_ms[first:]
     asked = np.append(times[1:], candidates.now_ms)
     table = servable.tables["items"]
@@ -37,7 +37,7 @@ def _retrieval(servable, history, candidates, slide_events):
 
 @torch.inference_mode()
 def _ranking(servable, history, candidates, slide_events):
-    first = window_start(len(history), servable.spec.task.inputs.max_events - 1, slide_events)
+    first = history_start(len(history), servable.spec.task.inputs.max_events - 1, slide_events)
     items, times, actions = history.items[first:], history.times_ms[first:], history.actions[first:]
     tab = history.features["event_tab"][first:]
     content, action, time = [], [], []

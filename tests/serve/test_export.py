@@ -11,7 +11,7 @@ import torch
 
 from nestrec.base.config import dumps
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.data.samples.ranking import held_out_windows
+from nestrec.data.samples.ranking import held_out_slices
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.serving.engine.runner import Part, Runner
@@ -74,7 +74,7 @@ def test_exported_ranking_gives_the_logits_of_eval(ranking):
     evaluation = ranking.trainer.evaluate("test")
     dataset, task = ranking.trainer.session.dataset, ranking.trainer.session.task
     runner = make_runner(ranking.folder)
-    windows = held_out_windows(task._split, "test", task.cfg.inputs.max_events)
+    windows = held_out_slices(task._split, "test", task.cfg.inputs.max_events)
     assert len(windows) > 50
     windows = windows[:50]
     histories, asked, expected = [], [], []

@@ -24,7 +24,7 @@ from nestrec.base.random import as_int64
 from nestrec.bench.bench import Bench
 from nestrec.bench.kernels.attention import heads_and_dim
 from nestrec.bench.kernels.timing import ceilings, medians_ms
-from nestrec.data.samples.windows import positions, sample_keys, token_keys
+from nestrec.data.samples.slices import positions, sample_keys, token_keys
 from nestrec.data.synthetic.length_shapes import lengths_of, whole_shapes
 from nestrec.distributed.topology import check_device
 from nestrec.models import HSTUConfig, SequenceInfo

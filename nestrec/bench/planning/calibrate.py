@@ -31,7 +31,7 @@ from nestrec.planning.fit import Observed, fit_line, fit_profile, stage_times
 from nestrec.planning.profile import ComputeRates, Profile, Rate
 
 _UNITS = {
-    "deduplicate": "key", "assemble": "key", "intersect": "row", "compute": "operation", "exchange": "byte",
+    "deduplicate": "key", "arrange": "key", "intersect": "row", "compute": "operation", "exchange": "byte",
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def calibrate(bench: CalibrateBench) -> tuple[list[dict[str, Any]], Profile]:
 
 
 _RATES = (
-    "deduplicate", "assemble", "exchange_vectors", "exchange_gradients", "update_rows", "intersect", "copy",
+    "deduplicate", "arrange", "exchange_vectors", "exchange_gradients", "update_rows", "intersect", "copy",
     "dense_apply",
 )  # fmt: skip
 

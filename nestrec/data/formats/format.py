@@ -13,7 +13,7 @@ from nestrec.data.card import Card
 from nestrec.data.prepare.folder import whole_folder
 from nestrec.data.prepare.options import PrepareOptions
 from nestrec.data.prepare.progress import Progress
-from nestrec.data.prepare.sequences import assemble
+from nestrec.data.prepare.sequences import write_dataset
 from nestrec.data.prepare.source import LogSource
 
 OptionsT = TypeVar("OptionsT", bound=PrepareOptions)
@@ -37,6 +37,6 @@ def log_format(description: str, options: type[OptionsT], open: Callable[[Path, 
     def prepare(input: str, output: Path, options: OptionsT, progress: Progress) -> Card:
         source = open(Path(input), options)
         with whole_folder(output, force=options.force) as folder:
-            return assemble(folder, source, options, progress)
+            return write_dataset(folder, source, options, progress)
 
     return Format(description, options, prepare)

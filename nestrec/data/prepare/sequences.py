@@ -65,7 +65,7 @@ class Assembly:
         )
 
 
-def assemble(folder: Path, source: LogSource, options: PrepareOptions, progress: Progress) -> Card:
+def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, progress: Progress) -> Card:
     """Write the dataset of a log into `folder`."""
     parser = EventParser(source.columns)
     work = Assembly(folder, source, options, progress, parser, Quarantine(folder))

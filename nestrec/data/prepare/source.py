@@ -1,4 +1,4 @@
-"""What a format gives to `assemble`: raw rows, the meaning of their columns, and side tables."""
+"""What a format gives to `write_dataset`: raw rows, the meaning of their columns, and side tables."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -20,8 +20,8 @@ from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.samples.retrieval import sequence_tensors
+from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Part, Split
-from nestrec.data.samples.windows import sample_keys, token_keys, window_index
 
 
 @config
@@ -49,7 +49,7 @@ class Column:
 
 
 class RankingInputs:
-    """Turns windows of users' events into arrays; shared by training and evaluation."""
+    """Turns slices of users' events into arrays; shared by training and evaluation."""
 
     def __init__(self, dataset: Dataset, cfg: RankingInputConfig, *, seed: int):
         self._dataset, self._cfg, self._seed = dataset, cfg, seed
@@ -60,11 +60,11 @@ class RankingInputs:
     def read(self, users: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(users)
 
-    def windows(self, rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
+    def slices(self, rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
         """Events [first, end) of each user. Tensors: action (E,), label (E, K), and the layout of the 2E tokens."""
         users = rows.indices
         items, row_offsets = rows.lists["item_ids"]
-        index, offsets = window_index(row_offsets[:-1] + first, row_offsets[:-1] + end)
+        index, offsets = slice_index(row_offsets[:-1] + first, row_offsets[:-1] + end)
         token_offsets = 2 * offsets
         key_T = token_keys(sample_keys(self._seed, epoch, users), token_offsets)
         action = rows.lists["actions"][0][index].astype(np.int64)
@@ -110,27 +110,27 @@ class RankingAssembler(Assembler):
 
     def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
         items, row_offsets = rows.lists["item_ids"]
-        index, offsets = window_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
+        index, offsets = slice_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
         return items[index], offsets
 
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
-        return self._inputs.windows(rows, self._first[samples], self._end[samples], epoch)
+        return self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
 
 
-def held_out_windows(split: Split, part: Part, max_events: int) -> NDArray[np.int64]:
-    """(W, 4) rows (user, first, end, scored from): windows that cover every held-out event once as scored.
+def held_out_slices(split: Split, part: Part, max_events: int) -> NDArray[np.int64]:
+    """(S, 4) rows (user, first, end, scored from): slices that cover every held-out event once as scored.
 
-    A window holds at most `max_events` events and scores at most half of them, so that each scored event has history.
+    A slice holds at most `max_events` events and scores at most half of them, so that each scored event has history.
     """
     held_from, held_end = split.held_out(part)
-    windows = []
+    slices = []
     for user in split.users_with(part):
         scored = int(held_from[user])
         while scored < held_end[user]:
             end = min(int(held_end[user]), max(scored + max(1, max_events // 2), min(int(held_end[user]), max_events)))
-            windows.append((user, max(0, end - max_events), end, scored))
+            slices.append((user, max(0, end - max_events), end, scored))
             scored = end
-    return np.array(windows, dtype=np.int64).reshape(-1, 4)
+    return np.array(slices, dtype=np.int64).reshape(-1, 4)
 
 
 def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:

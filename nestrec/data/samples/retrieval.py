@@ -12,9 +12,9 @@ from nestrec.base.random import as_int64
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.samples.negatives import Sampler, shared_tokens
+from nestrec.data.samples.slices import positions, sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Part, Split
 from nestrec.data.samples.stochastic_length import kept_events, kept_length
-from nestrec.data.samples.windows import positions, sample_keys, token_keys, window_index
 
 
 @config
@@ -104,7 +104,7 @@ class RetrievalAssembler(Assembler):
         start, end = row_offsets[:-1], row_offsets[:-1] + self._split.train_end[users]
         kept = self._kept(users, epoch)
         if self._history.stochastic_length_alpha is None:
-            return window_index(end - kept, end)
+            return slice_index(end - kept, end)
         key = sample_keys(self._seed, epoch, users)
         picked = [s + kept_events(int(e - s), int(n), int(k)) for s, e, n, k in zip(start, end, kept, key, strict=True)]
         return np.concatenate(picked) if picked else np.empty(0, np.int64), np.concatenate([[0], np.cumsum(kept)])
@@ -125,8 +125,8 @@ class RetrievalQueries:
         items, row_offsets = rows.lists["item_ids"]
         target_at = row_offsets[:-1] + self._target_at[users]
         first = np.maximum(row_offsets[:-1], target_at - self._history.max_length)
-        index, offsets = window_index(first, target_at)
-        seen, seen_offsets = window_index(row_offsets[:-1], target_at)
+        index, offsets = slice_index(first, target_at)
+        seen, seen_offsets = slice_index(row_offsets[:-1], target_at)
         key_T = token_keys(sample_keys(0, 0, users), offsets)
         tensors = sequence_tensors(offsets, key_T) | {
             "target": torch.from_numpy(items[target_at]),

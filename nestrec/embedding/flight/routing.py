@@ -107,7 +107,7 @@ def route(
 ) -> Routed:
     """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
     source = deduplicate(micro_batches, tables, topology.num_shards, device, window_cache=False)
-    return assemble(source, exchange_keys(source, tables, topology), tables, device)
+    return arrange(source, exchange_keys(source, tables, topology), tables, device)
 
 
 def exchange_keys(
@@ -143,7 +143,7 @@ def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_tables: int, step:
     return replace(asked, joined=replicas.join(owned, last_micro_batches, len(asked.keys), step))
 
 
-def assemble(source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], device: torch.device) -> Routed:
+def arrange(source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], device: torch.device) -> Routed:
     """Put together what is asked by this rank and from this rank. Local."""
     mine = {table.name: asked.owned(t) for t, table in enumerate(tables)}
     coming: list[dict[str, RoutedTable]] = [{} for _ in source.micro_batches]

@@ -68,7 +68,7 @@ class _Cache:
     """Vectors and gradient sums of the distinct keys of a rank's batch."""
 
     def __init__(self, engine: EmbeddingEngine, routed: Routed) -> None:
-        self._parts = routed.micro_batches
+        self._micro_batches = routed.micro_batches
         self._filled = dict.fromkeys(routed.cache_rows, 0)
         self._vectors: Vectors = {}
         self._sums: Vectors = {}
@@ -90,20 +90,22 @@ class _Cache:
     def vectors_of(self, micro_batch: int) -> Vectors:
         used_here(self._vectors.values())
         return {
-            name: take_rows(self._vectors[name], places) for name, places in self._parts[micro_batch].places.items()
+            name: take_rows(self._vectors[name], places)
+            for name, places in self._micro_batches[micro_batch].places.items()
         }
 
     def add(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> Vectors:
         """Add the gradients of a micro-batch; the sums that are complete with it."""
-        for name, places in self._parts[micro_batch].places.items():
+        for name, places in self._micro_batches[micro_batch].places.items():
             sums, grad = self._sums[name], gradients[name].detach()
             add_distinct(sums, places, grad.to(sums.dtype))
         used_here(self._sums.values())
         complete = {
-            name: take_rows(self._sums[name], places) for name, places in self._parts[micro_batch].leaving.items()
+            name: take_rows(self._sums[name], places)
+            for name, places in self._micro_batches[micro_batch].leaving.items()
         }
         if (
-            micro_batch == len(self._parts) - 1
+            micro_batch == len(self._micro_batches) - 1
         ):  # the batch itself is kept for some steps more, its largest micro-batch need not be
             self._vectors, self._sums = {}, {}
         return complete

@@ -21,7 +21,7 @@ MOST_MICRO_BATCHES = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """One table over all parts of a rank's batch."""
+    """One table over all micro-batches of a rank's batch."""
 
     micro_batches: list[Deduplicated]
     """For each micro-batch the keys that it uses first, grouped by owner; `inverse`: place among all its distinct
@@ -71,8 +71,8 @@ def plan_window(keys_of_micro_batches: Sequence[NDArray[np.int64]], num_shards: 
 
 @njit(cache=True, nogil=True)
 def _uses(inverse, bounds, num_unique):  # type: ignore[no-untyped-def]
-    """Place of each position among its micro-batch's distinct keys, these keys, their bounds, first and last part of a
-    key."""
+    """Place of each position among its micro-batch's distinct keys, these keys, their bounds, first and last
+    micro-batch of a key."""
     num_micro_batches = len(bounds) - 1
     index = np.empty(len(inverse), np.int32)
     used = np.empty(len(inverse), np.int32)

@@ -22,7 +22,7 @@ from nestrec.planning.simulator.program import Program
 from nestrec.planning.simulator.recorder import Recorder
 
 ENGINE_OPERATIONS = (
-    "deduplicate", "exchange_keys", "assemble", "fetch", "read_ahead", "exchange_vectors", "exchange_gradients",
+    "deduplicate", "exchange_keys", "arrange", "fetch", "read_ahead", "exchange_vectors", "exchange_gradients",
     "add_gradients", "sum_over_holders", "average_over_holders", "update_rows", "write_back",
 )  # fmt: skip
 _ROWS, _DIM = 8, 2

@@ -39,7 +39,7 @@ class StepCosts:
         self._operations: dict[str, _Operation] = {
             "deduplicate": lambda p, n: self._work(profile.deduplicate, loads.keys[p]),
             "exchange_keys": self._exchange_keys,
-            "assemble": lambda p, n: self._work(profile.assemble, loads.asked[p].sum(axis=1)),
+            "arrange": lambda p, n: self._work(profile.arrange, loads.asked[p].sum(axis=1)),
             "fetch": lambda p, n: self._work(self._store.fetch, loads.row_bytes[p]),
             "read_ahead": lambda p, n: self._work(self._store.fetch, loads.row_bytes[p]),
             "exchange_vectors": self._exchange_vectors,

@@ -30,10 +30,10 @@ def timeline(run: RunRecords) -> Markup | None:
     return timeline_of(run.spans)
 
 
-def timeline_of(spans: Sequence[Span], window_ns: int | None = None) -> Markup | None:
+def timeline_of(spans: Sequence[Span], shown_ns: int | None = None) -> Markup | None:
     """The same for spans from anywhere; ranks without steps are used and not shown.
 
-    window_ns: how much time the lanes show, so that several timelines can stand above each other at one scale.
+    shown_ns: how much time the lanes show, so that several timelines can stand above each other at one scale.
     """
     times = Timeline(spans)
     ranks = sorted({span.rank for span in spans if span.kind == "step"})
@@ -44,7 +44,7 @@ def timeline_of(spans: Sequence[Span], window_ns: int | None = None) -> Markup |
     return element(
         "div",
         element("div", cards, class_="charts"),
-        _lanes([span for span in spans if span.rank in ranks], window_ns),
+        _lanes([span for span in spans if span.rank in ranks], shown_ns),
         element("p", _WORDS, class_="quiet"),
     )
 
@@ -71,14 +71,14 @@ def _breakdown(times: Timeline, rank: int, steps: Sequence[int]) -> Markup:
 
 def usual_steps_ns(spans: Sequence[Span]) -> int:
     """How long the two steps last that `_lanes` shows."""
-    start_ns, end_ns, _ = _usual_window(spans)
+    start_ns, end_ns, _ = _usual_steps(spans)
     return end_ns - start_ns
 
 
-def _lanes(spans: Sequence[Span], window_ns: int | None = None) -> Markup:
-    """Two usual steps, or `window_ns` from the first of them, all lanes of all ranks under one another."""
-    start_ns, end_ns, first = _usual_window(spans)
-    end_ns = end_ns if window_ns is None else start_ns + window_ns
+def _lanes(spans: Sequence[Span], shown_ns: int | None = None) -> Markup:
+    """Two usual steps, or `shown_ns` from the first of them, all lanes of all ranks under one another."""
+    start_ns, end_ns, first = _usual_steps(spans)
+    end_ns = end_ns if shown_ns is None else start_ns + shown_ns
     shown = [span for span in spans if span.kind != "step" and span.end_ns > start_ns and span.start_ns < end_ns]
     lanes = sorted({(span.rank, span.lane) for span in shown})
     x_axis = Axis(start_ns, end_ns, 0, _WIDTH)
@@ -90,7 +90,7 @@ def _lanes(spans: Sequence[Span], window_ns: int | None = None) -> Markup:
                    class_="lanes")  # fmt: skip
 
 
-def _usual_window(spans: Sequence[Span]) -> tuple[int, int, int]:
+def _usual_steps(spans: Sequence[Span]) -> tuple[int, int, int]:
     """(start, end, step) from a step of median length to the end of the one after it."""
     lowest = min(span.rank for span in spans if span.kind == "step")
     steps = sorted((s for s in spans if s.kind == "step" and s.rank == lowest), key=lambda s: s.start_ns)

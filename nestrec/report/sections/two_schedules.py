@@ -9,8 +9,8 @@ from nestrec.trace import Span
 
 def two_schedules(spans_of: Mapping[str, Sequence[Span]], verdict: str) -> Markup:
     """spans_of: the traced steps of each schedule by its name. verdict: what comparing their results gave."""
-    window_ns = max(usual_steps_ns(spans) for spans in spans_of.values())
+    shown_ns = max(usual_steps_ns(spans) for spans in spans_of.values())
     parts: list[Markup | None] = [element("p", verdict)]
     for name, spans in spans_of.items():
-        parts += [element("h3", name), timeline_of(spans, window_ns)]
+        parts += [element("h3", name), timeline_of(spans, shown_ns)]
     return element("div", parts)

@@ -63,7 +63,7 @@ class Candidates:
         return replace(self, items=self.items.copy(), features=features, excluded=self.excluded.copy(), allowed=allowed)
 
 
-def window_start(num_events: int, max_events: int, block: int) -> int:
+def history_start(num_events: int, max_events: int, block: int) -> int:
     """Where the kept part of a history begins: a full history slides by whole blocks.
 
     A slide moves every position and so ends the life of a cached prefix; with blocks that happens once in `block`

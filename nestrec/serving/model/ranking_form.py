@@ -15,7 +15,7 @@ from nestrec.base.errors import UserError
 from nestrec.data.samples.ranking import checked_columns
 from nestrec.models.ranking import RankingModel
 from nestrec.serving.model.forms import Tokens
-from nestrec.serving.model.inputs import Candidates, History, window_start
+from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
 from nestrec.serving.model.spec import ServableSpec
@@ -41,7 +41,7 @@ class RankingForm:
         self._uses_time = servable.reads_times
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
-        history = history.copied(window_start(len(history), self.max_events, self.slide_events))
+        history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._given]
         return Tokens(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.forms import Tokens
-from nestrec.serving.model.inputs import Candidates, History, window_start
+from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
 from nestrec.serving.model.tables import ServedTable
@@ -39,7 +39,7 @@ class RetrievalForm:
         self.max_events = task.history.max_length
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
-        history = history.copied(window_start(len(history), self.max_events, self.slide_events))
+        history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         asked = times
         if self._asks_next and self._uses_time:

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from nestrec.base.random import fold
 from nestrec.data.samples.negatives import uniform_negatives
+from nestrec.data.samples.slices import positions, sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import by_time, leave_one_out
 from nestrec.data.samples.stochastic_length import kept_events, kept_length
-from nestrec.data.samples.windows import positions, sample_keys, token_keys, window_index
 
 
 def test_leave_one_out_holds_out_the_last_two_events():
@@ -30,7 +30,7 @@ def test_a_split_by_time_cuts_each_user_where_its_events_cross_the_time():
 def test_windows_are_the_concatenated_ranges(pairs):
     first = np.array([a for a, _ in pairs], dtype=np.int64)
     end = np.array([a + n for a, n in pairs], dtype=np.int64)
-    index, offsets = window_index(first, end)
+    index, offsets = slice_index(first, end)
     assert index.tolist() == [i for a, n in pairs for i in range(a, a + n)]
     assert positions(offsets).tolist() == [i for _, n in pairs for i in range(n)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nestrec.base.random import as_int64
-from nestrec.data.samples.windows import positions, sample_keys, token_keys
+from nestrec.data.samples.slices import positions, sample_keys, token_keys
 from nestrec.models import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
 from nestrec.models.ranking import HeadConfig, RankingModel
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from nestrec.base.random import as_int64
-from nestrec.data.samples.windows import sample_keys
+from nestrec.data.samples.slices import sample_keys
 from nestrec.ops.layers.dropout import dropout, keep_mask
 
 KEYS = as_int64(sample_keys(1, 1, np.arange(5000)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nestrec.data.samples.negatives import Groups
-from nestrec.data.samples.windows import sample_keys
+from nestrec.data.samples.slices import sample_keys
 from nestrec.ops.losses.candidates import make_candidates
 from nestrec.ops.losses.grouped import grouped_loss
 from nestrec.ops.losses.softmax import plain_sampled_loss

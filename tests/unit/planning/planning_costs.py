@@ -26,7 +26,7 @@ class TableOfCosts:
 
 def typical(micro_batches: int) -> dict[str, float]:
     return {
-        "deduplicate": 0.1, "exchange_keys": 0.02, "assemble": 0.05, "fetch": 0.3, "read_ahead": 0.2,
+        "deduplicate": 0.1, "exchange_keys": 0.02, "arrange": 0.05, "fetch": 0.3, "read_ahead": 0.2,
         "exchange_vectors": 0.4 / micro_batches, "forward_backward": 1.0 / micro_batches,
         "exchange_gradients": 0.35 / micro_batches, "add_gradients": 0.01, "sum_over_holders": 0.03,
         "update_rows": 0.04, "write_back": 0.15, "dense_reduce": 0.02, "dense_apply": 0.01,

@@ -49,4 +49,4 @@ def test_nested_fetches_the_next_batch_during_this_one_and_dual_buffer_does_not_
 
 def test_serial_route_holds_its_three_operations():
     route = next(s for s in program_of("serial").stages if s.name == "train.embedding.route")
-    assert route.operations == ("deduplicate", "exchange_keys", "assemble")
+    assert route.operations == ("deduplicate", "exchange_keys", "arrange")

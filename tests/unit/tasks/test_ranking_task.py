@@ -15,7 +15,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
-from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_windows
+from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_slices
 from nestrec.data.samples.split import Split, TimeSplitConfig, iso_moment, moment_ms
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
@@ -148,7 +148,7 @@ def test_windows_score_every_held_out_event_once_with_history_before_it():
     train = generator.integers(0, 30, 200)
     valid = train + generator.integers(0, 40, 200)
     split = Split(train, valid, valid + 3)
-    windows = held_out_windows(split, "valid", max_events=16)
+    windows = held_out_slices(split, "valid", max_events=16)
     scored = [(u, e) for u, _, end, start in windows for e in range(start, end)]
     assert sorted(scored) == [(u, e) for u in range(200) for e in range(train[u], valid[u])]
     assert (windows[:, 2] - windows[:, 1] <= 16).all()

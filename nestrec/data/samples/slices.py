@@ -1,4 +1,4 @@
-"""Cutting windows out of concatenated rows, vectorised."""
+"""Cutting slices out of concatenated rows, vectorised."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 from nestrec.base.random import fold, fold_array
 
 
-def window_index(first: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(T,) index of every element of the windows [first, end), one after the other, and (B + 1,) their offsets."""
+def slice_index(first: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(T,) index of every element of the slices [first, end), one after the other, and (B + 1,) their offsets."""
     lengths = end - first
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], lengths), offsets
