@@ -14,6 +14,7 @@ BENCHES: Seam[Bench] = Seam(
         "evaluations": "nestrec.bench.quality.evaluations:BENCH",
         "exchange": "nestrec.bench.kernels.exchange:BENCH",
         "front": "nestrec.bench.serving.front:BENCH",
+        "half_rows": "nestrec.bench.quality.half_rows:BENCH",
         "layer": "nestrec.bench.kernels.layer:BENCH",
         "lookup": "nestrec.bench.kernels.lookup:BENCH",
         "negatives": "nestrec.bench.step.negatives:BENCH",

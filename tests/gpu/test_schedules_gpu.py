@@ -29,6 +29,13 @@ def test_exact_schedules_equal_serial_bit_for_bit_on_a_gpu(tmp_path, number, sto
     assert compare(Topology.single("cuda"), EXACT, job) == dict.fromkeys(EXACT, True)
 
 
+@pytest.mark.parametrize(("store", "optimizer", "dtype"), [("device", "rowwise_adagrad", "bfloat16"),
+                                                           ("dram", "adam", "float16")])  # fmt: skip
+def test_rows_of_16_bits_are_those_of_serial_under_every_exact_schedule(store, optimizer, dtype):
+    job = Job(store=store, optimizer=optimizer, dtype=dtype, device="cuda", num_steps=30)
+    assert compare(Topology.single("cuda"), EXACT, job) == dict.fromkeys(EXACT, True)
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 def test_nested_equals_serial_on_every_stream(stream):
     job = Job(stream=stream, store="dram", device="cuda")
