@@ -131,7 +131,7 @@ class RetrievalTask(Task):
         shape = LossShape(
             tokens=tokens, negatives=negatives, sharing=options.sharing, dim=self.cfg.encoder.dim, kind=self.cfg.loss,
             rows=min(items.num_rows or 1, tokens * (negatives + 2)), segment_tokens=options.segment_tokens,
-            dtype=items.dtype,
+            dtype="float32" if items.is_half else items.dtype,
         )  # fmt: skip
         self.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
         return self.variant, measured_ms

@@ -6,6 +6,8 @@ to replay a run, name its variant in the config.
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import psutil
 import torch
@@ -18,6 +20,9 @@ from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
 from nestrec.ops.losses.softmax import SampledKind
 
 _ROUNDS = 3
+_OFFLOADED_SEGMENTS = 4
+Measure = Callable[[Variant, "LossShape", torch.device], float]
+"""Milliseconds of forward and backward of a loss."""
 
 
 @config
@@ -42,16 +47,25 @@ class LossShape:
     """of the rows"""
 
 
-def choose_variant(shape: LossShape, topology: Topology, memory_gib: float | None) -> tuple[Variant, dict[str, float]]:
+def choose_variant(
+    shape: LossShape, topology: Topology, memory_gib: float | None, measure: Measure | None = None
+) -> tuple[Variant, dict[str, float]]:
     """The fastest that fits, and the milliseconds on the slowest rank of those that fit everywhere. Collective.
 
-    offload is never tried: segments and fused need no more of the device, and move nothing over the bus. fused fits
-    always, so there is always something to choose.
+    fused fits always, so there is always something to choose. measure: `loss_milliseconds`, or another clock.
     """
-    tried = [v for v in VARIANTS if v != "offload" and _fits(v, shape, topology, memory_gib)]
-    everyone = all_gather_json(topology.control, {v: loss_milliseconds(v, shape, topology.device) for v in tried})
+    tried = [v for v in VARIANTS if _fits(v, shape, topology, memory_gib)]
+    everyone = all_gather_json(
+        topology.control, {v: _milliseconds(v, shape, topology, measure or loss_milliseconds) for v in tried}
+    )
     slowest = {v: max(rank[v] for rank in everyone) for v in tried if all(v in rank for rank in everyone)}
     return min(slowest, key=lambda v: slowest[v]), {str(v): round(ms, 3) for v, ms in slowest.items()}
+
+
+def _milliseconds(variant: Variant, shape: LossShape, topology: Topology, measure: Measure) -> float:
+    """offload is measured on a few segments and counted up: all of a micro-batch would be pinned memory that stays."""
+    tokens = min(shape.tokens, _OFFLOADED_SEGMENTS * shape.segment_tokens) if variant == "offload" else shape.tokens
+    return measure(variant, replace(shape, tokens=tokens), topology.device) * shape.tokens / tokens
 
 
 def loss_bytes(variant: Variant, shape: LossShape) -> int:
@@ -62,12 +76,20 @@ def loss_bytes(variant: Variant, shape: LossShape) -> int:
     return {"plain": 2 * shape.tokens * vector, "segments": segment, "offload": segment, "fused": 0}[variant]
 
 
+def host_bytes(variant: Variant, shape: LossShape) -> int:
+    """Bytes of candidate vectors in host memory."""
+    return loss_bytes("plain", shape) // 2 if variant == "offload" else 0
+
+
 def _fits(variant: Variant, shape: LossShape, topology: Topology, memory_gib: float | None) -> bool:
-    if memory_gib is None:
-        on_cuda = topology.device.type == "cuda"
-        whole = torch.cuda.mem_get_info(topology.device)[1] if on_cuda else psutil.virtual_memory().total
-        memory_gib = whole / 4 / 2**30
-    return loss_bytes(variant, shape) <= memory_gib * 2**30
+    """In what the loss may take of the device, and in as much of the host; without a GPU that is one memory."""
+    of_host = psutil.virtual_memory().total / 4
+    on_cuda = topology.device.type == "cuda"
+    of_device = torch.cuda.mem_get_info(topology.device)[1] / 4 if on_cuda else of_host
+    room = of_device if memory_gib is None else memory_gib * 2**30
+    if not on_cuda:
+        return loss_bytes(variant, shape) + host_bytes(variant, shape) <= room
+    return loss_bytes(variant, shape) <= room and host_bytes(variant, shape) <= of_host
 
 
 def loss_milliseconds(variant: Variant, shape: LossShape, device: torch.device) -> float:

@@ -82,10 +82,26 @@ def test_auto_takes_only_what_fits():
         tokens=64, negatives=64, sharing=1, rows=500, dim=64, segment_tokens=8, kind="bce", dtype="float32"
     )
     _, everything = choose_variant(shape, Topology.single(), None)
-    assert set(everything) == {"plain", "segments", "fused"}
+    assert set(everything) == {"plain", "segments", "fused", "offload"}
     _, small = choose_variant(shape, Topology.single(), 1e-3)
-    assert set(small) == {"segments", "fused"}
+    assert set(small) == {"segments", "fused"}, "without a GPU the host's memory is the device's"
     assert choose_variant(shape, Topology.single(), 0.0)[0] == "fused"
+
+
+def test_auto_takes_offload_where_it_is_the_fastest_and_measures_it_on_a_few_segments():
+    shape = LossShape(
+        tokens=6400, negatives=64, sharing=1, rows=500, dim=64, segment_tokens=8, kind="bce", dtype="float32"
+    )
+    asked = {}
+
+    def measure(variant, shape, device):
+        asked[variant] = shape.tokens
+        return 0.001 * shape.tokens * (1 if variant == "offload" else 2)
+
+    chosen, times = choose_variant(shape, Topology.single(), None, measure)
+    assert chosen == "offload"
+    assert times["offload"] == pytest.approx(6.4)
+    assert asked == {"plain": 6400, "segments": 6400, "fused": 6400, "offload": 32}
 
 
 @pytest.mark.parametrize(
