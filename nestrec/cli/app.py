@@ -316,6 +316,50 @@ def _say_where(url: str) -> None:
     typer.echo(f"serving on {url} (live page at /, stop with Ctrl-C)", err=True)
 
 
+_ADDRESS = Annotated[str, typer.Argument(help="A server or a front, such as http://127.0.0.1:8000.")]
+
+
+@app.command()
+def swap(
+    address: _ADDRESS,
+    model: Annotated[list[Path], typer.Argument(help="Folders that `nestrec export` wrote; two for a cascade.")],
+) -> None:
+    """Have a server, or every instance of a front, serve other models: warmed up first, one instance after the other.
+
+    Where one does not take them, all keep the old ones. A key for administrators is read from NESTREC_ADMIN_KEY.
+    """
+    from nestrec.cli.fleet import as_seen_by_server, operate, served
+
+    typer.echo("\n".join(served(operate(address, "swap", {"models": as_seen_by_server(model)}))))
+
+
+@app.command()
+def rollback(address: _ADDRESS) -> None:
+    """Have a server, or every instance of a front, serve what it served before the last swap."""
+    from nestrec.cli.fleet import operate, served
+
+    typer.echo("\n".join(served(operate(address, "rollback", {}))))
+
+
+@app.command()
+def scale(
+    address: _ADDRESS,
+    instances: Annotated[int, typer.Argument(help="How many are to serve.")],
+) -> None:
+    """Have a front start or stop instances while users ask; those of the others keep their slots."""
+    from nestrec.cli.fleet import operate
+
+    typer.echo(f"{operate(address, 'scale', {'instances': instances})['instances']} instances")
+
+
+@app.command()
+def fleet(address: _ADDRESS) -> None:
+    """Tell what a server, or every instance of a front, serves."""
+    from nestrec.cli.fleet import operate, served
+
+    typer.echo("\n".join(served(operate(address, "fleet"))))
+
+
 @app.command(context_settings=PASSED_ON)
 def replay(
     context: typer.Context,

@@ -9,6 +9,9 @@ elsewhere it would make a second history.
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 from nestrec.base.clock import RealClock
@@ -22,13 +25,17 @@ from nestrec.serving.api.protocol.http import (
     Send,
     as_json,
     check_head,
+    parse_json,
     problem,
     retry_after,
 )
+from nestrec.serving.api.requests import SwapRequest
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+from nestrec.serving.api.shapes import Least, reader
 from nestrec.serving.client import client_of
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
+from nestrec.serving.many.rollout import Rollout, Supervisor, version_of
 from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
 
@@ -40,16 +47,46 @@ _GRACE_S = 0.2
 """beyond a deadline: the instance's own answer says more"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotDrainRequest:
+    """An instance is to be left out, or taken in again."""
+
+    slot: int
+    """which"""
+    drain: bool | None = None
+    """false takes it in again; true where it is left out"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """More or fewer instances."""
+
+    instances: Annotated[int, Least(1)]
+    """that are to serve"""
+
+
 class Gateway:
     """An ASGI application over instances on ports of this machine; slot i is whatever listens on ports[i]."""
 
-    def __init__(self, ports: list[int], limits: LimitsConfig, *, shares_histories: bool = False, bound: float = 1.25):
-        """shares_histories: any instance has the events of any user."""
+    def __init__(
+        self, ports: list[int], limits: LimitsConfig, *, shares_histories: bool = False, bound: float = 1.25,
+        supervisor: Supervisor | None = None, folders: Sequence[str] = (), drain_s: float = 30.0,
+    ):  # fmt: skip
+        """shares_histories: any instance has the events of any user. supervisor: who has started the instances.
+        folders: of the models that `ask_reload` loads anew."""
         self._upstreams, self._limits = [Upstream(port) for port in ports], limits
         self._shares_histories = shares_histories
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes: dict[int, asyncio.Task[bool]] = {}
+        self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probe)
+        self._folders, self._drain_s = list(folders), drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reload: asyncio.Task[None] | None = None
+        self._is_reload_due = False
+        self._changes: set[asyncio.Task[Answered]] = set()
+        self._read_swap = reader(SwapRequest, limits)
+        self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
         self.num_failed_over = 0
         """requests that were begun again on another instance"""
 
@@ -77,10 +114,52 @@ class Gateway:
         if path == "/v1/gateway":
             return as_json(self.status())
         body = await unread.read() if method == "POST" else b""
+        if path.startswith("/v1/admin/"):
+            return await self._operated(method, path, body)
         if method == "DELETE" and path.startswith("/v1/users/"):
             return await self._everywhere(method, scope["raw_path"])
         client = client_of(address_of(scope.get("client")), scope["headers"])
         return await self._routed(method, path, scope["raw_path"], body, client)
+
+    async def _operated(self, method: str, path: str, body: bytes) -> Answered:
+        """What concerns all instances, for whoever runs them; it goes on where the client does not wait for it."""
+        if (method, path) == ("GET", "/v1/admin/fleet"):
+            return await self.rollout.fleet()
+        if method != "POST":
+            return problem(405, "use POST", "", (b"allow", b"POST"))
+        data = parse_json(body)
+        match path:
+            case "/v1/admin/swap":
+                change = self.rollout.swap(self._read_swap(data).models)
+            case "/v1/admin/rollback":
+                change = self.rollout.rollback()
+            case "/v1/admin/drain":
+                wanted = self._read_drain(data)
+                change = self.rollout.drain(wanted.slot, wanted.drain is not False)
+            case "/v1/admin/scale":
+                change = self.rollout.scale(self._read_scale(data).instances, self._drain_s)
+            case _:
+                return problem(404, "there is nothing here")
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
+
+    def ask_reload(self) -> None:
+        """Let all instances load the folders that they were started with anew, soon; from any thread."""
+        self._is_reload_due = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_reload)
+
+    def _begin_reload(self) -> None:
+        if self._reload is None or self._reload.done():
+            self._reload = asyncio.create_task(self._reload_while_due())
+
+    async def _reload_while_due(self) -> None:
+        """Whoever asks while one is under way gets one more after it."""
+        while self._is_reload_due:
+            self._is_reload_due = False
+            await self.rollout.swap(self._folders)
 
     def status(self) -> dict[str, object]:
         """Loads and what went another way than a user's own."""
@@ -97,7 +176,7 @@ class Gateway:
         is_repeatable = method == "GET" or path in _REPEATABLE
         clock = asyncio.get_running_loop().time
         end_s = clock() + about.timeout_s + _GRACE_S
-        for _ in self._upstreams:
+        for _ in range(len(self._upstreams)):
             route = self.router.begin(about.user, at_home=about.needs_home)
             if route is None:
                 break
@@ -160,21 +239,28 @@ class Gateway:
         except (OSError, EOFError):
             self._lost(slot)
             return False
-        self.router.set_alive(slot, response.status == 200)
-        return response.status == 200
+        is_ready = response.status == 200
+        self.router.set_alive(slot, is_ready)
+        if is_ready and self.rollout.rolling != slot:
+            self.router.versions[slot] = version_of(parse_json(response.body).get("models", {}))
+        return is_ready
 
     async def close(self) -> None:
         """End what is kept and what is under way to instances."""
-        probes = list(self._probes.values())
-        for probe in probes:
-            probe.cancel()
-        await asyncio.gather(*probes, return_exceptions=True)
+        tasks: list[asyncio.Task[Any]] = [*self._probes.values(), *self._changes]
+        tasks += [self._reload] if self._reload is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for upstream in self._upstreams:
             await upstream.close()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
+        self._loop = asyncio.get_running_loop()
         watcher = asyncio.create_task(self._watch())
+        if self._is_reload_due:
+            self._begin_reload()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         watcher.cancel()
@@ -186,7 +272,7 @@ class Gateway:
     async def _watch(self) -> None:
         """Ask all of them from time to time whether they are ready, and those that were lost often."""
         for turn in itertools.count():
-            for slot, is_alive in enumerate(self.router.is_alive):
+            for slot, is_alive in enumerate(self.router.is_alive[: len(self._upstreams)]):
                 if not is_alive or turn % _TURNS_A_PROBE == 0:
                     self._probe(slot)
             await asyncio.sleep(_TURN_S)

@@ -9,7 +9,6 @@ import http.client
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.many.tie import Tie
 
 _LOG = logging.getLogger(__name__)
@@ -34,8 +32,13 @@ _LONGEST_PAUSE_S = 30.0
 class Instance:
     """A slot: its port, and whichever process listens there."""
 
-    def __init__(self, slot: int, arguments: Sequence[str], tie: Tie, *, start_timeout_s: float, stop_timeout_s: float):
+    def __init__(
+        self, slot: int, models: Sequence[str], arguments: Sequence[str], tie: Tie, *, start_timeout_s: float,
+        stop_timeout_s: float,
+    ):  # fmt: skip
         self.slot, self.port = slot, free_port()
+        self.models = list(models)
+        """folders that a process serves which is started from now on"""
         self._arguments, self._tie = list(arguments), tie
         self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
@@ -56,32 +59,6 @@ class Instance:
         """Until its process has ended, after `begin_stop`."""
         self._thread.join()
 
-    def reload(self) -> bool:
-        """Let it load its models anew, and wait; whether it has. An instance that starts meanwhile has loaded them."""
-        end_s = time.monotonic() + self._start_timeout_s
-        process = self.process
-        before = self._reloads()
-        if process is None or before is None:
-            return self._wait_until(lambda: self.is_up, end_s)
-        process.send_signal(signal.SIGHUP)
-        while time.monotonic() < end_s and not self._is_stopping.wait(_POLL_S):
-            if self.process is not process:
-                return self._wait_until(lambda: self.is_up, end_s)
-            now = self._reloads()
-            if now is not None and now["done"] > before["asked"]:
-                return not now["refused"]
-        return False
-
-    def _reloads(self) -> dict[str, Any] | None:
-        answer = asked(self.port, "/v1/status", timeout_s=5.0) if self.is_up else None
-        return None if answer is None else answer.get("reloads")
-
-    def _wait_until(self, is_so: Callable[[], bool], end_s: float) -> bool:
-        while not is_so():
-            if time.monotonic() > end_s or self._is_stopping.wait(_POLL_S):
-                return False
-        return True
-
     # Its thread.
 
     def _supervise(self) -> None:
@@ -100,7 +77,8 @@ class Instance:
 
     def _started(self) -> "subprocess.Popen[bytes]":
         place = ["--host", "127.0.0.1", "--port", str(self.port)]
-        command = [sys.executable, "-m", "nestrec", "serve", *self._arguments, *place]
+        models = [word for folder in self.models for word in ("--model", folder)]
+        command = [sys.executable, "-m", "nestrec", "serve", *models, *self._arguments, *place]
         environment = {**os.environ, "NESTREC_SLOT": str(self.slot), **self._tie.environment}
         # A group of its own: Ctrl-C is for the front, which then stops its instances in order.
         return subprocess.Popen(command, env=environment, pass_fds=[self._tie.descriptor], process_group=0)
@@ -146,15 +124,14 @@ class Instance:
 class Instances:
     """Slots of `nestrec serve` processes on ports of this machine. A context: they have all ended after it."""
 
-    def __init__(self, arguments: Sequence[str], count: int, *, start_timeout_s: float = 300.0, stop_timeout_s: float):
-        """arguments: of `nestrec serve`, without host and port."""
-        self._tie = Tie()
-        self.slots = [
-            Instance(slot, arguments, self._tie, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
-            for slot in range(count)
-        ]
-        self._start_timeout_s = start_timeout_s
-        self._rolls = Serially("nestrec-roll", self._roll_all)
+    def __init__(
+        self, models: Sequence[str], arguments: Sequence[str], count: int, *, start_timeout_s: float = 300.0,
+        stop_timeout_s: float,
+    ):  # fmt: skip
+        """arguments: of `nestrec serve`, without models, host and port."""
+        self._tie, self._arguments = Tie(), arguments
+        self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
+        self.slots = [self._made(slot, models) for slot in range(count)]
 
     def __enter__(self) -> "Instances":
         for instance in self.slots:
@@ -162,7 +139,6 @@ class Instances:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rolls.close()
         for instance in self.slots:
             instance.begin_stop()
         for instance in self.slots:
@@ -186,18 +162,28 @@ class Instances:
             time.sleep(_POLL_S)
         return not is_stopping()
 
-    def roll(self) -> None:
-        """Let all of them load their models anew, one after the other, from another thread."""
-        self._rolls.ask()
+    def set_models(self, slot: int, folders: list[str]) -> None:
+        """What a process that is started in the slot from now on is to serve."""
+        self.slots[slot].models = list(folders)
 
-    def _roll_all(self) -> None:
-        for instance in self.slots:
-            if not instance.reload():
-                _LOG.error(
-                    "instance %d has not taken the new model; those after it keep the old one as well", instance.slot
-                )
-                return
-        _LOG.info("all %d instances have loaded their models anew", len(self.slots))
+    def add(self) -> int:
+        """Start one more, which serves what the others do; its port."""
+        instance = self._made(len(self.slots), self.slots[0].models)
+        self.slots.append(instance)
+        instance.start()
+        return instance.port
+
+    def remove(self) -> None:
+        """Stop the last one, and wait for its end."""
+        instance = self.slots.pop()
+        instance.begin_stop()
+        instance.wait()
+
+    def _made(self, slot: int, models: Sequence[str]) -> Instance:
+        return Instance(
+            slot, models, self._arguments, self._tie, start_timeout_s=self._start_timeout_s,
+            stop_timeout_s=self._stop_timeout_s,
+        )  # fmt: skip
 
 
 def asked(port: int, path: str, *, timeout_s: float) -> dict[str, Any] | None:

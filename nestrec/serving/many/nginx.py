@@ -92,6 +92,7 @@ http {{
             proxy_read_timeout {default_ms}ms;
             proxy_pass http://nestrec;
         }}
+        location ^~ /v1/admin/ {{ proxy_read_timeout 3600s; proxy_pass http://nestrec_front; }}
         location ^~ /v1/users/ {{ proxy_pass http://nestrec_front; }}
         location ^~ /health/ {{ proxy_pass http://nestrec_front; }}
         location = /v1/gateway {{ proxy_pass http://nestrec_front; }}
@@ -142,11 +143,13 @@ def _waits_ms(longest_ms: int) -> dict[int, str]:
 
 @contextlib.contextmanager
 def running_nginx(
-    configured: Callable[[Path], str], host: str, port: int, is_stopping: Callable[[], bool]
-) -> "Iterator[subprocess.Popen[bytes]]":
-    """The process, once it listens; ended gracefully at the end, and when this process is gone.
+    configured: Callable[[Path, list[int]], str], ports: list[int], host: str, port: int,
+    is_stopping: Callable[[], bool],
+) -> "Iterator[tuple[subprocess.Popen[bytes], Callable[[list[int]], None]]]":  # fmt: skip
+    """The process, once it listens, and what gives it other instances; ended gracefully at the end, and when this
+    process is gone.
 
-    Entered by the main thread. configured: its configuration, given the folder for its files.
+    Entered by the main thread. configured: its configuration, given the folder for its files and ports of instances.
     """
     program = shutil.which("nginx")
     if program is None:
@@ -154,7 +157,13 @@ def running_nginx(
             "is not installed", field="front", value="nginx", remedy="install nginx, or use --front gateway"
         )
     with tempfile.TemporaryDirectory(prefix="nestrec-nginx-") as name:
-        (Path(name) / "nginx.conf").write_text(configured(Path(name)))
+        (Path(name) / "nginx.conf").write_text(configured(Path(name), ports))
+
+        def configure_again(ports: list[int]) -> None:
+            """Requests under way end as they began."""
+            (Path(name) / "nginx.conf").write_text(configured(Path(name), ports))
+            process.send_signal(signal.SIGHUP)
+
         tie = [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), "SIGQUIT"]
         # A group of its own: Ctrl-C is for whoever waits, who then asks it to end gracefully.
         process = subprocess.Popen([*tie, program, "-e", "stderr", "-p", name, "-c", "nginx.conf"], process_group=0)
@@ -163,7 +172,7 @@ def running_nginx(
                 if process.poll() is not None:
                     raise UserError("did not start", field="front", value="nginx", remedy="see what it wrote above")
                 time.sleep(_POLL_S)
-            yield process
+            yield process, configure_again
         finally:
             process.send_signal(signal.SIGQUIT)
             process.wait()

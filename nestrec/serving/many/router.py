@@ -77,9 +77,11 @@ class Router:
     ):  # fmt: skip
         self._ring, self._keyed, self._clock, self._sticky_s = ring, keyed, clock, sticky_s
         self._bound, self._free_load = bound, free_load
-        num_slots = max(ring.slots) + 1
+        self._num_slots = num_slots = max(ring.slots) + 1
         self.loads = [0] * num_slots
         self.is_alive = [True] * num_slots
+        self.versions = [""] * num_slots
+        """what each slot serves: where they differ, a user meets no other version than that of its own slot"""
         self._chosen: OrderedDict[bytes, tuple[Route, float]] = OrderedDict()
         self.num_diverted = 0
         self.num_leaked = 0
@@ -90,7 +92,7 @@ class Router:
 
         at_home: only the user's own slot will do, whatever its load; none where that is not alive.
         """
-        if len(self.loads) == 1:
+        if self._num_slots == 1:
             return self._begin_at_the_only_one()
         now_s = self._clock.now_s()
         self._forget(now_s)
@@ -98,10 +100,11 @@ class Router:
         if at_home:
             return self._begin_at_home(int.from_bytes(hashed[:8], "little"))
         route, _ = self._chosen.get(hashed, (None, 0.0))
-        if route is None or not self.is_alive[route.slot]:
+        place = int.from_bytes(hashed[:8], "little")
+        is_open = self._open_to(place)
+        if route is None or not is_open[route.slot]:
             self.num_leaked += route is not None
-            place = int.from_bytes(hashed[:8], "little")
-            route = slot_for(self._ring, place, self.loads, self.is_alive, bound=self._bound, free_load=self._free_load)
+            route = slot_for(self._ring, place, self.loads, is_open, bound=self._bound, free_load=self._free_load)
             if route is None:
                 return None
             self.num_diverted += route.is_diverted
@@ -123,6 +126,25 @@ class Router:
             return None
         self.loads[slot] += 1
         return Route(slot, False)
+
+    def _open_to(self, place: int) -> Sequence[bool]:
+        """Living slots with the version of the user's own; any living one where there is none of them."""
+        version = self.versions[self._ring.home(place)]
+        if self.versions.count(version) == len(self.versions):
+            return self.is_alive
+        same = [is_alive and v == version for is_alive, v in zip(self.is_alive, self.versions, strict=True)]
+        return same if any(same) else self.is_alive
+
+    def resize(self, num_slots: int) -> None:
+        """More slots, or fewer: users of the new ones come from all others, and those of the last ones go to all
+        others; nobody else moves. Requests under way in slots that are gone end as they began."""
+        self._ring, self._num_slots = Ring.make(num_slots, self._keyed), num_slots
+        more = num_slots - len(self.loads)
+        if more > 0:
+            self.loads += [0] * more
+            self.is_alive += [False] * more
+            self.versions += [""] * more
+        self.is_alive[num_slots:] = [False] * (len(self.is_alive) - num_slots)
 
     def end(self, slot: int) -> None:
         self.loads[slot] -= 1

@@ -41,11 +41,10 @@ def serve_many(
         return
     sockets = bound_sockets(cfg.host, cfg.port)
     url = url_of(cfg.host, port_of(sockets))
-    arguments = instance_arguments(folders, cfg, overrides)
+    arguments, models = instance_arguments(cfg, overrides), [str(folder) for folder in folders]
     try:
-        with Instances(arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
+        with Instances(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
             if instances.wait_until_up(lambda: signals.is_stopping):
-                signals.when_reloaded(instances.roll)
                 serve_front = _serve_nginx if cfg.front == "nginx" else _serve_gateway
                 serve_front(instances, cfg, sockets, signals, lambda: announce(url))
     finally:
@@ -55,9 +54,15 @@ def serve_many(
 
 
 def _serve_gateway(
-    instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None]
-) -> None:
-    gateway = Gateway(instances.ports, cfg.limits, shares_histories=cfg.histories.is_shared)
+    instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None],
+    *, when_resized: Callable[[list[int]], None] = lambda _: None,
+) -> None:  # fmt: skip
+    gateway = Gateway(
+        instances.ports, cfg.limits, shares_histories=cfg.histories.is_shared, supervisor=instances,
+        folders=instances.slots[0].models, drain_s=cfg.service.drain_s,
+    )  # fmt: skip
+    gateway.rollout.on_resized = when_resized
+    signals.when_reloaded(gateway.ask_reload)
     run_server(uvicorn_config(gateway, cfg), sockets, signals, announce)
 
 
@@ -67,17 +72,18 @@ def _serve_nginx(
     """nginx at the address, and a gateway behind it for what concerns all instances."""
     inner, port, limits = bound_sockets("127.0.0.1", 0), port_of(sockets), cfg.limits
 
-    def configured(folder: Path) -> str:
+    def configured(folder: Path, ports: list[int]) -> str:
         return nginx_config(
-            instances.ports, front_port=port_of(inner), host=cfg.host, port=port, folder=folder,
+            ports, front_port=port_of(inner), host=cfg.host, port=port, folder=folder,
             max_body_bytes=limits.max_body_bytes, longest_ms=limits.max_timeout_ms,
             default_ms=limits.default_timeout_ms, shares_histories=cfg.histories.is_shared,
         )  # fmt: skip
 
     close_all(sockets)  # nginx opens its own
-    with running_nginx(configured, cfg.host, port, lambda: signals.is_stopping) as process:
+    is_stopping = lambda: signals.is_stopping  # noqa: E731
+    with running_nginx(configured, instances.ports, cfg.host, port, is_stopping) as (process, configure_again):
         threading.Thread(target=_stop_with, args=(process, signals), name="nestrec-nginx", daemon=True).start()
-        _serve_gateway(instances, cfg, inner, signals, announce)
+        _serve_gateway(instances, cfg, inner, signals, announce, when_resized=configure_again)
         if (code := process.poll()) is not None:
             remedy = "see what it wrote above"
             raise UserError(f"has ended with code {code}", field="front", value="nginx", remedy=remedy)
@@ -88,9 +94,9 @@ def _stop_with(process: "subprocess.Popen[bytes]", signals: Signals) -> None:
     signals.stop()
 
 
-def instance_arguments(folders: Sequence[Path], cfg: ServeConfig, overrides: dict[str, str]) -> list[str]:
+def instance_arguments(cfg: ServeConfig, overrides: dict[str, str]) -> list[str]:
     """Options of one instance: those of the whole without what concerns the front, which is its only client."""
-    arguments = [word for folder in folders for word in ("--model", str(folder))]
+    arguments: list[str] = []
     overrides = {**overrides, "limits.max_connections_an_address": str(cfg.limits.max_connections)}
     if not cfg.hosts and not is_loopback(cfg.host):
         overrides["hosts"] = '["*"]'

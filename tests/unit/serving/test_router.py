@@ -99,3 +99,59 @@ def test_a_dead_slot_is_left_at_once_and_counted():
     for slot in range(3):
         router.set_alive(slot, False)
     assert router.begin("a") is None
+
+
+def test_while_versions_differ_a_user_meets_that_of_its_own_slot_alone():
+    """Whatever the loads: and once it has met the new one, it meets the old one never again."""
+    rng, clock = random.Random(4), SimulatedClock()
+    router = Router(Ring.make(4, KEYED), KEYED, clock, bound=1.1, free_load=1, sticky_s=1.0)
+    users = [f"user {i}" for i in range(40)]
+    seen, num_diverted = dict.fromkeys(users, "old"), 0
+    router.versions[:] = ["old"] * 4
+    for version in [*(f"rolling {slot}" for slot in range(4)), "none"]:
+        for turn in range(300):
+            user = rng.choice(users)
+            route = router.begin(user)
+            num_diverted += route.is_diverted
+            found = router.versions[route.slot]
+            is_new = found == "new" or (found.startswith("rolling") and turn >= 150)  # it has it before it is known
+            assert is_new or seen[user] == "old"
+            seen[user] = "new" if is_new else "old"
+            if rng.random() < 0.7:
+                router.end(route.slot)
+            if turn == 10 and version != "none":
+                router.versions[int(version[-1])] = version
+            clock.sleep(0.01)
+        if version != "none":
+            router.versions[int(version[-1])] = "new"
+        router.loads[:] = [0] * 4
+    assert set(seen.values()) == {"new"}
+    assert num_diverted > 20
+    router.set_alive(0, False)
+    router.versions[:] = ["new", "old", "old", "old"]
+    assert router.begin(next(u for u in users if home(Ring.make(4, KEYED), u, [True] * 4) == 0)) is not None
+
+
+def test_users_keep_their_slots_when_there_are_more_or_fewer():
+    router = Router(Ring.make(3, KEYED), KEYED, SimulatedClock(), free_load=1000)
+    users = [f"user {i}" for i in range(2_000)]
+
+    def slots():
+        router._chosen.clear()
+        found = {}
+        for user in users:
+            route = router.begin(user)
+            router.end(route.slot)
+            found[user] = route.slot
+        return found
+
+    three = slots()
+    router.resize(4)
+    assert slots() == three, "nobody is sent to one that is not ready"
+    router.set_alive(3, True)
+    four = slots()
+    moved = [user for user in users if four[user] != three[user]]
+    assert {four[user] for user in moved} == {3}
+    assert 0.1 * len(users) < len(moved) < 0.4 * len(users)
+    router.resize(3)
+    assert slots() == three

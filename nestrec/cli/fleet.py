@@ -1,0 +1,63 @@
+"""What whoever runs servers asks of them: other models, the ones before, fewer or more instances."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.errors import UserError
+
+KEY_VARIABLE = "NESTREC_ADMIN_KEY"
+_LOAD_S = 3600.0
+
+
+def as_seen_by_server(models: list[Path]) -> list[str]:
+    """Whole paths of folders of this machine; others are the server's own."""
+    return [str(model.absolute()) if model.exists() else str(model) for model in models]
+
+
+def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a server or a front answers to POST, or to GET where there is no body; `UserError` where it refuses."""
+    address = (address if "://" in address else f"http://{address}").rstrip("/")
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}/v1/admin/{path}", data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_LOAD_S) as response:
+            return dict(json.load(response))
+    except urllib.error.HTTPError as error:
+        raise UserError(_message(error), field="server", value=address, remedy=_remedy(error.code)) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        remedy = "see that a nestrec server listens there"
+        raise UserError(f"does not answer: {reason}", field="server", value=address, remedy=remedy) from error
+
+
+def served(answer: dict[str, Any]) -> list[str]:
+    """A line for each instance: what it serves now."""
+    instances = answer.get("instances", [answer])
+    return [f"instance {slot}: {_models(instance)}" for slot, instance in enumerate(instances)]
+
+
+def _models(instance: dict[str, Any] | None) -> str:
+    if instance is None:
+        return "does not answer"
+    told = ", ".join(f"{role} {model['version']} ({model['folder']})" for role, model in instance["models"].items())
+    return f"{told}{', set aside' if instance['draining'] else ''}"
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return f"refuses: {json.load(error)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"refuses with status {error.code}"
+
+
+def _remedy(status: int) -> str:
+    if status in (401, 403):
+        return f"put a key of its administrators into {KEY_VARIABLE}"
+    return "see its log; what it served before is served on"

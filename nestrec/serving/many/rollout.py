@@ -1,0 +1,231 @@
+"""Changes of a whole fleet while it serves: other models, instance by instance; an instance set aside; more or fewer.
+
+While models roll, instances serve different versions. The one whose turn it is has a version of its own for the router,
+so that nobody is sent to it who is not its own user, nor from it elsewhere: a user meets the new version when its
+instance has it, and never again the old one. Where an instance does not take the new models, those before it get their
+old ones back.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from nestrec.serving.api.protocol.http import Answered, as_json, problem
+from nestrec.serving.many.router import Router
+from nestrec.serving.many.upstream import Upstream
+
+_LOG = logging.getLogger(__name__)
+_CONFLICT = 409
+_LOAD_S = 3600.0
+"""that an instance may take to load and warm up its models"""
+_BACK_S = 120.0
+"""that a lost instance may take to come back"""
+_POLL_S = 0.05
+_ATTEMPTS = 3
+
+
+class Supervisor(Protocol):
+    """Whoever starts the processes of instances, and starts them again."""
+
+    def set_models(self, slot: int, folders: list[str]) -> None:
+        """What a process that is started in the slot from now on is to serve."""
+        ...
+
+    def add(self) -> int:
+        """Start one more instance, in the slot after the last one; its port."""
+        ...
+
+    def remove(self) -> None:
+        """Stop the instance of the last slot; returns when its process has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an instance says of itself after a change."""
+
+    folders: list[str]
+    version: str
+    """of all its models"""
+
+
+class RefusedByInstanceError(Exception):
+    """Why an instance does not do what it is asked."""
+
+
+class Rollout:
+    """One change after the other, inside of the front's event loop."""
+
+    def __init__(
+        self, upstreams: list[Upstream], router: Router, supervisor: Supervisor | None,
+        probe: Callable[[int], "asyncio.Task[bool]"],
+    ):  # fmt: skip
+        """upstreams: of the slots, kept up to date here. probe: finds out whether a slot is ready."""
+        self._upstreams, self._router, self._supervisor, self._probe = upstreams, router, supervisor, probe
+        self._lock = asyncio.Lock()
+        self._previous: list[str] | None = None
+        self.rolling: int | None = None
+        """the slot whose turn it is"""
+        self.on_resized: Callable[[list[int]], None] = lambda _: None
+        """told the ports of all slots when there are more or fewer of them"""
+
+    async def swap(self, folders: list[str]) -> Answered:
+        """Every instance serves the models of these folders, or none does."""
+        async with self._lock:
+            return await self._rolled([str(Path(folder).resolve()) for folder in folders])
+
+    async def rollback(self) -> Answered:
+        """Every instance serves what all of them served before the last swap."""
+        async with self._lock:
+            if self._previous is None:
+                return problem(_CONFLICT, "the instances have had no other models yet")
+            return await self._rolled(self._previous)
+
+    async def drain(self, slot: int, drain: bool) -> Answered:
+        """An instance is left out, or taken in again; what it has accepted is answered."""
+        if not 0 <= slot < len(self._upstreams):
+            return problem(400, f"must be one of {len(self._upstreams)} slots", "slot")
+        try:
+            answer = await self._asked(slot, "POST", b"/v1/admin/drain", {"drain": drain})
+        except (OSError, EOFError, RefusedByInstanceError) as error:
+            return problem(_CONFLICT, f"instance {slot}: {error}")
+        await self._probe(slot)
+        return as_json({"slot": slot, **answer})
+
+    async def scale(self, count: int, drain_s: float) -> Answered:
+        """So many instances. Users of those that stay keep their slots, but for the share of new ones."""
+        if self._supervisor is None:
+            return problem(_CONFLICT, "this front does not start its instances")
+        async with self._lock:
+            while len(self._upstreams) < count:
+                if not await self._grown():
+                    return problem(_CONFLICT, f"instance {len(self._upstreams)} did not start")
+            while len(self._upstreams) > count:
+                await self._shrunk(drain_s)
+            return as_json({"instances": len(self._upstreams)})
+
+    async def fleet(self) -> Answered:
+        """What each instance serves; none where it does not answer."""
+        asked = (self._asked(slot, "GET", b"/v1/admin/fleet") for slot in range(len(self._upstreams)))
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        told = [None if isinstance(answer, BaseException) else answer for answer in found]
+        return as_json({"instances": told, "ready": self._router.is_alive[: len(told)], "rolling": self.rolling})
+
+    async def _rolled(self, folders: list[str]) -> Answered:
+        done: list[tuple[int, Taken]] = []
+        for slot in range(len(self._upstreams)):
+            try:
+                before, _ = await self._changed(slot, folders)
+            except RefusedByInstanceError as error:
+                _LOG.error("instance %d has not taken the new model; all have the old one: %s", slot, error)
+                for earlier, had in done:
+                    await self._restored(earlier, had.folders)
+                return problem(_CONFLICT, f"instance {slot} does not take the models: {error}")
+            done.append((slot, before))
+        if done and sorted(done[0][1].folders) != sorted(folders):
+            self._previous = done[0][1].folders
+        _LOG.info("all %d instances have loaded their models anew", len(done))
+        return await self.fleet()
+
+    async def _restored(self, slot: int, folders: list[str]) -> None:
+        try:
+            await self._changed(slot, folders)
+        except RefusedByInstanceError as error:
+            _LOG.error("instance %d has not taken its old model back: %s", slot, error)
+
+    async def _changed(self, slot: int, folders: list[str]) -> tuple[Taken, Taken]:
+        """What an instance served before, and what it serves now. One that is lost meanwhile is asked again."""
+        self.rolling = slot
+        try:
+            for _ in range(_ATTEMPTS):
+                if not await self._is_back(slot):
+                    break
+                try:
+                    before = _taken(await self._asked(slot, "GET", b"/v1/admin/fleet"))
+                    self._router.versions[slot] = f"rolling {slot}"
+                    answer = await self._asked(slot, "POST", b"/v1/admin/swap", {"models": folders})
+                except (OSError, EOFError):
+                    continue
+                now = _taken(answer)
+                if self._supervisor is not None:
+                    self._supervisor.set_models(slot, now.folders)
+                return before, now
+            raise RefusedByInstanceError("it is away")
+        finally:
+            self.rolling = None
+            await self._probe(slot)  # which tells the router its version
+
+    async def _is_back(self, slot: int) -> bool:
+        """One that was set aside is left aside, and changed like the others."""
+        end_s = time.monotonic() + _BACK_S
+        while time.monotonic() < end_s:
+            try:
+                await self._upstreams[slot].send("GET", b"/health/live", timeout_s=2.0)
+                return True
+            except (OSError, EOFError):
+                await asyncio.sleep(_POLL_S)
+        return False
+
+    async def _asked(self, slot: int, method: str, path: bytes, body: Any = None) -> dict[str, Any]:
+        content = b"" if body is None else orjson.dumps(body)
+        timeout_s = _LOAD_S if method == "POST" else 10.0
+        response = await self._upstreams[slot].send(method, path, content, is_repeatable=False, timeout_s=timeout_s)
+        answer = orjson.loads(response.body)
+        if response.status != 200:
+            raise RefusedByInstanceError(answer.get("error", {}).get("message", response.status))
+        return dict(answer)
+
+    async def _grown(self) -> bool:
+        assert self._supervisor is not None
+        slot = len(self._upstreams)
+        port = await asyncio.to_thread(self._supervisor.add)
+        self._upstreams.append(Upstream(port))
+        end_s = time.monotonic() + _LOAD_S
+        while not await self._is_up(slot):
+            if time.monotonic() > end_s:
+                self._upstreams.pop()
+                await asyncio.to_thread(self._supervisor.remove)
+                return False
+            await asyncio.sleep(_POLL_S)
+        self._router.resize(slot + 1)
+        await self._probe(slot)
+        self.on_resized([upstream.port for upstream in self._upstreams])
+        return True
+
+    async def _is_up(self, slot: int) -> bool:
+        """Warmed up; no user is sent to it yet."""
+        try:
+            response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=2.0)
+        except (OSError, EOFError):
+            return False
+        return response.status == 200
+
+    async def _shrunk(self, drain_s: float) -> None:
+        assert self._supervisor is not None
+        slot = len(self._upstreams) - 1
+        self._router.resize(slot)
+        self.on_resized([upstream.port for upstream in self._upstreams[:slot]])
+        end_s = time.monotonic() + drain_s
+        while self._router.loads[slot] and time.monotonic() < end_s:
+            await asyncio.sleep(_POLL_S)
+        await self._upstreams.pop().close()
+        await asyncio.to_thread(self._supervisor.remove)
+
+
+def _taken(answer: dict[str, Any]) -> Taken:
+    models = answer["models"]
+    return Taken(
+        [model["folder"] for model in models.values()],
+        version_of({role: model["version"] for role, model in models.items()}),
+    )
+
+
+def version_of(models: dict[str, str]) -> str:
+    """Of all models of an instance."""
+    return ",".join(f"{role}={version}" for role, version in sorted(models.items()))
