@@ -28,18 +28,19 @@ docs: setup
 results: setup
 	$(BIN)/python docs/result_tables.py
 
-# Two at a time, file by file, those that start processes first: what is left over at the end is short.
+# File by file, those that start processes first: what is left over at the end is short. Three at a time on two cores:
+# many tests wait for processes, signals and limits.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
 test: check docs
-	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/unit tests/meta $(TWO)
+	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/unit tests/meta --numprocesses 3 $(BY_FILE)
 
-# The core in one process, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
+# The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
 # the loop of edit and test.
 QUICK := base trace jagged ops models distributed balance embedding pipeline tasks checkpoint
 LONGER := ops/test_under_interpreter.py ops/test_hopper_compiles.py embedding/test_disk_memory.py
 test-quick: setup
-	$(PYTEST) $(QUICK:%=tests/unit/%) $(LONGER:%=--ignore=tests/unit/%) $(TWO)
+	$(PYTEST) $(QUICK:%=tests/unit/%) $(LONGER:%=--ignore=tests/unit/%) --numprocesses 2 $(BY_FILE)
 
 # Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup

@@ -51,8 +51,8 @@ def check_kills(pools, family: str, data: Path, folder: Path, *, seed: int, num_
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("family", "num_kills", "seed"), [("hstu", 2, 1), ("rows", 1, 2)])
-def test_3_kills_of_random_ranks_change_nothing(  # noqa: PLR0917
+@pytest.mark.parametrize(("family", "num_kills", "seed"), [("hstu", 1, 1), ("rows", 1, 2)])
+def test_2_kills_of_random_ranks_change_nothing(  # noqa: PLR0917
     pools, data: Path, tmp_path: Path, family: str, num_kills: int, seed: int
 ) -> None:
     check_kills(pools, family, data, tmp_path, seed=seed, num_kills=num_kills, num_steps=16 * num_kills)

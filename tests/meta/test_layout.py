@@ -1,6 +1,7 @@
 """The shape of the project: who may import whom, and how quickly it starts."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -18,8 +19,13 @@ CORE = ORDER[: ORDER.index("pipeline") + 1]
 CORE_LIBRARIES = {"torch", "triton", "numpy", "numba"}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     nodes = tree.body if top_level_only else list(ast.walk(tree))
     found = set()
     for node in nodes:
@@ -65,7 +71,7 @@ def test_models_know_nothing_of_ranks():
 def test_init_files_only_re_export():
     allowed = (ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.FunctionDef)
     for path in PACKAGE.rglob("__init__.py"):
-        nodes = [node for node in ast.parse(path.read_text()).body if not _is_for_type_checkers(node)]
+        nodes = [node for node in tree_of(path).body if not _is_for_type_checkers(node)]
         if path.parent.name != "recipes":
             assert all(isinstance(n, allowed[:-1]) for n in nodes), path
 
@@ -119,7 +125,7 @@ def test_no_module_is_imported_by_tests_alone():
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     used: set[str] = set()
     for path in modules.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Import):
@@ -135,7 +141,7 @@ def test_no_two_public_classes_have_one_name():
     """A name that is read in a trace, a page or an import means one thing. Inside a module a class is private."""
     homes: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     assert not {name: found for name, found in homes.items() if len(found) > 1}

@@ -12,7 +12,7 @@ from nestrec.report import write_report
 from nestrec.testing.tiny_runs import make_datasets
 from nestrec.trace import load_spans
 
-NUM_STEPS, NUM_STEPS_OF_GRID = 30, 100
+NUM_STEPS, NUM_STEPS_OF_GRID = 14, 100
 UNEQUAL, WITH_EMPTY_RANK = 7, 3
 """samples of a global batch: no multiple of the ranks; fewer than four"""
 NOT_EXACT = {"stale", "semi_async"}

@@ -156,12 +156,12 @@ ENDS = {
     "one step": Job(num_steps=1),
     "restart in the middle of a full pipeline": Job(restart_after=11, fences=(4,), num_steps=24),
     "restart with the cache, on disk": Job(restart_after=10, num_steps=20, window_cache=True, store="disk"),
-    "admission after three uses": Job(admission={"admission_count": 3}, fences=(9, 30), num_steps=40),
-    "least recently used": Job(admission={"eviction": "lru", "max_rows": 40}, fences=(9, 30), num_steps=60),
+    "admission after three uses": Job(admission={"admission_count": 3}, fences=(9, 20), num_steps=28),
+    "least recently used": Job(admission={"eviction": "lru", "max_rows": 40}, fences=(9, 20), num_steps=30),
     "least frequently used, restart": Job(
-        admission={"eviction": "lfu", "max_rows": 40, "admission_count": 2}, restart_after=23, num_steps=50
+        admission={"eviction": "lfu", "max_rows": 40, "admission_count": 2}, restart_after=17, num_steps=30
     ),
-    "time to live": Job(stream="distance_two", admission={"eviction": "ttl", "ttl_steps": 1}, num_steps=40),
+    "time to live": Job(stream="distance_two", admission={"eviction": "ttl", "ttl_steps": 1}, num_steps=20),
 }
 
 

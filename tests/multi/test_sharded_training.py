@@ -70,13 +70,14 @@ def unsharded(kind: str, num_steps: int) -> tuple[dict[str, torch.Tensor], list[
     return {"item": item.weight.detach(), "user": user.weight.detach()}, losses
 
 
+@pytest.mark.parametrize("num_steps", [30, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_equals_unsharded_over_100_steps_for_every_row_optimizer(pools, kind):
-    expected, expected_losses = unsharded(kind, 100)
+def test_sharded_equals_unsharded_for_every_row_optimizer(pools, kind, num_steps):
+    expected, expected_losses = unsharded(kind, num_steps)
     runs = {
-        1: [train(Topology.single(), kind, 100)],
-        2: pools[2].run(train, kind, 100),
-        4: pools[4].run(train, kind, 100),
+        1: [train(Topology.single(), kind, num_steps)],
+        2: pools[2].run(train, kind, num_steps),
+        4: pools[4].run(train, kind, num_steps),
     }
     for ranks in runs.values():
         for result in ranks:

@@ -14,9 +14,13 @@ WARNS = ["ignore:Conversion of an array with ndim:DeprecationWarning", "ignore:o
 """By the interpreter, of its own use of numpy: conversions, and exponentials of masked logits."""
 SMALL_LOSSES = ["-k", "(fused and (shape0 or shape2 or shape3)) or tile1-shape2 or popular"]
 """the interpreter is slow"""
+LONG_SUMS = "sums_are and ((3000 and not dtype2) or (1500 and not dtype0))"
+MORE_LAYERS = "ways_into and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
+FEW_DTYPES = ["-k", f"not ({LONG_SUMS}) and not ({MORE_LAYERS})"]
+"""Every shape and every type occurs, not every pair of them."""
 KERNELS = {
-    "rows": ["gpu/test_row_kernels_gpu.py", "-m", "gpu"],
-    "layers": ["gpu/test_layers_gpu.py", "-m", "gpu"],
+    "rows and layers": ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "-m", "gpu", *FEW_DTYPES],
+    "rows and layers, more cases": ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "-m", "gpu"],
     "losses": ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py", *SMALL_LOSSES],
     "attention": ["unit/ops/test_attention_kernels.py"],
     "attention, more cases": ["unit/ops/test_attention_kernels.py", "-m", "slow"],

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ EVICTIONS: dict[str, dict[str, object]] = {
     "lfu": {"eviction": "lfu", "max_rows": 60, "admission_count": 1},
     "no bound": {"eviction": "none", "max_rows": "none", "admission_count": 3},
 }
+
+SAVINGS: dict[str, dict[str, object]] = {"full": {}, "background": BACKGROUND}
+
+
+def pairs_of(values: Iterable[str]) -> list[Any]:
+    """Values with ways of saving: each value with one of them, in turn; the others are slow."""
+    found = [(value, saving, (n + m) % 2) for n, value in enumerate(values) for m, saving in enumerate(SAVINGS)]
+    return [pytest.param(v, saving, marks=pytest.mark.slow if is_slow else []) for v, saving, is_slow in found]
 
 
 class Crash(Exception):
@@ -79,23 +87,22 @@ def without_times(run: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in kept if name in line} for line in lines if line["kind"] != "event"]
 
 
-@pytest.mark.parametrize("saving", [{}, BACKGROUND], ids=["full", "background"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_resumed_run_equals_an_uninterrupted_one(tiny_data: Path, tmp_path: Path, family: str, saving: dict) -> None:
-    more = {"training.max_steps": 24, "training.checkpoint_every_steps": 3, **saving}
+@pytest.mark.parametrize(("family", "saving"), pairs_of(FAMILIES))
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_data: Path, tmp_path: Path, family: str, saving: str) -> None:
+    more = {"training.max_steps": 24, "training.checkpoint_every_steps": 3, **SAVINGS[saving]}
     trainer_of(family, tiny_data, tmp_path / "whole", more).train()
     assert train_through_crashes(family, tiny_data, tmp_path / "cut", more, [2, 8, 15]) == 3
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("saving", [{}, BACKGROUND], ids=["full", "background"])
-@pytest.mark.parametrize("store", EVICTIONS)
+@pytest.mark.parametrize(("store", "saving"), pairs_of(EVICTIONS))
 def test_what_a_dynamic_table_admits_and_evicts_is_the_same_after_a_restart(
-    tiny_data: Path, tmp_path: Path, store: str, saving: dict
+    tiny_data: Path, tmp_path: Path, store: str, saving: str
 ) -> None:
     given = {f"task.table_store.{name}": value for name, value in EVICTIONS[store].items()}
-    more = {"training.max_steps": 44, "training.checkpoint_every_steps": 4, "batch.batch_samples": 2, **given, **saving}
+    more = {"training.max_steps": 44, "training.checkpoint_every_steps": 4, "batch.batch_samples": 2, **given}
+    more |= SAVINGS[saving]
     whole = trainer_of("rows", tiny_data, tmp_path / "whole", more)
     whole.train()
     train_through_crashes("rows", tiny_data, tmp_path / "cut", more, [18, 13])
