@@ -276,12 +276,13 @@ def export(
 def serve(
     context: typer.Context,
     model: Annotated[list[Path], typer.Option(help="A folder that `nestrec export` wrote; twice for a cascade.")],
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys or TLS.")] = False,
 ) -> None:
     """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
 
     One retrieval model answers /v1/recommend and /v1/rank; with a ranking model beside it, retrieval finds and ranking
     orders. Options are dotted fields ([bold]nestrec options serve[/bold] lists them): [bold]nestrec serve --model
-    models/demo --port 8080 --host 0.0.0.0 --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on
+    models/demo --port 8080 --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on
     this machine, each with a cache of its own, behind one address: [bold]--instances 3 --front gateway[/bold] (nginx,
     ray).
     """
@@ -295,7 +296,7 @@ def serve(
     except ModuleNotFoundError as error:
         remedy = "install it with: pip install 'nestrec[serve]'"
         raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
-    overrides = parse_overrides(context.args, ("model",))
+    overrides = parse_overrides(context.args, ("model", "insecure")) | ({"insecure": "true"} if insecure else {})
     if "histories" in overrides:  # --histories redis://...
         overrides["histories.url"] = overrides.pop("histories")
     cfg = with_overrides(ServeConfig(), overrides)
@@ -358,6 +359,28 @@ def fleet(address: _ADDRESS) -> None:
     from nestrec.cli.fleet import operate, served
 
     typer.echo("\n".join(served(operate(address, "fleet"))))
+
+
+@app.command(context_settings=PASSED_ON)
+def key(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Whose key it is: stands in logs and limits.")],
+    file: Annotated[Path, typer.Option(help="File of keys for `nestrec serve --safety.keys`; made where missing.")],
+) -> None:
+    """Make an API key: printed once, with its digest added to a file of keys. A running server takes it at once.
+
+    [bold]nestrec key shop --file keys.toml --expires 2027-01-01T00:00:00Z --requests_per_s 200[/bold]; [bold]nestrec
+    key ann --file keys.toml --role admin[/bold] (public, monitor or admin).
+    """
+    from nestrec.base.config import to_plain, with_overrides
+    from nestrec.serving.safety.digests import digest_of, new_key
+    from nestrec.serving.safety.keys import KeyEntry, KeyOptions, add_entry
+
+    made = new_key()
+    options = with_overrides(KeyOptions(), parse_overrides(context.args, ("file",)))
+    add_entry(file, KeyEntry(name=name, sha256=digest_of(made.encode()).hex(), **to_plain(options)))
+    typer.echo(made)
+    typer.echo(f"a key for {name}, {options.role}; only its digest is kept in {file}", err=True)
 
 
 @app.command(context_settings=PASSED_ON)

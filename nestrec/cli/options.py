@@ -15,6 +15,7 @@ CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
     "export": "nestrec.serving.model.export:ExportConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
+    "key": "nestrec.serving.safety.keys:KeyOptions",
     "replay": "nestrec.serving.load.replay:ReplayConfig",
 }
 """What commands build from dotted options; `train` and `plan` build a recipe, `prepare` and `bench` their members."""

@@ -8,12 +8,12 @@ import time
 
 import httpx
 import pytest
-from uvicorn.server import ServerState
+from listening_app import listening as listening_as
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig, uvicorn_config
+from nestrec.serving.api.server import ServeConfig
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.many.gateway import Gateway
@@ -25,28 +25,15 @@ LIMITS = LimitsConfig(default_timeout_ms=300)
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
 
 
+def listening(app):
+    return listening_as(app, ServeConfig(limits=LIMITS))
+
+
 @pytest.fixture(scope="module")
 def service():
     service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, ServiceConfig())
     yield service
     service.close()
-
-
-@contextlib.asynccontextmanager
-async def listening(app):
-    """The port of an application."""
-    config = uvicorn_config(app, ServeConfig(limits=LIMITS), app if isinstance(app, App) else None)
-    config.load()
-    state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}), "127.0.0.1", 0
-    )
-    yield server.sockets[0].getsockname()[1]
-    server.close()
-    for connection in list(state.connections):
-        connection.transport.close()
-    while state.connections:
-        await asyncio.sleep(0.001)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def test_a_port_in_use_is_one_clear_error_before_anything_is_said_to_serve(folde
         with pytest.raises(UserError, match=f"port = {port}: is in use"):
             serve([folder], ServeConfig(port=port), Signals(), said.append)
         with pytest.raises(UserError, match=r"host = '192\.0\.2\.1'"):
-            serve([folder], ServeConfig(host="192.0.2.1", port=0), Signals(), said.append)
+            serve([folder], ServeConfig(host="192.0.2.1", port=0, insecure=True), Signals(), said.append)
     assert said == []
 
 

@@ -18,7 +18,6 @@ from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
-from nestrec.pipeline.window_size import in_turn_ms
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 
@@ -63,6 +62,4 @@ class Stale(Pipelined):
         return read
 
 
-STALE = ScheduleSpec(
-    name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",), window_ms=in_turn_ms
-)
+STALE = ScheduleSpec(name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",))

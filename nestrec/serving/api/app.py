@@ -12,7 +12,6 @@ from urllib.parse import unquote
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
-from nestrec.serving.api.protocol.connections import address_of
 from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
@@ -27,11 +26,12 @@ from nestrec.serving.api.protocol.http import (
     retry_after,
     unless_disconnected,
 )
+from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.api.shapes import reader
-from nestrec.serving.client import Sender, client_of, current_sender
+from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.engine.work import OverloadedError, RefusedError, UnavailableError
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, StoreAwayError
@@ -126,7 +126,7 @@ class App:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
             body = await unread.read()
-            sender = Sender(client_of(address_of(scope.get("client")), scope["headers"]), len(body))
+            sender = Sender(client_in(scope), len(body))
             current_sender.set(sender)
             if (refusal := self._refusal(path, sender)) is not None:
                 raise refusal

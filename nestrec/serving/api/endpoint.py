@@ -13,6 +13,7 @@ from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.histories.store import HistoryStore
+from nestrec.serving.safety.access import Audience
 from nestrec.serving.service import Service
 
 JSON_TYPE = "application/json"
@@ -43,6 +44,8 @@ class Endpoint:
     """the model whose full queue has requests refused before they are read"""
     admin: bool = False
     """it changes what is served, for all users: for whoever runs the server, and not for its clients"""
+    audience: Audience = "clients"
+    """who may ask it where keys are asked for; anyone: it tells nothing of users, models or load"""
     example: Mapping[str, Any] = field(default_factory=dict)
     """a request, for the description"""
 

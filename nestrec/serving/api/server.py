@@ -21,16 +21,22 @@ from nestrec.serving.api.app import App
 from nestrec.serving.api.process.health_port import WithHealthPort
 from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server, url_of
 from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
+from nestrec.serving.api.process.log_lines import LogConfig
 from nestrec.serving.api.process.open_files import allow_open_files
+from nestrec.serving.api.process.request_log import log_answer
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.limited_protocol import protocol_with
 from nestrec.serving.api.protocol.plain_cycle import Door
 from nestrec.serving.api.reloader import Reloader
+from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.histories.store import HistoryStoreConfig, make_store
 from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.safety.config import SafetyConfig
+from nestrec.serving.safety.exposure import check_exposure
+from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, ServiceConfig
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +55,10 @@ class ServeConfig:
     hosts: tuple[str, ...] = ()
     """names under which clients may ask, beside addresses and localhost; none: any, or none where only this machine is
     listened to; `*`: any"""
+    safety: SafetyConfig = SafetyConfig()
+    """who may ask"""
+    insecure: bool = False
+    """listen to other machines without keys or TLS: something before the server decides who may ask"""
     device: DeviceChoice = "auto"
     """auto takes a GPU where there is one"""
     instances: Count = 1
@@ -63,6 +73,8 @@ class ServeConfig:
     """of requests"""
     service: ServiceConfig = ServiceConfig()
     """engines, cache, cascade"""
+    log: LogConfig = LogConfig()
+    """what is written to standard error, and how"""
     histories: HistoryStoreConfig = HistoryStoreConfig()
     """events that the server keeps"""
 
@@ -72,12 +84,13 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
 
     announce: told the address when somebody listens there.
     """
-    log_without_waiting()
+    log_without_waiting(cfg.log)
     allow_open_files(cfg.limits.max_connections)
     torch.set_num_threads(cfg.threads)
     device = chosen_device(cfg.device)
     check_device(device)
     end_with_front(signals, cfg.service.drain_s + 5.0)
+    safety = safety_of(cfg)
     sockets = bound_sockets(cfg.host, cfg.port)
     try:
         service = Service.load(folders, cfg.service, device, cfg.tables)
@@ -91,30 +104,43 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     gc.set_threshold(_COLLECT_EVERY, 20, 100)
     # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
     sys.setswitchinterval(5e-5)
-    url = url_of(cfg.host, port_of(sockets))
+    url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
     try:
-        run_server(server_config(service, cfg, reloader), sockets, signals, lambda: announce(url))
+        run_server(server_config(service, cfg, safety, reloader), sockets, signals, lambda: announce(url))
     finally:
+        safety.close()
         reloader.close()
         service.close()
     _LOG.info("stopped")
     wait_for_log()
 
 
-def server_config(service: Service, cfg: ServeConfig, reloader: Reloader | None = None) -> uvicorn.Config:
+def safety_of(cfg: ServeConfig) -> Safety:
+    """Refuses where other machines could ask without being asked who they are."""
+    check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
+    return Safety(cfg.safety, cfg.host)
+
+
+def server_config(service: Service, cfg: ServeConfig, safety: Safety, reloader: Reloader) -> uvicorn.Config:
     app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
-    return uvicorn_config(app, cfg, app)
+    return uvicorn_config(app, cfg, app, safety)
 
 
-def uvicorn_config(app: Any, cfg: ServeConfig, door: Door | None = None) -> uvicorn.Config:
+def uvicorn_config(
+    app: Any, cfg: ServeConfig, door: Door | None = None, safety: Safety | None = None
+) -> uvicorn.Config:
     """Errors are logged and warnings are not: uvicorn warns of every malformed request, so that a client could fill the
     log, and stop the server where nobody reads it. They are counted in a metric instead."""
-    hosts = HostNames(cfg.host, cfg.hosts)
-    protocol = protocol_with(cfg.limits, hosts, door)
+    hosts, safety = HostNames(cfg.host, cfg.hosts), safety or safety_of(cfg)
+    endpoints = (app.front.endpoints if isinstance(app, App) else all_endpoints()).values()
+    tell = log_answer if cfg.log.requests else None
+    protocol = protocol_with(cfg.limits, hosts, safety.gate(endpoints), door, tell=tell)
     if cfg.health_port is not None:
-        app = WithHealthPort(app, cfg.host, cfg.health_port, hosts)
+        app = WithHealthPort(app, cfg.host, cfg.health_port, hosts, safety=safety, endpoints=endpoints)
+    certificates = safety.certificates
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol, ws="none", lifespan="on", access_log=False,
         log_config=None, log_level="error", server_header=False, proxy_headers=False, timeout_keep_alive=30,
         backlog=cfg.limits.max_connections, timeout_graceful_shutdown=int(cfg.service.drain_s),
+        ssl_context_factory=None if certificates is None else lambda *_: certificates.context,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from urllib.parse import unquote
 
 from nestrec.base.clock import RealClock
-from nestrec.serving.api.protocol.connections import address_of
 from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
@@ -29,10 +28,10 @@ from nestrec.serving.api.protocol.http import (
     problem,
     retry_after,
 )
+from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.requests import SwapRequest
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.api.shapes import Least, reader
-from nestrec.serving.client import client_of
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
 from nestrec.serving.many.rollout import Rollout, Supervisor, version_of
@@ -118,8 +117,7 @@ class Gateway:
             return await self._operated(method, path, body)
         if method == "DELETE" and path.startswith("/v1/users/"):
             return await self._everywhere(method, scope["raw_path"])
-        client = client_of(address_of(scope.get("client")), scope["headers"])
-        return await self._routed(method, path, scope["raw_path"], body, client)
+        return await self._routed(method, path, scope["raw_path"], body, client_in(scope))
 
     async def _operated(self, method: str, path: str, body: bytes) -> Answered:
         """What concerns all instances, for whoever runs them; it goes on where the client does not wait for it."""

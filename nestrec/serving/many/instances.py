@@ -19,6 +19,7 @@ from typing import Any
 
 from nestrec.base.errors import UserError
 from nestrec.serving.many.tie import Tie
+from nestrec.serving.safety import front_secret
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -79,7 +80,8 @@ class Instance:
         place = ["--host", "127.0.0.1", "--port", str(self.port)]
         models = [word for folder in self.models for word in ("--model", folder)]
         command = [sys.executable, "-m", "nestrec", "serve", *models, *self._arguments, *place]
-        environment = {**os.environ, "NESTREC_SLOT": str(self.slot), **self._tie.environment}
+        secret = {front_secret.VARIABLE: front_secret.front_secret()}
+        environment = {**os.environ, "NESTREC_SLOT": str(self.slot), **self._tie.environment, **secret}
         # A group of its own: Ctrl-C is for the front, which then stops its instances in order.
         return subprocess.Popen(command, env=environment, pass_fds=[self._tie.descriptor], process_group=0)
 
@@ -190,7 +192,7 @@ def asked(port: int, path: str, *, timeout_s: float) -> dict[str, Any] | None:
     """What an instance answers to GET, whatever the status; none where it does not."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={front_secret.HEADER.decode(): front_secret.front_secret()})
         answer = json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError):
         return None

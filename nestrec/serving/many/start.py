@@ -13,12 +13,19 @@ from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.hosts import is_loopback
-from nestrec.serving.api.server import ServeConfig, uvicorn_config
+from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
 from nestrec.serving.many.nginx import nginx_config, running_nginx
+from nestrec.serving.safety.exposure import check_exposure
+from nestrec.serving.safety.safety import Safety
 
 _LOG = logging.getLogger(__name__)
+_OF_FRONT = (
+    "host", "port", "health_port", "instances", "front", "insecure", "safety.behind", "safety.certificate",
+    "safety.private_key", "safety.admin_on_health_port",
+)  # fmt: skip
+"""options that are not for instances; nginx does not look at keys, so its instances do"""
 
 
 def serve_many(
@@ -29,8 +36,9 @@ def serve_many(
 
     overrides: the options as they were typed. announce: told the address when somebody listens there.
     """
-    log_without_waiting()
+    log_without_waiting(cfg.log)
     allow_open_files(cfg.limits.max_connections)
+    _check_offered(cfg)
     if cfg.front == "ray":
         if cfg.health_port is not None:
             remedy = "ask Ray Serve's own health routes, or use --front gateway"
@@ -39,23 +47,37 @@ def serve_many(
 
         serve_on_ray(folders, cfg, signals, announce)
         return
+    safety = safety_of(cfg)
     sockets = bound_sockets(cfg.host, cfg.port)
-    url = url_of(cfg.host, port_of(sockets))
+    url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
     arguments, models = instance_arguments(cfg, overrides), [str(folder) for folder in folders]
     try:
         with Instances(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
             if instances.wait_until_up(lambda: signals.is_stopping):
                 serve_front = _serve_nginx if cfg.front == "nginx" else _serve_gateway
-                serve_front(instances, cfg, sockets, signals, lambda: announce(url))
+                serve_front(instances, cfg, safety, sockets=sockets, signals=signals, announce=lambda: announce(url))
     finally:
+        safety.close()
         close_all(sockets)
     _LOG.info("stopped, and all instances with it")
     wait_for_log()
 
 
+def _check_offered(cfg: ServeConfig) -> None:
+    """What a front of others' does not do for us is refused, rather than left out."""
+    check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
+    if cfg.front in ("ray", "nginx") and cfg.safety.certificate:
+        remedy = "use --front gateway, or put a proxy that has the certificate before it"
+        given = cfg.safety.certificate
+        raise UserError(f"is not used by {cfg.front}", field="safety.certificate", value=given, remedy=remedy)
+    if cfg.front == "ray" and cfg.safety.keys:
+        remedy = "use --front gateway or nginx, or put a proxy that checks them before it and say --insecure"
+        raise UserError("is not used by ray", field="safety.keys", value=cfg.safety.keys, remedy=remedy)
+
+
 def _serve_gateway(
-    instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None],
-    *, when_resized: Callable[[list[int]], None] = lambda _: None,
+    instances: Instances, cfg: ServeConfig, safety: Safety, *, sockets: list[socket], signals: Signals,
+    announce: Callable[[], None], when_resized: Callable[[list[int]], None] = lambda _: None,
 ) -> None:  # fmt: skip
     gateway = Gateway(
         instances.ports, cfg.limits, shares_histories=cfg.histories.is_shared, supervisor=instances,
@@ -63,12 +85,13 @@ def _serve_gateway(
     )  # fmt: skip
     gateway.rollout.on_resized = when_resized
     signals.when_reloaded(gateway.ask_reload)
-    run_server(uvicorn_config(gateway, cfg), sockets, signals, announce)
+    run_server(uvicorn_config(gateway, cfg, safety=safety), sockets, signals, announce)
 
 
 def _serve_nginx(
-    instances: Instances, cfg: ServeConfig, sockets: list[socket], signals: Signals, announce: Callable[[], None]
-) -> None:
+    instances: Instances, cfg: ServeConfig, safety: Safety, *, sockets: list[socket], signals: Signals,
+    announce: Callable[[], None],
+) -> None:  # fmt: skip
     """nginx at the address, and a gateway behind it for what concerns all instances."""
     inner, port, limits = bound_sockets("127.0.0.1", 0), port_of(sockets), cfg.limits
 
@@ -83,7 +106,9 @@ def _serve_nginx(
     is_stopping = lambda: signals.is_stopping  # noqa: E731
     with running_nginx(configured, instances.ports, cfg.host, port, is_stopping) as (process, configure_again):
         threading.Thread(target=_stop_with, args=(process, signals), name="nestrec-nginx", daemon=True).start()
-        _serve_gateway(instances, cfg, inner, signals, announce, when_resized=configure_again)
+        _serve_gateway(
+            instances, cfg, safety, sockets=inner, signals=signals, announce=announce, when_resized=configure_again
+        )
         if (code := process.poll()) is not None:
             remedy = "see what it wrote above"
             raise UserError(f"has ended with code {code}", field="front", value="nginx", remedy=remedy)
@@ -101,6 +126,6 @@ def instance_arguments(cfg: ServeConfig, overrides: dict[str, str]) -> list[str]
     if not cfg.hosts and not is_loopback(cfg.host):
         overrides["hosts"] = '["*"]'
     for name, value in overrides.items():
-        if name not in ("host", "port", "health_port", "instances", "front"):
+        if name not in _OF_FRONT and (name != "safety.keys" or cfg.front == "nginx"):
             arguments += [f"--{name}", value]
-    return arguments
+    return [*arguments, "--safety.behind", cfg.front]

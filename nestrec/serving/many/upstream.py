@@ -5,6 +5,7 @@ import contextlib
 from dataclasses import dataclass
 
 from nestrec.serving.client import HEADER
+from nestrec.serving.safety import front_secret, request_id
 
 _MOST_IDLE = 256
 _LONGEST_S = 30.0
@@ -17,6 +18,13 @@ class Response:
     headers: dict[bytes, bytes]
     """by their names in lower case"""
     body: bytes
+
+
+def _named(client: str) -> bytes:
+    """Headers that tell an instance whose request it is, and by which name."""
+    id_of_request = request_id.current_request_id.get()
+    named = b"%s: %s\r\n" % (HEADER, client.encode("latin-1")) if client else b""
+    return named + (b"%s: %s\r\n" % (request_id.HEADER, id_of_request.encode()) if id_of_request else b"")
 
 
 class Upstream:
@@ -39,7 +47,7 @@ class Upstream:
         """
         head = (
             f"{method} ".encode() + target + f" HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n".encode()
-            + (b"%s: %s\r\n" % (HEADER, client.encode("latin-1")) if client else b"")
+            + _named(client) + b"%s: %s\r\n" % (front_secret.HEADER, front_secret.front_secret().encode())
             + b"content-type: application/json\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
         )  # fmt: skip
         async with asyncio.timeout(timeout_s):  # wait_for could swallow a cancellation that meets an error

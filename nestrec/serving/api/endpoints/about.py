@@ -73,23 +73,62 @@ def _model(fleet: Fleet) -> ModelAnswer:
     }  # fmt: skip
 
 
-PAGE_LIVE = Endpoint(method="GET", path="/", summary="The live page", handle=live_page, content_type=_HTML)
-PAGE_DOCS = Endpoint(method="GET", path="/docs", summary="This page", handle=describe_page, content_type=_HTML)
+PAGE_LIVE = Endpoint(
+    method="GET",
+    path="/",
+    summary="The live page",
+    handle=live_page,
+    content_type=_HTML,
+    audience="anyone",
+)
+PAGE_DOCS = Endpoint(
+    method="GET",
+    path="/docs",
+    summary="This page",
+    handle=describe_page,
+    content_type=_HTML,
+    audience="anyone",
+)
 OPENAPI = Endpoint(
-    method="GET", path="/openapi.json", summary="This description", handle=describe, answer=dict[str, Any]
+    method="GET",
+    path="/openapi.json",
+    summary="This description",
+    handle=describe,
+    answer=dict[str, Any],
+    audience="anyone",
 )
 STATUS = Endpoint(
-    method="GET", path="/v1/status", summary="What the live page shows", handle=status, answer=StatusAnswer
+    method="GET",
+    path="/v1/status",
+    summary="What the live page shows",
+    handle=status,
+    answer=StatusAnswer,
+    audience="watchers",
 )
 MODELS = Endpoint(
     method="GET", path="/v1/models", summary="What the models read and give", handle=models, answer=ModelsAnswer
 )
 LIVE = Endpoint(
-    method="GET", path="/health/live", summary="The process runs, and its engines", handle=live, answer=HealthAnswer
+    method="GET",
+    path="/health/live",
+    summary="The process runs, and its engines",
+    handle=live,
+    answer=HealthAnswer,
+    audience="anyone",
 )
 READY = Endpoint(
-    method="GET", path="/health/ready", summary="Requests can be served", handle=ready, answer=HealthAnswer
+    method="GET",
+    path="/health/ready",
+    summary="Requests can be served",
+    handle=ready,
+    answer=HealthAnswer,
+    audience="anyone",
 )
 METRICS = Endpoint(
-    method="GET", path="/metrics", summary="Counters for Prometheus", handle=metrics, content_type=_PROMETHEUS
+    method="GET",
+    path="/metrics",
+    summary="Counters for Prometheus",
+    handle=metrics,
+    content_type=_PROMETHEUS,
+    audience="watchers",
 )

@@ -59,8 +59,9 @@ def port_of(sockets: Sequence[socket.socket]) -> int:
     return int(sockets[0].getsockname()[1])
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host or '0.0.0.0'}:{port}"
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host or '0.0.0.0'}:{port}"
 
 
 class Server(uvicorn.Server):

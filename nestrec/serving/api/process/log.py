@@ -11,23 +11,24 @@ import queue
 import threading
 import time
 
+from nestrec.serving.api.process.log_lines import LogConfig, formatter_of
+
 _MOST_WAITING = 1000
 """messages"""
 _MOST_CHARACTERS = 20_000
 """of one message"""
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class PatientHandler(logging.Handler):
     """Hands messages to a thread that writes them to a file descriptor, without a lock that the end of the process
     could wait for."""
 
-    def __init__(self, descriptor: int = 2):
+    def __init__(self, descriptor: int = 2, cfg: LogConfig | None = None):
         super().__init__()
         self._descriptor = descriptor
         self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
         self._num_dropped = 0
-        self.setFormatter(logging.Formatter(_FORMAT))
+        self.setFormatter(formatter_of(cfg or LogConfig()))
         threading.Thread(target=self._write, name="nestrec-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -59,12 +60,12 @@ class PatientHandler(logging.Handler):
             time.sleep(0.005)
 
 
-def log_without_waiting() -> None:
+def log_without_waiting(cfg: LogConfig) -> None:
     """Everything that is logged from now on goes to standard error through one handler, with what this package tells
     its operator: what took over, what was lost, that it ended."""
     root = logging.getLogger()
     if not any(isinstance(handler, PatientHandler) for handler in root.handlers):
-        root.addHandler(PatientHandler())
+        root.addHandler(PatientHandler(cfg=cfg))
     logging.getLogger("nestrec").setLevel(logging.INFO)
 
 

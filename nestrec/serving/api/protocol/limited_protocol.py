@@ -10,6 +10,7 @@ Ranking requests that arrive whole take the short way of `plain_cycle`.
 
 import asyncio
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -28,9 +29,11 @@ from nestrec.serving.api.protocol.http import (
     retry_after,
     too_long_head,
 )
-from nestrec.serving.api.protocol.plain_cycle import Door, PlainCycle
+from nestrec.serving.api.protocol.incoming import Incoming, incoming_of
+from nestrec.serving.api.protocol.plain_cycle import Door, PlainCycle, Tell
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.client import client_of
+from nestrec.serving.safety.gate import SafetyGate
+from nestrec.serving.safety.request_id import HEADER, current_request_id, request_id_of
 
 _SPARE_HEAD_BYTES = 256
 """of method, version and ends of lines, which are not counted as head"""
@@ -62,6 +65,9 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: LimitsConfig
     door: Door | None
     hosts: HostNames
+    gate: SafetyGate
+    tell: Tell | None
+    """called at each answer"""
     room: "Connections[LimitedProtocol]"
     address = ""
     """whom it comes from"""
@@ -86,12 +92,26 @@ class LimitedProtocol(HttpToolsProtocol):
         self._served, self.app = self.app, self._within_limit
 
     async def _within_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refused(scope["headers"], scope["http_version"])
-        if refused is None:
-            await self._served(scope, receive, send)
+        incoming = incoming_of(scope)
+        assert incoming is not None
+        current_request_id.set(incoming.id)  # this task serves nothing else
+        if incoming.refused is None:
+            await self._served(scope, receive, incoming.naming(send, self.tell))
         else:
-            self._count_malformed(refused.status)
-            await refused.send(send, is_last=True)
+            self._count_malformed(incoming.refused.status)
+            await incoming.refused.send(incoming.naming(send, self.tell), is_last=True)
+
+    def _incoming(self) -> Incoming:
+        """What the head says, and what the gate says to it."""
+        request_id = request_id_of(next((value for name, value in self.headers if name == HEADER), None))
+        refused = self._refused(self.headers, self.parser.get_http_version())
+        if refused is not None:
+            return Incoming(request_id, "", refused)
+        raw_path = (httptools.parse_url(self.url).path or b"").decode("ascii")
+        path = unquote(raw_path) if "%" in raw_path else raw_path
+        admission = self.gate.admit(path, raw_path, self.headers, self.address)
+        route = self.gate.route_of(path, raw_path) if self.tell is not None else ""
+        return Incoming(request_id, admission.client, admission.refused, admission.key, route)
 
     def _refused(self, headers: list[tuple[bytes, bytes]], version: str) -> Answered | None:
         """The answer to a request that is not looked into."""
@@ -123,8 +143,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whoever has asked and says no more may still listen; the answer shows whether somebody does."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
-            return False
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
+            return False  # TLS knows no half of a connection
         cycle.keep_alive = False
         return True
 
@@ -175,7 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if isinstance(cycle, PlainCycle) and cycle.more_body:
             # The rest of the body is still to come, within limits that the application keeps.
             self.cycle = None  # type: ignore[assignment]
-            self._take_usual_way()
+            self._take_usual_way(cycle.incoming)
             super().on_body(bytes(cycle.body))
         if self.has_waiting:
             self.flow.pause_reading()
@@ -229,12 +249,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._awaits_head, self._unplaced_bytes = False, 0
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         self._body_left = int(length) if length.isdigit() and len(length) <= _LONGEST_NUMBER else 0
-        route = self._plain_route()
+        incoming = self._incoming()
+        route = self._plain_route() if incoming.refused is None else None
         if route is None or self.door is None:
-            self._take_usual_way()
+            self._take_usual_way(incoming)
         else:
-            client = client_of(self.address, self.headers)
-            self.cycle = PlainCycle(self, self.door, route, client)  # type: ignore[assignment]
+            self.cycle = PlainCycle(self, self.door, route, incoming, self.tell)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._unplaced_bytes = 0
@@ -272,25 +292,30 @@ class LimitedProtocol(HttpToolsProtocol):
             return None
         if head_bytes(self.url, self.headers) > self.limits.max_header_bytes:
             return None
-        return route if not self._is_beyond and headers.get(b"host", b"") in self.hosts else None
+        return route
 
-    def _take_usual_way(self) -> None:
+    def _take_usual_way(self, incoming: Incoming) -> None:
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
+        incoming.put_into(self.scope)
         self.url, self.expect_100_continue = url, expects
         self.headers += headers
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._count_malformed(400)
-        super().send_400_response(msg)
+        self._answer_at_once(problem(400, msg))
 
     def _refuse_head(self) -> None:
         if not self.transport.is_closing():
             refused = too_long_head(self.limits)
-            self._count_malformed(refused.status)
-            self.transport.write(problem(refused.status, refused.message).as_http(is_last=True))
-            self.transport.close()
+            self._answer_at_once(problem(refused.status, refused.message))
+
+    def _answer_at_once(self, answered: Answered) -> None:
+        """What came was no request that could be looked into."""
+        self._count_malformed(answered.status)
+        headers = (*self.server_state.default_headers, (HEADER, request_id_of(None).encode()))
+        self.transport.write(answered.as_http(headers, is_last=True))
+        self.transport.close()
 
     def _count_malformed(self, status: int) -> None:
         if self.door is not None:
@@ -316,7 +341,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
-def protocol_with(limits: LimitsConfig, hosts: HostNames, door: Door | None = None) -> type[LimitedProtocol]:
+def protocol_with(
+    limits: LimitsConfig, hosts: HostNames, gate: SafetyGate, door: Door | None = None, *, tell: Tell | None = None
+) -> type[LimitedProtocol]:
     """The protocol with its limits, as uvicorn wants it: a class."""
     room: Connections[LimitedProtocol] = Connections(limits.max_connections, limits.max_connections_an_address)
-    return type("Limited", (LimitedProtocol,), {"limits": limits, "hosts": hosts, "door": door, "room": room})
+    called = None if tell is None else staticmethod(tell)
+    named = {"limits": limits, "hosts": hosts, "gate": gate, "door": door, "room": room, "tell": called}
+    return type("Limited", (LimitedProtocol,), named)

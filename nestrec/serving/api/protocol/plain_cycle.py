@@ -13,6 +13,10 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nestrec.serving.api.protocol.http import Answered
+from nestrec.serving.api.protocol.incoming import Incoming
+from nestrec.serving.safety.request_id import current_request_id
+
+Tell = Callable[[Incoming, int], None]
 
 
 class Door(Protocol):
@@ -44,13 +48,17 @@ class PlainCycle:
     """
 
     __slots__ = (
-        "_client", "_door", "_protocol", "_route", "_task", "body", "disconnected", "keep_alive", "more_body",
+        "_door", "_protocol", "_route", "_task", "_tell", "body", "disconnected", "incoming", "keep_alive", "more_body",
         "response_complete",
     )  # fmt: skip
 
-    def __init__(self, protocol: HttpToolsProtocol, door: Door, route: str, client: str):
-        self._protocol, self._door, self._route, self._client = protocol, door, route, client
+    def __init__(
+        self, protocol: HttpToolsProtocol, door: Door, route: str, incoming: Incoming, tell: Tell | None = None
+    ):
+        """tell: called at the answer."""
+        self._protocol, self._door, self._route, self.incoming = protocol, door, route, incoming
         self._task: asyncio.Task[None] | None = None
+        self._tell = tell
         self.body, self.more_body = b"", True
         self.disconnected = self.response_complete = False
         self.keep_alive = protocol.parser.should_keep_alive()
@@ -68,17 +76,23 @@ class PlainCycle:
             self._begin()
 
     def _begin(self) -> None:
-        refused = self._door.refused_unread(self._route, self._client, len(self.body))
+        client = self.incoming.client
+        refused = self._door.refused_unread(self._route, client, len(self.body))
         if refused is not None:
             self._reply(refused)
         else:
-            served = self._door.serve(self._route, self._client, self.body, self._reply)
+            before = current_request_id.set(self.incoming.id)
+            served = self._door.serve(self._route, client, self.body, self._reply)
             self._task = self._protocol.loop.create_task(served)
+            current_request_id.reset(before)
 
     def _reply(self, answered: Answered) -> None:
         self.response_complete = True
         protocol = self._protocol
-        protocol.transport.write(answered.as_http(protocol.server_state.default_headers, is_last=not self.keep_alive))
+        headers = (*protocol.server_state.default_headers, self.incoming.header)
+        if self._tell is not None:
+            self._tell(self.incoming, answered.status)
+        protocol.transport.write(answered.as_http(headers, is_last=not self.keep_alive))
         if not self.keep_alive:
             protocol.transport.close()
         protocol.on_response_complete()

@@ -1,0 +1,40 @@
+"""Keys and certificates of one server, read again as they change, and the gates of its ports."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from nestrec.serving.api.protocol.hosts import is_loopback
+from nestrec.serving.safety.access import Access, Guarded
+from nestrec.serving.safety.config import SafetyConfig
+from nestrec.serving.safety.gate import SafetyGate
+from nestrec.serving.safety.keys import KeyRing
+from nestrec.serving.safety.tls import Certificates
+from nestrec.serving.safety.watched_files import Watcher
+
+_WATCHED = ("/v1/gateway",)
+"""what only a front answers"""
+
+
+class Safety:
+    """Whoever makes one closes it, or its process ends."""
+
+    def __init__(self, cfg: SafetyConfig, host: str):
+        """host: what the server listens on."""
+        self.cfg = cfg
+        self.keys = KeyRing(Path(cfg.keys)) if cfg.keys else None
+        self.certificates = Certificates.of(cfg)
+        # Without keys nobody can be told from an admin, so only this machine may ask for what they do.
+        self._knows_admins = self.keys is not None or (is_loopback(host) and not cfg.behind)
+        followed = (self.keys, self.certificates)
+        self._watcher = Watcher([one.reload_if_changed for one in followed if one is not None])
+
+    def gate(self, endpoints: Iterable[Guarded], *, of_health: bool = False) -> SafetyGate:
+        """Of the port that clients ask, or of the one for health."""
+        is_admin_port = self.cfg.admin_on_health_port == of_health
+        return SafetyGate(
+            Access(endpoints, _WATCHED), self.keys, front_only=self.cfg.behind == "gateway",
+            takes_admin=is_admin_port and self._knows_admins,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._watcher.close()

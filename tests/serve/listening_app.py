@@ -1,0 +1,39 @@
+"""An application on a real socket of this process, as `nestrec serve` puts it there."""
+
+import asyncio
+import contextlib
+
+from uvicorn.server import ServerState
+
+from nestrec.serving.api.app import App
+from nestrec.serving.api.process.health_port import WithHealthPort
+from nestrec.serving.api.server import safety_of, uvicorn_config
+
+
+@contextlib.asynccontextmanager
+async def listening(app, cfg):
+    """The port of an application; that for health is open as well where there is one."""
+    safety = safety_of(cfg)
+    config = uvicorn_config(app, cfg, app if isinstance(app, App) else None, safety)
+    config.load()
+    state = ServerState()
+    with_health = config.app if isinstance(config.app, WithHealthPort) else None
+    if with_health is not None:
+        await with_health._listen()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: config.http_protocol_class(config=config, server_state=state, app_state={}),
+        "127.0.0.1",
+        0,
+        ssl=config.ssl,
+    )
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        if with_health is not None:
+            await with_health._close()
+        safety.close()
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.close()
+        while state.connections:
+            await asyncio.sleep(0.001)

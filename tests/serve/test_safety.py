@@ -1,0 +1,440 @@
+"""Who may ask a server for what, over real sockets: keys, roles, rates, certificates and names of requests."""
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import logging
+import random
+import shutil
+import ssl
+import subprocess
+import time
+
+import httpx
+import pytest
+from listening_app import listening
+from server_process import exchange, free_port, status_of
+
+from nestrec.base.errors import UserError
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.endpoint import Endpoint
+from nestrec.serving.api.process.log_lines import JsonLogLines, LogConfig, TextLogLines
+from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.api.routes import all_endpoints
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.server import ServeConfig, safety_of, serve
+from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.many.start import instance_arguments, serve_many
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.safety.config import SafetyConfig
+from nestrec.serving.safety.digests import digest_of, new_key
+from nestrec.serving.safety.keys import KeyEntry, add_entry
+from nestrec.serving.service import Service, ServiceConfig
+
+LIMITS = LimitsConfig(default_timeout_ms=5000)
+EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
+BODIES = {
+    "/v1/recommend": {"user": "u", "history": EVENTS, "k": 2},
+    "/v1/rank": {"user": "u", "history": EVENTS, "candidates": ["3"]},
+    "/v1/preinfer": {"user": "u", "history": EVENTS},
+    "/v1/events": {"user": "u", "history": EVENTS},
+    "/v1/admin/drain": {"drain": False},
+}
+MAY_ASK = {
+    "anyone": {"none", "wrong", "expired", "public", "monitor", "admin"},
+    "clients": {"public", "admin"},
+    "watchers": {"monitor", "admin"},
+    "admins": {"admin"},
+}
+
+
+async def _say_done(front, request):
+    return {"status": "done"}
+
+
+async def _fail(front, request):
+    raise KeyError("user-4711-secret")
+
+
+ENDPOINTS = {
+    **all_endpoints(),
+    "swap": Endpoint(method="POST", path="/v1/admin/probe", summary="-", handle=_say_done, admin=True),
+    "quiet": Endpoint(method="GET", path="/v1/probe", summary="-", handle=_say_done, admin=True),
+    "fails": Endpoint(method="GET", path="/v1/fails", summary="-", handle=_fail),
+}
+
+
+@pytest.fixture(scope="module")
+def service():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def ring(tmp_path):
+    """(file, keys by what they are)"""
+    path, keys = tmp_path / "keys.toml", {name: new_key() for name in ("public", "monitor", "admin", "expired", "slow")}
+    for name, key in keys.items():
+        entry = {
+            "role": name if name in ("public", "monitor", "admin") else "public",
+            "expires": "2020-01-01T00:00:00Z" if name == "expired" else "2900-01-01T00:00:00+01:00",
+            "requests_per_s": 0.001 if name == "slow" else None,
+        }
+        add_entry(path, KeyEntry(name=name, sha256=digest_of(key.encode()).hex(), **entry))
+    return path, {**keys, "wrong": new_key(), "none": ""}
+
+
+def with_keys(path, **named):
+    return ServeConfig(limits=LIMITS, safety=SafetyConfig(keys=str(path)), **named)
+
+
+@contextlib.asynccontextmanager
+async def single(service, cfg):
+    async with listening(App(service, LIMITS, endpoints=ENDPOINTS), cfg) as port:
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def behind_gateway(service, cfg):
+    """Two instances that answer their front alone."""
+    inner = ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway"), log=LogConfig(requests=True))
+    async with contextlib.AsyncExitStack() as made:
+        apps = [App(service, LIMITS, endpoints=ENDPOINTS) for _ in range(2)]
+        ports = [await made.enter_async_context(listening(app, inner)) for app in apps]
+        gateway = Gateway(ports, LIMITS)
+        made.push_async_callback(gateway.close)
+        yield await made.enter_async_context(listening(gateway, cfg))
+
+
+def asking(place, service, cfg, use):
+    async def run():
+        async with place(service, cfg) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            return await use(client, port)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", [single, behind_gateway])
+def test_every_endpoint_answers_those_it_is_for_and_nobody_else(place, service, ring, monkeypatch):
+    path, keys = ring
+    monkeypatch.setattr("nestrec.serving.api.server.all_endpoints", lambda: ENDPOINTS)
+
+    moments = itertools.count(1)
+
+    def body_of(route):
+        body = BODIES.get(route, {})  # events must not be older than those before them
+        return {**body, "history": {"items": ["1"], "times_ms": [next(moments)]}} if route == "/v1/events" else body
+
+    async def use(client, _):
+        found = {}
+        for endpoint in ENDPOINTS.values():
+            audience = "admins" if endpoint.admin else endpoint.audience
+            for who, key in keys.items():
+                headers = [{}] if who == "none" else [{"authorization": f"Bearer {key}"}, {"x-api-key": key}]
+                for header in headers if who != "slow" else []:
+                    asked = await client.request(
+                        endpoint.method, endpoint.path.replace("{id}", "ann"), headers=header,
+                        **({"json": body_of(endpoint.path)} if endpoint.method == "POST" else {}),
+                    )  # fmt: skip
+                    is_let_in = asked.status_code not in (401, 403)
+                    assert is_let_in == (who in MAY_ASK[audience]), (endpoint.path, who, asked.status_code)
+                    may_fail = {500} if endpoint.path == "/v1/fails" else {400, 404, 409} if endpoint.admin else set()
+                    assert asked.status_code in {401, 403, endpoint.status} | may_fail
+                    assert ("www-authenticate" in asked.headers) == (asked.status_code == 401)
+                    found[asked.status_code] = found.get(asked.status_code, 0) + 1
+        return found
+
+    found = asking(place, service, with_keys(path), use)
+    assert min(found[status] for status in (200, 401, 403)) > 10
+
+
+def test_an_admin_path_in_another_spelling_is_no_way_round(service, ring):
+    path, keys = ring
+
+    async def use(client, port):
+        public = f"authorization: Bearer {keys['public']}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
+        spelt = [b"/v1/%61dmin/probe", b"http://localhost/v1/admin/probe", b"/v1/admin/probe?a=b", b"/v1/pr%6fbe"]
+        for target in (*spelt, b"/v1/admin/what-only-a-front-has"):
+            method = b"GET " if b"pr%6f" in target else b"POST "
+            answer = await asyncio.to_thread(
+                exchange, port, method + target + b" HTTP/1.1\r\nhost: localhost\r\n" + public
+            )
+            assert status_of(answer) == 403, target
+
+    asking(single, service, with_keys(path), use)
+
+
+def test_a_thousand_malformed_credentials_are_refused_and_break_nothing(service, ring):
+    path, keys = ring
+    rng, right = random.Random(3), keys["public"].encode()
+
+    def malformed():
+        scheme = rng.choice([b"Bearer ", b"Basic ", b"bearer", b"", b"Bearer\t", b"Digest "])
+        token = rng.choice([
+            rng.randbytes(rng.randint(0, 200)).replace(b"\r", b"").replace(b"\n", b""), right[:-1], right + b"x",
+            right[1:], right.swapcase(), b"x" * rng.randint(513, 9000), b"", b"%s,%s" % (right, right), b'"%s"' % right,
+        ])  # fmt: skip
+        lines = [b"authorization: " + scheme + token] if rng.random() < 0.7 else [b"x-api-key: " + token]
+        if rng.random() < 0.2:
+            lines.append(rng.choice([b"x-api-key: ", b"authorization: Bearer "]) + right)  # two of them
+        return b"\r\n".join(lines)
+
+    async def use(client, port):
+        statuses = {}
+        head, end = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n", b"\r\nconnection: close\r\n\r\n"
+
+        async def one():
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + malformed() + end)
+            status = status_of(await reader.read())
+            writer.close()
+            statuses[status] = statuses.get(status, 0) + 1
+
+        for _ in range(50):
+            await asyncio.gather(*(one() for _ in range(20)))
+        assert sum(statuses.values()) == 1000
+        assert set(statuses) <= {400, 401}, "neither let in, nor an error of the server"
+        assert statuses[401] > 500
+        answered = await client.get("/v1/models", headers={"authorization": f"bearer  {keys['public']}"})
+        assert answered.status_code == 200
+
+    asking(single, service, with_keys(path), use)
+
+
+def test_keys_come_and_go_while_the_server_runs(service, ring):
+    path, keys = ring
+
+    async def use(client, _):
+        async def until(key, status):
+            while (await client.get("/v1/models", headers={"x-api-key": key})).status_code != status:
+                await asyncio.sleep(0.02)  # a thread looks at the file: there is no clock to inject
+
+        fresh, before = new_key(), path.read_text()
+        await until(fresh, 401)
+        add_entry(path, KeyEntry(name="fresh", sha256=digest_of(fresh.encode()).hex()))
+        await asyncio.wait_for(until(fresh, 200), 20.0)
+        path.write_text(before)
+        await asyncio.wait_for(until(fresh, 401), 20.0)
+        path.write_text("[[key]]\nname = 'no digest'")
+        fresh_log = logging.getLogger("nestrec.serving.safety.keys")
+        heard = asyncio.Event()
+        loop, handler = asyncio.get_running_loop(), logging.Handler()
+        handler.emit = lambda record: loop.call_soon_threadsafe(heard.set)
+        fresh_log.addHandler(handler)
+        await asyncio.wait_for(heard.wait(), 20.0)
+        fresh_log.removeHandler(handler)
+        await until(keys["public"], 200)
+
+    asking(single, service, with_keys(path), use)
+
+
+def test_a_key_has_its_rate_and_others_do_not_wait_for_it(service, ring):
+    path, keys = ring
+
+    async def use(client, _):
+        answers = [await client.get("/v1/models", headers={"x-api-key": keys["slow"]}) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 429, 429]
+        assert int(answers[1].headers["retry-after"]) > 500
+        body = BODIES["/v1/rank"]
+        assert (await client.post("/v1/rank", json=body, headers={"x-api-key": keys["slow"]})).status_code == 429
+        assert (await client.post("/v1/rank", json=body, headers={"x-api-key": keys["public"]})).status_code == 200
+
+    asking(single, service, with_keys(path), use)
+
+
+def test_an_instance_answers_nobody_but_its_front(service):
+    async def use(client, _):
+        assert (await client.get("/health/live")).status_code == 403
+        guess = {"x-nestrec-front": "0" * 64, "x-nestrec-client": "me"}
+        assert (await client.post("/v1/rank", json=BODIES["/v1/rank"], headers=guess)).status_code == 403
+
+    asking(single, service, ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway")), use)
+    cfg = ServeConfig(front="gateway", instances=2, safety=SafetyConfig(keys="k", certificate="c", private_key="p"))
+    typed = {"safety.keys": "k", "safety.certificate": "c", "safety.private_key": "p", "insecure": "true", "port": "1"}
+    words = instance_arguments(cfg, typed)
+    assert words[words.index("--safety.behind") + 1] == "gateway"
+    assert not {"--safety.keys", "--safety.certificate", "--safety.private_key", "--insecure"} & set(words)
+
+
+@pytest.mark.parametrize("front", ["none", "gateway", "nginx", "ray"])
+def test_other_machines_are_let_in_by_keys_tls_or_an_explicit_word(front, tmp_path):
+    cfg = ServeConfig(host="0.0.0.0", port=0, front=front)
+    start = serve if front == "none" else lambda folders, cfg, *rest: serve_many(folders, cfg, {}, *rest)
+    with pytest.raises(UserError, match=r"host = '0\.0\.0\.0': lets other machines ask(.|\n)*--insecure"):
+        start([tmp_path], cfg, Signals(), print)
+
+
+def test_admin_endpoints_can_be_had_on_the_health_port_alone(service, ring):
+    path, keys = ring
+    health_port = free_port()
+    safety = SafetyConfig(keys=str(path), admin_on_health_port=True)
+
+    async def use(client, port):
+        async def asked(where, who, route="/v1/admin/probe"):
+            url, key = f"http://127.0.0.1:{where}{route}", {"x-api-key": keys[who]}
+            return (await client.post(url, json=BODIES.get(route, {}), headers=key)).status_code
+
+        assert [await asked(port, who) for who in ("public", "admin")] == [403, 403]
+        assert [await asked(health_port, who) for who in ("public", "admin")] == [403, 200]
+        assert [await asked(where, "admin", "/v1/rank") for where in (port, health_port)] == [200, 404]
+        assert (await client.get(f"http://127.0.0.1:{health_port}/health/live")).status_code == 200
+        assert (await client.get(f"http://127.0.0.1:{health_port}/metrics")).status_code == 401
+
+    asking(single, service, ServeConfig(limits=LIMITS, health_port=health_port, safety=safety), use)
+    with pytest.raises(UserError, match=r"has no port to go to"):
+        safety_of(ServeConfig(safety=safety))
+
+
+def test_admin_endpoints_of_an_open_server_are_for_its_own_machine(service):
+    for host, status in (("127.0.0.1", 200), ("0.0.0.0", 403)):
+        cfg = ServeConfig(host=host, limits=LIMITS, insecure=True)
+
+        async def use(client, _, status=status):
+            assert (await client.post("/v1/admin/probe", json={})).status_code == status
+
+        asking(single, service, cfg, use)
+
+
+# Certificates.
+
+
+def make_certificate(folder, name):
+    """(certificate, key) for this machine; openssl makes it, so that no private key lies in the repository."""
+    paths = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", paths[1], "-out", paths[0]],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return paths
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("place", [single, behind_gateway])
+def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, service, tmp_path):
+    first, second = make_certificate(tmp_path, "first"), make_certificate(tmp_path, "second")
+    certificate, private_key = tmp_path / "now.pem", tmp_path / "now.key"
+    for source, target in zip(first, (certificate, private_key), strict=True):
+        target.write_bytes(source.read_bytes())
+    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+
+    async def status_with(port, trusted):
+        context = ssl.create_default_context(cafile=trusted)
+        async with httpx.AsyncClient(verify=context) as client:
+            try:
+                body = BODIES["/v1/rank"]
+                return (await client.post(f"https://127.0.0.1:{port}/v1/rank", json=body)).status_code
+            except httpx.ConnectError:
+                return None
+
+    async def run():
+        async with place(service, cfg) as port:
+            assert await status_with(port, first[0]) == 200
+            assert await status_with(port, second[0]) is None
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(exchange, port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") == b"", "no plain"
+            certificate.write_bytes(second[0].read_bytes())  # one half: nothing to be taken yet
+            private_key.write_bytes(second[1].read_bytes())
+            end_s = time.monotonic() + 20.0
+            while await status_with(port, second[0]) != 200:
+                assert time.monotonic() < end_s
+            assert await status_with(port, first[0]) is None
+
+    asyncio.run(run())
+
+
+def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):
+    with pytest.raises(UserError, match=r"one half of a pair(.|\n)*--safety.private_key"):
+        SafetyConfig(certificate="a.pem")
+    for name in ("a.pem", "a.key"):
+        (tmp_path / name).write_text("nothing")
+    cfg = SafetyConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
+    with pytest.raises(UserError, match=r"safety.certificate = .*a\.pem': cannot be used"):
+        serve([tmp_path], ServeConfig(port=0, safety=cfg), Signals(), print)
+
+
+# Names of requests, and the log.
+
+
+@contextlib.contextmanager
+def heard(formatter):
+    """What is logged, as lines."""
+    text, root = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(formatter)
+    level = logging.getLogger("nestrec").level
+    root.addHandler(handler)
+    logging.getLogger("nestrec").setLevel(logging.INFO)
+    try:
+        yield text
+    finally:
+        root.removeHandler(handler)
+        logging.getLogger("nestrec").setLevel(level)
+
+
+@pytest.mark.parametrize("place", [single, behind_gateway])
+def test_every_answer_names_its_request(place, service):
+    async def use(client, port):
+        def named(answer):
+            return answer.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+
+        given = {"x-request-id": "my-id.1:2"}
+        asked = [
+            await client.post("/v1/rank", json=BODIES["/v1/rank"], headers=given),
+            await client.post("/v1/rank", content=b"no json", headers={**given, "content-type": "application/json"}),
+            await client.get("/nothing", headers=given),
+            await client.get("/v1/models", headers=given),
+            await client.get("/health/live", headers={**given, "host": "elsewhere.example"}),
+        ]
+        assert [answer.status_code for answer in asked] == [200, 400, 404, 200, 421]
+        assert [answer.headers.get_list("x-request-id") for answer in asked] == [["my-id.1:2"]] * 5
+        for unsound in ("x" * 129, "a b", "<b>", "\xe4", "a\tb", ""):
+            answer = await client.get("/v1/models", headers={"x-request-id": unsound.encode("latin-1")})
+            assert len(answer.headers["x-request-id"]) == 16 != len(unsound)
+        for broken in (b"no request\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 9000):
+            assert len(named(await asyncio.to_thread(exchange, port, broken))) == 16
+
+    with heard(JsonLogLines()) as text:
+        asking(place, service, ServeConfig(limits=LIMITS), use)
+    if place is behind_gateway:
+        told = [json.loads(line) for line in text.getvalue().splitlines() if "answered" in line]
+        assert {"my-id.1:2"} < {line["request_id"] for line in told}, "instances know it too"
+
+
+def test_lines_of_the_log_name_requests_and_hold_nothing_of_what_was_asked(service, ring):
+    path, keys = ring
+    secrets = ["user-4711-secret", "item-0815-secret", keys["public"]]
+
+    async def use(client, _):
+        headers = {"x-api-key": keys["public"], "x-request-id": "one-1"}
+        body = {"user": secrets[0], "history": {"items": [secrets[1], "2"], "times_ms": [1, 2]}}
+        for asked in ({"k": 2}, {"k": 0}, {"unknown": "refuse"}):
+            await client.post("/v1/recommend", json={**body, **asked}, headers=headers)
+        await client.get("/v1/fails", headers=headers)
+        await client.delete(f"/v1/users/{secrets[0]}/events", headers=headers)
+        await client.get(f"/v1/users/{secrets[0]}/nothing", headers=headers)
+        await client.get("/v1/models", headers={"x-api-key": secrets[0]})
+
+    for formatter in (JsonLogLines(), TextLogLines()):
+        with heard(formatter) as text:
+            asking(single, service, with_keys(path, log=LogConfig(requests=True)), use)
+        assert not any(secret in text.getvalue() for secret in secrets)
+        if isinstance(formatter, JsonLogLines):
+            lines = [json.loads(line) for line in text.getvalue().splitlines() if "nestrec" in line]
+            answers = [line for line in lines if line["logger"] == "nestrec.requests"]
+            shown = [(line["status"], line["route"], line.get("key")) for line in answers]
+            assert shown == [
+                (200, "/v1/recommend", "public"), (400, "/v1/recommend", "public"), (400, "/v1/recommend", "public"),
+                (500, "/v1/fails", "public"), (204, "/v1/users/{id}/events", "public"), (404, "other", "public"),
+                (401, "/v1/models", None),
+            ]  # fmt: skip
+            assert all(line["request_id"] == "one-1" and line["milliseconds"] >= 0 for line in answers[:-1])
+            failed = next(line for line in lines if line["message"] == "a request failed")
+            assert failed["request_id"] == "one-1"
+            assert failed["exception"][0] == "KeyError"
+            assert any(" in _fail" in place for place in failed["exception"])
