@@ -43,9 +43,10 @@ class Candidate:
     def overrides(self) -> dict[str, Any]:
         """Options of `nestrec train` that make it so."""
         found: dict[str, Any] = {
-            "pipeline.schedule": self.schedule, "batch.micro_batches": self.micro_batches,
+            "pipeline.schedule": self.schedule,
+            "batch.micro_batches": self.micro_batches,
             "balance.policy": self.policy,
-        }  # fmt: skip
+        }
         if self.window_cache:
             found["pipeline.window_cache"] = "true"
         if self.replicas > 1:
@@ -89,9 +90,11 @@ class Space:
         return replace(
             self,
             schedules=self.schedules or tuple(name for name in SCHEDULES if SCHEDULES.find(name).is_exact),
-            replicas=self.replicas or tuple(copies), stores=self.stores or tuple(stores),
-            micro_batches=parts, transports=self.transports or _transports(cluster),
-        )  # fmt: skip
+            replicas=self.replicas or tuple(copies),
+            stores=self.stores or tuple(stores),
+            micro_batches=parts,
+            transports=self.transports or _transports(cluster),
+        )
 
     def values(self, field: str) -> tuple[Any, ...]:
         names = {"schedule": "schedules", "store": "stores", "policy": "policies", "transport": "transports"}

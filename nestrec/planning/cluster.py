@@ -118,9 +118,17 @@ def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
             raise UserError("must be at least 1", field=field, value=value, remedy="give a positive number")
     for link in cluster.links:
         if link.gb_per_s <= 0:
-            raise UserError("must be positive", field=f"links.{link.name}.gb_per_s", value=link.gb_per_s,
-                            remedy="give gigabytes a second")  # fmt: skip
+            raise UserError(
+                "must be positive",
+                field=f"links.{link.name}.gb_per_s",
+                value=link.gb_per_s,
+                remedy="give gigabytes a second",
+            )
     if not cluster.links or cluster.links[-1].ranks != 0:
-        raise UserError("the outermost level must join all ranks", field="links", value=len(cluster.links),
-                        remedy="give the last of them ranks = 0")  # fmt: skip
+        raise UserError(
+            "the outermost level must join all ranks",
+            field="links",
+            value=len(cluster.links),
+            remedy="give the last of them ranks = 0",
+        )
     return cluster

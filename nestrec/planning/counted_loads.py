@@ -29,17 +29,22 @@ def counted_loads(
     fetched = [_sizes(keys, tables, world) for keys in owned]
     gradients = np.stack([f[2] for f in fetched])
     return Loads(
-        linear_flops=operations[..., 0], attention_flops=operations[..., 1], dense_bytes=dense_bytes,
-        keys=np.stack([step["keys"] for step in counted]), asked=np.stack([step["asked"] for step in counted]),
+        linear_flops=operations[..., 0],
+        attention_flops=operations[..., 1],
+        dense_bytes=dense_bytes,
+        keys=np.stack([step["keys"] for step in counted]),
+        asked=np.stack([step["asked"] for step in counted]),
         received_bytes=np.stack([step["received"] for step in counted]),
         returned_bytes=np.stack([step["received"] for step in counted]),
         served_bytes=np.stack([step["served"] for step in counted]),
         summed_bytes=np.stack([step["served"] for step in counted]),
-        rows=np.stack([f[0] for f in fetched]), row_bytes=np.stack([f[1] for f in fetched]),
-        gradient_bytes=gradients, completed_bytes=np.repeat(gradients[..., None], operations.shape[2], axis=2)
-        / operations.shape[2], shared_rows=np.stack([s[0] for s in shared]),
+        rows=np.stack([f[0] for f in fetched]),
+        row_bytes=np.stack([f[1] for f in fetched]),
+        gradient_bytes=gradients,
+        completed_bytes=np.repeat(gradients[..., None], operations.shape[2], axis=2) / operations.shape[2],
+        shared_rows=np.stack([s[0] for s in shared]),
         shared_bytes=np.stack([s[1] for s in shared]),
-    )  # fmt: skip
+    )
 
 
 def _step(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> dict[str, Amounts]:
@@ -84,8 +89,10 @@ def _sizes(
 
 
 def _shared(
-    now: Mapping[str, NDArray[np.int64]], following: Mapping[str, NDArray[np.int64]], tables: Sequence[TableConfig],
+    now: Mapping[str, NDArray[np.int64]],
+    following: Mapping[str, NDArray[np.int64]],
+    tables: Sequence[TableConfig],
     world: int,
-) -> tuple[Amounts, Amounts]:  # fmt: skip
+) -> tuple[Amounts, Amounts]:
     both = {name: np.intersect1d(keys, following[name], assume_unique=True) for name, keys in now.items()}
     return _sizes(both, tables, world)[:2]

@@ -28,9 +28,11 @@ def expected_loads(
     parts = [_table(table, tokens, mesh, window_cache=window_cache, seed=seed) for table in workload.tables]
     summed = {name: sum((part[name] for part in parts), np.zeros(())) for name in parts[0]}
     return Loads(
-        linear_flops=tokens * workload.flops_a_token, attention_flops=squares * workload.flops_a_token_squared,
-        dense_bytes=4.0 * workload.dense_parameters, **summed,
-    )  # fmt: skip
+        linear_flops=tokens * workload.flops_a_token,
+        attention_flops=squares * workload.flops_a_token_squared,
+        dense_bytes=4.0 * workload.dense_parameters,
+        **summed,
+    )
 
 
 def _dealt(
@@ -85,12 +87,19 @@ def _table(table: TableLoad, tokens: Amounts, mesh: Mesh, *, window_cache: bool,
     of_group = np.stack([_group_sum(keys[..., n], mesh) for n in range(keys.shape[2])], axis=2)
     completed = _new_keys(table, of_group[..., ::-1])[..., ::-1] / mesh.num_shards
     return {
-        "keys": keys.sum(axis=2), "asked": asked, "received_bytes": asked * table.weight_bytes,
-        "returned_bytes": returned * table.gradient_bytes, "served_bytes": served * table.weight_bytes,
-        "summed_bytes": summed * table.gradient_bytes, "rows": rows, "row_bytes": rows * table.row_bytes,
-        "gradient_bytes": rows * table.gradient_bytes, "completed_bytes": completed * table.gradient_bytes,
-        "shared_rows": shared, "shared_bytes": shared * table.row_bytes,
-    }  # fmt: skip
+        "keys": keys.sum(axis=2),
+        "asked": asked,
+        "received_bytes": asked * table.weight_bytes,
+        "returned_bytes": returned * table.gradient_bytes,
+        "served_bytes": served * table.weight_bytes,
+        "summed_bytes": summed * table.gradient_bytes,
+        "rows": rows,
+        "row_bytes": rows * table.row_bytes,
+        "gradient_bytes": rows * table.gradient_bytes,
+        "completed_bytes": completed * table.gradient_bytes,
+        "shared_rows": shared,
+        "shared_bytes": shared * table.row_bytes,
+    }
 
 
 def _new_keys(table: TableLoad, keys: Amounts) -> Amounts:

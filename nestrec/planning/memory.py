@@ -43,9 +43,15 @@ class Memory:
 
 
 def memory_of(
-    workload: Workload, loads: Loads, mesh: Mesh, cluster: ClusterConfig, *, store: StoreKind, window_cache: bool,
+    workload: Workload,
+    loads: Loads,
+    mesh: Mesh,
+    cluster: ClusterConfig,
+    *,
+    store: StoreKind,
+    window_cache: bool,
     buffers: int,
-) -> dict[Tier, Memory]:  # fmt: skip
+) -> dict[Tier, Memory]:
     """buffers: working sets that a schedule holds at a time."""
     weights = sum(table.rows * table.weight_bytes for table in workload.tables) / mesh.num_shards
     state = sum(table.rows * table.state_bytes for table in workload.tables) / mesh.num_shards

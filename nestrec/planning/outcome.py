@@ -58,9 +58,11 @@ class Outcome:
     def bound_by(self) -> str:
         """The largest part of the step."""
         parts = {
-            "compute": self.parts.compute_ns, "lookup": self.parts.exposed_lookup_ns,
-            "communication": self.parts.exposed_communication_ns, "waiting for other ranks": self.parts.idle_ns,
-        }  # fmt: skip
+            "compute": self.parts.compute_ns,
+            "lookup": self.parts.exposed_lookup_ns,
+            "communication": self.parts.exposed_communication_ns,
+            "waiting for other ranks": self.parts.idle_ns,
+        }
         return max(parts, key=lambda name: parts[name])
 
 
@@ -84,9 +86,14 @@ class Predictor:
     def memory(self, candidate: Candidate) -> dict[Tier, Memory]:
         """Alone: nothing is replayed."""
         return memory_of(
-            self.workload, self.loads(candidate), self.mesh(candidate), self.cluster, store=candidate.store,
-            window_cache=candidate.window_cache, buffers=buffers_of(program_of(candidate, STEPS)),
-        )  # fmt: skip
+            self.workload,
+            self.loads(candidate),
+            self.mesh(candidate),
+            self.cluster,
+            store=candidate.store,
+            window_cache=candidate.window_cache,
+            buffers=buffers_of(program_of(candidate, STEPS)),
+        )
 
     def mesh(self, candidate: Candidate) -> Mesh:
         return Mesh(candidate.replicas, self.cluster.world // candidate.replicas)
@@ -96,9 +103,13 @@ class Predictor:
         program, mesh = program_of(candidate, steps), self.mesh(candidate)
         hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
         costs = StepCosts(
-            self.loads(candidate), self._profile(candidate, program), self._links(candidate), mesh,
-            store=candidate.store, hands_over=hands_over,
-        )  # fmt: skip
+            self.loads(candidate),
+            self._profile(candidate, program),
+            self._links(candidate),
+            mesh,
+            store=candidate.store,
+            hands_over=hands_over,
+        )
         host = self.cluster.host
         if self.cluster.shares_cores and mesh.world <= _MOST_SHARED_RANKS:
             hosts = Hosts(ranks=host.ranks, cores=host.cores, crowding=host.crowding)
@@ -118,8 +129,9 @@ class Predictor:
         if candidate.transport != "collectives" or not overlaps or slowdown == 0:
             return profile
         rates = profile.compute
-        slowed = replace(rates, flop_s=rates.flop_s * (1 + slowdown),
-                         attention_flop_s=rates.attention_flop_s * (1 + slowdown))  # fmt: skip
+        slowed = replace(
+            rates, flop_s=rates.flop_s * (1 + slowdown), attention_flop_s=rates.attention_flop_s * (1 + slowdown)
+        )
         return replace(profile, compute=slowed)
 
     def _predict(self, candidate: Candidate) -> Outcome:
@@ -128,10 +140,14 @@ class Predictor:
         flops = float((loads.linear_flops + loads.attention_flops).sum(axis=(1, 2)).mean())
         peak = self.cluster.device.peak_tflops * 1e12 * self.cluster.world
         return Outcome(
-            candidate=candidate, step_s=step_s, parts=done.parts(done.slowest()), mfu=flops / (step_s * peak),
-            memory=self.memory(candidate), link_bytes=self._link_bytes(candidate, loads),
+            candidate=candidate,
+            step_s=step_s,
+            parts=done.parts(done.slowest()),
+            mfu=flops / (step_s * peak),
+            memory=self.memory(candidate),
+            link_bytes=self._link_bytes(candidate, loads),
             samples_s=self.workload.batch_samples / step_s,
-        )  # fmt: skip
+        )
 
     def _link_bytes(self, candidate: Candidate, loads: Loads) -> dict[str, float]:
         """Keys, vectors and gradients, and the sums over replicas and over everyone."""

@@ -18,18 +18,26 @@ def candidate_of(cfg: RunConfig) -> Candidate:
     parts = cfg.batch.micro_batches if isinstance(cfg.batch.micro_batches, int) else 1
     exchange = cfg.ranks.exchange
     return Candidate(
-        schedule=cfg.pipeline.schedule, micro_batches=parts, store=store.kind, policy=cfg.balance.policy,
-        window_cache=cfg.pipeline.window_cache, replicas=cfg.ranks.replicas,
+        schedule=cfg.pipeline.schedule,
+        micro_batches=parts,
+        store=store.kind,
+        policy=cfg.balance.policy,
+        window_cache=cfg.pipeline.window_cache,
+        replicas=cfg.ranks.replicas,
         transport=exchange if exchange in ("host", "copy_engine") else "collectives",
-    )  # fmt: skip
+    )
 
 
 def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:
     """Predicted figures of the run as configured, or a UserError that says what is short and what would fix it."""
     predictor, candidate = Predictor(workload, cluster), candidate_of(cfg)
     if cluster.world % candidate.replicas:
-        raise UserError("must divide the number of ranks", field="ranks.replicas", value=candidate.replicas,
-                        remedy=f"choose a divisor of {cluster.world}")  # fmt: skip
+        raise UserError(
+            "must divide the number of ranks",
+            field="ranks.replicas",
+            value=candidate.replicas,
+            remedy=f"choose a divisor of {cluster.world}",
+        )
     found = shortages(predictor, candidate, Space().on(cluster, workload))
     if found:
         short = found[0]

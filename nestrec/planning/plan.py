@@ -34,8 +34,9 @@ def make_plan(workload: Workload, cluster: ClusterConfig, space: Space | None = 
     """Search what makes sense on this cluster."""
     if workload.batch_samples < cluster.world:
         remedy = f"give --batch.batch_samples at least {cluster.world}, or take fewer hosts"
-        raise UserError("is less than a sample a rank", field="batch.batch_samples", value=workload.batch_samples,
-                        remedy=remedy)  # fmt: skip
+        raise UserError(
+            "is less than a sample a rank", field="batch.batch_samples", value=workload.batch_samples, remedy=remedy
+        )
     predictor = Predictor(workload, cluster)
     fitted_space = (space or Space()).on(cluster, workload)
     found = search(predictor, fitted_space)
@@ -76,8 +77,12 @@ def _why(outcome: Outcome, best: Outcome | None) -> str:
             return f"does not fit: the {tier} tier is short by {memory.missing:,.0f} bytes"
     if best is None:
         return ""
-    names = {"compute": "compute_ns", "exposed lookup": "exposed_lookup_ns",
-             "exposed communication": "exposed_communication_ns", "waiting for other ranks": "idle_ns"}  # fmt: skip
+    names = {
+        "compute": "compute_ns",
+        "exposed lookup": "exposed_lookup_ns",
+        "exposed communication": "exposed_communication_ns",
+        "waiting for other ranks": "idle_ns",
+    }
     more = {name: getattr(outcome.parts, f) - getattr(best.parts, f) for name, f in names.items()}
     worst = max(more, key=lambda name: more[name])
     slower = outcome.step_s / best.step_s - 1.0
@@ -89,15 +94,21 @@ def _why(outcome: Outcome, best: Outcome | None) -> str:
 def _row(outcome: Outcome, launch: str | None) -> dict[str, Any]:
     parts = outcome.parts
     row: dict[str, Any] = {
-        **to_plain(outcome.candidate), "step_ms": round(outcome.step_s * 1e3, 3), "mfu": round(outcome.mfu, 4),
-        "samples_s": round(outcome.samples_s, 1), "compute_ms": round(parts.compute_ns * 1e-6, 3),
+        **to_plain(outcome.candidate),
+        "step_ms": round(outcome.step_s * 1e3, 3),
+        "mfu": round(outcome.mfu, 4),
+        "samples_s": round(outcome.samples_s, 1),
+        "compute_ms": round(parts.compute_ns * 1e-6, 3),
         "exposed_lookup_ms": round(parts.exposed_lookup_ns * 1e-6, 3),
-        "exposed_comm_ms": round(parts.exposed_communication_ns * 1e-6, 3), "idle_ms": round(parts.idle_ns * 1e-6, 3),
+        "exposed_comm_ms": round(parts.exposed_communication_ns * 1e-6, 3),
+        "idle_ms": round(parts.idle_ns * 1e-6, 3),
         "bound_by": outcome.bound_by,
-        "memory_bytes": {tier: {name: round(value) for name, value in _parts_of(memory).items()}
-                         for tier, memory in outcome.memory.items()},
+        "memory_bytes": {
+            tier: {name: round(value) for name, value in _parts_of(memory).items()}
+            for tier, memory in outcome.memory.items()
+        },
         "link_bytes": {name: round(value) for name, value in outcome.link_bytes.items()},
-    }  # fmt: skip
+    }
     return row if launch is None else {**row, "launch": launch}
 
 

@@ -29,9 +29,12 @@ class Curve:
 
 
 def scaling_curves(
-    workload: Workload, cluster: ClusterConfig, chosen: Candidate, schedules: Sequence[ScheduleName],
+    workload: Workload,
+    cluster: ClusterConfig,
+    chosen: Candidate,
+    schedules: Sequence[ScheduleName],
     worlds: Sequence[int] = WORLDS,
-) -> list[Curve]:  # fmt: skip
+) -> list[Curve]:
     """`chosen` with each schedule; schedules without micro-batches run at N = 1."""
     samples = max(1, workload.batch_samples // cluster.world)
     times: dict[str, list[float]] = {schedule: [] for schedule in schedules}
@@ -40,8 +43,11 @@ def scaling_curves(
         for schedule in schedules:
             parts = max(2, chosen.micro_batches) if SCHEDULES.find(schedule).splits else 1
             candidate = replace(
-                chosen, schedule=schedule, micro_batches=min(parts, samples), window_cache=False,
+                chosen,
+                schedule=schedule,
+                micro_batches=min(parts, samples),
+                window_cache=False,
                 replicas=min(chosen.replicas, world),
-            )  # fmt: skip
+            )
             times[schedule].append(predictor.predict(candidate).step_s)
     return [Curve(schedule, tuple(worlds), tuple(steps)) for schedule, steps in times.items()]

@@ -32,10 +32,14 @@ def search(predictor: Predictor, space: Space) -> Found:
         if parts:
             middle = parts[len(parts) // 2]
             start = Candidate(
-                schedule=schedule, micro_batches=middle, replicas=space.replicas[0], store=space.stores[-1],
-                policy=space.policies[0], window_cache=space.window_cache[0] and middle > 1,
+                schedule=schedule,
+                micro_batches=middle,
+                replicas=space.replicas[0],
+                store=space.stores[-1],
+                policy=space.policies[0],
+                window_cache=space.window_cache[0] and middle > 1,
                 transport=space.transports[0],
-            )  # fmt: skip
+            )
             _improve(predictor, space, start)
     return _sorted(list(predictor.outcomes.values()))
 
@@ -68,9 +72,14 @@ def _complexity(outcome: Outcome) -> int:
     c = outcome.candidate
     tiers = ("device", "dram", "disk").index(c.store)
     return (
-        (c.schedule != "serial") + math.ceil(math.log2(c.micro_batches)) + math.ceil(math.log2(c.replicas))
-        + 2 * tiers + (c.policy != "fixed") + c.window_cache + (c.transport != "collectives")
-    )  # fmt: skip
+        (c.schedule != "serial")
+        + math.ceil(math.log2(c.micro_batches))
+        + math.ceil(math.log2(c.replicas))
+        + 2 * tiers
+        + (c.policy != "fixed")
+        + c.window_cache
+        + (c.transport != "collectives")
+    )
 
 
 def _sorted(outcomes: Sequence[Outcome]) -> Found:

@@ -68,10 +68,18 @@ def _order(parts: int) -> list[tuple[str, int, str]]:
     """Stages of a serial step: name, micro-batch, and the kind of exchange where it is one."""
     order = [("train.embedding.route", 0, "keys"), ("train.embedding.fetch", 0, "")]
     for part in range(parts):
-        order += [("train.embedding.vectors", part, "vectors"), ("train.compute", part, ""),
-                  ("train.embedding.gradients", part, "gradients")]  # fmt: skip
-    return [*order, ("train.dense.reduce", 0, "dense"), ("train.dense.update", 0, ""),
-            ("train.embedding.update", 0, ""), ("train.embedding.write_back", 0, "")]  # fmt: skip
+        order += [
+            ("train.embedding.vectors", part, "vectors"),
+            ("train.compute", part, ""),
+            ("train.embedding.gradients", part, "gradients"),
+        ]
+    return [
+        *order,
+        ("train.dense.reduce", 0, "dense"),
+        ("train.dense.update", 0, ""),
+        ("train.embedding.update", 0, ""),
+        ("train.embedding.write_back", 0, ""),
+    ]
 
 
 def _bytes_s(observed: Observed, links: Links, kind: str, place: tuple[int, int, int]) -> float:
@@ -92,8 +100,9 @@ def fit_world(observed: Sequence[Observed], cores: int) -> WorldFit:
     work = {kind: Rate(fixed_s=share * _work(found, kind)) for kind in ("keys", "vectors", "gradients", "dense")}
     pairs = [
         (e.num_bytes, (e.measured_s - work[e.kind].fixed_s / share + e.bytes_s - e.waited_s) / e.bytes_s)
-        for e in found if e.kind in ("vectors", "gradients") and e.waited_s > _SMALL_S
-    ]  # fmt: skip
+        for e in found
+        if e.kind in ("vectors", "gradients") and e.waited_s > _SMALL_S
+    ]
     sizes, ratios = np.array(pairs or [(0.0, 1.0)]).T
     return WorldFit(work, Spread.of(sizes, np.maximum(0.3, ratios)))
 
@@ -111,9 +120,12 @@ def profile_of(plain: Sequence[Observed], world: WorldFit) -> Profile:
     Deduplication and assembly are inside the serial key exchange, and stay there.
     """
     return replace(
-        fit_profile(plain, Profile()), exchange_keys=world.work["keys"], exchange_vectors=world.work["vectors"],
-        exchange_gradients=world.work["gradients"], dense_reduce=world.work["dense"],
-    )  # fmt: skip
+        fit_profile(plain, Profile()),
+        exchange_keys=world.work["keys"],
+        exchange_vectors=world.work["vectors"],
+        exchange_gradients=world.work["gradients"],
+        dense_reduce=world.work["dense"],
+    )
 
 
 def compute_spread(plain: Sequence[Observed], profile: Profile) -> Spread:

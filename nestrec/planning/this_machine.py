@@ -17,8 +17,9 @@ def this_machine(*, uses_cuda: bool) -> ClusterConfig:
     if uses_cuda:
         known = load_cluster("h100-ib400")
         total = torch.cuda.get_device_properties(0).total_memory / GIB
-        device = DeviceConfig(kind="cuda", memory_gib=total, peak_tflops=known.device.peak_tflops,
-                              reserved_gib=known.device.reserved_gib)  # fmt: skip
+        device = DeviceConfig(
+            kind="cuda", memory_gib=total, peak_tflops=known.device.peak_tflops, reserved_gib=known.device.reserved_gib
+        )
     else:
         known = load_cluster("cpu-hosts")
         device = DeviceConfig(kind="cpu", memory_gib=host_gib / local, peak_tflops=known.device.peak_tflops)

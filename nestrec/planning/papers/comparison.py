@@ -37,10 +37,16 @@ class Published:
 
     def row(self) -> dict[str, Any]:
         return {
-            "table": self.table, "quantity": self.quantity, "method": self.method, "published": self.published,
-            "predicted": round(self.predicted, 4), "difference": round(self.difference, 4),
-            "difference_is": "relative" if self.is_relative else "absolute", "bound": self.bound, "agrees": self.agrees,
-        }  # fmt: skip
+            "table": self.table,
+            "quantity": self.quantity,
+            "method": self.method,
+            "published": self.published,
+            "predicted": round(self.predicted, 4),
+            "difference": round(self.difference, 4),
+            "difference_is": "relative" if self.is_relative else "absolute",
+            "bound": self.bound,
+            "agrees": self.agrees,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,13 @@ class Comparison:
 
 
 _SCOPES: dict[str, Scope] = {
-    "exchange_keys": "shards", "exchange_vectors": "shards", "exchange_gradients": "shards",
-    "sum_over_holders": "replicas", "average_over_holders": "replicas", "dense_reduce": "all",
-}  # fmt: skip
+    "exchange_keys": "shards",
+    "exchange_vectors": "shards",
+    "exchange_gradients": "shards",
+    "sum_over_holders": "replicas",
+    "average_over_holders": "replicas",
+    "dense_reduce": "all",
+}
 
 
 class SameOnEveryRank:

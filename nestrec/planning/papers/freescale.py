@@ -39,14 +39,25 @@ def freescale() -> Comparison:
     for method, share in SHARES.items():
         after = exposed("priority", share)
         rows.append(
-            Published(table=f"production, {GPUS} GPUs", quantity="exposed communication cut, %", method=method,
-                      published=PUBLISHED_CUT, predicted=100.0 * (1.0 - after / before), is_relative=False)
-        )  # fmt: skip
+            Published(
+                table=f"production, {GPUS} GPUs",
+                quantity="exposed communication cut, %",
+                method=method,
+                published=PUBLISHED_CUT,
+                predicted=100.0 * (1.0 - after / before),
+                is_relative=False,
+            )
+        )
         rows.append(
-            Published(table="synthetic, histories of 8K", quantity="exposed communication left of 111 ms, ms",
-                      method=method, published=EXPOSED_MS[1], predicted=EXPOSED_MS[0] * after / before,
-                      is_relative=False)
-        )  # fmt: skip
+            Published(
+                table="synthetic, histories of 8K",
+                quantity="exposed communication left of 111 ms, ms",
+                method=method,
+                published=EXPOSED_MS[1],
+                predicted=EXPOSED_MS[0] * after / before,
+                is_relative=False,
+            )
+        )
     return Comparison(tuple(rows), ASSUMPTIONS)
 
 

@@ -99,11 +99,16 @@ def simulated(method: Method, workers: int) -> Replay:
     keys = exchange.at(domain) * KEY_BYTES / (2 * VECTOR_BYTES)
     rest = lookup - keys
     seconds = {
-        "deduplicate": rest * (1 - STORE_PART), "exchange_keys": keys, "fetch": rest * STORE_PART * 0.75,
-        "read_ahead": rest * STORE_PART * 0.75, "write_back": rest * STORE_PART * 0.25, "exchange_vectors": part,
-        "exchange_gradients": part, "forward_backward": 1.0 / method.micro_batches,
+        "deduplicate": rest * (1 - STORE_PART),
+        "exchange_keys": keys,
+        "fetch": rest * STORE_PART * 0.75,
+        "read_ahead": rest * STORE_PART * 0.75,
+        "write_back": rest * STORE_PART * 0.25,
+        "exchange_vectors": part,
+        "exchange_gradients": part,
+        "forward_backward": 1.0 / method.micro_batches,
         "average_over_holders": exchange.at(method.replicas) if method.replicas > 1 else 0.0,
-    }  # fmt: skip
+    }
     sync = ReplicaSyncConfig(mode="weights") if method.replicas > 1 else None
     options = PipelineConfig(schedule=method.schedule)
     program = rehearse(options, micro_batches=method.micro_batches, steps=STEPS, replica_sync=sync)
@@ -121,13 +126,27 @@ def _rows(method: Method, speedup: float, efficiency: float) -> list[Published]:
     is_main = method.efficiency == method.efficiency
     table = f"{'main' if is_main else 'ablation'}, {MANY} workers"
     bound = 0.1 if method.name in _CLAIMED else None
-    rows = [Published(table=table, quantity="speed-up", method=method.name, published=method.speedup,
-                      predicted=speedup, bound=bound)]  # fmt: skip
+    rows = [
+        Published(
+            table=table,
+            quantity="speed-up",
+            method=method.name,
+            published=method.speedup,
+            predicted=speedup,
+            bound=bound,
+        )
+    ]
     if is_main:
         rows.append(
-            Published(table=table, quantity=f"efficiency against {FEW} workers, %", method=method.name,
-                      published=method.efficiency, predicted=100.0 * efficiency, is_relative=False)
-        )  # fmt: skip
+            Published(
+                table=table,
+                quantity=f"efficiency against {FEW} workers, %",
+                method=method.name,
+                published=method.efficiency,
+                predicted=100.0 * efficiency,
+                is_relative=False,
+            )
+        )
     return rows
 
 
@@ -138,7 +157,14 @@ def _exposed_rows(method: Method, many: Replay, unit_ms: float) -> list[Publishe
         "exposed communication, ms": (method.exposed_communication_ms, parts.exposed_communication_ns),
     }
     return [
-        Published(table=f"exposed, {MANY} workers", quantity=quantity, method=method.name, published=published,
-                  predicted=nanoseconds * 1e-9 * unit_ms, is_relative=False)
-        for quantity, (published, nanoseconds) in found.items() if published is not None
-    ]  # fmt: skip
+        Published(
+            table=f"exposed, {MANY} workers",
+            quantity=quantity,
+            method=method.name,
+            published=published,
+            predicted=nanoseconds * 1e-9 * unit_ms,
+            is_relative=False,
+        )
+        for quantity, (published, nanoseconds) in found.items()
+        if published is not None
+    ]

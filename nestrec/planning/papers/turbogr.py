@@ -34,11 +34,25 @@ def turbogr() -> Comparison:
     for model, published in TABLE.items():
         many = simulated(model, MANY)
         parts = many.parts(0)
-        rows.append(Published(table="end to end", quantity="linearity", method=model, published=published["linearity"],
-                              predicted=simulated(model, FEW).pace_s() / many.pace_s()))  # fmt: skip
-        rows.append(Published(table="overlap", quantity="communication not overlapped, ms", method=model,
-                              published=published["exposed"], predicted=parts.exposed_communication_ns * 1e-6,
-                              is_relative=False))  # fmt: skip
+        rows.append(
+            Published(
+                table="end to end",
+                quantity="linearity",
+                method=model,
+                published=published["linearity"],
+                predicted=simulated(model, FEW).pace_s() / many.pace_s(),
+            )
+        )
+        rows.append(
+            Published(
+                table="overlap",
+                quantity="communication not overlapped, ms",
+                method=model,
+                published=published["exposed"],
+                predicted=parts.exposed_communication_ns * 1e-6,
+                is_relative=False,
+            )
+        )
     return Comparison(tuple(rows), ASSUMPTIONS)
 
 
@@ -48,8 +62,10 @@ def simulated(model: str, devices: int, schedule: ScheduleName = "semi_async") -
     communication = TABLE[model]["communication"] * 1e-3 * growth.at(devices) / growth.at(MANY)
     sparse = communication * SPARSE_PART / 2
     seconds = {
-        "exchange_vectors": sparse, "exchange_gradients": sparse, "dense_reduce": communication * (1 - SPARSE_PART),
+        "exchange_vectors": sparse,
+        "exchange_gradients": sparse,
+        "dense_reduce": communication * (1 - SPARSE_PART),
         "forward_backward": TABLE[model]["compute"] * 1e-3,
-    }  # fmt: skip
+    }
     program = rehearse(PipelineConfig(schedule=schedule), micro_batches=1, steps=8)
     return replay(program, SameOnEveryRank(seconds), Mesh(1, devices))

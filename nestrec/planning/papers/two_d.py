@@ -40,13 +40,27 @@ def two_d() -> Comparison:
         predicted = 100.0 * step_time(GROUP, GROUP) / step_time(devices, GROUP)
         is_fitted = devices <= 512
         rows.append(
-            Published(table="ExFM, 2D", quantity="% of linear from 256 devices", method=f"{devices} devices",
-                      published=published, predicted=predicted, bound=None if is_fitted else 5.0, is_relative=False)
-        )  # fmt: skip
+            Published(
+                table="ExFM, 2D",
+                quantity="% of linear from 256 devices",
+                method=f"{devices} devices",
+                published=published,
+                predicted=predicted,
+                bound=None if is_fitted else 5.0,
+                is_relative=False,
+            )
+        )
     for devices, qps in SHARDED_QPS.items():
         predicted = SHARDED_QPS[256] * devices / 256 * step_time(256, 256) / step_time(devices, devices)
-        rows.append(Published(table="ExFM, sharded over everyone", quantity="queries a second",
-                              method=f"{devices} devices", published=qps, predicted=predicted))  # fmt: skip
+        rows.append(
+            Published(
+                table="ExFM, sharded over everyone",
+                quantity="queries a second",
+                method=f"{devices} devices",
+                published=qps,
+                predicted=predicted,
+            )
+        )
     return Comparison(tuple(rows), ASSUMPTIONS)
 
 
@@ -61,10 +75,11 @@ def step_time(devices: int, group: int) -> float:
     """A synchronous step of `devices` in groups of `group`, where everything but messages is the same."""
     message = message_cost()
     seconds = {
-        "exchange_vectors": message * group, "exchange_gradients": message * group,
+        "exchange_vectors": message * group,
+        "exchange_gradients": message * group,
         "dense_reduce": 2.0 * message * devices / DEVICES_A_HOST,
         "forward_backward": 1.0 - message * (EXCHANGES * 256 + 2 * 256 / DEVICES_A_HOST),
-    }  # fmt: skip
+    }
     sync = ReplicaSyncConfig(mode="weights") if devices > group else None
     program = rehearse(PipelineConfig(schedule="serial"), micro_batches=1, steps=STEPS, replica_sync=sync)
     return replay(program, SameOnEveryRank(seconds), Mesh(devices // group, group)).pace_s()

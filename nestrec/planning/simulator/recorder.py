@@ -54,14 +54,29 @@ class Recorder(Tracer):
         return number
 
     def span(
-        self, name: str, *, kind: Kind = "other", lane: str | None = None, step: int | None = None,
-        micro_batch: int | None = None, bytes: int = 0, rows: int = 0, awaits: int | None = None,
-        is_collective: bool = False, id: int | None = None,
-    ) -> OpenSpan:  # fmt: skip
+        self,
+        name: str,
+        *,
+        kind: Kind = "other",
+        lane: str | None = None,
+        step: int | None = None,
+        micro_batch: int | None = None,
+        bytes: int = 0,
+        rows: int = 0,
+        awaits: int | None = None,
+        is_collective: bool = False,
+        id: int | None = None,
+    ) -> OpenSpan:
         plain = super().span(
-            name, kind=kind, lane=lane, step=step, micro_batch=micro_batch, awaits=awaits,
-            is_collective=is_collective, id=id,
-        )  # fmt: skip
+            name,
+            kind=kind,
+            lane=lane,
+            step=step,
+            micro_batch=micro_batch,
+            awaits=awaits,
+            is_collective=is_collective,
+            id=id,
+        )
         return _RecordedSpan(**{key: getattr(plain, key) for key in OpenSpan.__slots__})
 
     def wait(self, awaits: int | None, *, name: str = "wait") -> OpenSpan:
@@ -103,10 +118,15 @@ class Recorder(Tracer):
             return
         thread = self._thread
         self._stages[span.id] = Stage(
-            name=span.name, kind=span.kind, lane=span.lane, step=span.step or 0, micro_batch=span.micro_batch,
-            is_collective=span.is_collective, operations=tuple(thread.operations) or (span.name,),
+            name=span.name,
+            kind=span.kind,
+            lane=span.lane,
+            step=span.step or 0,
+            micro_batch=span.micro_batch,
+            is_collective=span.is_collective,
+            operations=tuple(thread.operations) or (span.name,),
             after=tuple(dict.fromkeys(thread.waits)),
-        )  # fmt: skip
+        )
         thread.span, thread.waits = None, []
         if self._is_main:
             self._events.append(("work", span.id))
@@ -137,7 +157,12 @@ class Recorder(Tracer):
 
 def _with_places(stage: Stage, place: dict[int, int]) -> Stage:
     return Stage(
-        name=stage.name, kind=stage.kind, lane=stage.lane, step=stage.step, micro_batch=stage.micro_batch,
-        is_collective=stage.is_collective, operations=stage.operations,
+        name=stage.name,
+        kind=stage.kind,
+        lane=stage.lane,
+        step=stage.step,
+        micro_batch=stage.micro_batch,
+        is_collective=stage.is_collective,
+        operations=stage.operations,
         after=tuple(place[number] for number in stage.after),
-    )  # fmt: skip
+    )

@@ -84,9 +84,11 @@ def _half_of_rows(working: WorkingSet, *, learning_rate: float, places: Any = No
 
 
 _HALVES: dict[str, Callable[..., str]] = {
-    "exchange_vectors": _half_of_vectors, "exchange_gradients": _half_of_gradients, "add_gradients": _half_of_sums,
+    "exchange_vectors": _half_of_vectors,
+    "exchange_gradients": _half_of_gradients,
+    "add_gradients": _half_of_sums,
     "update_rows": _half_of_rows,
-}  # fmt: skip
+}
 
 
 def _batch(number: int, micro_batches: int) -> Batch:

@@ -224,9 +224,17 @@ class _Spans:
 
 def _span(stage: Stage, place: int, rank: int, start: float, end: float) -> Span:
     return Span(
-        id=place, name=stage.name, kind=stage.kind, lane=stage.lane, start_ns=_ns(start), end_ns=_ns(end), rank=rank,
-        step=stage.step, micro_batch=stage.micro_batch, is_collective=stage.is_collective,
-    )  # fmt: skip
+        id=place,
+        name=stage.name,
+        kind=stage.kind,
+        lane=stage.lane,
+        start_ns=_ns(start),
+        end_ns=_ns(end),
+        rank=rank,
+        step=stage.step,
+        micro_batch=stage.micro_batch,
+        is_collective=stage.is_collective,
+    )
 
 
 def _ns(seconds: float) -> int:
