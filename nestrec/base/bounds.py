@@ -68,9 +68,11 @@ class BoundError(UserError):
     """A value out of range, named by its field alone until whoever knows the rest of its path adds it."""
 
     def under(self, where: str) -> "BoundError":
-        return self if not where else BoundError(
-            self.problem, field=f"{where}.{self.field}", value=self.value, remedy=self.remedy
-        )  # fmt: skip
+        return (
+            self
+            if not where
+            else BoundError(self.problem, field=f"{where}.{self.field}", value=self.value, remedy=self.remedy)
+        )
 
 
 def limits_of(cls: type) -> dict[str, Bound | OneOf]:

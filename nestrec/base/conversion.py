@@ -27,8 +27,12 @@ def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     for key, value in data.items():
         with mistakes.noted():
             if key not in names:
-                raise UserError(f"{cls.__name__} has no such field", field=join(where, key), value=value,
-                                remedy=did_you_mean(key, names))  # fmt: skip
+                raise UserError(
+                    f"{cls.__name__} has no such field",
+                    field=join(where, key),
+                    value=value,
+                    remedy=did_you_mean(key, names),
+                )
             given[key] = convert(value, hints[key], join(where, key))
     for field in fields:
         with mistakes.noted():
@@ -150,8 +154,12 @@ def _member_named(value: Mapping[str, Any], kinds: dict[str, type], where: str) 
         return kinds[kind]
     fitting = [cls for cls in kinds.values() if set(value) <= {field.name for field in dataclasses.fields(cls)}]
     if not fitting:
-        raise UserError("does not say of which kind it is", field=where, value=dict(value),
-                        remedy=f'add "kind", one of {", ".join(kinds)}')  # fmt: skip
+        raise UserError(
+            "does not say of which kind it is",
+            field=where,
+            value=dict(value),
+            remedy=f'add "kind", one of {", ".join(kinds)}',
+        )
     return fitting[0]
 
 
@@ -184,8 +192,12 @@ def _convert_mapping(value: Any, hint: Any, where: str, raw: str | None) -> dict
         pairs = [part.partition("=") for part in raw.split(",")] if raw else []
         for name, equals, _ in pairs:
             if not (name and equals):
-                raise UserError("is no list of names and values", field=where, value=raw,
-                                remedy="write name=value,other=value, or JSON")  # fmt: skip
+                raise UserError(
+                    "is no list of names and values",
+                    field=where,
+                    value=raw,
+                    remedy="write name=value,other=value, or JSON",
+                )
         return {name: convert(parse(text), hint, join(where, name), text) for name, _, text in pairs}
     mistakes, found = Mistakes(), {}
     for name, inner in _expect_fields(value, where).items():

@@ -28,9 +28,11 @@ class KindOf:
         if kind not in names:
             package = self.seam.package_of(kind)
             raise UserError(
-                f"its config {cls.__name__} is not of this kind", field=f"{self.seam.group}: {kind}", value=kind,
+                f"its config {cls.__name__} is not of this kind",
+                field=f"{self.seam.group}: {kind}",
+                value=kind,
                 remedy=f"give {cls.__name__} of the package {package!r} the field `kind: Literal[{kind!r}] = {kind!r}`",
-            )  # fmt: skip
+            )
         return cls
 
     def config_for(self, value: Mapping[str, Any], where: str) -> type:
@@ -41,8 +43,12 @@ class KindOf:
             cls = self.config(name, field=where)
             if value.keys() <= {field.name for field in dataclasses.fields(cls)}:
                 return cls
-        raise UserError("does not say of which kind it is", field=where, value=dict(value),
-                        remedy=f'add "kind", one of {", ".join(self.seam)}')  # fmt: skip
+        raise UserError(
+            "does not say of which kind it is",
+            field=where,
+            value=dict(value),
+            remedy=f'add "kind", one of {", ".join(self.seam)}',
+        )
 
     def check(self, value: Any, where: str) -> None:
         """Raise where a value is no config of a member."""

@@ -13,8 +13,12 @@ def check_folder(path: Path, field: str) -> None:
         problem = "is a file" if present == path.absolute() else f"runs through the file {present}"
         raise UserError(problem, field=field, value=str(path), remedy="name a folder, or one that does not exist yet")
     if not os.access(present, os.W_OK | os.X_OK):
-        raise UserError(f"cannot be written: no permission in {present}", field=field, value=str(path),
-                        remedy="name another folder, or change its permissions")  # fmt: skip
+        raise UserError(
+            f"cannot be written: no permission in {present}",
+            field=field,
+            value=str(path),
+            remedy="name another folder, or change its permissions",
+        )
 
 
 def check_file(path: Path | None) -> Path | None:

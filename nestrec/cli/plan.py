@@ -71,8 +71,12 @@ def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterC
     if profile is not None:
         frame = json_module.loads(profile.read_text())
         if "profile" not in frame:
-            raise UserError("holds no profile", field="--profile", value=str(profile),
-                            remedy="write one with `nestrec bench calibrate --json`")  # fmt: skip
+            raise UserError(
+                "holds no profile",
+                field="--profile",
+                value=str(profile),
+                remedy="write one with `nestrec bench calibrate --json`",
+            )
         cluster = replace(cluster, profile=from_plain(Profile, frame["profile"]))
     return cluster
 
@@ -92,8 +96,15 @@ def check_plan(cfg: RunConfig, cluster: str | None) -> None:
 
 
 def _short(number: int, plan: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    times = {"step ms": "step_ms", "compute": "compute_ms", "lookup": "exposed_lookup_ms", "comm": "exposed_comm_ms",
-             "idle": "idle_ms", "mfu": "mfu", "bound by": "bound_by"}  # fmt: skip
+    times = {
+        "step ms": "step_ms",
+        "compute": "compute_ms",
+        "lookup": "exposed_lookup_ms",
+        "comm": "exposed_comm_ms",
+        "idle": "idle_ms",
+        "mfu": "mfu",
+        "bound by": "bound_by",
+    }
     return {"": number, "plan": plan, **{head: row[name] for head, name in times.items()}}
 
 

@@ -79,9 +79,14 @@ def _answer(rank: int, pipe: Connection) -> Any:
 
 
 def _run(  # noqa: PLR0917
-    rank: int, world: int, meeting: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...],
+    rank: int,
+    world: int,
+    meeting: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
     enter: Callable[[int], None] | None,
-) -> None:  # fmt: skip
+) -> None:
     if enter is not None:
         enter(rank)
     import torch

@@ -117,11 +117,20 @@ class Topology:
             return Communicator(name, 0, 1, None, log)
 
         return Topology(
-            rank=0, world=1, num_replicas=1, placement="shards_contiguous", device=place,
-            keys=alone("keys"), vectors=alone("vectors"),
-            replica_keys=alone("replica_keys"), replicas=alone("replicas"), dense=alone("dense"),
-            control=alone("control"), samples=Communicator("samples", 0, 1, None, CollectiveLog()), log=log,
-        )  # fmt: skip
+            rank=0,
+            world=1,
+            num_replicas=1,
+            placement="shards_contiguous",
+            device=place,
+            keys=alone("keys"),
+            vectors=alone("vectors"),
+            replica_keys=alone("replica_keys"),
+            replicas=alone("replicas"),
+            dense=alone("dense"),
+            control=alone("control"),
+            samples=Communicator("samples", 0, 1, None, CollectiveLog()),
+            log=log,
+        )
 
     @staticmethod
     def from_environment(
@@ -166,13 +175,20 @@ class Topology:
         # Peer copies are for all-to-alls; where ranks share a device, sums go over the host.
         sums: ExchangeKind = "host" if _shares_device(device) else "collectives"
         return Topology(
-            rank=rank, world=world, num_replicas=cfg.replicas, placement=cfg.placement, device=device, log=log,
-            keys=make("keys", shard_axis, hosts), vectors=make("vectors", shard_axis, tensors),
+            rank=rank,
+            world=world,
+            num_replicas=cfg.replicas,
+            placement=cfg.placement,
+            device=device,
+            log=log,
+            keys=make("keys", shard_axis, hosts),
+            vectors=make("vectors", shard_axis, tensors),
             replica_keys=make("replica_keys", replica_axis, hosts),
-            replicas=make("replicas", replica_axis, tensors), dense=make("dense", everyone, sums),
+            replicas=make("replicas", replica_axis, tensors),
+            dense=make("dense", everyone, sums),
             control=make("control", everyone, "host"),
             samples=replace(make("samples", everyone, hosts), log=CollectiveLog()),
-        )  # fmt: skip
+        )
 
 
 def mesh(world: int, num_replicas: int, placement: Placement) -> list[list[int]]:
@@ -230,9 +246,11 @@ def _check_peers(device: torch.device) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cuda" or ranks_here != dist.get_world_size():
         raise UserError(
-            "copies between devices need CUDA and all ranks on one host", field="ranks.exchange", value="copy_engine",
+            "copies between devices need CUDA and all ranks on one host",
+            field="ranks.exchange",
+            value="copy_engine",
             remedy="take ranks.exchange=host or collectives",
-        )  # fmt: skip
+        )
 
 
 def _group_maker(
@@ -260,8 +278,10 @@ def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.d
         shared = SharedMemory.between(group, timeout)
         if shared is None and exchange == "shared_memory":
             raise UserError(
-                "ranks cannot reach each other's memory", field="ranks.exchange", value="shared_memory",
+                "ranks cannot reach each other's memory",
+                field="ranks.exchange",
+                value="shared_memory",
                 remedy="take ranks.exchange=collectives, or start all ranks on one host, outside containers",
-            )  # fmt: skip
+            )
         return shared or Collectives(group)
     return HostStaged(group) if exchange == "host" else Collectives(group)

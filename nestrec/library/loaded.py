@@ -87,9 +87,12 @@ class Recommender:
         self._form = form_of(servable, slide_events=1)
         has_cached = backbone_of(servable.encoder_config).cached is not None
         pool = PagePool(
-            servable.kept if has_cached else _Kept(), num_pages=1, page_tokens=1, device=servable.device,
+            servable.kept if has_cached else _Kept(),
+            num_pages=1,
+            page_tokens=1,
+            device=servable.device,
             dtype=servable.dtype,
-        )  # fmt: skip
+        )
         self._runner = Runner(self._form, pool, None if has_cached else whole_forward)
 
     @property
@@ -128,8 +131,12 @@ class Recommender:
     ) -> list[Ranking]:
         """The k best items for each of many histories, computed together."""
         if self.servable.index is None:
-            raise UserError("ranks candidates and has no catalogue to recommend from", field="model",
-                            value=self.servable.spec.name, remedy="load a retrieval model, or call rank")  # fmt: skip
+            raise UserError(
+                "ranks candidates and has no catalogue to recommend from",
+                field="model",
+                value=self.servable.spec.name,
+                remedy="load a retrieval model, or call rank",
+            )
         barred, allowed = self._known(exclude), None if allow is None else self._known(allow)
         none, keys = np.zeros(0, np.int64), self.servable.item_keys
 
@@ -155,8 +162,12 @@ class Recommender:
     ) -> list[Ranking]:
         """Scores for each of many histories and its own list of candidates, computed together."""
         if len(candidates) != len(histories):
-            raise UserError(f"must be lists for each of {len(histories)} histories", field="candidates",
-                            value=len(candidates), remedy="give as many lists as histories")  # fmt: skip
+            raise UserError(
+                f"must be lists for each of {len(histories)} histories",
+                field="candidates",
+                value=len(candidates),
+                remedy="give as many lists as histories",
+            )
 
         def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
             ids = reader.items(request.candidates, "candidates")
@@ -250,10 +261,12 @@ def _moved(servable: Servable, device: str) -> Servable:
         return ResidentTable(table.weight.to(device))
 
     return replace(
-        servable, model=servable.model.to(device), index=None if servable.index is None else moved(servable.index),
+        servable,
+        model=servable.model.to(device),
+        index=None if servable.index is None else moved(servable.index),
         tables={name: moved(table) for name, table in servable.tables.items()},
         item_columns={name: column.to(device) for name, column in servable.item_columns.items()},
-    )  # fmt: skip
+    )
 
 
 def _request(history: History, candidates: Items, context: Mapping[str, Any] | None) -> "RankRequest":
@@ -261,15 +274,23 @@ def _request(history: History, candidates: Items, context: Mapping[str, Any] | N
 
     given: dict[str, Any] = dict(history) if isinstance(history, Mapping) else {"items": history}
     if unknown := [name for name in given if name not in _FIELDS]:
-        raise UserError("a history has no such field", field=f"history.{unknown[0]}", value=given[unknown[0]],
-                        remedy=f"known: {', '.join(_FIELDS)}")  # fmt: skip
+        raise UserError(
+            "a history has no such field",
+            field=f"history.{unknown[0]}",
+            value=given[unknown[0]],
+            remedy=f"known: {', '.join(_FIELDS)}",
+        )
     fields = {field.name for field in dataclasses.fields(HistoryFields)} & given.keys()
     of_history = {name: _plain(given[name]) for name in fields}
     of_history["items"] = _plain_ids(given.get("items", ()))
     return RankRequest(
-        user="-", candidates=_plain_ids(candidates), history=HistoryFields(**of_history), context=context,
-        user_features=given.get("user_features"), now_ms=given.get("now_ms"),
-    )  # fmt: skip
+        user="-",
+        candidates=_plain_ids(candidates),
+        history=HistoryFields(**of_history),
+        context=context,
+        user_features=given.get("user_features"),
+        now_ms=given.get("now_ms"),
+    )
 
 
 def _plain_ids(items: Items) -> list[str | int]:

@@ -90,14 +90,20 @@ def make_card() -> Card:
         kind="sequences",
         name="ML-1M like",
         source_format="synthetic",
-        counts=Counts(users=6040, items=3706, events=int(lengths.sum()), rows_read=int(lengths.sum()) + 12,
-                      quarantined={"missing id": 12}, filtered={"min_rating": 345}),
+        counts=Counts(
+            users=6040,
+            items=3706,
+            events=int(lengths.sum()),
+            rows_read=int(lengths.sum()) + 12,
+            quarantined={"missing id": 12},
+            filtered={"min_rating": 345},
+        ),
         lengths=length_statistics(lengths),
         popularity=popularity_statistics(popularity),
         length_histogram=log_histogram(lengths),
         popularity_histogram=log_histogram(popularity),
         has_timestamps=True,
-    )  # fmt: skip
+    )
 
 
 def make_records(num_epochs: int, *, with_test: bool = True) -> list[dict[str, Any]]:
@@ -128,12 +134,17 @@ def make_step(step: int, epoch: int, generator: np.random.Generator) -> dict[str
     }
     step_ms = sum(parts.values()) + 4.0
     return {
-        "kind": "step", "step": step, "epoch": epoch,
+        "kind": "step",
+        "step": step,
+        "epoch": epoch,
         "loss": 4.2 + 3.2 * math.exp(-step / 150) + 0.15 * generator.normal(),
-        "samples_per_s": 128 / step_ms * 1000, "tokens_per_s": 128 * 110 / step_ms * 1000,
-        "memory_mib": 812 + min(step, 50) * 3.1, "step_ms": step_ms, "parts": parts,
+        "samples_per_s": 128 / step_ms * 1000,
+        "tokens_per_s": 128 * 110 / step_ms * 1000,
+        "memory_mib": 812 + min(step, 50) * 3.1,
+        "step_ms": step_ms,
+        "parts": parts,
         "learning_rate": 0.001 * min(1, step / 60),
-    }  # fmt: skip
+    }
 
 
 def make_evaluation(step: int, epoch: int, part: str) -> dict[str, Any]:
@@ -146,8 +157,9 @@ def make_evaluation(step: int, epoch: int, part: str) -> dict[str, Any]:
 def _metrics(ndcg: float) -> dict[str, list[float]]:
     values = {
         f"{name}@{k}": ndcg * factor * (k / 10) ** 0.3
-        for k in (10, 50, 200) for name, factor in (("hr", 1.7), ("ndcg", 1.0), ("mrr", 0.8))
-    }  # fmt: skip
+        for k in (10, 50, 200)
+        for name, factor in (("hr", 1.7), ("ndcg", 1.0), ("mrr", 0.8))
+    }
     return {name: [value, value * 0.96, value * 1.04] for name, value in values.items()}
 
 
@@ -159,17 +171,62 @@ def make_spans(num_steps: int = 4) -> list[Span]:
             at, late, id_ = step * 10_000_000, rank * 500_000, step * 10
             common: dict[str, Any] = {"rank": rank, "step": step}
             spans += [
-                Span(id=id_, name="train.step", kind="step", lane="compute", start_ns=at,
-                     end_ns=at + 10_000_000, **common),
-                Span(id=id_ + 1, name="train.lookup", kind="lookup", lane="host", start_ns=at, end_ns=at + 2_000_000,
-                     **common),
-                Span(id=id_ + 2, name="train.embedding.exchange", kind="communication", lane="exchange",
-                     start_ns=at + 2_000_000 + late, end_ns=at + 4_000_000, is_collective=True, **common),
-                Span(id=id_ + 5, name="wait", kind="wait", lane="exchange", start_ns=at, end_ns=at + 2_000_000,
-                     awaits=id_ + 1, **common),
-                Span(id=id_ + 3, name="wait", kind="wait", lane="compute", start_ns=at, end_ns=at + 4_000_000,
-                     awaits=id_ + 2, **common),
-                Span(id=id_ + 4, name="train.forward", kind="compute", lane="compute", start_ns=at + 4_000_000,
-                     end_ns=at + 9_500_000, **common),
-            ]  # fmt: skip
+                Span(
+                    id=id_,
+                    name="train.step",
+                    kind="step",
+                    lane="compute",
+                    start_ns=at,
+                    end_ns=at + 10_000_000,
+                    **common,
+                ),
+                Span(
+                    id=id_ + 1,
+                    name="train.lookup",
+                    kind="lookup",
+                    lane="host",
+                    start_ns=at,
+                    end_ns=at + 2_000_000,
+                    **common,
+                ),
+                Span(
+                    id=id_ + 2,
+                    name="train.embedding.exchange",
+                    kind="communication",
+                    lane="exchange",
+                    start_ns=at + 2_000_000 + late,
+                    end_ns=at + 4_000_000,
+                    is_collective=True,
+                    **common,
+                ),
+                Span(
+                    id=id_ + 5,
+                    name="wait",
+                    kind="wait",
+                    lane="exchange",
+                    start_ns=at,
+                    end_ns=at + 2_000_000,
+                    awaits=id_ + 1,
+                    **common,
+                ),
+                Span(
+                    id=id_ + 3,
+                    name="wait",
+                    kind="wait",
+                    lane="compute",
+                    start_ns=at,
+                    end_ns=at + 4_000_000,
+                    awaits=id_ + 2,
+                    **common,
+                ),
+                Span(
+                    id=id_ + 4,
+                    name="train.forward",
+                    kind="compute",
+                    lane="compute",
+                    start_ns=at + 4_000_000,
+                    end_ns=at + 9_500_000,
+                    **common,
+                ),
+            ]
     return spans

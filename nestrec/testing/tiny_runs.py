@@ -24,18 +24,27 @@ _OVERRIDES: dict[str, dict[str, str]] = {
     # With eight channels the recipe's dropout would empty whole tokens, and LayerNorms then blow up their gradients.
     "sasrec": {**_HISTORY, "task.encoder.ffn_dim": "8", "task.encoder.dropout": "0.2", "task.evaluation.ks": "5,10"},
     "ranking": {
-        "task.encoder.dim": "8", "task.encoder.head_dim": "4", "task.encoder.max_length": "16",
-        "task.inputs.max_events": "8", "task.inputs.event_features": "[]", "task.inputs.user_features": "[]",
-        "task.inputs.item_features": "topic", "task.baseline_category": "",
+        "task.encoder.dim": "8",
+        "task.encoder.head_dim": "4",
+        "task.encoder.max_length": "16",
+        "task.inputs.max_events": "8",
+        "task.inputs.event_features": "[]",
+        "task.inputs.user_features": "[]",
+        "task.inputs.item_features": "topic",
+        "task.baseline_category": "",
         "task.split.valid_from": iso_moment(_VALID_MS),
         "task.split.test_from": iso_moment(_TEST_MS),
     },
     "rows": {
-        "task.encoder.dim": "4", "task.encoder.bottom": "8", "task.encoder.top": "8",
-        "task.table_store.admission_count": "2", "task.table_store.eviction": "lru",
-        "task.table_store.max_rows": "120", "optimizer.table_learning_rate": "0.1",
+        "task.encoder.dim": "4",
+        "task.encoder.bottom": "8",
+        "task.encoder.top": "8",
+        "task.table_store.admission_count": "2",
+        "task.table_store.eviction": "lru",
+        "task.table_store.max_rows": "120",
+        "optimizer.table_learning_rate": "0.1",
     },
-}  # fmt: skip
+}
 _COMMON = {
     "training.device": "cpu",
     "training.patience": "none",

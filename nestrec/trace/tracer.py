@@ -48,10 +48,20 @@ class OpenSpan:
     def closed(self, start_ns: int, end_ns: int) -> Span:
         """The finished span."""
         return Span(
-            id=self.id, name=self.name, kind=self.kind, lane=self.lane, start_ns=start_ns, end_ns=end_ns,
-            rank=self.tracer.rank, step=self.step, micro_batch=self.micro_batch, bytes=self.bytes, rows=self.rows,
-            awaits=self.awaits, is_collective=self.is_collective,
-        )  # fmt: skip
+            id=self.id,
+            name=self.name,
+            kind=self.kind,
+            lane=self.lane,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            rank=self.tracer.rank,
+            step=self.step,
+            micro_batch=self.micro_batch,
+            bytes=self.bytes,
+            rows=self.rows,
+            awaits=self.awaits,
+            is_collective=self.is_collective,
+        )
 
 
 class _Defaults(threading.local):
