@@ -39,9 +39,11 @@ class BatchConfig:
         if (self.batch_samples is None) == (self.batch_tokens is None):
             given = {"batch_samples": self.batch_samples, "batch_tokens": self.batch_tokens}
             raise UserError(
-                "one of the two sizes of a batch is needed, and only one", field="batch", value=given,
+                "one of the two sizes of a batch is needed, and only one",
+                field="batch",
+                value=given,
                 remedy="give one of them and set the other to none, such as --batch.batch_samples none",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,12 @@ class Batches:
         self._num_micro_batches_at = num_micro_batches_at or (lambda position: fixed)
         self._dealer = dealer or Dealer(rank, world)
         self.order = GlobalBatches(
-            assembler.tokens, seed=seed, batch_samples=cfg.batch_samples, batch_tokens=cfg.batch_tokens,
+            assembler.tokens,
+            seed=seed,
+            batch_samples=cfg.batch_samples,
+            batch_tokens=cfg.batch_tokens,
             block_size=cfg.shuffle_block,
-        )  # fmt: skip
+        )
 
     def build(self, position: Position) -> Batch:
         """The slow twin of `starting_at`: one batch, made now. Collective where the dealer trades."""

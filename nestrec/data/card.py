@@ -161,8 +161,12 @@ class Card:
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(path, f"cannot be parsed: {error}") from error
         if version != FORMAT_VERSION:
-            raise DataError(f"has format version {version}, this nestrec reads {FORMAT_VERSION}", field="dataset",
-                            value=str(folder), remedy="prepare it again")  # fmt: skip
+            raise DataError(
+                f"has format version {version}, this nestrec reads {FORMAT_VERSION}",
+                field="dataset",
+                value=str(folder),
+                remedy="prepare it again",
+            )
         try:
             return from_plain(Card, plain)
         except UserError as error:

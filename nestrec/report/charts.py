@@ -66,15 +66,24 @@ def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, i
     total = sum(parts.values())
     colours = colour_of or colours_of(parts)
     pieces = [
-        element("span", class_=f"b{colours[name]}", style=f"flex:{number(value / total * 1000)}",
-                title=f"{name}: {significant(value)} {unit}")
-        for name, value in parts.items() if value > 0
-    ]  # fmt: skip
-    rows = [
-        element("tr", element("td", swatch(colours[name]), name), element("td", f"{significant(value, 3)} {unit}"),
-                element("td", f"{value / total:.1%}"))
+        element(
+            "span",
+            class_=f"b{colours[name]}",
+            style=f"flex:{number(value / total * 1000)}",
+            title=f"{name}: {significant(value)} {unit}",
+        )
         for name, value in parts.items()
-    ]  # fmt: skip
+        if value > 0
+    ]
+    rows = [
+        element(
+            "tr",
+            element("td", swatch(colours[name]), name),
+            element("td", f"{significant(value, 3)} {unit}"),
+            element("td", f"{value / total:.1%}"),
+        )
+        for name, value in parts.items()
+    ]
     return element(
         "div", element("div", pieces, class_="bar", role="img"), element("table", rows, class_="numbers measures")
     )
@@ -152,10 +161,16 @@ def _hints(line: Line, x_axis: Axis, y_axis: Axis, colour: int) -> list[Markup]:
     points = [point for stretch in unbroken(line.x, line.y) for point in stretch]
     every = max(1, -(-len(points) // _MOST_HINTS))
     return [
-        element("circle", element("title", f"{line.label} {significant(y)} at {significant(x)}"),
-                class_=f"f{colour} hint", cx=x_axis.place(x), cy=y_axis.place(y), r=4)
+        element(
+            "circle",
+            element("title", f"{line.label} {significant(y)} at {significant(x)}"),
+            class_=f"f{colour} hint",
+            cx=x_axis.place(x),
+            cy=y_axis.place(y),
+            r=4,
+        )
         for x, y in points[::every]
-    ]  # fmt: skip
+    ]
 
 
 def _points(points: Sequence[tuple[float, float]]) -> str:

@@ -58,7 +58,7 @@ _CHECKS = (
     _Check("TorchRec", probes.torchrec, "no conversion to it, no comparison with it: `make torchrec`", True),
     _Check("Serving", probes.serving, "no `nestrec serve`: `pip install 'nestrec[serve]'`", True),
     _Check("Ray", probes.ray, "no serving on several machines: `pip install 'ray[serve]'`", True),
-)  # fmt: skip
+)
 
 
 def examine() -> list[Finding]:

@@ -37,8 +37,9 @@ def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> str:
     head = element(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        element("title", f"{title} · nestrec plan"), element("style", Markup(STYLE)),
-    )  # fmt: skip
+        element("title", f"{title} · nestrec plan"),
+        element("style", Markup(STYLE)),
+    )
     facts = f"{plan.cluster.world} ranks, {plan.workload.batch_samples} samples a step. Simulated, nothing was run."
     header = element("header", element("h1", title), element("p", facts))
     sections = [_section(title, content) for title, content in plan_sections(plan, worlds=worlds).items()]
@@ -63,9 +64,11 @@ def _plans(plan: Plan) -> Markup:
     if plan.best is None:
         return element("div", [element("p", f"Nothing fits: {short}", class_="problem") for short in plan.shortages])
     return element(
-        "div", _table(_COLUMNS, plan_rows(plan, most=_MOST)), element("h3", "Why others lost"),
+        "div",
+        _table(_COLUMNS, plan_rows(plan, most=_MOST)),
+        element("h3", "Why others lost"),
         _table(("plan", "step_ms", "why"), lost_rows(plan, most=20)),
-    )  # fmt: skip
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Markup:

@@ -56,10 +56,17 @@ def comparison_rows(runs: Sequence[Path], pairs: Sequence[tuple[str, str]]) -> l
 
 def _quality_row(group: list[Ranks]) -> Row:
     one, metrics = group[0], _metrics_of(group)
-    row: Row = {"recipe": one.recipe, "dataset": one.dataset, "model": one.model, "device": one.device,
-                "seeds": [run.seed for run in group], "users": len(one.users),
-                "epochs": [run.epochs for run in group], "best_epochs": [run.best_epoch for run in group],
-                "validations": _validations(group)}  # fmt: skip
+    row: Row = {
+        "recipe": one.recipe,
+        "dataset": one.dataset,
+        "model": one.model,
+        "device": one.device,
+        "seeds": [run.seed for run in group],
+        "users": len(one.users),
+        "epochs": [run.epochs for run in group],
+        "best_epochs": [run.best_epoch for run in group],
+        "validations": _validations(group),
+    }
     for metric, interval in bootstrap({name: _seed_average(group, name) for name in metrics}).items():
         of_seeds = _of_seeds(group, metric)
         row[metric], row[f"{metric}_interval"] = interval.mean, [interval.low, interval.high]
@@ -76,9 +83,14 @@ def _quality_row(group: list[Ranks]) -> Row:
 def _comparison_row(first: list[Ranks], second: list[Ranks]) -> Row:
     one, other = first[0], second[0]
     _check_same_users([one, other])
-    row: Row = {"recipe": one.recipe, "against": other.recipe, "dataset": one.dataset,
-                "seeds": [run.seed for run in first], "against_seeds": [run.seed for run in second],
-                "users": len(one.users)}  # fmt: skip
+    row: Row = {
+        "recipe": one.recipe,
+        "against": other.recipe,
+        "dataset": one.dataset,
+        "seeds": [run.seed for run in first],
+        "against_seeds": [run.seed for run in second],
+        "users": len(one.users),
+    }
     metrics = _metrics_of([*first, *second])
     differences = {name: _seed_average(first, name) - _seed_average(second, name) for name in metrics}
     for metric, interval in bootstrap(differences).items():
@@ -96,8 +108,12 @@ def _by_recipe(runs: Sequence[Path]) -> dict[str, list[Ranks]]:
         _check_same_users(group)
         seeds = [run.seed for run in group]
         if len(set(seeds)) < len(seeds):
-            raise UserError(f"two runs of {group[0].recipe} have the same seed", field="seeds", value=seeds,
-                            remedy="give each seed once")  # fmt: skip
+            raise UserError(
+                f"two runs of {group[0].recipe} have the same seed",
+                field="seeds",
+                value=seeds,
+                remedy="give each seed once",
+            )
         group.sort(key=lambda run: run.seed)
     return groups
 

@@ -25,9 +25,15 @@ def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None,
     names = metric_names(metrics, headline)
     names, left_out = names[:max_metrics], names[len(names[:max_metrics]) :]
     with_ratio = has_baseline(metrics, headline)
-    table = Table(title=Text(title or f"{evaluation['part']} part (± half of the 95% interval)"), title_justify="left",
-                  caption=Text(f"not shown: {', '.join(left_out)}") if left_out else None, caption_justify="left",
-                  box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+    table = Table(
+        title=Text(title or f"{evaluation['part']} part (± half of the 95% interval)"),
+        title_justify="left",
+        caption=Text(f"not shown: {', '.join(left_out)}") if left_out else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     table.add_column("", overflow="fold")
     for head in [*names[:1], *([f"over\n{best_baseline(metrics, headline)}"] if with_ratio else []), *names[1:]]:
         table.add_column(Text(head), justify="right", no_wrap=True)

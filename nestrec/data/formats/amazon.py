@@ -68,8 +68,13 @@ def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimi
     position = list(names).index(str(found["timestamp"]))
     second = _second_line(path) if has_header else first
     unit = _time_unit(header_names(second, Delimited())[position] if second.count(",") >= position else "")
-    log = LogColumns(user=str(found["user"]), item=str(found["item"]), rating=found["rating"], time=found["timestamp"],
-                     time_unit=unit)  # fmt: skip
+    log = LogColumns(
+        user=str(found["user"]),
+        item=str(found["item"]),
+        rating=found["rating"],
+        time=found["timestamp"],
+        time_unit=unit,
+    )
     return Delimited(names=() if has_header else names), log
 
 

@@ -66,14 +66,26 @@ def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Pro
     if not num_rows:
         raise DataError("has no usable rows", field="input", value=str(path), remedy="check the format")
     files = [*writer.close(), *quarantine.files()]
-    counts = Counts(users=num_rows, items=0, events=num_rows, rows_read=num_read, duplicates_kept=duplicates.finish(),
-                    quarantined=dict(sorted(quarantine.reasons.items())))  # fmt: skip
+    counts = Counts(
+        users=num_rows,
+        items=0,
+        events=num_rows,
+        rows_read=num_read,
+        duplicates_kept=duplicates.finish(),
+        quarantined=dict(sorted(quarantine.reasons.items())),
+    )
     return _finish(folder, path, counts, files, options)
 
 
 def _finish(folder: Path, path: Path, counts: Counts, files: list[DataFile], options: CriteoOptions) -> Card:
-    card = Card(kind="rows", name=plain_name(path), source_format="criteo", counts=counts, files=tuple(files),
-                options=to_plain(options))  # fmt: skip
+    card = Card(
+        kind="rows",
+        name=plain_name(path),
+        source_format="criteo",
+        counts=counts,
+        files=tuple(files),
+        options=to_plain(options),
+    )
     card.save(folder)
     return card
 

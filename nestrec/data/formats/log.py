@@ -38,12 +38,20 @@ class LogOptions(PrepareOptions):
     def __post_init__(self) -> None:
         for name in ("min_rating", "positive_rating"):
             if getattr(self, name) is not None and self.log.rating is None:
-                raise UserError("needs a column of ratings", field=name, value=getattr(self, name),
-                                remedy="name it with --log.rating COLUMN")  # fmt: skip
+                raise UserError(
+                    "needs a column of ratings",
+                    field=name,
+                    value=getattr(self, name),
+                    remedy="name it with --log.rating COLUMN",
+                )
         for table, columns in (("items", "item_columns"), ("users", "user_columns")):
             if getattr(self, table) is None and getattr(self, columns) != TableColumns():
-                raise UserError("describes a table that is not given", field=columns, value="",
-                                remedy=f"name its file with --{table} FILE")  # fmt: skip
+                raise UserError(
+                    "describes a table that is not given",
+                    field=columns,
+                    value="",
+                    remedy=f"name its file with --{table} FILE",
+                )
 
 
 def open_log(path: Path, options: LogOptions) -> LogSource:

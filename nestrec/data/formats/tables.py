@@ -38,8 +38,11 @@ class TableColumns:
     def kinds(self) -> dict[str, SideKind]:
         """Kind of each column that is named."""
         named: tuple[tuple[tuple[str, ...], SideKind], ...] = (
-            (self.categories, "category"), (self.lists, "categories"), (self.numbers, "range"), (self.texts, "text")
-        )  # fmt: skip
+            (self.categories, "category"),
+            (self.lists, "categories"),
+            (self.numbers, "range"),
+            (self.texts, "text"),
+        )
         return {name: kind for names, kind in named for name in names}
 
 
@@ -69,14 +72,24 @@ def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what
 def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, what: str) -> None:
     option = f"{what.removesuffix('s')}_columns"
     mistakes = Mistakes()
-    wanted = {"key": (key,), "left_out": columns.left_out, "categories": columns.categories, "lists": columns.lists,
-              "numbers": columns.numbers, "texts": columns.texts}  # fmt: skip
+    wanted = {
+        "key": (key,),
+        "left_out": columns.left_out,
+        "categories": columns.categories,
+        "lists": columns.lists,
+        "numbers": columns.numbers,
+        "texts": columns.texts,
+    }
     for field, chosen in wanted.items():
         for name in chosen:
             with mistakes.noted():
                 if name not in names:
-                    raise DataError(f"is no column of {file.name}", field=f"{option}.{field}", value=name,
-                                    remedy=did_you_mean(name, names))  # fmt: skip
+                    raise DataError(
+                        f"is no column of {file.name}",
+                        field=f"{option}.{field}",
+                        value=name,
+                        remedy=did_you_mean(name, names),
+                    )
     mistakes.raise_all()
 
 

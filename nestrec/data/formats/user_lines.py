@@ -48,8 +48,11 @@ def _read(path: Path) -> Iterator[RawBatch]:
         counts = pc.list_value_length(words).to_numpy(zero_copy_only=False).astype(np.int64)
         is_blank = pc.binary_length(text).to_numpy(zero_copy_only=False) == 0
         numbers = first_line + np.arange(len(lines), dtype=np.int64)
-        bad = [BadRow(int(numbers[i]), "user without items", lines[i].strip()) for i in np.flatnonzero(counts == 1)
-               if not is_blank[i]]  # fmt: skip
+        bad = [
+            BadRow(int(numbers[i]), "user without items", lines[i].strip())
+            for i in np.flatnonzero(counts == 1)
+            if not is_blank[i]
+        ]
         starts = np.cumsum(counts) - counts
         is_item = np.ones(int(counts.sum()), dtype=np.bool_)
         is_item[starts] = False
@@ -80,8 +83,11 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
             )
         joined = [",".join(str(a) for a in values) for values in attributes.values()]
         lines = np.ones(len(joined), dtype=np.int64)
-        yield RawBatch(path.name, lines, {"item": pa.array(list(attributes), pa.string()),
-                                          "attributes": pa.array(joined, pa.string())})  # fmt: skip
+        yield RawBatch(
+            path.name,
+            lines,
+            {"item": pa.array(list(attributes), pa.string()), "attributes": pa.array(joined, pa.string())},
+        )
 
     return batches
 

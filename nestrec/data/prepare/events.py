@@ -140,8 +140,12 @@ class EventParser:
             with mistakes.noted():
                 if name not in batch.columns:
                     hint = " (is the separator right? --log.separator ';')" if len(batch.columns) == 1 else ""
-                    raise DataError(f"is no column of {batch.file}", field="column", value=name,
-                                    remedy=did_you_mean(name, batch.columns) + hint)  # fmt: skip
+                    raise DataError(
+                        f"is no column of {batch.file}",
+                        field="column",
+                        value=name,
+                        remedy=did_you_mean(name, batch.columns) + hint,
+                    )
                 _check_type(batch, name, is_time=name in (log.time, log.position))
         mistakes.raise_all()
 
@@ -209,9 +213,11 @@ def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
     kind = batch.columns[name].type
     if pa.types.is_nested(kind) or (is_time and pa.types.is_boolean(kind)):
         raise DataError(
-            f"is of type {kind} in {batch.file}", field="column", value=name,
+            f"is of type {kind} in {batch.file}",
+            field="column",
+            value=name,
             remedy="name a column of text or numbers" + (", or of times" if is_time else ""),
-        )  # fmt: skip
+        )
 
 
 def encode_category(table: KeyTable, column: pa.Array) -> NDArray[np.int64]:

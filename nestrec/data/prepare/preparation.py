@@ -26,6 +26,7 @@ def prepare(
     found = FORMATS.find(format)
     if options is not None and (given or not isinstance(options, found.options)):
         remedy = f"give a {found.options.__name__}, or options by name"
-        raise UserError("are not the options of this format", field="options", value=type(options).__name__,
-                        remedy=remedy)  # fmt: skip
+        raise UserError(
+            "are not the options of this format", field="options", value=type(options).__name__, remedy=remedy
+        )
     return found.prepare(str(input), Path(output), options or given_options(format, given), progress)

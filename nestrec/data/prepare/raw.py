@@ -186,9 +186,11 @@ def _check_unique(path: Path, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise DataError(
-                f"is the name of {names.count(name)} columns of {path.name}", field="column", value=name,
+                f"is the name of {names.count(name)} columns of {path.name}",
+                field="column",
+                value=name,
                 remedy="give each column a name of its own",
-            )  # fmt: skip
+            )
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

@@ -131,8 +131,12 @@ def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
                 yield chunk["user"], chunk["item"]
 
     o = work.options
-    rule = CoreFilter(user_core=o.user_core, item_core=o.item_core, is_iterated=o.core_passes == "iterated",
-                      min_user_events=o.min_user_events)  # fmt: skip
+    rule = CoreFilter(
+        user_core=o.user_core,
+        item_core=o.item_core,
+        is_iterated=o.core_passes == "iterated",
+        min_user_events=o.min_user_events,
+    )
     kept = apply_filter(rule, pairs, len(work.parser.users), len(work.parser.items))
     if not kept.users.any():
         remedy = "lower user_core, item_core or min_user_events"

@@ -26,9 +26,13 @@ SideKind = Literal["category", "number", "text", "categories", "date", "range"]
 NUM_RANGES = 16
 _NUMERIC = ("number", "date", "range")
 _FEATURE_KIND: dict[SideKind, FeatureKind] = {
-    "category": "category", "number": "number", "text": "text", "categories": "categories", "date": "number",
+    "category": "category",
+    "number": "number",
+    "text": "text",
+    "categories": "categories",
+    "date": "number",
     "range": "category",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,9 @@ class SideTable:
         quarantine.check(num_rows, max_bad_share, num_bad_before)
         if num_rows and not num_known and self._source.must_match:
             remedy = f"check its column of ids, {self._source.key!r}"
-            raise DataError("has no row of any id in the log", field="table", value=self._source.must_match,
-                            remedy=remedy)  # fmt: skip
+            raise DataError(
+                "has no row of any id in the log", field="table", value=self._source.must_match, remedy=remedy
+            )
         for ranges in self._ranges.values():
             ranges.settle()
         for name, lists in self._lists.items():
@@ -153,8 +158,11 @@ class SideTable:
             return pa.array(ids.astype(np.int64))
         if column.kind == "categories":
             return self._lists[column.feature].take(ids)
-        texts = self._tables[column.feature].keys(np.maximum(ids.astype(np.int64) - 1, 0)) if len(
-            self._tables[column.feature]) else pa.array([""] * ids.size)  # fmt: skip
+        texts = (
+            self._tables[column.feature].keys(np.maximum(ids.astype(np.int64) - 1, 0))
+            if len(self._tables[column.feature])
+            else pa.array([""] * ids.size)
+        )
         return pc.if_else(pa.array(ids > 0), texts, "")
 
     def _describe(self, column: SideColumn) -> Feature:

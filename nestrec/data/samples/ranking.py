@@ -148,9 +148,10 @@ def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
                 if name not in usable:
                     raise UserError(
                         "is not a category of this dataset that is known before the user reacts",
-                        field=f"task.inputs.{prefix}_features", value=name,
+                        field=f"task.inputs.{prefix}_features",
+                        value=name,
                         remedy=f"{did_you_mean(name, usable)}; '' takes none",
-                    )  # fmt: skip
+                    )
                 columns.append(Column(f"{prefix}_{name}", usable[name].vocabulary_size))
     mistakes.raise_all()
     return tuple(columns)

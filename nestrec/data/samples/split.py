@@ -45,8 +45,12 @@ class TimeSplitConfig:
         if valid_from is None:
             valid_from = _cut(ordered[ordered < test_from], self.valid_share * ordered.size)
         if valid_from > test_from:
-            raise UserError(f"is later than test_from = {self.test_from}", field="task.split.valid_from",
-                            value=self.valid_from, remedy="validation comes before the test")  # fmt: skip
+            raise UserError(
+                f"is later than test_from = {self.test_from}",
+                field="task.split.valid_from",
+                value=self.valid_from,
+                remedy="validation comes before the test",
+            )
         return valid_from, test_from
 
 

@@ -78,30 +78,78 @@ class SyntheticConfig:
 
 PRESETS = {
     "tiny": SyntheticConfig(
-        name="tiny", num_users=2000, num_items=800, ln_mean=3.25, ln_sd=0.5, max_length=128, zipf_s=0.8, zipf_q=4.0,
+        name="tiny",
+        num_users=2000,
+        num_items=800,
+        ln_mean=3.25,
+        ln_sd=0.5,
+        max_length=128,
+        zipf_s=0.8,
+        zipf_q=4.0,
     ),
     "interests": SyntheticConfig(
-        name="interests", num_users=2000, num_items=800, ln_mean=3.5, ln_sd=0.4, max_length=128, zipf_s=0.8,
-        zipf_q=4.0, num_interests=2, switch_chance=0.8, follow_chance=0.9,
+        name="interests",
+        num_users=2000,
+        num_items=800,
+        ln_mean=3.5,
+        ln_sd=0.4,
+        max_length=128,
+        zipf_s=0.8,
+        zipf_q=4.0,
+        num_interests=2,
+        switch_chance=0.8,
+        follow_chance=0.9,
         dialect_chance=1.0,
     ),
     "ml-1m-like": SyntheticConfig(
-        name="ml-1m-like", num_users=6038, num_items=3307, ln_mean=4.44, ln_sd=0.98, min_length=16, max_length=1924,
-        zipf_s=3.66, zipf_q=1372.0, follow_chance=0.5,
+        name="ml-1m-like",
+        num_users=6038,
+        num_items=3307,
+        ln_mean=4.44,
+        ln_sd=0.98,
+        min_length=16,
+        max_length=1924,
+        zipf_s=3.66,
+        zipf_q=1372.0,
+        follow_chance=0.5,
     ),
     "kuairand-27k-like": SyntheticConfig(
-        name="kuairand-27k-like", num_users=27_285, num_items=32_038_725, ln_mean=9.06, ln_sd=0.80, min_length=100,
-        max_length=228_000, zipf_s=0.75, num_topics=64, allows_repeats=True,
+        name="kuairand-27k-like",
+        num_users=27_285,
+        num_items=32_038_725,
+        ln_mean=9.06,
+        ln_sd=0.80,
+        min_length=100,
+        max_length=228_000,
+        zipf_s=0.75,
+        num_topics=64,
+        allows_repeats=True,
     ),
     "turbogr-kuai": SyntheticConfig(
-        name="turbogr-kuai", num_users=100_000, num_items=1_000_000, ln_mean=6.0, ln_sd=1.5, min_length=5,
-        max_length=2048, zipf_s=0.75, num_topics=64, allows_repeats=True,
+        name="turbogr-kuai",
+        num_users=100_000,
+        num_items=1_000_000,
+        ln_mean=6.0,
+        ln_sd=1.5,
+        min_length=5,
+        max_length=2048,
+        zipf_s=0.75,
+        num_topics=64,
+        allows_repeats=True,
     ),
     "freescale": SyntheticConfig(
-        name="freescale", num_users=100_000, num_items=10_000_000, ln_mean=7.5, ln_sd=1.2, min_length=5,
-        max_length=21_000, zipf_s=0.75, num_topics=64, allows_repeats=True,
+        name="freescale",
+        num_users=100_000,
+        num_items=10_000_000,
+        ln_mean=7.5,
+        ln_sd=1.2,
+        min_length=5,
+        max_length=21_000,
+        zipf_s=0.75,
+        num_topics=64,
+        allows_repeats=True,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +287,11 @@ def check(shape: SyntheticConfig) -> None:
         raise UserError("must differ from 1", field="zipf_s", value=shape.zipf_s, remedy="use 0.999 or 1.001")
     if shape.num_topics > shape.num_items:
         raise UserError(
-            f"is less than the {shape.num_topics} topics that items belong to", field="num_items",
-            value=shape.num_items, remedy=f"give {shape.num_topics} or more",
-        )  # fmt: skip
+            f"is less than the {shape.num_topics} topics that items belong to",
+            field="num_items",
+            value=shape.num_items,
+            remedy=f"give {shape.num_topics} or more",
+        )
 
 
 def _user_block(block: EventBlock) -> UserBlock:

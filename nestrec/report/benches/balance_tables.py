@@ -75,11 +75,15 @@ def _show_measured(rows: Sequence[Row], console: Console) -> None:
             table.add_column(name, justify="right")
         for row in part:
             table.add_row(
-                row["policy"], _with_quartiles(row, "imbalance", ".1%"), _with_quartiles(row, "cpu_imbalance", ".1%"),
-                f"{row['predicted_imbalance']:.1%}", _with_quartiles(row, "step_ms", ".0f"),
-                _with_quartiles(row, "speedup", ".2f"), _with_quartiles(row, "speedup_cpu", ".2f"),
+                row["policy"],
+                _with_quartiles(row, "imbalance", ".1%"),
+                _with_quartiles(row, "cpu_imbalance", ".1%"),
+                f"{row['predicted_imbalance']:.1%}",
+                _with_quartiles(row, "step_ms", ".0f"),
+                _with_quartiles(row, "speedup", ".2f"),
+                _with_quartiles(row, "speedup_cpu", ".2f"),
                 _with_quartiles(row, "data_wait_ms", ".2f"),
-            )  # fmt: skip
+            )
         console.print(table)
     console.print(MEASURED_LEGEND, markup=False, highlight=False)
 
@@ -99,12 +103,19 @@ def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
     for (name, policy), noises in by_policy.items():
         first = next(iter(noises.values()))
         yield [
-            name, policy, _percent(first["straggler"] if first["imbalance"] is None else first["imbalance"]),
-            *(_percent(noises[noise][of]) if noise in noises else ""
-              for noise in ("uniform", "gaussian") for of in ("imbalance", "noise_floor")),
-            _number(first["max_token_gap"], ",.0f"), _percent(first.get("window_imbalance")),
-            _number(first["partition_ms"], ".2f"), _number(first.get("partition_cpu_ms"), ".2f"),
-        ]  # fmt: skip
+            name,
+            policy,
+            _percent(first["straggler"] if first["imbalance"] is None else first["imbalance"]),
+            *(
+                _percent(noises[noise][of]) if noise in noises else ""
+                for noise in ("uniform", "gaussian")
+                for of in ("imbalance", "noise_floor")
+            ),
+            _number(first["max_token_gap"], ",.0f"),
+            _percent(first.get("window_imbalance")),
+            _number(first["partition_ms"], ".2f"),
+            _number(first.get("partition_cpu_ms"), ".2f"),
+        ]
 
 
 def _keys_table(title: str, rows: Sequence[Row]) -> Table:
@@ -114,11 +125,15 @@ def _keys_table(title: str, rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row["policy"], _number(row["unique_keys_batch"], ",.0f"), _number(row["unique_keys_ranks"], ",.0f"),
-            _number(row["over_fixed_ranks"], "+.2%"), _number(row["unique_keys_micro_batches"], ",.0f"),
-            _number(row["over_fixed_micro_batches"], "+.2%"), _number(row["unique_keys_clustered"], ",.0f"),
+            row["policy"],
+            _number(row["unique_keys_batch"], ",.0f"),
+            _number(row["unique_keys_ranks"], ",.0f"),
+            _number(row["over_fixed_ranks"], "+.2%"),
+            _number(row["unique_keys_micro_batches"], ",.0f"),
+            _number(row["over_fixed_micro_batches"], "+.2%"),
+            _number(row["unique_keys_clustered"], ",.0f"),
             _number(row["over_fixed_clustered"], "+.2%"),
-        )  # fmt: skip
+        )
     return table
 
 

@@ -12,8 +12,9 @@ from nestrec.report.style import STYLE
 
 def write_page(path: Path, frame: Mapping[str, Any]) -> None:
     """Write the page; it needs no network and no other file."""
-    head = element("head", Markup('<meta charset="utf-8">'), element("title", "relay · nestrec"),
-                   element("style", Markup(STYLE)))  # fmt: skip
+    head = element(
+        "head", Markup('<meta charset="utf-8">'), element("title", "relay · nestrec"), element("style", Markup(STYLE))
+    )
     about = element(
         "p", f"{frame['command']} · {frame['date']} · {frame['hardware']['cpu']} {frame['hardware']['gpus']}"
     )

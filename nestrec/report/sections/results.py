@@ -25,9 +25,7 @@ def results(run: RunRecords) -> Markup | None:
     notes = [element("p", f"Note: {note}", class_="quiet") for note in evaluation.get("notes", ())]
     verdict = verdict_on(evaluation["metrics"], evaluation["headline"])
     loud = element("p", verdict.sentence, class_="problem") if verdict and verdict.outcome != "wins" else None
-    return element(
-        "div", loud, _tiles(run, evaluation, verdict), _table(evaluation), _explanation(evaluation), *notes
-    )  # fmt: skip
+    return element("div", loud, _tiles(run, evaluation, verdict), _table(evaluation), _explanation(evaluation), *notes)
 
 
 def _tiles(run: RunRecords, evaluation: Record, verdict: Verdict | None) -> Markup:

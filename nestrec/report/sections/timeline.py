@@ -86,8 +86,9 @@ def _lanes(spans: Sequence[Span], shown_ns: int | None = None) -> Markup:
     legend = [element("span", swatch(colour), kind) for kind, colour in _COLOUR.items()]
     title = f"Lanes from step {first}: {significant((end_ns - start_ns) * 1e-6, 3)} ms"
     left_out = f", {len(lanes) - len(rows)} more lanes not shown" if len(lanes) > len(rows) else ""
-    return element("figure", element("figcaption", title + left_out), rows, element("p", legend, class_="legend"),
-                   class_="lanes")  # fmt: skip
+    return element(
+        "figure", element("figcaption", title + left_out), rows, element("p", legend, class_="legend"), class_="lanes"
+    )
 
 
 def _usual_steps(spans: Sequence[Span]) -> tuple[int, int, int]:
