@@ -153,7 +153,7 @@ def _greedy(problem: _Problem) -> Assignment:
     uses = np.bincount(problem.key, minlength=problem.num_keys)
     micro_batch: Assignment = _assign(
         problem.key, problem.offsets, uses, problem.cost, order, problem.num_micro_batches, problem.limit
-    )  # fmt: skip
+    )
     return micro_batch
 
 

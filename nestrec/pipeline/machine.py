@@ -64,8 +64,9 @@ class Machine:
         number, loaded = loading.number, loading.loaded
         asked = self.lanes.communication.submit(
             lambda span: self.engine.exchange_keys(loaded.wait().source, step=number),
-            self.label("train.embedding.route", "lookup", number, is_collective=True), after=[loaded],
-        )  # fmt: skip
+            self.label("train.embedding.route", "lookup", number, is_collective=True),
+            after=[loaded],
+        )
 
         def arrange(span: OpenSpan) -> Routed:
             with counted(span, self.engine.statistics.keys):
@@ -122,8 +123,9 @@ class Machine:
         rows = older.rows, newer.rows
         shared = self.lanes.lookup.submit(
             lambda span: overlap_of(rows[0].wait(), rows[1].wait()),
-            self.label("train.embedding.intersect", "lookup", newer.number), after=rows,
-        )  # fmt: skip
+            self.label("train.embedding.intersect", "lookup", newer.number),
+            after=rows,
+        )
         return FollowingBatch(newer, shared)
 
     def copy_shared(self, older: FetchedBatch[Any], following: FollowingBatch[Any]) -> Overlap:
@@ -138,8 +140,9 @@ class Machine:
         """Rows to the store, except those that the next batch has taken over."""
         return self.lanes.lookup.submit(
             lambda span: self.engine.write_back(_measured(span, batch.rows.wait()), shared),
-            self.label("train.embedding.write_back", "lookup", batch.number), after=[batch.rows],
-        )  # fmt: skip
+            self.label("train.embedding.write_back", "lookup", batch.number),
+            after=[batch.rows],
+        )
 
     def vectors(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
         """Exchange E of a micro-batch; whoever asks waits for the rows."""

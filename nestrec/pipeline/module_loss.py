@@ -45,9 +45,11 @@ class ModuleLoss:
         answer = self._module(vectors, batch)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise UserError(
-                "must return the sum of its losses and their weight", field="model", value=type(answer).__name__,
+                "must return the sum of its losses and their weight",
+                field="model",
+                value=type(answer).__name__,
                 remedy="return loss.sum(), num_samples (or what `weight` gives for the batch)",
-            )  # fmt: skip
+            )
         loss, weight = answer
         summed: torch.Tensor = loss
         if summed.device.type == "cpu":  # on a GPU the host would wait for it
@@ -66,6 +68,8 @@ class ModuleLoss:
         found, announced = float(weight), self._weight(batch)
         if abs(found - announced) > _TOLERANCE * max(1.0, abs(announced)):
             raise UserError(
-                f"the model says {found:g} of a micro-batch that was announced with {announced:g}", field="weight",
-                value=found, remedy="give TrainingPipeline weight=..., a function of a batch that says the same",
-            )  # fmt: skip
+                f"the model says {found:g} of a micro-batch that was announced with {announced:g}",
+                field="weight",
+                value=found,
+                remedy="give TrainingPipeline weight=..., a function of a batch that says the same",
+            )

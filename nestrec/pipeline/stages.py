@@ -150,9 +150,11 @@ def check_can_cache(num_micro_batches: int | Literal["auto"]) -> None:
     """With the window cache each row names the micro-batch that uses it last, and that number has bounds."""
     if num_micro_batches != "auto" and num_micro_batches > MOST_MICRO_BATCHES:
         raise UserError(
-            "is more than the window cache can tell apart", field="batch.micro_batches", value=num_micro_batches,
+            "is more than the window cache can tell apart",
+            field="batch.micro_batches",
+            value=num_micro_batches,
             remedy=f"give at most {MOST_MICRO_BATCHES}, or set --pipeline.window_cache false",
-        )  # fmt: skip
+        )
 
 
 def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -> None:
@@ -163,6 +165,8 @@ def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -
             "micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own"
         )
         raise UserError(
-            "the loss couples the samples of the whole batch, which may not be cut", field="batch.micro_batches",
-            value=num_micro_batches, remedy=remedy,
-        )  # fmt: skip
+            "the loss couples the samples of the whole batch, which may not be cut",
+            field="batch.micro_batches",
+            value=num_micro_batches,
+            remedy=remedy,
+        )

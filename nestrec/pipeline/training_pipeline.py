@@ -165,9 +165,11 @@ class TrainingPipeline:
         self.schedule.abandon(error)
 
     def _dense_of(
-        self, model: nn.Module | Compute, optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None,
+        self,
+        model: nn.Module | Compute,
+        optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None,
         table_rate: float | None,
-    ) -> tuple[Dense, Callable[[int], Rates]]:  # fmt: skip
+    ) -> tuple[Dense, Callable[[int], Rates]]:
         """The dense side, and the learning rates of each step."""
         if optimizer is None:
             optimizer = OptimizerConfig(table_learning_rate=table_rate)
@@ -194,9 +196,11 @@ class TrainingPipeline:
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise UserError(
-                "batches are still in flight", field="pipeline.run", value=f"after step {self.number}",
+                "batches are still in flight",
+                field="pipeline.run",
+                value=f"after step {self.number}",
                 remedy="let the loop over run() end before anything else; to end sooner, shorten its batches",
-            )  # fmt: skip
+            )
 
     def _prepared(self, batches: Iterator[Samples]) -> Iterator[Batch]:
         """Batches as schedules take them: cut, with the weight of the global batch."""
@@ -219,9 +223,11 @@ class TrainingPipeline:
         ended = [rank for rank, (has_batch, _) in enumerate(everyone) if not has_batch]
         if ended and len(ended) < len(everyone):
             raise UserError(
-                "has fewer batches than others", field="rank", value=ended[0],
+                "has fewer batches than others",
+                field="rank",
+                value=ended[0],
                 remedy="give every rank equally many, empty ones where it has no samples",
-            )  # fmt: skip
+            )
         return float(sum(weight for _, weight in everyone))
 
 

@@ -32,9 +32,13 @@ def task_spec(cfg: TaskConfigBase) -> TaskSpec:
 
 
 def make_task(
-    cfg: TaskConfigBase, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"],
+    cfg: TaskConfigBase,
+    dataset: Dataset,
+    *,
+    seed: int,
+    dtype: Literal["float32", "float64"],
     tables: Mapping[str, TableOptions] = MappingProxyType({}),
-) -> Task:  # fmt: skip
+) -> Task:
     """A task on a dataset; draws the initial weights of its model. tables: what a run says of them, by name."""
     task = task_spec(cfg).make(cfg, dataset, seed=seed, dtype=dtype)
     task.tables = with_options(task.tables, tables)

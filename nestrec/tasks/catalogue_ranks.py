@@ -40,9 +40,11 @@ class RetrievalEvaluationConfig:
         measured = [f"{metric}@{k}" for k in self.ks for metric in ("hr", "ndcg", "mrr")]
         if self.headline not in measured:
             raise UserError(
-                "is not among the metrics that are measured", field="task.evaluation.headline", value=self.headline,
+                "is not among the metrics that are measured",
+                field="task.evaluation.headline",
+                value=self.headline,
                 remedy=f"{did_you_mean(self.headline, measured)} task.evaluation.ks gives the cut-offs",
-            )  # fmt: skip
+            )
 
 
 class CatalogueRanks:
@@ -67,10 +69,13 @@ class CatalogueRanks:
         for users in self._shares:
             batch = self._queries.assemble(users)
             _, keys = self._engine.top_k(
-                "items", self._last_states(batch), self._k, exclude=self._excluded(batch),
+                "items",
+                self._last_states(batch),
+                self._k,
+                exclude=self._excluded(batch),
                 row_transform=lambda rows, keys: self._model.item_vectors(rows),
                 candidates=np.arange(1, self._num_items + 1),
-            )  # fmt: skip
+            )
             hit = keys.cpu() == batch.tensors["target"][:, None]
             parts.append(np.where(hit.any(1), hit.int().argmax(1) + 1, 0).astype(np.int64))
         return self._merge(parts)
@@ -141,9 +146,11 @@ class CatalogueRanks:
             allowed = np.setdiff1d(catalogue, np.append(seen[i].numpy(), target), assume_unique=False)
             if len(allowed) < count:
                 raise UserError(
-                    f"user {user} has only {len(allowed)} unseen items", field="task.evaluation.sampled_negatives",
-                    value=count, remedy="ask for fewer, or 0 to skip the sampled protocol",
-                )  # fmt: skip
+                    f"user {user} has only {len(allowed)} unseen items",
+                    field="task.evaluation.sampled_negatives",
+                    value=count,
+                    remedy="ask for fewer, or 0 to skip the sampled protocol",
+                )
             order = np.argsort(fold_array(fold(0x5A, int(user)), allowed), kind="stable")
             out[i] = [target, *allowed[order[:count]]]
         return out

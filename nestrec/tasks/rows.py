@@ -48,9 +48,11 @@ class RowsTaskConfig:
     def __post_init__(self) -> None:
         if self.valid_share + self.test_share >= 1:
             raise UserError(
-                f"leaves nothing to train on beside task.test_share = {self.test_share}", field="task.valid_share",
-                value=self.valid_share, remedy="give two shares that sum to less than 1",
-            )  # fmt: skip
+                f"leaves nothing to train on beside task.test_share = {self.test_share}",
+                field="task.valid_share",
+                value=self.valid_share,
+                remedy="give two shares that sum to less than 1",
+            )
 
 
 class RowsTask(Task):
@@ -58,8 +60,12 @@ class RowsTask(Task):
 
     def __init__(self, cfg: RowsTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         if dataset.card.kind != "rows":
-            raise UserError("holds sequences, not labelled rows", field="data.folder", value=str(dataset.folder),
-                            remedy="prepare a file of labelled rows, such as Criteo's")  # fmt: skip
+            raise UserError(
+                "holds sequences, not labelled rows",
+                field="data.folder",
+                value=str(dataset.folder),
+                remedy="prepare a file of labelled rows, such as Criteo's",
+            )
         self.cfg, self._dataset = cfg, dataset
         total = dataset.num_samples
         test_at = total - round(total * cfg.test_share)
@@ -70,10 +76,17 @@ class RowsTask(Task):
         }
         self._train = np.arange(valid_at)
         self.model = DLRM(cfg.encoder)
-        self.tables = (
-            TableConfig(name="categories", dim=cfg.encoder.dim, num_rows=None, features=("category",), dtype=dtype,
-                        seed=seed, init=cfg.table_init, optimizer=cfg.table_optimizer, store=cfg.table_store),
-        )  # fmt: skip
+        self.tables = TableConfig(
+            name="categories",
+            dim=cfg.encoder.dim,
+            num_rows=None,
+            features=("category",),
+            dtype=dtype,
+            seed=seed,
+            init=cfg.table_init,
+            optimizer=cfg.table_optimizer,
+            store=cfg.table_store,
+        )
         self.assembler = RowsAssembler(dataset, self._train)
 
     def num_held_out(self, part: Part) -> int:

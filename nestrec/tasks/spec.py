@@ -24,9 +24,7 @@ class TaskConfigBase(Protocol):
 class MakeTask(Protocol):
     """Puts a task together, on a dataset that fits it; a UserError where it does not."""
 
-    def __call__(
-        self, cfg: Any, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]
-    ) -> Task: ...  # fmt: skip
+    def __call__(self, cfg: Any, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

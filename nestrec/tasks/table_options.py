@@ -21,9 +21,11 @@ class TableOptions:
             return table
         if table.dtype == "float64":
             raise UserError(
-                "training.dtype = 'float64' asks for rows of the same", field=f"{where}.dtype", value=self.dtype,
+                "training.dtype = 'float64' asks for rows of the same",
+                field=f"{where}.dtype",
+                value=self.dtype,
                 remedy="leave it out, or train in float32",
-            )  # fmt: skip
+            )
         return replace(table, dtype=self.dtype)
 
 

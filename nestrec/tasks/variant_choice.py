@@ -103,9 +103,10 @@ def loss_milliseconds(variant: Variant, shape: LossShape, device: torch.device) 
         return torch.randint(bound, size, generator=draw, dtype=torch.int32, device=device)
 
     candidates = make_candidates(
-        places(shape.tokens, bound=shape.rows), places(shape.tokens, shape.negatives, bound=shape.rows),
+        places(shape.tokens, bound=shape.rows),
+        places(shape.tokens, shape.negatives, bound=shape.rows),
         shared_TK=places(shape.tokens, shape.sharing - 1, bound=shape.tokens),
-    )  # fmt: skip
+    )
     times = []
     for _ in range(_ROUNDS + 1):
         query_TD.grad = row_UD.grad = None

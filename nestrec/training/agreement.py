@@ -15,6 +15,8 @@ def agree_on_config(cfg: RunConfig, topology: Topology) -> None:
             mine, theirs = first.get(name, "not there"), other.get(name, "not there")
             if mine != theirs:
                 raise UserError(
-                    f"differs between ranks: rank {rank} has {theirs!r}", field=name, value=mine,
+                    f"differs between ranks: rank {rank} has {theirs!r}",
+                    field=name,
+                    value=mine,
                     remedy="start every rank with the same command",
-                )  # fmt: skip
+                )

@@ -43,9 +43,11 @@ class Balancing:
         """made_ahead: batches that may have been dealt before their step."""
         if cfg.fit_every_steps is not None and topology.device.type == "cuda":
             raise UserError(
-                "needs computing times, which the host does not see on a GPU", field="balance.fit_every_steps",
-                value=cfg.fit_every_steps, remedy="give balance.cost (nestrec.balance.hstu_cost has that of HSTU)",
-            )  # fmt: skip
+                "needs computing times, which the host does not see on a GPU",
+                field="balance.fit_every_steps",
+                value=cfg.fit_every_steps,
+                remedy="give balance.cost (nestrec.balance.hstu_cost has that of HSTU)",
+            )
         self._cfg, self._topology = cfg, topology
         self._costs = CostSchedule(cfg.cost, cfg.replay)
         self.dealer: Dealer = make_dealer(cfg, self._costs, topology.samples, tracer)

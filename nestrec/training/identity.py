@@ -110,9 +110,11 @@ def _refuse(kinds: list[str], told: Mapping[str, str], path: Path) -> None:
     named = [f"{name} {text}" for name, text in list(told.items())[:_MOST_NAMED]]
     named += [f"and {len(told) - _MOST_NAMED} more"] * (len(told) > _MOST_NAMED)
     raise UserError(
-        f"the checkpoint is of another {' and '.join(kinds)}: {'; '.join(named)}", field="checkpoint", value=str(path),
+        f"the checkpoint is of another {' and '.join(kinds)}: {'; '.join(named)}",
+        field="checkpoint",
+        value=str(path),
         remedy="move it out of this run's folder, or train into another one (--output) with its settings",
-    )  # fmt: skip
+    )
 
 
 def _told(saved: Settings, mine: Settings) -> dict[str, str]:

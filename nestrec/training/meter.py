@@ -50,14 +50,18 @@ class Meter:
         if not (abs(loss) < float("inf") and norm < float("inf")):
             raise NonFiniteError(
                 f"loss {loss}, gradient norm {norm} at step {step}: the run stops, the last checkpoint is intact",
-                field="step", value=step, remedy="resume with a smaller learning rate, or look at this step's samples",
-            )  # fmt: skip
+                field="step",
+                value=step,
+                remedy="resume with a smaller learning rate, or look at this step's samples",
+            )
         if bad := [name for name, seen in zip(self.tables, rows, strict=False) if seen != 0]:
             raise NonFiniteError(
                 f"rows of the table {', '.join(map(repr, bad))} are not finite at step {step}: the run stops, the last "
                 "checkpoint is intact",
-                field="step", value=step, remedy="resume with a smaller learning rate (optimizer.table_learning_rate)",
-            )  # fmt: skip
+                field="step",
+                value=step,
+                remedy="resume with a smaller learning rate (optimizer.table_learning_rate)",
+            )
         self.loss, self.wants_stop = loss, stop > 0
 
     def speeds(self) -> dict[str, float]:

@@ -13,6 +13,8 @@ def check_parts(cfg: RunConfig, task: Task) -> None:
         )
     if cfg.training.evaluate_every_epochs > 0 and task.num_held_out("valid") == 0:
         raise UserError(
-            "holds nothing to validate on", field="data.folder", value=cfg.data.folder,
+            "holds nothing to validate on",
+            field="data.folder",
+            value=cfg.data.folder,
             remedy=f"{task.remedy_if_empty}, or set --training.evaluate_every_epochs 0",
-        )  # fmt: skip
+        )

@@ -16,9 +16,14 @@ from nestrec.data.card import CARD_FILE, Card
 from nestrec.training.config import RunConfig
 
 _FIXED = (
-    "task.", "tables.", "batch.batch_samples", "batch.batch_tokens", "batch.shuffle_block", "training.seed",
+    "task.",
+    "tables.",
+    "batch.batch_samples",
+    "batch.batch_tokens",
+    "batch.shuffle_block",
+    "training.seed",
     "training.dtype",
-)  # fmt: skip
+)
 _FREE_IN_TASK = (
     "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_slices", "batch_rows",
     "store.kind", "store.cache_rows", "store.folder", "store.num_threads",
@@ -35,9 +40,10 @@ def check_same_data(run: Path, card: Card) -> None:
     if _digests(trained_on) != _digests(card):
         raise UserError(
             f"is not the data that this run was trained on: that had {_size(trained_on)}, this has {_size(card)}",
-            field="data.folder", value=card.name,
+            field="data.folder",
+            value=card.name,
             remedy="name the data it was trained on (--data.folder), or train into another folder (--output)",
-        )  # fmt: skip
+        )
 
 
 def is_fixed(name: str) -> bool:
@@ -51,9 +57,11 @@ def changes_since(before: RunConfig, now: RunConfig) -> list[str]:
     for name, old, new in _differences(leaves(before), leaves(now)):
         if is_fixed(name):
             raise UserError(
-                f"was {old!r} when this run began, and may not change while it goes on", field=name, value=new,
+                f"was {old!r} when this run began, and may not change while it goes on",
+                field=name,
+                value=new,
                 remedy=f"give --{name} {old}, or train into another folder (--output)",
-            )  # fmt: skip
+            )
         if not name.startswith(("name", "data.")):
             changes.append(f"{name} was {old!r}, is {new!r}")
     return changes

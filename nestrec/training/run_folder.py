@@ -89,9 +89,11 @@ class RunFolder:
             action()
         except OSError as error:
             self._problem = UserError(
-                f"cannot be written: {error.strerror or error}", field="RUN",
-                value=str(error.filename or self.path), remedy=_REMEDY,
-            )  # fmt: skip
+                f"cannot be written: {error.strerror or error}",
+                field="RUN",
+                value=str(error.filename or self.path),
+                remedy=_REMEDY,
+            )
 
     def begin(self, cfg: RunConfig, card_text: str, device: torch.device) -> None:
         """Write what is known at the start."""
@@ -117,8 +119,12 @@ class RunFolder:
     def config(self) -> RunConfig:
         file = self.path / "config.json"
         if not file.exists():
-            raise UserError("is not the folder of a run", field="RUN", value=str(self.path),
-                            remedy="name a folder that `nestrec train` wrote")  # fmt: skip
+            raise UserError(
+                "is not the folder of a run",
+                field="RUN",
+                value=str(self.path),
+                remedy="name a folder that `nestrec train` wrote",
+            )
         return from_plain(RunConfig, json.loads(file.read_text()))
 
     def resumed_config(self) -> RunConfig | None:

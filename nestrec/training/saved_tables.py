@@ -91,11 +91,17 @@ class SavedTables:
             if not saved:
                 return
             read = {name: list(restored.rows(self._ahead(name, step))) for name in saved}
-            self._engine.reads_ahead.keep(step, {
-                name: (np.concatenate([chunk["keys"].numpy() for chunk in chunks]),
-                       torch.cat([chunk["weight"] for chunk in chunks]))
-                for name, chunks in read.items() if chunks
-            })  # fmt: skip
+            self._engine.reads_ahead.keep(
+                step,
+                {
+                    name: (
+                        np.concatenate([chunk["keys"].numpy() for chunk in chunks]),
+                        torch.cat([chunk["weight"] for chunk in chunks]),
+                    )
+                    for name, chunks in read.items()
+                    if chunks
+                },
+            )
 
     @staticmethod
     def _no_keys(step: int) -> Chunk:

@@ -20,9 +20,12 @@ class Saving:
         self._session, self._cfg, self._folder = session, session.cfg.training, folder
         # Each has a communicator of its own: both may be writing in the background at the same time.
         self._last = Checkpoints(
-            folder.checkpoints, keep=self._cfg.keep_checkpoints, max_deltas=self._cfg.incremental_saves,
-            peers=Peers.of_topology(session.topology), report=report,
-        )  # fmt: skip
+            folder.checkpoints,
+            keep=self._cfg.keep_checkpoints,
+            max_deltas=self._cfg.incremental_saves,
+            peers=Peers.of_topology(session.topology),
+            report=report,
+        )
         self._best = Checkpoints(folder.best, keep=1, peers=Peers.of_topology(session.topology), report=report)
         # Of the first rank alone: it writes what checkpoints name, and checks it.
         self._named = folder.identity()

@@ -46,10 +46,14 @@ class Session:
         task.model.to(device=topology.device, dtype=getattr(torch, cfg.training.dtype))
         engine = EmbeddingEngine(task.tables, topology, topology.device, cfg.replica_sync)
         return Session(
-            cfg=cfg, topology=topology, dataset=dataset, task=task, engine=engine,
+            cfg=cfg,
+            topology=topology,
+            dataset=dataset,
+            task=task,
+            engine=engine,
             tables=SavedTables(engine),
             dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device, engine.row_watch),
-        )  # fmt: skip
+        )
 
     def content(self, state: TrainState, base: int | None = None, *, copied: bool = False) -> Content:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.
@@ -64,9 +68,13 @@ class Session:
         if copied:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         return Content(
-            tensors=tensors, state={"train": state.to_plain()}, tables=tables, removed=removed, base=base,
+            tensors=tensors,
+            state={"train": state.to_plain()},
+            tables=tables,
+            removed=removed,
+            base=base,
             shard=(self.topology.shard, self.topology.num_shards),
-        )  # fmt: skip
+        )
 
     def restore(self, restored: Restored) -> TrainState:
         """Take back what `content` gave, on any number of ranks."""

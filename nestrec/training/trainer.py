@@ -60,13 +60,20 @@ class Trainer:
         self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
         clustering = cfg.pipeline.clustering
         self.batches = Batches(
-            self.session.task.assembler, cfg.batch, seed=cfg.training.seed, dealer=self.balancing.dealer,
-            cluster=None if clustering is None else ByKeys(clustering), num_micro_batches_at=self.window.schedule.at,
-        )  # fmt: skip
+            self.session.task.assembler,
+            cfg.batch,
+            seed=cfg.training.seed,
+            dealer=self.balancing.dealer,
+            cluster=None if clustering is None else ByKeys(clustering),
+            num_micro_batches_at=self.window.schedule.at,
+        )
         self.pipeline = TrainingPipeline(
-            compute_of(self.session.task, topology.device, cfg.training.precision), self.session.engine,
-            dense_optimizer=self.session.dense, schedule=cfg.pipeline, tracer=self.tracer,
-        )  # fmt: skip
+            compute_of(self.session.task, topology.device, cfg.training.precision),
+            self.session.engine,
+            dense_optimizer=self.session.dense,
+            schedule=cfg.pipeline,
+            tracer=self.tracer,
+        )
         self.saving = Saving(self.session, self.folder, self._listener.warned)
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
@@ -184,9 +191,13 @@ class Trainer:
         is_last = number == self.cfg.training.max_steps
         is_due = ends_epoch or is_last or (saves is not None and number % saves == 0)
         return Step(
-            number=number, batch=batch, rates=self._rates(), wants_stop=wants_stop, is_fence=is_due or self._stops,
+            number=number,
+            batch=batch,
+            rates=self._rates(),
+            wants_stop=wants_stop,
+            is_fence=is_due or self._stops,
             is_stop=self._stops and not is_due,
-        )  # fmt: skip
+        )
 
     def _after_step(self, batch: Batch) -> None:
         """What may follow a step: an evaluation, a report, a save, an end."""

@@ -30,14 +30,18 @@ def _check_clustering(cfg: RunConfig, task: Task) -> None:
     name = cfg.pipeline.clustering
     if name is not None and cfg.batch.micro_batches == 1:
         raise UserError(
-            "there is one micro-batch, which holds all samples of its rank", field="pipeline.clustering", value=name,
+            "there is one micro-batch, which holds all samples of its rank",
+            field="pipeline.clustering",
+            value=name,
             remedy="give batch.micro_batches too, or leave it out",
-        )  # fmt: skip
+        )
     if name is not None and type(task.assembler).sample_keys is Assembler.sample_keys:
         raise UserError(
-            "the task does not tell which keys its samples look up", field="pipeline.clustering", value=name,
+            "the task does not tell which keys its samples look up",
+            field="pipeline.clustering",
+            value=name,
             remedy="leave it out, or define `sample_keys` of the task's assembler",
-        )  # fmt: skip
+        )
 
 
 def _check_replica_sync(cfg: RunConfig, name: str) -> None:
@@ -47,14 +51,18 @@ def _check_replica_sync(cfg: RunConfig, name: str) -> None:
         return
     if cfg.ranks.replicas == 1:
         raise UserError(
-            "there is one group of ranks, and one copy of each row", field=f"replica_sync.{name}", value=value,
+            "there is one group of ranks, and one copy of each row",
+            field=f"replica_sync.{name}",
+            value=value,
             remedy="give ranks.replicas too, or leave it out",
-        )  # fmt: skip
+        )
     if name != "mode" and sync.mode == "gradients":
         raise UserError(
-            "gradients are summed in every step", field=f"replica_sync.{name}", value=value,
+            "gradients are summed in every step",
+            field=f"replica_sync.{name}",
+            value=value,
             remedy="set replica_sync.mode=weights, or leave it out",
-        )  # fmt: skip
+        )
 
 
 def _row_optimizers(node: Any, path: str) -> Iterator[tuple[str, RowOptimizerConfig]]:

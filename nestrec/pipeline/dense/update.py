@@ -41,10 +41,22 @@ class AdamW:
         weights: list[torch.Tensor] = [self._named[name] for name in names]
         steps, means, squares = ([self.state[name][part] for name in names] for part in STATE)
         adamw(
-            weights, list(gradients.values()), means, squares, [], steps, foreach=not self._is_fused,
-            fused=self._is_fused, amsgrad=False, beta1=self._cfg.beta1, beta2=self._cfg.beta2, lr=learning_rate,
-            weight_decay=self._cfg.weight_decay, eps=self._cfg.eps, maximize=False,
-        )  # fmt: skip
+            weights,
+            list(gradients.values()),
+            means,
+            squares,
+            [],
+            steps,
+            foreach=not self._is_fused,
+            fused=self._is_fused,
+            amsgrad=False,
+            beta1=self._cfg.beta1,
+            beta2=self._cfg.beta2,
+            lr=learning_rate,
+            weight_decay=self._cfg.weight_decay,
+            eps=self._cfg.eps,
+            maximize=False,
+        )
 
     def clear_gradients(self) -> None:
         for weight in self._named.values():
@@ -71,9 +83,13 @@ class DenseUpdate:
     """Dense weights, their optimiser and their synchronisation."""
 
     def __init__(
-        self, model: nn.Module, optimizer: OptimizerConfig | torch.optim.Optimizer, topology: Topology,
-        device: torch.device, row_watch: RowWatch | None = None,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        optimizer: OptimizerConfig | torch.optim.Optimizer,
+        topology: Topology,
+        device: torch.device,
+        row_watch: RowWatch | None = None,
+    ):
         """row_watch: of the rows on this rank; what all ranks have seen travels with the sums."""
         self._named = dict(model.named_parameters())
         self._device, self._topology, self._row_watch = device, topology, row_watch
@@ -138,6 +154,8 @@ def _check_same_model(named: Mapping[str, nn.Parameter], tensors: Mapping[str, t
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise UserError(
-                f"the checkpoint is of another model: it has {saved.get(name)}", field=f"shape of {name}",
-                value=wanted.get(name), remedy="train into another folder (--output), or with its config.json",
-            )  # fmt: skip
+                f"the checkpoint is of another model: it has {saved.get(name)}",
+                field=f"shape of {name}",
+                value=wanted.get(name),
+                remedy="train into another folder (--output), or with its config.json",
+            )

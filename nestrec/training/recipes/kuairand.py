@@ -14,9 +14,14 @@ LAST_DAY = "2022-04-30T00:00+08:00"
 
 
 USER_FEATURES = (
-    "active_degree", "is_video_author", "follow_user_num_range", "fans_user_num_range", "register_days_range",
-    "onehot_feat1", "onehot_feat4",
-)  # fmt: skip
+    "active_degree",
+    "is_video_author",
+    "follow_user_num_range",
+    "fans_user_num_range",
+    "register_days_range",
+    "onehot_feat1",
+    "onehot_feat4",
+)
 
 
 def kuairand_ranking() -> RunConfig:

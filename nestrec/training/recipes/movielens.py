@@ -51,9 +51,14 @@ def _hstu(dim: int = 50, num_layers: int = 2, num_heads: int = 1, *, time_bias: 
 
 def _fuxi(dim: int = 50, num_layers: int = 2, num_heads: int = 1, *, time_channel: bool = True) -> FuXiConfig:
     return FuXiConfig(
-        dim=dim, head_dim=dim // num_heads, ffn_dim=dim, num_layers=num_layers, num_heads=num_heads, max_length=LENGTH,
+        dim=dim,
+        head_dim=dim // num_heads,
+        ffn_dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_length=LENGTH,
         time_channel=time_channel,
-    )  # fmt: skip
+    )
 
 
 ML_1M = ("ml-1m", "nestrec prepare movielens ml-1m/ data/ml-1m (GroupLens' folder with ratings.dat)")

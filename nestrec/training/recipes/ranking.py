@@ -19,16 +19,14 @@ def ranking() -> RunConfig:
     return RunConfig(
         name="ranking",
         task=RankingTaskConfig(
-            encoder=HSTUConfig(
-                dim=32, head_dim=16, num_heads=2, num_layers=2, dropout=0.2, max_length=2 * MAX_EVENTS
-            ),
+            encoder=HSTUConfig(dim=32, head_dim=16, num_heads=2, num_layers=2, dropout=0.2, max_length=2 * MAX_EVENTS),
             inputs=RankingInputConfig(labels=("click",), max_events=MAX_EVENTS),
         ),
         data=DataConfig(prepare=PREPARE),
         batch=BatchConfig(batch_samples=128),
         optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=1e-2),
         training=TrainingConfig(epochs=20, patience=3),
-    )  # fmt: skip
+    )
 
 
 RECIPES = {"ranking": ranking}
