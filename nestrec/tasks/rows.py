@@ -76,16 +76,18 @@ class RowsTask(Task):
         }
         self._train = np.arange(valid_at)
         self.model = DLRM(cfg.encoder)
-        self.tables = TableConfig(
-            name="categories",
-            dim=cfg.encoder.dim,
-            num_rows=None,
-            features=("category",),
-            dtype=dtype,
-            seed=seed,
-            init=cfg.table_init,
-            optimizer=cfg.table_optimizer,
-            store=cfg.table_store,
+        self.tables = (
+            TableConfig(
+                name="categories",
+                dim=cfg.encoder.dim,
+                num_rows=None,
+                features=("category",),
+                dtype=dtype,
+                seed=seed,
+                init=cfg.table_init,
+                optimizer=cfg.table_optimizer,
+                store=cfg.table_store,
+            ),
         )
         self.assembler = RowsAssembler(dataset, self._train)
 

@@ -19,14 +19,23 @@ from nestrec.training.run_digest import run_digest
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "plugin"
 ENCODER = {"kind": "linear", "dim": 8, "num_heads": 2, "head_dim": 4, "max_length": 12}
 TASK = {
-    "kind": "pairwise", "encoder": ENCODER, "history": {"max_length": 12}, "num_negatives": 4,
-    "item_optimizer": {"kind": "lion", "options": {"beta1": 0.8}}, "evaluation": {"ks": [5, 10]},
-}  # fmt: skip
+    "kind": "pairwise",
+    "encoder": ENCODER,
+    "history": {"max_length": 12},
+    "num_negatives": 4,
+    "item_optimizer": {"kind": "lion", "options": {"beta1": 0.8}},
+    "evaluation": {"ks": [5, 10]},
+}
 TRAIN = {
-    "task": json.dumps(TASK), "batch.batch_samples": "16", "batch.micro_batches": "2", "training.device": "cpu",
-    "training.epochs": "100", "training.max_steps": "24", "training.checkpoint_every_steps": "4",
+    "task": json.dumps(TASK),
+    "batch.batch_samples": "16",
+    "batch.micro_batches": "2",
+    "training.device": "cpu",
+    "training.epochs": "100",
+    "training.max_steps": "24",
+    "training.checkpoint_every_steps": "4",
     "training.evaluate_every_epochs": "0",
-}  # fmt: skip
+}
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,8 +45,19 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The package installed into a folder of its own, which the processes of the test see."""
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(PACKAGE, source)  # a build leaves files behind
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--no-build-isolation", "--target", str(site), str(source)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(site),
+        str(source),
+    ]
     subprocess.run(command, check=True, timeout=300)
     before = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *([before] if before else [])]))
@@ -49,8 +69,9 @@ def nestrec(*commands: list[str]) -> None:
     """Several commands in one process, one after the other."""
     code = "import json, sys; from nestrec.cli.app import app; "
     code += "[app(command, standalone_mode=False) for command in json.loads(sys.argv[1])]"
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True,
-                          timeout=300, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,8 +80,15 @@ def options(**more: str) -> list[str]:
 
 
 def train_on_two_ranks(run: Path, data: Path, schedule: str, kills: list[KillWhen]) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                f"--max-restarts={len(kills)}", "--monitor-interval=0.05"]  # fmt: skip
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        f"--max-restarts={len(kills)}",
+        "--monitor-interval=0.05",
+    ]
     given = options(**{"data.folder": str(data), "pipeline.schedule": schedule})
     (attempt,) = run_with_faults(
         [*launcher, "-m", "nestrec", "train", "demo", "--output", str(run), *given], kills, limit_s=300.0
@@ -92,13 +120,43 @@ def test_a_package_of_another_goes_the_whole_way(installed: Path, tmp_path: Path
     nestrec(
         ["plan", "demo", "--cluster", "cpu-hosts", "--json", str(tmp_path / "plan.json"), *of_data],
         ["train", "demo", "--plan-only", *of_data, "--pipeline.schedule", "lanes"],
-        ["bench", "step", "--cases", "linear-2x4-u1024", "--dim", "8", "--num_layers", "1", "--tokens", "2048",
-         "--num_items", "50", "--num_negatives", "3", "--row_optimizer", "lion", "--schedule", "lanes", "--precision",
-         "fp32", "--device", "cpu", "--warm_up", "1", "--steps", "1", "--profiled", "0", "--memory_length", "0",
-         "--json", str(tmp_path / "step.json")],
+        [
+            "bench",
+            "step",
+            "--cases",
+            "linear-2x4-u1024",
+            "--dim",
+            "8",
+            "--num_layers",
+            "1",
+            "--tokens",
+            "2048",
+            "--num_items",
+            "50",
+            "--num_negatives",
+            "3",
+            "--row_optimizer",
+            "lion",
+            "--schedule",
+            "lanes",
+            "--precision",
+            "fp32",
+            "--device",
+            "cpu",
+            "--warm_up",
+            "1",
+            "--steps",
+            "1",
+            "--profiled",
+            "0",
+            "--memory_length",
+            "0",
+            "--json",
+            str(tmp_path / "step.json"),
+        ],
         ["bench", "lion", "--rows", "100", "--json", str(tmp_path / "lion.json")],
         ["export", str(tmp_path / "cut"), str(model)],
-    )  # fmt: skip
+    )
     plans, steps, lion = (
         json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("plan", "step", "lion")
     )

@@ -26,8 +26,13 @@ def test_new_tokens_against_a_kept_prefix_are_those_of_a_whole_pass(
     x = [torch.randn(7, 8), torch.randn(3, 8)]
 
     def segment(prefix: int, history: int, candidates: int) -> Segment:
-        return Segment(prefix_length=prefix, num_history=history, num_candidates=candidates,
-                       time_K=times[: prefix + history], query_time_S=times[:history])  # fmt: skip
+        return Segment(
+            prefix_length=prefix,
+            num_history=history,
+            num_candidates=candidates,
+            time_K=times[: prefix + history],
+            query_time_S=times[:history],
+        )
 
     def none(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(2, 0, 4), torch.empty(2, 0, 4)

@@ -97,9 +97,17 @@ def replace_by_folder(folder: Path, random_: random.Random) -> None:
 
 
 DAMAGES: list[Damage] = [
-    flip_bit, truncate, remove, empty, add_byte, swap_shards, take_from_the_step_before, edit_manifest,
-    reformat_manifest, replace_by_folder,
-]  # fmt: skip
+    flip_bit,
+    truncate,
+    remove,
+    empty,
+    add_byte,
+    swap_shards,
+    take_from_the_step_before,
+    edit_manifest,
+    reformat_manifest,
+    replace_by_folder,
+]
 
 
 def content_of(peers: Peers, step: int) -> Content:

@@ -122,11 +122,15 @@ async def one_round(upstream, process, slot):
         assert time.monotonic() < killed_s + 60
         await asyncio.sleep(0.2)
     return {
-        "requests": len(seen), "in_flight": len(in_flight), "failed": len(failed),
-        "most_under_way": most_under_way(seen), "diverted": now["diverted"] - counts["diverted"],
+        "requests": len(seen),
+        "in_flight": len(in_flight),
+        "failed": len(failed),
+        "most_under_way": most_under_way(seen),
+        "diverted": now["diverted"] - counts["diverted"],
         "moved": len({s.user for s in moved}),
-        "slowest_s": max(s.ended_s - s.sent_s for s in seen), "home_after_s": time.monotonic() - killed_s,
-    }  # fmt: skip
+        "slowest_s": max(s.ended_s - s.sent_s for s in seen),
+        "home_after_s": time.monotonic() - killed_s,
+    }
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])

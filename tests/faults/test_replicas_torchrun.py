@@ -62,8 +62,13 @@ def test_a_rank_that_dies_is_named_by_the_others(data: Path, tmp_path: Path, mod
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("mode", "schedule"), marked(1))
 def test_a_killed_rank_changes_nothing(pools, data: Path, tmp_path: Path, mode: str, schedule: str) -> None:
-    more = {"training.max_steps": 24, "training.epochs": 1000, "training.checkpoint_every_steps": 6,
-            "training.evaluate_every_epochs": 0, **options_of(mode, schedule)}  # fmt: skip
+    more = {
+        "training.max_steps": 24,
+        "training.epochs": 1000,
+        "training.checkpoint_every_steps": 6,
+        "training.evaluate_every_epochs": 0,
+        **options_of(mode, schedule),
+    }
     pools[2].run(train, "hstu", str(data), str(tmp_path / "whole"), more)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [*launcher, "--monitor-interval=0.05", *command_of("hstu", data, tmp_path / "cut", more)[1:]]

@@ -32,8 +32,9 @@ def attention(dim: int, *, has_options: bool) -> None:
         bias = RelativeBias(
             position_table=torch.randn(2 * longest + 1, device="cuda", requires_grad=True),
             time_table=torch.randn(33, device="cuda", requires_grad=True) if dim in (48, 128) else None,
-            time_T=time, query_time_T=time + 5.0,
-        )  # fmt: skip
+            time_T=time,
+            query_time_T=time + 5.0,
+        )
         targets = torch.tensor([1, 0, 20, 1, 0], device="cuda")
         rules = AttentionRules(num_targets_B=targets, num_context=3, max_attention_length=70)
     out = hstu_attention(

@@ -50,9 +50,10 @@ def random_rules(draw, option, lengths):
     has = lambda name: option in (name, "all rules", "rules and position", "everything")  # noqa: E731
     targets = torch.tensor([int(draw.integers(0, n + 1)) for n in lengths], device="cuda") if has("targets") else None
     return AttentionRules(
-        num_targets_B=targets, num_context=int(draw.integers(1, 80)) if has("context") else 0,
+        num_targets_B=targets,
+        num_context=int(draw.integers(1, 80)) if has("context") else 0,
         max_attention_length=int(draw.integers(1, 300)) if has("window") else None,
-    )  # fmt: skip
+    )
 
 
 def random_bias(draw, option, lengths):
@@ -63,8 +64,10 @@ def random_bias(draw, option, lengths):
     wait = torch.from_numpy(draw.integers(0, 10**4, tokens).astype(np.float64)).cuda()
     return RelativeBias(
         position_table=table(2 * longest + 9) if has("position") else None,
-        time_table=table(65) if has("time") else None, time_T=time, query_time_T=time + wait,
-    )  # fmt: skip
+        time_table=table(65) if has("time") else None,
+        time_T=time,
+        query_time_T=time + wait,
+    )
 
 
 def results(attend, vectors, bias, dtype):

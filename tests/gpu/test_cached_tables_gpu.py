@@ -40,9 +40,11 @@ def draw_batches(form, rng):
         for _ in range(int(rng.integers(1, 8))):
             count = int(rng.integers(1, 500))
             history = History(
-                items=rng.integers(0, 1000, count), times_ms=np.zeros(count, np.int64),
-                actions=rng.integers(0, 4, count), features={"event_tab": rng.integers(0, 3, count)},
-            )  # fmt: skip
+                items=rng.integers(0, 1000, count),
+                times_ms=np.zeros(count, np.int64),
+                actions=rng.integers(0, 4, count),
+                features={"event_tab": rng.integers(0, 3, count)},
+            )
             asked = Candidates(
                 items=rng.integers(0, 1000, 64), now_ms=0, features={"event_tab": rng.integers(0, 3, 64)}
             )

@@ -24,10 +24,16 @@ def digests(device: str, kind: str, dtype: str, store: StoreConfig) -> list[str]
     """Digests after training steps with given gradients, in two parts each."""
     optimizer = RowOptimizerConfig(kind=kind)
     tables = [
-        TableConfig(name="static", dim=37, num_rows=500, dtype=dtype, optimizer=optimizer,
-                    store=StoreConfig(kind=store.kind, folder=store.folder, cache_rows=store.cache_rows)),
+        TableConfig(
+            name="static",
+            dim=37,
+            num_rows=500,
+            dtype=dtype,
+            optimizer=optimizer,
+            store=StoreConfig(kind=store.kind, folder=store.folder, cache_rows=store.cache_rows),
+        ),
         TableConfig(name="dynamic", dim=16, dtype=dtype, optimizer=optimizer, store=store),
-    ]  # fmt: skip
+    ]
     engine = EmbeddingEngine(tables, Topology.single(device), device)
     draw = np.random.default_rng(0)
     for step in range(1, 20):

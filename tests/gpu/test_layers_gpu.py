@@ -106,8 +106,12 @@ def test_the_gradient_of_a_gate_may_come_from_anywhere():
         v, q, k = projected.parts
         return (projected.gate * 2.0 + projected.gate.square() * v, q - k)
 
-    compare(lambda *own: run(norm_projection, *own), lambda *own: run(norm_projection_reference, *own), leaves,
-            torch.float32)  # fmt: skip
+    compare(
+        lambda *own: run(norm_projection, *own),
+        lambda *own: run(norm_projection_reference, *own),
+        leaves,
+        torch.float32,
+    )
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -119,8 +123,12 @@ def test_feed_forward(dim, width, dtype, tokens):
     leaves[3] /= width**0.5
     drop = Dropout(keys_of(tokens), 5, 0.5)
     for recompute in (False, True):
-        compare(lambda *own: feed_forward(*own, drop, eps=1e-6, recompute=recompute),  # noqa: B023
-                lambda *own: feed_forward_reference(*own, drop, eps=1e-6), leaves, dtype)  # fmt: skip
+        compare(
+            lambda *own: feed_forward(*own, drop, eps=1e-6, recompute=recompute),  # noqa: B023
+            lambda *own: feed_forward_reference(*own, drop, eps=1e-6),
+            leaves,
+            dtype,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -131,9 +139,12 @@ def test_the_input_of_an_encoder_and_the_gradient_of_its_positions(probability, 
     info = info_of(lengths, DEVICE)
     leaves = drawn((40, 72), (30, 72))
     drop = Dropout(info.token_key_T, 0, probability)
-    compare(lambda x, table: [token_input(x, table, info.position_T, info.offsets, factor=3.0, drop=drop)],
-            lambda x, table: [token_input_reference(x, table, info.position_T, factor=3.0, drop=drop)],
-            leaves, dtype)  # fmt: skip
+    compare(
+        lambda x, table: [token_input(x, table, info.position_T, info.offsets, factor=3.0, drop=drop)],
+        lambda x, table: [token_input_reference(x, table, info.position_T, factor=3.0, drop=drop)],
+        leaves,
+        dtype,
+    )
 
 
 def test_rows_of_one_length_also_where_they_are_almost_nothing():
@@ -181,14 +192,21 @@ def check_bias_attention(lengths, has_times, width, dtype, num_buckets=40):
 
     def run(attend, wide, position, table=None):
         bias = RelativeBias(
-            position_table=position, time_table=table, time_T=time if has_times else None,
+            position_table=position,
+            time_table=table,
+            time_T=time if has_times else None,
             query_time_T=time + 10.0 if has_times else None,
-        )  # fmt: skip
+        )
         return attend(wide[:, :width], offsets, bias, max_length=longest)
 
     with poisoned_memory():
-        compare(lambda *own: run(bias_attention, *own), lambda *own: run(bias_attention_padded, *own), leaves, dtype,
-                floor=2e-6)  # fmt: skip
+        compare(
+            lambda *own: run(bias_attention, *own),
+            lambda *own: run(bias_attention_padded, *own),
+            leaves,
+            dtype,
+            floor=2e-6,
+        )
 
 
 MODELS = {
@@ -217,9 +235,13 @@ def test_models_on_a_gpu_are_those_of_a_cpu_with_dropout_on(kind, recompute):
     gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
     model.zero_grad()
     on_cpu = SequenceInfo(
-        info.offsets.cpu(), info.max_length, info.position_T.cpu(), info.token_key_T.cpu(), info.time_T.cpu(),
+        info.offsets.cpu(),
+        info.max_length,
+        info.position_T.cpu(),
+        info.token_key_T.cpu(),
+        info.time_T.cpu(),
         info.query_time_T.cpu(),
-    )  # fmt: skip
+    )
     expected = model.cpu()(x, on_cpu)
     expected.square().sum().backward()
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)

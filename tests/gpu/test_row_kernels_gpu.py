@@ -91,14 +91,31 @@ def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
         assert torch.equal(found.cpu(), column)
 
 
-ODD_VALUES = [0.0, -0.0, 6e-8, -3e-8, 1e-12, 1e-42, 6.1e-5, -6.09e-5, 65504.0, 65519.0, 1e5, -1e30, 3.4e38,
-              float("inf"), float("-inf"), float("nan")]  # fmt: skip
+ODD_VALUES = [
+    0.0,
+    -0.0,
+    6e-8,
+    -3e-8,
+    1e-12,
+    1e-42,
+    6.1e-5,
+    -6.09e-5,
+    65504.0,
+    65519.0,
+    1e5,
+    -1e30,
+    3.4e38,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
 """subnormal and too large ones of both types among them"""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("kind", "dim", "has_index"), [("sgd", 16, False), ("rowwise_adagrad", 37, True),
-                                                        ("adam", 16, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "dim", "has_index"), [("sgd", 16, False), ("rowwise_adagrad", 37, True), ("adam", 16, True)]
+)
 def test_updates_of_16_bit_rows_are_rounded_as_defined_to_the_bit(kind, dim, has_index, dtype):
     """By the kernel, by the definition, and by the loop on a CPU."""
     torch.manual_seed(dim)

@@ -23,14 +23,20 @@ GRID = list(itertools.product(["device", "dram", "disk"], ["sgd", "rowwise_adagr
 )
 def test_exact_schedules_equal_serial_bit_for_bit_on_a_gpu(tmp_path, number, store, optimizer, window_cache):
     job = Job(
-        stream=STREAMS[number % 5], optimizer=optimizer, store=store, window_cache=window_cache, folder=str(tmp_path),
-        fences=(25,), device="cuda",
-    )  # fmt: skip
+        stream=STREAMS[number % 5],
+        optimizer=optimizer,
+        store=store,
+        window_cache=window_cache,
+        folder=str(tmp_path),
+        fences=(25,),
+        device="cuda",
+    )
     assert compare(Topology.single("cuda"), EXACT, job) == dict.fromkeys(EXACT, True)
 
 
-@pytest.mark.parametrize(("store", "optimizer", "dtype"), [("device", "rowwise_adagrad", "bfloat16"),
-                                                           ("dram", "adam", "float16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("store", "optimizer", "dtype"), [("device", "rowwise_adagrad", "bfloat16"), ("dram", "adam", "float16")]
+)
 def test_rows_of_16_bits_are_those_of_serial_under_every_exact_schedule(store, optimizer, dtype):
     job = Job(store=store, optimizer=optimizer, dtype=dtype, device="cuda", num_steps=30)
     assert compare(Topology.single("cuda"), EXACT, job) == dict.fromkeys(EXACT, True)

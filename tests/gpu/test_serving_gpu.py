@@ -36,9 +36,11 @@ def scores_of(encoder, device, dtype, tiers=TIERS):
     for user in range(16):
         count = int(rng.integers(100, 512))
         history = History(
-            items=rng.integers(1, 1000, count), times_ms=np.sort(rng.integers(0, 10**10, count)),
-            actions=rng.integers(0, 4, count), features={"event_tab": rng.integers(0, 3, count)},
-        )  # fmt: skip
+            items=rng.integers(1, 1000, count),
+            times_ms=np.sort(rng.integers(0, 10**10, count)),
+            actions=rng.integers(0, 4, count),
+            features={"event_tab": rng.integers(0, 3, count)},
+        )
         asked = Candidates(
             items=rng.integers(1, 1000, 64), now_ms=2 * 10**10, features={"event_tab": rng.integers(0, 3, 64)}
         )

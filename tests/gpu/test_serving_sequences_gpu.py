@@ -26,9 +26,13 @@ ENCODERS = {
 }
 PAGE_TOKENS, SLIDE = 16, 4
 TIERS = TiersConfig(
-    cache_bytes=12 * PAGE_TOKENS * 256, dram_bytes=1 << 16, page_tokens=PAGE_TOKENS, spill_above=0.0,
-    cache_ttl_s=90.0, reload="always",
-)  # fmt: skip
+    cache_bytes=12 * PAGE_TOKENS * 256,
+    dram_bytes=1 << 16,
+    page_tokens=PAGE_TOKENS,
+    spill_above=0.0,
+    cache_ttl_s=90.0,
+    reload="always",
+)
 CONFIG = EngineConfig(
     tiers=TIERS, max_batch_tokens=512, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9)
 )

@@ -12,8 +12,11 @@ PLUGIN = ROOT / "examples" / "plugin"
 
 
 def test_each_seam_of_the_table_has_its_dictionary_and_its_example() -> None:
-    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `([^`]+)` \| `([^`]+)` \| `(nestrec\.\w+)` \|$",
-                      (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)  # fmt: skip
+    rows = re.findall(
+        r"^\| [^|]+ \| [^|]+ \| `([^`]+)` \| `([^`]+)` \| `(nestrec\.\w+)` \|$",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.MULTILINE,
+    )
     entries = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {group for _, _, group in rows} == set(entries)
     for listed, example, group in rows:

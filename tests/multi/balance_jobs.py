@@ -42,8 +42,17 @@ def train_with_times(topology: Topology, data: str, run: str, num_steps: int, mo
 
     def watched(batch):
         duration_ns = round((TRUTH.step + TRUTH.of(batch.tokens).sum()) * 1e9)
-        spans.append(Span(id=0, name="train.compute", kind="compute", lane="compute", start_ns=0, end_ns=duration_ns,
-                          step=trainer.state.step))  # fmt: skip
+        spans.append(
+            Span(
+                id=0,
+                name="train.compute",
+                kind="compute",
+                lane="compute",
+                start_ns=0,
+                end_ns=duration_ns,
+                step=trainer.state.step,
+            )
+        )
         watch(batch)
 
     trainer.balancing.watch = watched

@@ -109,9 +109,12 @@ def walk(topology: Topology) -> Walk:
     device = torch.device("cpu")
     dense = DenseUpdate(model, OptimizerConfig(), topology, device)
     pipeline = TrainingPipeline(
-        LossCompute(loss, device), [nestrec.Table("items", rows=64, dim=4)], dense_optimizer=dense, schedule="nested",
+        LossCompute(loss, device),
+        [nestrec.Table("items", rows=64, dim=4)],
+        dense_optimizer=dense,
+        schedule="nested",
         topology=topology,
-    )  # fmt: skip
+    )
     follower, feed = Follower(), Feed(iter(list(_batches(topology.rank))))
     threading.setprofile(follower)  # the lanes' threads are started by the first steps
     sys.setprofile(follower)

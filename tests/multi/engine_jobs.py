@@ -64,8 +64,11 @@ def train_step(engine: EmbeddingEngine, parts: list[dict], step: int) -> torch.T
     for number, part in enumerate(routed.micro_batches):
         vectors = {n: v.clone().requires_grad_() for n, v in engine.exchange_vectors(routed, working, number).items()}
         item = vectors["item"]
-        looked_up = (gather_rows(item, part.index["history"]), gather_rows(item, part.index["target"]),
-                     gather_rows(vectors["user"], part.index["user"]))  # fmt: skip
+        looked_up = (
+            gather_rows(item, part.index["history"]),
+            gather_rows(item, part.index["target"]),
+            gather_rows(vectors["user"], part.index["user"]),
+        )
         loss = sample_loss(*looked_up)
         loss.backward()
         engine.accumulate(routed, working, {n: v.grad for n, v in vectors.items()}, number)
@@ -84,9 +87,15 @@ def all_vectors(engine: EmbeddingEngine) -> dict[str, torch.Tensor]:
 
 
 def train(  # noqa: PLR0917
-    topology: Topology, kind: str, num_steps: int, num_micro_batches: int = 1, dtype: str = "float64",
-    store: str = "device", folder: str = "", shares: list[int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    topology: Topology,
+    kind: str,
+    num_steps: int,
+    num_micro_batches: int = 1,
+    dtype: str = "float64",
+    store: str = "device",
+    folder: str = "",
+    shares: list[int] | None = None,
+) -> dict[str, Any]:
     engine = EmbeddingEngine(tables(kind, dtype, store, folder), topology)
     start = topology.log.count
     losses = []

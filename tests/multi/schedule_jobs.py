@@ -101,8 +101,11 @@ class Tiny(nn.Module):
 def tiny_loss(model: nn.Module):
     def loss(micro_batch, rows, index):
         items = rows["items"]
-        return model(gather_rows(items, index["item"]), gather_rows(items, index["target"]),
-                     gather_rows(rows["users"], index["user"]))  # fmt: skip
+        return model(
+            gather_rows(items, index["item"]),
+            gather_rows(items, index["target"]),
+            gather_rows(rows["users"], index["user"]),
+        )
 
     return loss
 
@@ -112,10 +115,11 @@ def tables_of(job: Job) -> list[TableConfig]:
     common = {"dim": DIM, "optimizer": optimizer, "dtype": job.dtype}
     store = {"kind": job.store, "folder": job.folder, "cache_rows": 16}
     return [
-        TableConfig(name="items", num_rows=NUM_ROWS, features=("item", "target"), seed=1, store=StoreConfig(**store),
-                    **common),
+        TableConfig(
+            name="items", num_rows=NUM_ROWS, features=("item", "target"), seed=1, store=StoreConfig(**store), **common
+        ),
         TableConfig(name="users", features=("user",), seed=2, store=StoreConfig(**store, **job.admission), **common),
-    ]  # fmt: skip
+    ]
 
 
 def batches_of(job: Job, topology: Topology, first_step: int) -> Iterator[Batch]:
@@ -162,9 +166,16 @@ class Training:
         else:
             self.steps(1, last)
         issued = self.topology.log.entries()[-(self.topology.log.count - start) :] if self.topology.world > 1 else []
-        result = {**self._look(), "losses": torch.stack(self.losses).tolist(), "seen": self.seen, "issued": issued,
-                  "statistics": self.engine.statistics, "spans": self.spans,
-                  "vectors": all_vectors(self.engine), "uses": self._uses()}  # fmt: skip
+        result = {
+            **self._look(),
+            "losses": torch.stack(self.losses).tolist(),
+            "seen": self.seen,
+            "issued": issued,
+            "statistics": self.engine.statistics,
+            "spans": self.spans,
+            "vectors": all_vectors(self.engine),
+            "uses": self._uses(),
+        }
         self.engine.close()
         return result
 
@@ -177,9 +188,12 @@ class Training:
         options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)
         compute = LossCompute(tiny_loss(model), self.engine.device)
         self.pipeline = TrainingPipeline(
-            compute, self.engine, dense_optimizer=self.dense, schedule=options,
+            compute,
+            self.engine,
+            dense_optimizer=self.dense,
+            schedule=options,
             spec=broken(self.job.broken, self.schedule) if self.job.broken else None,
-        )  # fmt: skip
+        )
 
     def steps(self, first: int, last: int) -> None:
         feed = Feed(batches_of(self.job, self.topology, first))

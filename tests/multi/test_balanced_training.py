@@ -88,9 +88,11 @@ def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
 @pytest.mark.parametrize("schedule", [name for name in EXACT_SCHEDULES if name != "serial"])
 def test_a_balanced_exact_schedule_equals_unbalanced_serial(pools, data, unbalanced, tmp_path, schedule):
     setting = {
-        "batch.batch_samples": UNEQUAL, "balance.policy": "power", "balance.mode": "exchange",
+        "batch.batch_samples": UNEQUAL,
+        "balance.policy": "power",
+        "balance.mode": "exchange",
         "pipeline.schedule": schedule,
-    }  # fmt: skip
+    }
     compare(pools[2], data, tmp_path, unbalanced(2, UNEQUAL), setting)
 
 

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 SMALL = {
-    "training.max_steps": "12", "batch.batch_samples": "8", "task.history.max_length": "16", "task.num_negatives": "8",
-    "task.encoder.max_length": "16", "task.encoder.dim": "16", "task.encoder.head_dim": "8",
-}  # fmt: skip
+    "training.max_steps": "12",
+    "batch.batch_samples": "8",
+    "task.history.max_length": "16",
+    "task.num_negatives": "8",
+    "task.encoder.max_length": "16",
+    "task.encoder.dim": "16",
+    "task.encoder.head_dim": "8",
+}
 
 
 @pytest.mark.timeout(300)

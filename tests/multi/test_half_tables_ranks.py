@@ -28,9 +28,13 @@ WAYS = ["nested", "priority"]
 def check_equality(pools, tmp_path, values: tuple[Any, ...], num_steps: int, schedules: list[str]) -> None:
     optimizer, dtype, store, world = values
     job = Job(
-        optimizer=optimizer, dtype=dtype, store=store, folder=str(tmp_path), num_steps=num_steps,
+        optimizer=optimizer,
+        dtype=dtype,
+        store=store,
+        folder=str(tmp_path),
+        num_steps=num_steps,
         fences=(num_steps // 2,),
-    )  # fmt: skip
+    )
     assert equality_with_serial(pools, world, job, schedules) == [dict.fromkeys(schedules, True)] * world
 
 
@@ -52,9 +56,11 @@ def learned(topology: Topology, optimizer: str, dtype: str, store: str, folder: 
     adds them in the same order whatever the ranks, and rounding alone could tell them apart.
     """
     common: dict[str, Any] = {
-        "dim": DIM, "dtype": dtype, "optimizer": RowOptimizerConfig(kind=optimizer),
+        "dim": DIM,
+        "dtype": dtype,
+        "optimizer": RowOptimizerConfig(kind=optimizer),
         "store": StoreConfig(kind=store, folder=folder, cache_rows=16),
-    }  # fmt: skip
+    }
     tables = [TableConfig(name="a", num_rows=80, seed=1, **common), TableConfig(name="b", seed=1, **common)]
     engine = EmbeddingEngine(tables, topology)
     for step in range(1, NUM_STEPS + 1):

@@ -80,10 +80,19 @@ def test_a_resumed_run_equals_one_that_went_on(pools, schedule):
 def alternate(topology: Topology, sync: ReplicaSyncConfig) -> list[float]:
     """Key 5 is used by the first group in step 1, and only by the second in step 2; its weight after each step."""
     engine = EmbeddingEngine(
-        [TableConfig(name="t", dim=1, num_rows=8, dtype="float64", init=InitConfig(kind="zeros"),
-                     optimizer=RowOptimizerConfig(kind="sgd"))],
-        regrouped(topology, TWO), replica_sync=sync,
-    )  # fmt: skip
+        [
+            TableConfig(
+                name="t",
+                dim=1,
+                num_rows=8,
+                dtype="float64",
+                init=InitConfig(kind="zeros"),
+                optimizer=RowOptimizerConfig(kind="sgd"),
+            )
+        ],
+        regrouped(topology, TWO),
+        replica_sync=sync,
+    )
     weights = []
     for step in (1, 2):
         routed = engine.route({"t": np.array([5 if topology.rank == step - 1 else step])}, step=step)

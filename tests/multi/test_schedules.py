@@ -46,9 +46,14 @@ def check_equality(pools, tmp_path, values: tuple[Any, ...], num_steps: int) -> 
     """With a fence in the middle."""
     stream, optimizer, store, world, window_cache = values
     job = Job(
-        stream=stream, optimizer=optimizer, store=store, window_cache=window_cache, folder=str(tmp_path),
-        num_steps=num_steps, fences=(5 * num_steps // 12,),
-    )  # fmt: skip
+        stream=stream,
+        optimizer=optimizer,
+        store=store,
+        window_cache=window_cache,
+        folder=str(tmp_path),
+        num_steps=num_steps,
+        fences=(5 * num_steps // 12,),
+    )
     assert equality_with_serial(pools, world, job) == [dict.fromkeys(EXACT, True)] * world
 
 
@@ -198,10 +203,17 @@ def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools, schedule)
 def test_the_window_exchanges_in_the_order_of_the_paper():
     spans = train(Topology.single(), "nested", Job(num_steps=6, num_micro_batches=4))["spans"]
     lane = sorted((s for s in spans if s.lane == "communication" and s.kind != "wait"), key=lambda s: s.start_ns)
-    names = {"train.embedding.vectors": "E", "train.embedding.gradients": "G", "train.dense.reduce": "D",
-             "train.embedding.route": "K"}  # fmt: skip
-    order = [(f"{names[s.name]}{'' if s.micro_batch is None else s.micro_batch + 1}", s.step) for s in lane[:-3]
-             if s.name in names]  # fmt: skip
+    names = {
+        "train.embedding.vectors": "E",
+        "train.embedding.gradients": "G",
+        "train.dense.reduce": "D",
+        "train.embedding.route": "K",
+    }
+    order = [
+        (f"{names[s.name]}{'' if s.micro_batch is None else s.micro_batch + 1}", s.step)
+        for s in lane[:-3]
+        if s.name in names
+    ]
     start = order.index(("E2", 3))
     expected = [("E2", 3), ("K", 5), ("G1", 3), ("E3", 3), ("G2", 3), ("E4", 3), ("G3", 3), ("G4", 3), ("D", 3)]
     assert order[start - 1 : start + 10] == [("E1", 3), *expected, ("E1", 4)]
@@ -210,8 +222,13 @@ def test_the_window_exchanges_in_the_order_of_the_paper():
 def test_priority_sends_shared_gradients_behind_nothing_but_what_hides_beside_the_computation():
     spans = train(Topology.single(), "priority", Job(num_steps=7, num_micro_batches=1))["spans"]
     lane = sorted((s for s in spans if s.lane == "communication" and s.kind != "wait"), key=lambda s: s.start_ns)
-    names = {"train.embedding.vectors": "E", "train.embedding.gradients": "G", "train.dense.reduce": "D",
-             "train.embedding.route": "K", "train.embedding.collisions": "C"}  # fmt: skip
+    names = {
+        "train.embedding.vectors": "E",
+        "train.embedding.gradients": "G",
+        "train.dense.reduce": "D",
+        "train.embedding.route": "K",
+        "train.embedding.collisions": "C",
+    }
     order = [(names[s.name], s.step) for s in lane if s.name in names]
     shared_vectors = order.index(("D", 2)) + 1
     expected = [("E", 3), ("G", 2), ("K", 5), ("C", 3), ("E", 4), ("G", 3), ("D", 3), ("E", 4)]

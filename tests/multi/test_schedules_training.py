@@ -10,8 +10,13 @@ from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 
-RUN = {"training.max_steps": 23, "training.epochs": 20, "training.checkpoint_every_steps": 7, "batch.micro_batches": 3,
-       "training.evaluate_every_epochs": 4}  # fmt: skip
+RUN = {
+    "training.max_steps": 23,
+    "training.epochs": 20,
+    "training.checkpoint_every_steps": 7,
+    "batch.micro_batches": 3,
+    "training.evaluate_every_epochs": 4,
+}
 
 
 def train(topology: Topology, data: str, folder: str, more: dict[str, Any]) -> list[str]:

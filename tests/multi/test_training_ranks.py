@@ -191,9 +191,13 @@ def test_a_bound_on_rows_holds_where_a_run_goes_on_with_more_ranks(
     more = {"batch.batch_samples": 40, "training.epochs": 9, **{f"task.table_store.{n}": v for n, v in store.items()}}
     run, steps = str(tmp_path / "run"), "training.max_steps"
     alone = train(Topology.single(), "rows", data, run, {**more, steps: 4})
-    held = [len(rank["rows"]["categories"][0]["keys"]) for rank in (alone, *pools[4].run(
-        train, "rows", data, run, {**more, steps: 10, "training.checkpoint_every_steps": 7}
-    ))]  # fmt: skip
+    held = [
+        len(rank["rows"]["categories"][0]["keys"])
+        for rank in (
+            alone,
+            *pools[4].run(train, "rows", data, run, {**more, steps: 10, "training.checkpoint_every_steps": 7}),
+        )
+    ]
     assert held[0] == 48
     assert 44 <= sum(held[1:]) <= 48, held
     pools[4].run(train, "rows", data, run, {**more, steps: 14})
@@ -216,8 +220,14 @@ def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_
 
 def test_told_to_stop_between_averages_a_run_goes_on_until_copies_are_alike(pools, data: str, tmp_path: Path) -> None:
     """The fence of a stop would average, and so make another run of it."""
-    more = {"training.max_steps": 12, "training.epochs": 9, "training.evaluate_every_epochs": 0, "ranks.replicas": 2,
-            "replica_sync.mode": "weights", "replica_sync.every": 5}  # fmt: skip
+    more = {
+        "training.max_steps": 12,
+        "training.epochs": 9,
+        "training.evaluate_every_epochs": 0,
+        "ranks.replicas": 2,
+        "replica_sync.mode": "weights",
+        "replica_sync.every": 5,
+    }
     pools[2].run(train, "hstu", data, str(tmp_path / "whole"), more)
     assert pools[2].run(terminate_one_rank, "hstu", data, str(tmp_path / "cut"), more) == [10, 10]
     pools[2].run(train, "hstu", data, str(tmp_path / "cut"), more)

@@ -1,9 +1,14 @@
 """Does a value have the JSON Schema that OpenAPI gives for it? As much of JSON Schema as the front uses."""
 
 TYPES = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
     "object": dict,
-}  # fmt: skip
+}
 
 
 def check_schema(value, schema, described, where="answer"):

@@ -19,9 +19,13 @@ def _info(lengths, time, query_time):
     position = torch.cat([torch.arange(n) for n in lengths])
     key = torch.zeros(len(position), dtype=torch.int64)
     return SequenceInfo(
-        offsets=offsets, max_length=max(lengths), position_T=position, token_key_T=key,
-        time_T=torch.from_numpy(time / 1e3), query_time_T=torch.from_numpy(query_time / 1e3),
-    )  # fmt: skip
+        offsets=offsets,
+        max_length=max(lengths),
+        position_T=position,
+        token_key_T=key,
+        time_T=torch.from_numpy(time / 1e3),
+        query_time_T=torch.from_numpy(query_time / 1e3),
+    )
 
 
 @torch.inference_mode()

@@ -14,9 +14,11 @@ TIMEOUT_S = 60.0
 
 def draw_history(rng, length):
     return History(
-        items=rng.integers(1, 200, length), times_ms=np.sort(rng.integers(0, 10**10, length)),
-        actions=rng.integers(0, 4, length), features={"event_tab": rng.integers(0, 3, length)},
-    )  # fmt: skip
+        items=rng.integers(1, 200, length),
+        times_ms=np.sort(rng.integers(0, 10**10, length)),
+        actions=rng.integers(0, 4, length),
+        features={"event_tab": rng.integers(0, 3, length)},
+    )
 
 
 def draw_candidates(rng, history, count=3):
@@ -30,10 +32,11 @@ def appended(rng, history, count):
     start = int(history.times_ms[-1]) if len(history) else 0
     more = draw_history(rng, count)
     return History(
-        items=np.append(history.items, more.items), times_ms=np.append(history.times_ms, start + more.times_ms),
+        items=np.append(history.items, more.items),
+        times_ms=np.append(history.times_ms, start + more.times_ms),
         actions=np.append(history.actions, more.actions),
         features={"event_tab": np.append(history.features["event_tab"], more.features["event_tab"])},
-    )  # fmt: skip
+    )
 
 
 class Sequences:

@@ -23,9 +23,11 @@ RETRIEVAL, RANKING = random_retrieval(ENCODER, num_items=NUM_ITEMS), random_rank
 PATIENT = EngineConfig(max_queue_s=1e9)
 LIMITS = LimitsConfig(max_listed=50, default_timeout_ms=10_000)
 HISTORY = {
-    "items": [1, 2, 3], "times_ms": [1000, 2000, 3000], "actions": [1, 2, 3],
+    "items": [1, 2, 3],
+    "times_ms": [1000, 2000, 3000],
+    "actions": [1, 2, 3],
     "features": {"tab": ["home", "search", "home"]},
-}  # fmt: skip
+}
 BODY = {"user": "ann", "history": HISTORY, "now_ms": 9000, "context": {"tab": "home"}}
 PLAIN = {"user": "ann", "history": {"items": [1, 2, 3], "times_ms": [1000, 2000, 3000]}, "now_ms": 9000}
 DEFAULTS = InputDefaults(
@@ -141,9 +143,11 @@ class TestUnknownCandidates:
 
 class TestUnknownEvents:
     MIXED: ClassVar = {
-        "items": [1, "gone", 2, 3], "times_ms": [1000, 1500, 2000, 3000], "actions": [1, 3, 2, 3],
+        "items": [1, "gone", 2, 3],
+        "times_ms": [1000, 1500, 2000, 3000],
+        "actions": [1, 3, 2, 3],
         "features": {"tab": ["home", "no such tab", "search", "home"]},
-    }  # fmt: skip
+    }
     UNKNOWN: ClassVar = {
         "items": ["x", "y"],
         "times_ms": [1, 2],
@@ -165,8 +169,9 @@ class TestUnknownEvents:
         answers = [answered(fronts["cascade"], "/v1/rank", {**mixed, "unknown": p}) for p in ("score", "drop")]
         assert np.abs(click(answers[0]) - click(answers[1])).max() > 1e-4
         assert [(ids["field"], ids["done"]) for ids in answers[0]["unknown"]] == [
-            ("history.items", "scored"), ("history.features.tab", "scored"),
-        ]  # fmt: skip
+            ("history.items", "scored"),
+            ("history.features.tab", "scored"),
+        ]
 
     def test_they_are_refused_where_the_request_wants_it(self, fronts):
         mixed = {**BODY, **self.CANDIDATES, "history": self.MIXED, "unknown": "refuse"}
@@ -281,9 +286,10 @@ class TestFeaturesOfCandidates:
     def test_one_value_for_all_is_a_list_of_it(self, fronts):
         body = {**self.BODY, "candidates": [10, 11, 12]}
         ways = [
-            {"candidate_features": {"tab": ["search"] * 3}}, {"candidate_features": {"tab": "search"}},
+            {"candidate_features": {"tab": ["search"] * 3}},
+            {"candidate_features": {"tab": "search"}},
             {"context": {"tab": "search"}},
-        ]  # fmt: skip
+        ]
         first, *others = (click(answered(fronts["cascade"], "/v1/rank", {**body, **way})) for way in ways)
         for other in others:
             assert np.abs(other - first).max() <= 1e-5
@@ -308,7 +314,7 @@ class TestFeaturesOfCandidates:
             ("/v1/rank", {"context": {"event_tab": "home"}}, "context.event_tab"),
             ("/v1/rank", {"history": {**HISTORY, "features": {"tab": ["home"]}}}, "history.features.tab"),
         ],
-    )  # fmt: skip
+    )
     def test_errors_use_the_names_of_the_request(self, fronts, path, change, field):
         body = {**self.BODY, **({"candidates": [10, 11]} if path == "/v1/rank" else {}), **change}
         status, answer = post(fronts["cascade"], path, body)

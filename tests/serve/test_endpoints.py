@@ -237,9 +237,12 @@ def test_classes_inside_a_request_are_made_too():
     inners, named = [Inner(number=1), Inner()], {"a": 1, "b": Inner(number=2)}
     assert read(whole) == Outer(inner=Inner(), inners=inners, named=named)
     for wrong, field in (
-        ({}, "inner"), ({"inner": None}, "inner"), ({"inner": {"number": "3"}}, "inner.number"),
-        ({"inner": {}, "inners": [{"no": 1}]}, "inners.no"), ({"inner": {"x" * 90: 1}}, "inner." + "x" * 64),
-    ):  # fmt: skip
+        ({}, "inner"),
+        ({"inner": None}, "inner"),
+        ({"inner": {"number": "3"}}, "inner.number"),
+        ({"inner": {}, "inners": [{"no": 1}]}, "inners.no"),
+        ({"inner": {"x" * 90: 1}}, "inner." + "x" * 64),
+    ):
         with pytest.raises(BadRequestError) as refused:
             read(wrong)
         assert refused.value.field == field

@@ -193,7 +193,7 @@ def test_an_export_names_defaults_that_are_served(ranking, tmp_path):
         ("ranking", InputDefaults(actions=("clack",)), r"defaults.actions.*'clack'(.|\n)*did you mean 'click'"),
         ("ranking", InputDefaults(history=("1",), times="now"), r"defaults.history(.|\n)*add --defaults.actions"),
     ],
-)  # fmt: skip
+)
 def test_defaults_that_could_not_be_taken_are_refused(request, kind, defaults, problem):
     with pytest.raises(UserError, match=problem):
         check_defaults(defaults, Servable.load(request.getfixturevalue(kind).folder))

@@ -68,9 +68,12 @@ class Late(Recording):
 def make_engine(servable, cfg=CONFIG, kind=Recording):
     form = make_form(servable, None)
     pool = PagePool(
-        ENCODER, num_pages=cfg.tiers.cache_bytes // PAGE_BYTES, page_tokens=4, device=torch.device("cpu"),
+        ENCODER,
+        num_pages=cfg.tiers.cache_bytes // PAGE_BYTES,
+        page_tokens=4,
+        device=torch.device("cpu"),
         dtype=torch.float32,
-    )  # fmt: skip
+    )
     runner = kind(form, pool)
     engine = Engine(form, cfg, runner=runner)
     runner.rows.clear()  # of the warm-up
@@ -178,8 +181,9 @@ def test_requests_in_pieces_are_exact_whoever_else_asks(servable, kind):
         history = py.choice(histories)
         candidates = draw_candidates(rng, history, py.choice([1, 8, 20]))
         sender = Sender(py.choice("ab"))
-        asked.append((history, candidates,
-                      engine.rank(py.choice("uv"), history, candidates, timeout_s=1e9, sender=sender)))  # fmt: skip
+        asked.append(
+            (history, candidates, engine.rank(py.choice("uv"), history, candidates, timeout_s=1e9, sender=sender))
+        )
         if py.random() < 0.2:
             engine.forget("u")
     for history, candidates, work in asked:

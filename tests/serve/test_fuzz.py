@@ -22,9 +22,32 @@ FIELDS = ["user", "history", "user_features", "now_ms", "timeout_ms", "candidate
 
 def any_value(rng, depth=0):
     leaf = [
-        None, True, False, "drop", "score", "refuse", 0, 1, -1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5,
-        1e308, "", "1", "home", "x" * 300, "\u0000", "\ud7ff", "é" * 9, [], {},
-    ]  # fmt: skip
+        None,
+        True,
+        False,
+        "drop",
+        "score",
+        "refuse",
+        0,
+        1,
+        -1,
+        2**31,
+        2**63,
+        2**64,
+        -(2**63) - 1,
+        10**400,
+        0.5,
+        1e308,
+        "",
+        "1",
+        "home",
+        "x" * 300,
+        "\u0000",
+        "\ud7ff",
+        "é" * 9,
+        [],
+        {},
+    ]
     if depth < 3 and rng.random() < 0.35:
         if rng.random() < 0.5:
             return [any_value(rng, depth + 1) for _ in range(rng.randint(0, 6))]
@@ -43,7 +66,7 @@ def valid(rng, path):
             "features": {"tab": [rng.choice(["home", None, 3]) for _ in range(count)]},
         },
         "now_ms": rng.randint(0, 10**12),
-    }  # fmt: skip
+    }
     if path == "/v1/events":
         return {"user": body["user"], "history": body["history"]}
     if path == "/v1/recommend":

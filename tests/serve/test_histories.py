@@ -86,8 +86,10 @@ def test_stores_keep_the_same(cfg, is_shared):
         rng, kept = random.Random(3), []
         for number in range(120):
             times = [max(0, number - (rng.randrange(50) if rng.random() < 0.2 else 0))] * rng.choice([1, 1, 2, 5])
-            rows = [(f"{number}-{i}", t, rng.choice([0, "click", ["a"], None]), rng.choice(["x", None]))
-                    for i, t in enumerate(times)]  # fmt: skip
+            rows = [
+                (f"{number}-{i}", t, rng.choice([0, "click", ["a"], None]), rng.choice(["x", None]))
+                for i, t in enumerate(times)
+            ]
             items, times, actions, tabs = (list(column) for column in zip(*rows, strict=True))
             await store.append(
                 "a", {"items": items, "times_ms": times, "actions": actions, "features": {"tab": tabs}}, PATIENCE_S
@@ -196,8 +198,11 @@ def test_without_the_store_requests_are_refused_in_time_or_served_from_what_they
         brought = (await client.post("/v1/rank", json={"user": 2, "history": events(3), **short})).json()["scores"]
         start_s = time.monotonic()
         for path, body in (
-            ("/v1/rank", short), ("/v1/recommend", {}), ("/v1/preinfer", {}), ("/v1/events", {"history": events(4)}),
-        ) * 5:  # fmt: skip
+            ("/v1/rank", short),
+            ("/v1/recommend", {}),
+            ("/v1/preinfer", {}),
+            ("/v1/events", {"history": events(4)}),
+        ) * 5:
             refused = await client.post(path, json={"user": 1, **body})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), path
             assert "store of histories" in refused.json()["error"]["message"]

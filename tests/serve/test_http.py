@@ -36,11 +36,13 @@ LIMITS = LimitsConfig(
 )
 CONFIG = ServiceConfig(
     engine=EngineConfig(
-        tiers=TiersConfig(cache_bytes=1 << 20, page_tokens=4), max_queue_s=1e9,
+        tiers=TiersConfig(cache_bytes=1 << 20, page_tokens=4),
+        max_queue_s=1e9,
         trigger=TriggerConfig(policy="all", burst_s=1e9),
     ),
-    slide_events=1, preranked=12,
-)  # fmt: skip
+    slide_events=1,
+    preranked=12,
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,8 @@ def rank_body(num_events=5, num_candidates=4, **changes):
     return {
         "user": "ann",
         "history": {
-            "items": [1 + e for e in events], "times_ms": [1000 * e for e in events],
+            "items": [1 + e for e in events],
+            "times_ms": [1000 * e for e in events],
             "actions": [e % 4 for e in events],
             "features": {"tab": ["home" if e % 2 else "search" for e in events]},
         },
@@ -81,14 +84,16 @@ def rank_body(num_events=5, num_candidates=4, **changes):
         "candidate_features": {"tab": ["home"] * num_candidates},
         "now_ms": 10_000_000,
         **changes,
-    }  # fmt: skip
+    }
 
 
 def test_rank_gives_the_scores_of_the_model(front, models):
     history = History(
-        items=np.arange(1, 6), times_ms=1000 * np.arange(5), actions=np.arange(5) % 4,
+        items=np.arange(1, 6),
+        times_ms=1000 * np.arange(5),
+        actions=np.arange(5) % 4,
         features={"event_tab": np.array([2, 1, 2, 1, 2])},
-    )  # fmt: skip
+    )
     candidates = Candidates(items=np.arange(10, 14), now_ms=10_000_000, features={"event_tab": np.ones(4, np.int64)})
     expected = oracle_scores(models["ranking"], history, candidates, 1)
     for source in ("none", "device"):
@@ -148,7 +153,7 @@ def test_the_cascade_orders_what_retrieval_found_by_the_ranker(front, service):
         (rank_body(num_candidates=1), rank_body(num_candidates=0)),
         (rank_body(user="x"), rank_body(user="")),
     ],
-)  # fmt: skip
+)
 def test_each_limit_at_its_value_and_one_above(front, at_limit, above):
     assert call(front, "POST", "/v1/rank", at_limit).status_code == 200
     response = call(front, "POST", "/v1/rank", above)
@@ -194,18 +199,31 @@ def test_the_candidates_of_a_signal_at_their_limit_and_one_above(front):
 @pytest.mark.parametrize(
     "change",
     [
-        {"user": None}, {"user": ["a"]}, {"user": True}, {"history": []}, {"history": {"items": "abc"}},
-        {"history": {"items": [1.5]}}, {"history": {"items": [[1]]}}, {"history": {"items": [1], "times_ms": [1, 2]}},
+        {"user": None},
+        {"user": ["a"]},
+        {"user": True},
+        {"history": []},
+        {"history": {"items": "abc"}},
+        {"history": {"items": [1.5]}},
+        {"history": {"items": [[1]]}},
+        {"history": {"items": [1], "times_ms": [1, 2]}},
         {"history": {"items": [1, 2], "times_ms": [2, 1]}},
         {"history": {"items": [1], "times_ms": [1], "actions": [4]}},
-        {"history": {"items": [1], "times_ms": [1], "actions": [-1]}}, {"history": {"items": [1]}},
+        {"history": {"items": [1], "times_ms": [1], "actions": [-1]}},
+        {"history": {"items": [1]}},
         {"history": {"items": [1], "times_ms": [1], "features": {"tab": [1, 2]}}},
         {"history": {"items": [1], "times_ms": [1], "features": {"none": [1]}}},
         {"history": {"items": [1], "times_ms": [10**30]}},
-        {"candidates": {}}, {"candidates": [None]}, {"candidate_features": {"tab": ["home"]}}, {"now_ms": "1"},
-        {"timeout_ms": 0}, {"extra": 1}, {"user_features": {"age": 1}}, {"user_features": []},
+        {"candidates": {}},
+        {"candidates": [None]},
+        {"candidate_features": {"tab": ["home"]}},
+        {"now_ms": "1"},
+        {"timeout_ms": 0},
+        {"extra": 1},
+        {"user_features": {"age": 1}},
+        {"user_features": []},
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named(front, change):
     response = call(front, "POST", "/v1/rank", {**rank_body(), **change})
     assert response.status_code == 400
@@ -420,7 +438,9 @@ def test_times_of_answers_are_apart_from_refusals_and_queue_from_compute(front, 
         assert f'nestrec_{what}_seconds_count{{model="ranking"}} 1.0' in metrics
         assert f'nestrec_{what}_seconds_count{{model="retrieval"}} 0.0' in metrics
     total = float(re.search(r'nestrec_request_seconds_sum{outcome="answered",route="/v1/rank"} (\S+)', metrics)[1])
-    parts = [float(re.search(rf'nestrec_{what}_seconds_sum{{model="ranking"}} (\S+)', metrics)[1])
-             for what in ("queue", "compute")]  # fmt: skip
+    parts = [
+        float(re.search(rf'nestrec_{what}_seconds_sum{{model="ranking"}} (\S+)', metrics)[1])
+        for what in ("queue", "compute")
+    ]
     assert min(parts) > 0
     assert sum(parts) <= total

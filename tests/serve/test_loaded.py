@@ -18,7 +18,7 @@ NOW_MS = 1_642_300_000_000
 HISTORIES = [
     {"items": ["5", "9", "13"], "times_ms": [NOW_MS - 3_000, NOW_MS - 2_000, NOW_MS - 1_000], "now_ms": NOW_MS},
     {"items": [7, 8], "times_ms": [NOW_MS - 3_600_000, NOW_MS - 1_000], "now_ms": NOW_MS},
-]  # fmt: skip
+]
 ACTED = [{**history, "actions": ["click"] * len(history["items"])} for history in HISTORIES]
 
 
@@ -53,9 +53,10 @@ def test_ranks_are_those_of_the_server(ranking):
     model, candidates = nestrec.load(ranking.folder), ["5", "6", "no such item", "40"]
     history = dict(ACTED[0])
     served = asked_of_server(
-        ranking.folder, "/v1/rank",
+        ranking.folder,
+        "/v1/rank",
         {"user": "u", "now_ms": history.pop("now_ms"), "history": history, "candidates": candidates},
-    )  # fmt: skip
+    )
     found = model.rank(ACTED[0], candidates)
     assert model.outputs == ("click", "long_view")
     assert (found.items, found.unknown) == (tuple(candidates), ("no such item",))

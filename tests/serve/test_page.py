@@ -17,9 +17,16 @@ def test_the_live_page_shows_latency_tiers_and_admissions(retrieval, tmp_path):
         assert status_of(exchange(port, post("/v1/recommend", body))) == 200
         assert status_of(exchange(port, post("/v1/preinfer", {k: v for k, v in body.items() if k != "k"}))) == 202
         command = [
-            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
-            f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", f"http://127.0.0.1:{port}/",
-        ]  # fmt: skip
+            BROWSER,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--dump-dom",
+            f"--user-data-dir={tmp_path}",
+            "--virtual-time-budget=4000",
+            f"http://127.0.0.1:{port}/",
+        ]
         shown = subprocess.run(
             command, capture_output=True, text=True, timeout=90, check=True, env={**os.environ}
         ).stdout

@@ -31,9 +31,11 @@ def make_parts(form, rng, shapes):
     for first, end, asked in shapes:
         count = end // 2
         history = History(
-            items=rng.integers(1, 100, count), times_ms=np.zeros(count, np.int64), actions=rng.integers(0, 4, count),
+            items=rng.integers(1, 100, count),
+            times_ms=np.zeros(count, np.int64),
+            actions=rng.integers(0, 4, count),
             features={"event_tab": rng.integers(0, 3, count)},
-        )  # fmt: skip
+        )
         candidates = Candidates(
             items=rng.integers(1, 100, asked), now_ms=0, features={"event_tab": rng.integers(0, 3, asked)}
         )

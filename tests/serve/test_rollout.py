@@ -160,8 +160,9 @@ def test_where_one_instance_refuses_all_have_the_old_models_again(folders):
         supervisor.slots[2].reloader.swap = refuse
         refused = await client.post("/v1/admin/swap", json={"models": [str(folders / "2")]})
         assert (refused.status_code, refused.json()["error"]["message"]) == (
-            409, "instance 2 does not take the models: no room for them",
-        )  # fmt: skip
+            409,
+            "instance 2 does not take the models: no room for them",
+        )
         told = (await client.get("/v1/admin/fleet")).json()
         assert [i["models"]["retrieval"]["version"] for i in told["instances"]] == [one] * 3
         assert (await client.post("/v1/admin/rollback", json={})).status_code == 409, "nothing has changed"

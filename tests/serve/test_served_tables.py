@@ -33,9 +33,10 @@ def draw_parts(form, *, num_best=0):
     for _ in range(20):
         count = int(rng.integers(1, 60))
         history = History(
-            items=rng.integers(0, NUM_ITEMS + 1, count), times_ms=np.sort(rng.integers(0, 10**10, count)),
+            items=rng.integers(0, NUM_ITEMS + 1, count),
+            times_ms=np.sort(rng.integers(0, 10**10, count)),
             actions=rng.integers(0, 4, count),
-        )  # fmt: skip
+        )
         items = np.zeros(0, np.int64) if num_best else rng.integers(0, NUM_ITEMS + 1, 50)
         asked = Candidates(items=items, now_ms=2 * 10**10, num_best=num_best, excluded=np.unique(history.items))
         tokens = form.tokens(history, asked.now_ms)

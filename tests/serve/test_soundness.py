@@ -54,7 +54,7 @@ DAMAGES = {
     "an item named twice": lambda f: (f / "item_keys.json").write_text(json.dumps(["1"] * 20)),
     "keys in another order": lambda f: (f / "item_keys.json").write_text(json.dumps([str(20 - i) for i in range(20)])),
     "weights of another model": lambda f: change_tensor(f, "weights.safetensors", lambda t: t.flip(0) + 1.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -89,8 +89,10 @@ def test_a_request_that_was_announced_is_answered_by_the_version_that_was_told(f
             swap = asyncio.create_task(client.post("/v1/admin/swap", json={"models": [str(folders / "ranking2")]}))
             while service.fleet("ranking") is before:
                 await asyncio.sleep(0.001)
-            asked = [(await client.post("/v1/rank", json={**ASKED, "user": user})).json()["model"]
-                     for user in ("bob", "ann", "ann")]  # fmt: skip
+            asked = [
+                (await client.post("/v1/rank", json={**ASKED, "user": user})).json()["model"]
+                for user in ("bob", "ann", "ann")
+            ]
             assert asked == [new, old, new], "ann's was announced to the old one, and she is then with the new one"
             assert (await swap).status_code == 200, "it waits for nobody any more"
             assert not any(engine.is_alive for engine in before.engines), "and what it kept is let go"

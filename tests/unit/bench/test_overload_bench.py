@@ -12,10 +12,14 @@ from nestrec.serving.load.open_loop import Trial
 def served(latency_ms):
     latency_ms = np.array(latency_ms)
     return Served(
-        at_s=np.arange(len(latency_ms), dtype=np.float64), trial=Trial(1.0, latency_ms, 0.0, 1.0),
-        refusal_ms=np.where(np.isinf(latency_ms), 2.0, np.nan), num_without_retry=0, rss_before=0, rss_after=0,
+        at_s=np.arange(len(latency_ms), dtype=np.float64),
+        trial=Trial(1.0, latency_ms, 0.0, 1.0),
+        refusal_ms=np.where(np.isinf(latency_ms), 2.0, np.nan),
+        num_without_retry=0,
+        rss_before=0,
+        rss_after=0,
         server_cores=0.0,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,15 @@ def test_our_losses_are_those_of_plain_torch(dense):
 
 
 def system_of(name, rates):
-    return {"system": name, "version": "1", "mode": "m", "samples_per_s_rounds": rates, "losses": [0.7, 0.6],
-            "cpu_ms": 3.0, "parts_ms": None}  # fmt: skip
+    return {
+        "system": name,
+        "version": "1",
+        "mode": "m",
+        "samples_per_s_rounds": rates,
+        "losses": [0.7, 0.6],
+        "cpu_ms": 3.0,
+        "parts_ms": None,
+    }
 
 
 def test_ratios_are_taken_within_rounds():

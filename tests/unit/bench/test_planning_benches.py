@@ -36,8 +36,15 @@ def test_other_load_is_seen_by_one_rank_too():
 
 @pytest.mark.slow
 def test_calibration_measures_every_operation():
-    small = CalibrateBench(samples=(16, 48), steps=4, lengths=(8, 32), tokens=128, exchange_bytes=(1 << 12, 1 << 16),
-                           repeats=2, job=JobConfig(num_rows=2_000, dim=16, tokens=8, hidden=16))  # fmt: skip
+    small = CalibrateBench(
+        samples=(16, 48),
+        steps=4,
+        lengths=(8, 32),
+        tokens=128,
+        exchange_bytes=(1 << 12, 1 << 16),
+        repeats=2,
+        job=JobConfig(num_rows=2_000, dim=16, tokens=8, hidden=16),
+    )
     rows, profile = calibrate(small)
     assert {"deduplicate", "fetch, dram", "compute", "host copy"} <= {row["operation"] for row in rows}
     assert profile.compute.flop_s > 0

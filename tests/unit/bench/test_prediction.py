@@ -18,14 +18,26 @@ from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
 from nestrec.planning.simulator.step_costs import StepCosts
 
 BENCH = PredictionBench(
-    ranks=(2,), link_mbit=(8.0, 24.0), lengths=("skewed",), schedules=("serial", "frozen_window", "nested"),
-    micro_batches=(2, 4), rounds=2, steps=5, emulated=True, job=JobConfig(samples=32, tokens=8, num_rows=2_000, dim=32),
-)  # fmt: skip
+    ranks=(2,),
+    link_mbit=(8.0, 24.0),
+    lengths=("skewed",),
+    schedules=("serial", "frozen_window", "nested"),
+    micro_batches=(2, 4),
+    rounds=2,
+    steps=5,
+    emulated=True,
+    job=JobConfig(samples=32, tokens=8, num_rows=2_000, dim=32),
+)
 TRUTH = Profile(
-    exchange_keys=Rate(fixed_s=3e-4), dram=StoreRates(fetch=Rate(unit_s=5e-9), write_back=Rate(unit_s=2e-9)),
-    exchange_vectors=Rate(fixed_s=2e-4), exchange_gradients=Rate(fixed_s=2e-4), update_rows=Rate(unit_s=1e-9),
-    dense_reduce=Rate(fixed_s=1e-3), dense_apply=Rate(fixed_s=5e-4), compute=ComputeRates(fixed_s=1e-3, flop_s=5e-11),
-)  # fmt: skip
+    exchange_keys=Rate(fixed_s=3e-4),
+    dram=StoreRates(fetch=Rate(unit_s=5e-9), write_back=Rate(unit_s=2e-9)),
+    exchange_vectors=Rate(fixed_s=2e-4),
+    exchange_gradients=Rate(fixed_s=2e-4),
+    update_rows=Rate(unit_s=1e-9),
+    dense_reduce=Rate(fixed_s=1e-3),
+    dense_apply=Rate(fixed_s=5e-4),
+    compute=ComputeRates(fixed_s=1e-3, flop_s=5e-11),
+)
 
 
 def made_up(bench, cores):
@@ -70,8 +82,16 @@ def test_ranks_without_a_core_each_cannot_fit(monkeypatch):
 
 
 def test_measurements_survive_a_file():
-    bench = PredictionBench(ranks=(2,), link_mbit=(100.0,), lengths=("even",), schedules=("serial",),
-                            micro_batches=(2,), steps=4, emulated=True, job=BENCH.job)  # fmt: skip
+    bench = PredictionBench(
+        ranks=(2,),
+        link_mbit=(100.0,),
+        lengths=("even",),
+        schedules=("serial",),
+        micro_batches=(2,),
+        steps=4,
+        emulated=True,
+        job=BENCH.job,
+    )
     (measured,) = made_up(bench, 8).values()
     assert from_plain_bed(to_plain_bed(measured)) == measured
 

@@ -17,8 +17,15 @@ from nestrec.report.benches.relay_page import write_page
 
 BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),
-    history=(24,), candidates=(4,), returning=(0.5,), signal_ms=5.0, duration_s=0.5, rounds=0, warm_s=0.1, fewest=5,
-)  # fmt: skip
+    history=(24,),
+    candidates=(4,),
+    returning=(0.5,),
+    signal_ms=5.0,
+    duration_s=0.5,
+    rounds=0,
+    warm_s=0.1,
+    fewest=5,
+)
 SOURCES = {
     "full": {"none"},
     "dram_fetch": {"none", "dram"},

@@ -58,14 +58,23 @@ def test_links_are_removed_after_an_error():
 @pytest.mark.parametrize("emulated", [pytest.param(False, marks=needs_links), True])
 def test_rows_hold_the_fields_of_the_design_and_parts_add_up_to_the_step(emulated):
     bench = SchedulesBench(
-        link_mbit=1000.0, micro_batches=(2,), rounds=1, steps=4, job=SMALL, schedules=("serial", "nested"),
+        link_mbit=1000.0,
+        micro_batches=(2,),
+        rounds=1,
+        steps=4,
+        job=SMALL,
+        schedules=("serial", "nested"),
         emulated=emulated,
-    )  # fmt: skip
+    )
     rows = measure_schedules(bench)
     assert {row["link"] for row in rows} == {"emulated" if emulated else "namespaces"}
     assert [(r["schedule"], r["micro_batches"], r["window_cache"]) for r in rows] == [
-        ("serial", 1, False), ("serial", 2, False), ("nested", 2, False), ("serial", 2, True), ("nested", 2, True)
-    ]  # fmt: skip
+        ("serial", 1, False),
+        ("serial", 2, False),
+        ("nested", 2, False),
+        ("serial", 2, True),
+        ("nested", 2, True),
+    ]
     for row in rows:
         assert set(DESIGN_FIELDS) <= set(row)
         assert row["max_abs_diff"] == 0
@@ -76,9 +85,15 @@ def test_rows_hold_the_fields_of_the_design_and_parts_add_up_to_the_step(emulate
 
 def test_one_process_stands_for_a_rank_of_an_emulated_fabric():
     bench = SchedulesBench(
-        fabric_ranks=4, link_mbit=50.0, micro_batches=(2,), rounds=1, steps=4, job=SMALL, window_cache=(False,),
+        fabric_ranks=4,
+        link_mbit=50.0,
+        micro_batches=(2,),
+        rounds=1,
+        steps=4,
+        job=SMALL,
+        window_cache=(False,),
         schedules=("serial", "nested"),
-    )  # fmt: skip
+    )
     rows = measure_schedules(bench)
     assert all(row["link"] == "emulated" and row["ranks"] == 4 and row["max_abs_diff"] == 0 for row in rows)
     for row in rows:  # bytes of three ranks in four cross, each way
@@ -87,9 +102,17 @@ def test_one_process_stands_for_a_rank_of_an_emulated_fabric():
 
 def test_an_emulated_lookup_is_hidden_by_schedules_that_hide_lookups():
     bench = SchedulesBench(
-        fabric_ranks=2, link_mbit=1e5, lookup_share=30.0, micro_batches=(1,), rounds=1, steps=5, job=SMALL,
-        window_cache=(False,), schedules=("serial", "stale", "dual_buffer"), shares_table=True,
-    )  # fmt: skip
+        fabric_ranks=2,
+        link_mbit=1e5,
+        lookup_share=30.0,
+        micro_batches=(1,),
+        rounds=1,
+        steps=5,
+        job=SMALL,
+        window_cache=(False,),
+        schedules=("serial", "stale", "dual_buffer"),
+        shares_table=True,
+    )
     rows = {row["schedule"]: row for row in measure_schedules(bench)}
     added_ms = rows["serial"]["emulated_lookup_ms"]
     assert added_ms > 0

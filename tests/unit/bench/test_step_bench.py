@@ -29,9 +29,14 @@ def test_flops_of_fuxi_count_every_matrix_and_channel():
 
 def test_kernels_are_counted_with_their_part():
     names = {
-        "nvjet_hsh_256x128": "matmul", "norm_forward_kernel": "rows", "bias_position_kernel": "attention",
-        "void multi_tensor_apply_kernel<adam>": "optimizer", "_forward": "loss", "Memcpy HtoD": "copies", "x": "other",
-    }  # fmt: skip
+        "nvjet_hsh_256x128": "matmul",
+        "norm_forward_kernel": "rows",
+        "bias_position_kernel": "attention",
+        "void multi_tensor_apply_kernel<adam>": "optimizer",
+        "_forward": "loss",
+        "Memcpy HtoD": "copies",
+        "x": "other",
+    }
     assert {name: part_name(name) for name in names} == names
     found = summed({"nvjet": (2.0, 3.0), "x": (1.0, 1.0)}, StepFlops(4e9, 1e9), idle_ms=0.5)
     assert found["matmul"]["tflops"] == 2.0
@@ -53,15 +58,26 @@ def test_a_case_that_is_none_is_refused():
 def test_the_step_bench_trains_every_model():
     lengths = "lognormal:mean=16,max=60,count=16"
     bench = StepBench(
-        cases=tuple(f"hstu-2x8-{lengths},fuxi-2x8-u128".split(",")), tokens=256, dim=16, num_layers=1,
-        num_items=300, num_negatives=4, device="cpu", precision="fp32", warm_up=1, steps=1, profiled=0,
+        cases=tuple(f"hstu-2x8-{lengths},fuxi-2x8-u128".split(",")),
+        tokens=256,
+        dim=16,
+        num_layers=1,
+        num_items=300,
+        num_negatives=4,
+        device="cpu",
+        precision="fp32",
+        warm_up=1,
+        steps=1,
+        profiled=0,
         memory_length=24,
-    )  # fmt: skip
+    )
     rows = list(measure_steps(bench))
     steps, memory = rows[:3], rows[3:]
     assert [(row["model"], row["biases"]) for row in steps] == [
-        (f"hstu-2x8-{lengths}", "none"), (f"hstu-2x8-{lengths}", "tables"), ("fuxi-2x8-u128", "tables")
-    ]  # fmt: skip
+        (f"hstu-2x8-{lengths}", "none"),
+        (f"hstu-2x8-{lengths}", "tables"),
+        ("fuxi-2x8-u128", "tables"),
+    ]
     assert [row["tokens"] for row in steps] == [256] * 3
     assert [row["computed_tokens"] for row in memory] == [48, 48, 96, 96]
     assert all(0.0 < row["loss"] < 10.0 and row["step_ms"] > 0 for row in steps)

@@ -9,9 +9,14 @@ def test_a_row_for_each_operation_of_each_store(tmp_path):
     bench = StoresBench(num_rows=2000, disk_rows=500, dim=8, num_keys=300, rounds=1)
     rows = measure_stores(bench, output=tmp_path / "stores.json", command="nestrec bench stores")
     assert [(r["op"], r["store"]) for r in rows] == [
-        ("copy", "torch"), ("gather", "index_select"), ("find", "key table"),
-        ("gather", "dram"), ("scatter", "dram"), ("gather", "disk"), ("scatter", "disk"),
-    ]  # fmt: skip
+        ("copy", "torch"),
+        ("gather", "index_select"),
+        ("find", "key table"),
+        ("gather", "dram"),
+        ("scatter", "dram"),
+        ("gather", "disk"),
+        ("scatter", "disk"),
+    ]
     assert all(r["gb_per_s"] >= 0 for r in rows)
     assert json.loads((tmp_path / "stores.json").read_text())["rows"] == rows
 

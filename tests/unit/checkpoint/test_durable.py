@@ -33,9 +33,10 @@ def test_every_file_then_its_folder_are_flushed_before_the_rename_and_the_parent
     tmp_path: Path, flushed: list[tuple[str, int]]
 ) -> None:
     content = Content(
-        tensors={"w": torch.ones(3)}, state={"step": 1},
+        tensors={"w": torch.ones(3)},
+        state={"step": 1},
         tables={"t": [{"keys": torch.arange(4), "weight": torch.ones(4, 2)}]},
-    )  # fmt: skip
+    )
     folder = Checkpoints(tmp_path).save(1, content)
     renamed = flushed.index(("rename", folder.stat().st_ino))
     before, after = flushed[:renamed], flushed[renamed + 1 :]

@@ -301,7 +301,8 @@ def test_log_reads_a_folder_of_files_in_order_of_name(tmp_path: Path) -> None:
 
 def test_log_actions_by_number_and_by_value(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text("u\ta\tbuy\t1\nu\tb\tview\t0\nu\tc\tbuy\t\n")
-    log = LogColumns(names=("user", "item", "what", "liked"), separator="\\t",
-                     actions={"buy": "what=buy", "like": "liked"})  # fmt: skip
+    log = LogColumns(
+        names=("user", "item", "what", "liked"), separator="\\t", actions={"buy": "what=buy", "like": "liked"}
+    )
     dataset = open_prepared("log", tmp_path / "log.tsv", log=log)
     assert events(dataset, "actions") == [3, 0, 1]

@@ -67,8 +67,13 @@ def test_a_bad_line_of_json_is_set_aside_and_a_mistyped_field_is_named(tmp_path:
     card = prepare("log", tmp_path / "log.jsonl", tmp_path / "out", log=LOG, max_bad_share=1.0)
     assert (card.counts.events, dict(card.counts.quarantined)) == (4, {"not a JSON object": 2})
     with pytest.raises(DataError, match=r"is a field of no line of log.jsonl\n  remedy: did you mean 'clicked'"):
-        prepare("log", tmp_path / "log.jsonl", tmp_path / "other", max_bad_share=1.0,
-                log=LogColumns(user="user.id", item="sku", actions={"click": "cliked"}))  # fmt: skip
+        prepare(
+            "log",
+            tmp_path / "log.jsonl",
+            tmp_path / "other",
+            max_bad_share=1.0,
+            log=LogColumns(user="user.id", item="sku", actions={"click": "cliked"}),
+        )
 
 
 def test_json_that_is_no_lines_is_refused_without_its_content(tmp_path: Path) -> None:
@@ -106,9 +111,11 @@ def test_tables_of_items_and_users_become_features(tmp_path: Path) -> None:
     users = {"user": ["u2", "u1"], "country": ["NO", None], "langs": [["no", "en"], []], "age": [30, 40]}
     pq.write_table(pa.table(users), tmp_path / "users.parquet")
     dataset = with_tables(
-        tmp_path, items=str(tmp_path / "items.csv"), users=str(tmp_path / "users.parquet"),
+        tmp_path,
+        items=str(tmp_path / "items.csv"),
+        users=str(tmp_path / "users.parquet"),
         item_columns={"lists": ("colours",), "list_separator": "|"},
-    )  # fmt: skip
+    )
     kinds = {f.name: f.kind for f in dataset.card.item_features}
     assert kinds == {"title": "text", "brand_id": "category", "price": "category", "colours": "categories"}
     items = {row["item_key"]: row for row in dataset.items().to_pylist()}

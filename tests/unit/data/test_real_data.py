@@ -41,9 +41,15 @@ def prepared(source: Path, output: Path, format: str, **options: Any) -> tuple[C
     ],
 )
 def test_counts_and_shapes_are_the_known_ones(  # noqa: PLR0917
-    data_folder: Path, tmp_path: Path, format: str, path: str, options: dict[str, Any],
-    counts: tuple[int, int, int], mu_sd: tuple[float, float], zipf_s: float,
-) -> None:  # fmt: skip
+    data_folder: Path,
+    tmp_path: Path,
+    format: str,
+    path: str,
+    options: dict[str, Any],
+    counts: tuple[int, int, int],
+    mu_sd: tuple[float, float],
+    zipf_s: float,
+) -> None:
     card, dataset = prepared(data_folder / path, tmp_path / "out", format, **options)
     assert (card.counts.users, card.counts.items, card.counts.events) == counts
     assert (card.lengths.ln_mean, card.lengths.ln_sd) == pytest.approx(mu_sd, abs=0.006)

@@ -63,8 +63,9 @@ def test_unused_rows_of_a_static_table_count_with_their_initial_values(kind, tmp
 
 
 def test_keys_without_a_row_learn_nothing_until_admitted():
-    table = TableConfig(name="t", dim=2, dtype="float64", store=StoreConfig(admission_count=3),
-                        optimizer=RowOptimizerConfig(kind="sgd"))  # fmt: skip
+    table = TableConfig(
+        name="t", dim=2, dtype="float64", store=StoreConfig(admission_count=3), optimizer=RowOptimizerConfig(kind="sgd")
+    )
     engine = EmbeddingEngine([table], Topology.single())
     begin = engine.lookup_readonly({"t": np.array([1, 2])})["t"]
     for number in range(1, 5):

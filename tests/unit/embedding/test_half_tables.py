@@ -84,8 +84,12 @@ def test_bits_are_those_of_seed_table_step_and_key():
     keys = np.array([5, -3, 2**62])
     base = draws_of(table_of(), keys, 4)
     assert np.array_equal(draws_of(table_of("sgd", "float16"), keys[::-1].copy(), 4)[::-1], base)
-    others = [draws_of(table_of(seed=1), keys, 4), draws_of(replace(table_of(), name="u"), keys, 4),
-              draws_of(table_of(), keys, 5), draws_of(table_of(), keys + 1, 4)]  # fmt: skip
+    others = [
+        draws_of(table_of(seed=1), keys, 4),
+        draws_of(replace(table_of(), name="u"), keys, 4),
+        draws_of(table_of(), keys, 5),
+        draws_of(table_of(), keys + 1, 4),
+    ]
     assert len({int(n) for found in [base, *others] for n in found}) == 15
 
 
@@ -97,8 +101,9 @@ def test_updates_too_small_for_the_last_place_move_weights_on_average():
     layout.view(rows, "weight").fill_(1.0)
     for step in range(1, 51):  # each is a sixteenth of the distance from 1 to the next number below
         draws = torch.from_numpy(draws_of(table, np.arange(400), step))
-        update_rows_on_host(rows, torch.full((400, DIM), 2.0**-12), layout, RowStep(step, 1.0, table.optimizer, draws),
-                            num_threads=1)  # fmt: skip
+        update_rows_on_host(
+            rows, torch.full((400, DIM), 2.0**-12), layout, RowStep(step, 1.0, table.optimizer, draws), num_threads=1
+        )
     moved = 1 - layout.view(rows, "weight").double().mean()
     assert abs(float(moved) - 50 * 2.0**-12) < 3e-4
 

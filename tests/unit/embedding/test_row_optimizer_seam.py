@@ -32,8 +32,13 @@ def with_momentum(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_optimiser_of_another_package_trains_by_its_formula_alone(with_momentum, dtype):
     # With a bound of two rows, what the third key learns is dropped.
-    table = TableConfig(name="t", dim=3, dtype=dtype, store=StoreConfig(max_rows=2),
-                        optimizer=RowOptimizerConfig(kind="momentum", options={"momentum": 0.25}))  # fmt: skip
+    table = TableConfig(
+        name="t",
+        dim=3,
+        dtype=dtype,
+        store=StoreConfig(max_rows=2),
+        optimizer=RowOptimizerConfig(kind="momentum", options={"momentum": 0.25}),
+    )
     engine = EmbeddingEngine([table], Topology.single())
     keys = torch.tensor([5, 7, 9])
     start = engine.lookup_readonly({"t": keys})["t"].double()

@@ -101,9 +101,14 @@ POLICIES = {
 
 def run(policy: StoreConfig, kind: str, folder: str, num_steps: int, batch: int) -> None:
     store = StoreConfig(
-        kind=kind, folder=folder, cache_rows=64, admission_count=policy.admission_count, eviction=policy.eviction,
-        max_rows=policy.max_rows, ttl_steps=policy.ttl_steps,
-    )  # fmt: skip
+        kind=kind,
+        folder=folder,
+        cache_rows=64,
+        admission_count=policy.admission_count,
+        eviction=policy.eviction,
+        max_rows=policy.max_rows,
+        ttl_steps=policy.ttl_steps,
+    )
     table = TableConfig(name="t", dim=3, store=store, optimizer=RowOptimizerConfig(kind="rowwise_adagrad"))
     shard = TableShard(table, 0, 1, CPU)
     oracle = Oracle(table, shard)

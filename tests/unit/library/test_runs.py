@@ -44,8 +44,10 @@ def test_a_loaded_run_recommends_what_its_evaluation_measured(run: nestrec.Run, 
     events = [[keys[i - 1] for i in items[offsets[user] : offsets[user + 1]]] for user in users]
     model = run.load()
     found = model.recommend_all([keys[:-1] for keys in events], k=dataset.num_items)
-    rank = [ranking.items.index(keys[-1]) + 1 if keys[-1] in ranking.items else 0
-            for keys, ranking in zip(events, found, strict=True)]  # fmt: skip
+    rank = [
+        ranking.items.index(keys[-1]) + 1 if keys[-1] in ranking.items else 0
+        for keys, ranking in zip(events, found, strict=True)
+    ]
     assert rank == run.evaluation.details["rank/model"].tolist()
     assert model.recommend(events[0][:-1], k=3).items == found[0].items[:3]
 
@@ -73,8 +75,12 @@ def test_overrides_are_values_or_text_as_typed(tmp_path: Path) -> None:
         "training.patience": None,
         "data.folder": tmp_path,
     }
-    of_text = {"training.epochs": "2", "task.evaluation.ks": "10,5", "training.patience": "none",
-               "data.folder": str(tmp_path)}  # fmt: skip
+    of_text = {
+        "training.epochs": "2",
+        "task.evaluation.ks": "10,5",
+        "training.patience": "none",
+        "data.folder": str(tmp_path),
+    }
     assert configured("demo", of_values) == configured("demo", of_text)
     assert configured("demo", of_values).data.synthetic is None
     assert configured(configured("demo"), {"training.epochs": 3}).training.epochs == 3

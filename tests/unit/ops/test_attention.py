@@ -37,9 +37,11 @@ def attention_rules(draw, lengths):
     targets = torch.tensor([draw(st.integers(0, n)) for n in lengths]) if draw(st.booleans()) else None
     longest = draw(st.one_of(st.none(), st.integers(1, 10)))
     return AttentionRules(
-        num_targets_B=targets, num_context=draw(st.integers(0, 3)), max_attention_length=longest,
+        num_targets_B=targets,
+        num_context=draw(st.integers(0, 3)),
+        max_attention_length=longest,
         looks_ahead=draw(st.booleans()),
-    )  # fmt: skip
+    )
 
 
 def random_bias(num_tokens, longest, has_position, time):
@@ -49,8 +51,9 @@ def random_bias(num_tokens, longest, has_position, time):
         position_table=draw(2 * longest + 1).requires_grad_() if has_position else None,
         time_table=draw(12).requires_grad_() if time == "table" else None,
         time_function=draw(3).requires_grad_() if time == "function" else None,
-        time_T=draw(num_tokens) * 20, query_time_T=draw(num_tokens) * 20,
-    )  # fmt: skip
+        time_T=draw(num_tokens) * 20,
+        query_time_T=draw(num_tokens) * 20,
+    )
 
 
 @given(st.data(), lengths_lists, st.booleans(), st.sampled_from(["none", "table", "function"]))

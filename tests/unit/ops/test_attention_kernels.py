@@ -46,8 +46,9 @@ def random_case(seed):
     bias = RelativeBias(
         position_table=torch.from_numpy(draw.normal(0, 0.5, 2 * max(lengths) + 1)) if draw.random() < 0.5 else None,
         time_table=torch.from_numpy(draw.normal(0, 0.5, 40)) if draw.random() < 0.5 else None,
-        time_T=times, query_time_T=times + 3,
-    )  # fmt: skip
+        time_T=times,
+        query_time_T=times + 3,
+    )
     return lengths, vectors, bias, rules
 
 
@@ -70,12 +71,18 @@ def test_the_kernel_equals_the_definition(seed):
         lambda q, k, v, b: hstu_attention(
             q, k, v, offsets, max_length=max(lengths), normaliser=NORMALISER, bias=b, rules=rules
         ),
-        vectors, bias, dtype, torch.float32,
-    )  # fmt: skip
+        vectors,
+        bias,
+        dtype,
+        torch.float32,
+    )
     exact = results(
         lambda q, k, v, b: hstu_attention_reference(q, k, v, offsets, normaliser=NORMALISER, bias=b, rules=rules),
-        vectors, bias, torch.float64, torch.float64,
-    )  # fmt: skip
+        vectors,
+        bias,
+        torch.float64,
+        torch.float64,
+    )
     for a, b in zip(found, exact, strict=True):
         assert float((a.double() - b).detach().norm()) <= tolerance * max(float(b.detach().norm()), 1e-3)
 

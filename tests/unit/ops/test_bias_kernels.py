@@ -66,9 +66,11 @@ def shared_bytes(kernel, dtype, tile, **constants):
     signature = {name: "i32" if name in numbers else f"*{INTEGERS.get(name, NAMES[dtype])}" for name in names}
     signature |= dict.fromkeys(fixed, "constexpr")
     source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in fixed.items()},
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name not in fixed},
-    )  # fmt: skip
+    )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
 
 

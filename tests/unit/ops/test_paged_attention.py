@@ -55,9 +55,16 @@ def run_paged(shapes, dtype, device):
     write_blocks(segment_array(segments), HEADS, False, blocks)
     workspace = Workspace.make(HEADS, DIM, torch.device(device))
     out = paged_attention(
-        q, k, v, pool, torch.from_numpy(blocks).to(device), torch.tensor([*pages, 0], dtype=torch.int32, device=device),
-        workspace=workspace, page_tokens=PAGE, normaliser=NORMALISER,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        pool,
+        torch.from_numpy(blocks).to(device),
+        torch.tensor([*pages, 0], dtype=torch.int32, device=device),
+        workspace=workspace,
+        page_tokens=PAGE,
+        normaliser=NORMALISER,
+    )
     assert not workspace.arrived.any()
     return out, (q, k, v), segments, prefixes
 
@@ -72,9 +79,11 @@ def largest_error(shapes, dtype, device):
         ]
         heads = lambda x: x.double().unflatten(1, (HEADS, DIM)).transpose(0, 1)  # noqa: E731
         expected = cached_attention_reference(
-            *(heads(x[rows]) for x in new), tuple(heads(x) for x in old), num_candidates=segment.num_candidates,
+            *(heads(x[rows]) for x in new),
+            tuple(heads(x) for x in old),
+            num_candidates=segment.num_candidates,
             normaliser=NORMALISER,
-        )  # fmt: skip
+        )
         difference = heads(out[rows]) - expected
         worst = max(worst, float(difference.norm() / expected.norm()))
     return worst

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[2]
-WARNS = ["ignore:Conversion of an array with ndim:DeprecationWarning", "ignore:overflow encountered:RuntimeWarning",
-         "ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning"]  # fmt: skip
+WARNS = [
+    "ignore:Conversion of an array with ndim:DeprecationWarning",
+    "ignore:overflow encountered:RuntimeWarning",
+    "ignore:divide by zero:RuntimeWarning",
+    "ignore:invalid value:RuntimeWarning",
+]
 """By the interpreter, of its own use of numpy: conversions, and exponentials of masked logits."""
 SMALL_LOSSES = ["-k", "(fused and (shape0 or shape2 or shape3)) or tile1-shape2 or popular"]
 """the interpreter is slow"""

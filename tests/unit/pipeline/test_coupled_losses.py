@@ -90,8 +90,12 @@ def test_uncut_such_a_loss_is_that_of_serial_and_cut_it_would_be_another(tiny_da
 @pytest.mark.parametrize("num_micro_batches", [3, "auto"])
 @pytest.mark.parametrize("schedule", ["frozen_window", "nested"])
 def test_negatives_of_the_whole_batch_are_refused_before_training(tiny_data, tmp_path, schedule, num_micro_batches):
-    given = {**IN_BATCH, "task.negatives.reach": "batch", "pipeline.schedule": schedule,
-             "batch.micro_batches": num_micro_batches}  # fmt: skip
+    given = {
+        **IN_BATCH,
+        "task.negatives.reach": "batch",
+        "pipeline.schedule": schedule,
+        "batch.micro_batches": num_micro_batches,
+    }
     with pytest.raises(UserError, match=r"task\.negatives\.reach=micro_batch"):
         Trainer(config_of("hstu", tiny_data, given), tmp_path / "run", Topology.single())
     assert not (tmp_path / "run").exists()

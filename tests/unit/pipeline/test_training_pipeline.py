@@ -40,9 +40,11 @@ def batches(num_steps: int = 6, num_samples: int = 7):
         rows = [torch.from_numpy(draw.integers(0, 30, n)) for n in draw.integers(1, 5, num_samples)]
         sign = torch.from_numpy(draw.choice([-1.0, 1.0], num_samples).astype(np.float32))
         yield {
-            "history": nestrec.Jagged.from_rows(rows), "item": draw.integers(0, 30, num_samples), "sign": sign,
+            "history": nestrec.Jagged.from_rows(rows),
+            "item": draw.integers(0, 30, num_samples),
+            "sign": sign,
             "shift": 0.5,
-        }  # fmt: skip
+        }
 
 
 def made(schedule: str | PipelineConfig = "serial", **options) -> nestrec.TrainingPipeline:
@@ -155,8 +157,10 @@ def test_samples_coupled_over_the_batch_are_not_cut():
 def test_warm_up_and_rates_come_with_the_options_of_our_optimiser():
     options = OptimizerConfig(learning_rate=0.5, table_learning_rate=0.25, warmup_steps=4)
     assert [(options.rates(n).dense, options.rates(n).tables) for n in (1, 4, 9)] == [
-        (0.125, 0.0625), (0.5, 0.25), (0.5, 0.25),
-    ]  # fmt: skip
+        (0.125, 0.0625),
+        (0.5, 0.25),
+        (0.5, 0.25),
+    ]
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest_name():
@@ -227,8 +231,10 @@ def test_a_pooled_feature_is_the_sum_of_its_rows():
         return losses, vectors
 
     (pooled, rows), (summed, expected), (nested, nested_rows) = (
-        result("serial", ("history",)), result("serial", ()), result("nested", ("history",))
-    )  # fmt: skip
+        result("serial", ("history",)),
+        result("serial", ()),
+        result("nested", ("history",)),
+    )
     assert pooled == pytest.approx(summed, rel=1e-6)
     torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-6)
     assert nested == pooled

@@ -99,8 +99,12 @@ def test_a_table_with_a_time_to_live_trains_and_is_measured_while_no_row_is_admi
 @pytest.mark.parametrize("negatives", ["in_batch", "groups", "popularity"])
 def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tiny_data, tmp_path, negatives):
     sharing = 1 if negatives == "groups" else 3
-    more = {"task__negatives__sampler": negatives, "task__negatives__sharing": sharing,
-            "task__negatives__variant": "fused", "task__negatives__lookup": "float16"}  # fmt: skip
+    more = {
+        "task__negatives__sampler": negatives,
+        "task__negatives__sharing": sharing,
+        "task__negatives__variant": "fused",
+        "task__negatives__lookup": "float16",
+    }
     expected = run("hstu", tiny_data, tmp_path / "serial", "serial", **more)
     for schedule in [*EXACT, "priority"]:
         assert run("hstu", tiny_data, tmp_path / schedule, schedule, **more) == expected
@@ -116,8 +120,13 @@ def test_a_delay_of_nothing_is_refused():
 
 
 def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, tmp_path):
-    auto = {"batch__micro_batches": "auto", "training__max_steps": 90, "training__epochs": 60,
-            "training__evaluate_every_epochs": 0, "training__checkpoint_every_steps": 45}  # fmt: skip
+    auto = {
+        "batch__micro_batches": "auto",
+        "training__max_steps": 90,
+        "training__epochs": 60,
+        "training__evaluate_every_epochs": 0,
+        "training__checkpoint_every_steps": 45,
+    }
     run("hstu", tiny_data, tmp_path / "auto", "nested", **auto)
     lines = [json.loads(line) for line in (tmp_path / "auto" / "metrics.jsonl").read_text().splitlines()]
     logged = [line["text"] for line in lines if line.get("text", "").startswith("micro-batches: ")]
@@ -131,8 +140,16 @@ def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, t
 
 
 def test_a_run_leaves_a_trace_whose_parts_add_up_and_which_perfetto_opens(tiny_data, tmp_path):
-    run("hstu", tiny_data, tmp_path, "nested", training__max_steps=41, training__epochs=30,
-        training__evaluate_every_epochs=0, training__checkpoint_every_steps="none")  # fmt: skip
+    run(
+        "hstu",
+        tiny_data,
+        tmp_path,
+        "nested",
+        training__max_steps=41,
+        training__epochs=30,
+        training__evaluate_every_epochs=0,
+        training__checkpoint_every_steps="none",
+    )
     spans = load_spans(tmp_path / "trace.jsonl")
     timeline = Timeline(spans)
     steps = timeline.steps(0)

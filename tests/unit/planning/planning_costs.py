@@ -5,9 +5,13 @@ import numpy as np
 from nestrec.planning.simulator.replay import Cost
 
 WIRES = {
-    "exchange_keys": "shards", "exchange_vectors": "shards", "exchange_gradients": "shards",
-    "sum_over_holders": "replicas", "average_over_holders": "replicas", "dense_reduce": "all",
-}  # fmt: skip
+    "exchange_keys": "shards",
+    "exchange_vectors": "shards",
+    "exchange_gradients": "shards",
+    "sum_over_holders": "replicas",
+    "average_over_holders": "replicas",
+    "dense_reduce": "all",
+}
 
 
 class TableOfCosts:
@@ -26,9 +30,20 @@ class TableOfCosts:
 
 def typical(micro_batches: int) -> dict[str, float]:
     return {
-        "deduplicate": 0.1, "exchange_keys": 0.02, "arrange": 0.05, "fetch": 0.3, "read_ahead": 0.2,
-        "exchange_vectors": 0.4 / micro_batches, "forward_backward": 1.0 / micro_batches,
-        "exchange_gradients": 0.35 / micro_batches, "add_gradients": 0.01, "sum_over_holders": 0.03,
-        "update_rows": 0.04, "write_back": 0.15, "dense_reduce": 0.02, "dense_apply": 0.01,
-        "train.embedding.intersect": 0.01, "train.embedding.copy": 0.005,
-    }  # fmt: skip
+        "deduplicate": 0.1,
+        "exchange_keys": 0.02,
+        "arrange": 0.05,
+        "fetch": 0.3,
+        "read_ahead": 0.2,
+        "exchange_vectors": 0.4 / micro_batches,
+        "forward_backward": 1.0 / micro_batches,
+        "exchange_gradients": 0.35 / micro_batches,
+        "add_gradients": 0.01,
+        "sum_over_holders": 0.03,
+        "update_rows": 0.04,
+        "write_back": 0.15,
+        "dense_reduce": 0.02,
+        "dense_apply": 0.01,
+        "train.embedding.intersect": 0.01,
+        "train.embedding.copy": 0.005,
+    }

@@ -11,14 +11,26 @@ from nestrec.planning.workload import TableLoad, Workload
 def workload(batch_samples=64, rows=1_000_000, dim=64, flops=2e7, **changes):
     keys = (100.0, 10_000.0, 1_000_000.0)
     table = TableLoad(
-        name="items", rows=rows, row_bytes=4 * dim + 16, weight_bytes=4 * dim, gradient_bytes=4 * dim, keys_a_token=2.0,
-        seen_keys=keys, distinct_keys=(95.0, 8_000.0, 400_000.0),
-    )  # fmt: skip
+        name="items",
+        rows=rows,
+        row_bytes=4 * dim + 16,
+        weight_bytes=4 * dim,
+        gradient_bytes=4 * dim,
+        keys_a_token=2.0,
+        seen_keys=keys,
+        distinct_keys=(95.0, 8_000.0, 400_000.0),
+    )
     lengths = tuple(float(v) for v in np.geomspace(4, 400, 65))
     given = Workload(
-        name="made up", batch_samples=batch_samples, lengths=lengths, tables=(table,), dense_parameters=100_000,
-        flops_a_token=flops, flops_a_token_squared=flops / 300, activation_bytes_a_token=2_000.0,
-    )  # fmt: skip
+        name="made up",
+        batch_samples=batch_samples,
+        lengths=lengths,
+        tables=(table,),
+        dense_parameters=100_000,
+        flops_a_token=flops,
+        flops_a_token_squared=flops / 300,
+        activation_bytes_a_token=2_000.0,
+    )
     return replace(given, **changes)
 
 

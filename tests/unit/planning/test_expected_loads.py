@@ -27,11 +27,26 @@ def test_expected_loads_are_those_of_real_batches_with_the_same_distribution():
     batches = [[batch_of(draw, step) for step in range(3)] for _ in range(WORLD)]
     counted = counted_loads(batches, [table], lambda part: (float(part.num_tokens), 0.0), dense_bytes=4.0)
     seen, distinct = counted_curve(draw)
-    load = TableLoad(name="t", rows=ROWS, row_bytes=48, weight_bytes=32, gradient_bytes=32, keys_a_token=1.0,
-                     seen_keys=seen, distinct_keys=distinct)  # fmt: skip
-    given = Workload(name="w", batch_samples=SAMPLES * WORLD, lengths=(float(LENGTH),) * 2, tables=(load,),
-                     dense_parameters=1, flops_a_token=1.0, flops_a_token_squared=0.0,
-                     activation_bytes_a_token=1.0)  # fmt: skip
+    load = TableLoad(
+        name="t",
+        rows=ROWS,
+        row_bytes=48,
+        weight_bytes=32,
+        gradient_bytes=32,
+        keys_a_token=1.0,
+        seen_keys=seen,
+        distinct_keys=distinct,
+    )
+    given = Workload(
+        name="w",
+        batch_samples=SAMPLES * WORLD,
+        lengths=(float(LENGTH),) * 2,
+        tables=(load,),
+        dense_parameters=1,
+        flops_a_token=1.0,
+        flops_a_token_squared=0.0,
+        activation_bytes_a_token=1.0,
+    )
     expected = expected_loads(given, Mesh(1, WORLD), micro_batches=PARTS, policy="fixed")
     for name in ("linear_flops", "keys", "asked", "received_bytes", "served_bytes", "rows", "row_bytes"):
         mean = getattr(counted, name).mean()

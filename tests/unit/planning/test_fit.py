@@ -57,9 +57,19 @@ def test_ratios_are_one_where_the_line_holds():
 
 def test_a_collective_counts_from_its_last_entry():
     spans = [
-        Span(id=rank, name="train.embedding.vectors", kind="communication", lane="communication", start_ns=start,
-             end_ns=9_000, rank=rank, step=1, micro_batch=0, is_collective=True)
+        Span(
+            id=rank,
+            name="train.embedding.vectors",
+            kind="communication",
+            lane="communication",
+            start_ns=start,
+            end_ns=9_000,
+            rank=rank,
+            step=1,
+            micro_batch=0,
+            is_collective=True,
+        )
         for rank, start in ((0, 1_000), (1, 4_000))
-    ]  # fmt: skip
+    ]
     times = stage_times(spans)["train.embedding.vectors"]
     assert times[1, 0, 0] == times[1, 1, 0] == pytest.approx(5e-6)

@@ -105,9 +105,16 @@ def test_launching_names_every_choice():
         schedule="nested", micro_batches=8, replicas=2, store="dram", policy="zigzag", window_cache=True
     )
     command = launch_command("demo", gpu_cluster(hosts=4), candidate, "task.item_store.kind")
-    for part in ("--nnodes 4", "--nproc-per-node 8", "--pipeline.schedule nested", "--batch.micro_batches 8",
-                 "--ranks.replicas 2", "--task.item_store.kind dram", "--balance.policy zigzag",
-                 "--pipeline.window_cache true"):  # fmt: skip
+    for part in (
+        "--nnodes 4",
+        "--nproc-per-node 8",
+        "--pipeline.schedule nested",
+        "--batch.micro_batches 8",
+        "--ranks.replicas 2",
+        "--task.item_store.kind dram",
+        "--balance.policy zigzag",
+        "--pipeline.window_cache true",
+    ):
         assert part in command
 
 

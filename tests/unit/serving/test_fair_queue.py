@@ -34,8 +34,10 @@ def test_clients_share_the_device_by_seconds_and_not_by_requests_or_users():
         queue.push(work("many", str(user), 1.0))
     queue.push(work("one", "0", 5.0))
     served = serve(queue, 600)
-    given = {name: sum((1.0 if client == "many" else 5.0) for client, _ in served if client == name)
-             for name in ("many", "one")}  # fmt: skip
+    given = {
+        name: sum((1.0 if client == "many" else 5.0) for client, _ in served if client == name)
+        for name in ("many", "one")
+    }
     assert abs(given["many"] - given["one"]) <= 10.0
     users = [user for client, user in served if client == "many"]
     assert max(map(users.count, set(users))) - min(map(users.count, set(users))) <= 1

@@ -86,8 +86,10 @@ def test_parts_make_no_difference():
     store, kept = Embedded(HistoryStoreConfig(max_events=150)), []
     for number in range(400):
         count = rng.choice([0, 1, 1, 2, 5])
-        more = [(f"{number}-{i}", number, rng.choice([0, 1, "click", ["a"], None]), rng.choice(["x", None]))
-                for i in range(count)]  # fmt: skip
+        more = [
+            (f"{number}-{i}", number, rng.choice([0, 1, "click", ["a"], None]), rng.choice(["x", None]))
+            for i in range(count)
+        ]
         items, times, actions, tabs = (list(column) for column in (zip(*more, strict=True) if more else [[]] * 4))
         kept += more
         added = {"items": items, "times_ms": times, "actions": actions, "features": {"tab": tabs}}

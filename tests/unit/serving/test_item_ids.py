@@ -7,11 +7,15 @@ import pytest
 from nestrec.serving.model.item_ids import ItemIds
 
 CATALOGUES = {
-    "counted": [str(i) for i in range(1, 200)], "from zero": [str(i) for i in range(200)],
-    "shuffled": [str((i * 77) % 311) for i in range(300)], "sparse": [str(i * 1000) for i in range(50)],
-    "negative": [str(i) for i in range(-5, 90)], "text": ["a", "b c", "1 ", "01", "-0", "1_0", "9" * 30, "9" * 19],
-    "mixed": ["x", "5", "07", "3", "y", "2"], "none": [],
-}  # fmt: skip
+    "counted": [str(i) for i in range(1, 200)],
+    "from zero": [str(i) for i in range(200)],
+    "shuffled": [str((i * 77) % 311) for i in range(300)],
+    "sparse": [str(i * 1000) for i in range(50)],
+    "negative": [str(i) for i in range(-5, 90)],
+    "text": ["a", "b c", "1 ", "01", "-0", "1_0", "9" * 30, "9" * 19],
+    "mixed": ["x", "5", "07", "3", "y", "2"],
+    "none": [],
+}
 
 
 @pytest.mark.parametrize("name", CATALOGUES)

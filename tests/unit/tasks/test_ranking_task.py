@@ -108,8 +108,12 @@ def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(tmp_path, fi
 def test_all_that_a_dataset_cannot_give_is_told_at_once(tmp_path):
     cfg = with_overrides(recipe("kuairand_ranking"), {"data.folder": str(make_log(tmp_path, shuffled=False))})
     with pytest.raises(UserErrors) as refused:
-        RankingTask(replace(cfg.task, inputs=replace(cfg.task.inputs, labels=("clik", "buy"))),
-                    Dataset.open(cfg.data.folder), seed=0, dtype="float32")  # fmt: skip
+        RankingTask(
+            replace(cfg.task, inputs=replace(cfg.task.inputs, labels=("clik", "buy"))),
+            Dataset.open(cfg.data.folder),
+            seed=0,
+            dtype="float32",
+        )
     fields = [error.field for error in refused.value.errors]
     assert fields.count("task.inputs.labels") == 2
     assert {f"task.inputs.{who}_features" for who in ("event", "user", "item")} < set(fields)
@@ -133,8 +137,14 @@ def test_without_dates_the_last_events_are_held_out():
 
 
 def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(tmp_path):
-    small = {"task.encoder.dim": "8", "task.encoder.head_dim": "4", "task.inputs.max_events": "8",
-             "task.encoder.max_length": "16", "training.epochs": "1", "training.device": "cpu"}  # fmt: skip
+    small = {
+        "task.encoder.dim": "8",
+        "task.encoder.head_dim": "4",
+        "task.inputs.max_events": "8",
+        "task.encoder.max_length": "16",
+        "training.epochs": "1",
+        "training.device": "cpu",
+    }
     cfg = with_overrides(recipe("ranking"), {"data.folder": str(make_log(tmp_path, shuffled=False)), **small})
     trainer = Trainer(cfg, tmp_path / "run", Topology.single())
     trainer.train()

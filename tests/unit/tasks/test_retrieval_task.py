@@ -48,10 +48,17 @@ def plain_rank(session, queries, user, filter_seen):
 
 @pytest.mark.parametrize("filter_seen", ["none", "input", "history"])
 def test_ranks_equal_the_plain_definition(data, filter_seen):
-    session = session_of(data, **{
-        "task.evaluation.ks": "40", "task.evaluation.filter_seen": filter_seen, "task.evaluation.headline": "ndcg@40",
-        "task.evaluation.batch_users": "7", "task.history.max_length": "10", "task.encoder.max_length": "10",
-    })  # fmt: skip
+    session = session_of(
+        data,
+        **{
+            "task.evaluation.ks": "40",
+            "task.evaluation.filter_seen": filter_seen,
+            "task.evaluation.headline": "ndcg@40",
+            "task.evaluation.batch_users": "7",
+            "task.history.max_length": "10",
+            "task.encoder.max_length": "10",
+        },
+    )
     evaluation = session.task.evaluate(session.engine, "test")
     details = evaluation.details
     history = session.cfg.task.history
@@ -85,8 +92,10 @@ def test_popularity_counts_training_events_only(data):
     session = session_of(
         data, **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.headline": "hr@40"}
     )
-    details = session_of(data, **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40",
-                                  "task.evaluation.headline": "ndcg@40"})  # fmt: skip
+    details = session_of(
+        data,
+        **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.headline": "ndcg@40"},
+    )
     rank = details.task.evaluate(details.engine, "test").details["rank/popularity"]
     dataset, split = session.dataset, session.task._split
     items, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]

@@ -21,14 +21,21 @@ def parts(*spans: Span, rank: int = 0) -> tuple[int, int, int, int]:
 
 
 def test_work_on_the_compute_lane_counts_as_itself_and_gaps_are_idle() -> None:
-    spans = [make(1, "compute", "compute", 0, 40), make(2, "lookup", "compute", 40, 60),
-             make(3, "communication", "compute", 70, 100)]  # fmt: skip
+    spans = [
+        make(1, "compute", "compute", 0, 40),
+        make(2, "lookup", "compute", 40, 60),
+        make(3, "communication", "compute", 70, 100),
+    ]
     assert parts(step_span(0, 100), *spans) == (40, 20, 30, 10)
 
 
 def test_hidden_work_on_another_lane_costs_nothing() -> None:
     assert parts(step_span(0, 100), make(1, "compute", "compute", 0, 100), make(2, "lookup", "store", 0, 90)) == (
-        100, 0, 0, 0)  # fmt: skip
+        100,
+        0,
+        0,
+        0,
+    )
 
 
 def test_a_wait_is_charged_to_what_ran_on_the_awaited_chain() -> None:

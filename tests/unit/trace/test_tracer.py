@@ -127,7 +127,11 @@ def test_perfetto_gets_one_track_a_lane_of_a_rank(tmp_path: Path) -> None:
     events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name"}
     assert sorted((pid, name) for (pid, _), name in names.items()) == [
-        (0, "compute"), (0, "store"), (1, "compute"), (1, "store")]  # fmt: skip
+        (0, "compute"),
+        (0, "store"),
+        (1, "compute"),
+        (1, "store"),
+    ]
     assert all((event["pid"], event["tid"]) in names for event in events)
     assert [(event["ts"], event["dur"]) for event in events if event["pid"] == 0] == [(0.0, 5e5), (5e5, 5e5)]
     assert events[0]["args"] == {"id": 0, "step": 0, "bytes": 5, "rows": 0}

@@ -44,8 +44,9 @@ def test_an_option_that_would_be_ignored_is_refused(tiny_data, task, field):
 
 
 def test_the_training_loop_refuses_before_it_writes_anything(tiny_data, tmp_path):
-    cfg = config_of("hstu", tiny_data, {"replica_sync.mode": "weights", "pipeline.clustering": "greedy",
-                                        "batch.micro_batches": 1})  # fmt: skip
+    cfg = config_of(
+        "hstu", tiny_data, {"replica_sync.mode": "weights", "pipeline.clustering": "greedy", "batch.micro_batches": 1}
+    )
     with pytest.raises(UserError, match="2 mistakes"):
         Trainer(cfg, tmp_path / "run", Topology.single()).train()
     assert not (tmp_path / "run").exists()
