@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from nestrec.models.reach import FULL, AttentionReach
 from nestrec.models.segments import CachedForward
+from nestrec.ops.attention.mask import AttentionRules, causal_pairs
 
 
 class SequenceConfig(Protocol):
@@ -38,16 +40,56 @@ class ForwardFlops:
     """Floating-point operations of a forward pass, those of products only: 2 for a multiplication with its addition."""
 
     token: float
-    """products with weights, for each token"""
+    """products with weights of the layers, for each token"""
     pair: float = 0.0
     """attention, for each pair of a token and itself or one before it"""
     channel_pair: float = 0.0
     """products with learned weights of distance or time (FuXi's channels), for each such pair"""
+    reach: AttentionReach = FULL
+    """which tokens and pairs the layers compute"""
+    num_layers: int = 1
+    """that share all of these alike"""
+    head: float = 0.0
+    """products behind the layers, for each token"""
+
+    def tokens(self, lengths: NDArray[np.int64]) -> float:
+        """Tokens that a layer computes in sequences of these lengths, a mean over the layers."""
+        return self._mean(lambda layer: float(self._left(layer, lengths).sum()))
+
+    def pairs(self, lengths: NDArray[np.int64]) -> float:
+        """Pairs of tokens, alike."""
+        return self._mean(lambda layer: _pairs(self.reach.rules(layer), self._left(layer, lengths)))
 
     def of(self, lengths: NDArray[np.int64]) -> float:
         """Of a forward pass over sequences of these lengths."""
-        pairs = float((lengths * (lengths + 1)).sum()) / 2
-        return self.token * float(lengths.sum()) + (self.pair + self.channel_pair) * pairs
+        layers = self.token * self.tokens(lengths) + (self.pair + self.channel_pair) * self.pairs(lengths)
+        return layers + self.head * float(lengths.sum())
+
+    def of_length(self, lengths: NDArray[Any]) -> tuple[float, float]:
+        """(a, b): a L + b L^2 operations are those of a sequence of L tokens; where attention does not see everything,
+        the nearest to them over these lengths."""
+        if self.reach.is_full:
+            return self.token + self.head, (self.pair + self.channel_pair) / 2
+        some = np.unique(np.maximum(np.rint(lengths), 1)).astype(np.int64)
+        exact = np.array([self.of(some[i : i + 1]) for i in range(len(some))])
+        for powers in ([1, 2], [1], [2]):
+            found = np.linalg.lstsq(some[:, None].astype(np.float64) ** powers, exact, rcond=None)[0]
+            if (found >= 0).all():
+                break
+        by_power = dict(zip(powers, found.tolist(), strict=True))
+        return by_power.get(1, 0.0), by_power.get(2, 0.0)
+
+    def _left(self, layer: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return lengths - self.reach.cut_of(lengths) if self.reach.cuts(layer) else lengths
+
+    def _mean(self, of_layer: Callable[[int], float]) -> float:
+        if self.reach.is_full:
+            return of_layer(0)
+        return sum(of_layer(layer) for layer in range(self.num_layers)) / self.num_layers
+
+
+def _pairs(rules: AttentionRules, lengths: NDArray[np.int64]) -> float:
+    return causal_pairs(lengths, rules.max_attention_length, rules.num_context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,14 @@
 """FuXi-alpha, as published (arXiv 2502.03036 and its code): attention channels and a two-stage feed-forward part.
 
     U, V, Q, K = split(SiLU(RMS(x) W1))                           U is as wide as all channels together
-    semantic   = sum_{j <= i} SiLU(Q_i . K_j) / normaliser V_j    the attention of HSTU, without a bias
-    temporal   = sum_{j <= i} time[bucket(t_i - t_j)] V_j         learned weights of a bucket, shared by the heads
+    semantic   = sum_{j seen by i} SiLU(Q_i . K_j) / normaliser V_j    the attention of HSTU, without a bias
+    temporal   = sum_{j seen by i} time[bucket(t_i - t_j)] V_j         learned weights of a bucket, shared by the heads
                  or a learned function of t_i - t_j (FuXi-gamma, 2512.12740)
-    positional = sum_{j <= i} position[j - i] V_j
+    positional = sum_{j seen by i} position[j - i] V_j
     x <- x + W2 dropout(U * RMS([semantic, positional, temporal])) + b2        first stage
     x <- x + W4 (SiLU(a) * b),   a, b = dropout(RMS(x)) W3                       second stage
 
-Blocks without the time channel are for data without timestamps.
+Plain causality sees j <= i; `attention` may say less. Blocks without the time channel are for data without timestamps.
 
 Legend: T tokens, D model width, H heads.
 """
@@ -21,7 +21,8 @@ from torch import nn
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.backbone import Backbone, ForwardFlops
-from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters
+from nestrec.models.reach import FULL, AttentionReach
+from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.bias_channels import bias_attention
 from nestrec.ops.attention.hstu import hstu_attention
@@ -53,7 +54,7 @@ class FuXiConfig:
     max_length: Count = 200
     """longest sequence the model sees"""
     normaliser_margin: Natural = 11
-    """semantic attention weights are divided by max_length plus this"""
+    """semantic attention weights are divided by max_length, or what of it a layer can see, plus this"""
     time_channel: bool = True
     """the temporal channel; needs timestamps"""
     time_encoding: TimeEncoding = "buckets"
@@ -61,18 +62,24 @@ class FuXiConfig:
     numbers (FuXi-gamma)"""
     num_time_buckets: Count = 128
     """logarithmic buckets of the temporal channel"""
+    attention: AttentionReach = FULL
+    """how far it reaches"""
     recompute: bool = False
     """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
 
-    @property
-    def normaliser(self) -> float:
-        return float(self.max_length + self.normaliser_margin)
+    def __post_init__(self) -> None:
+        self.attention.check(self.num_layers)
+
+    def normaliser(self, layer: int) -> float:
+        """What a layer divides attention weights by."""
+        return float(self.attention.most_seen(layer, self.max_length) + self.normaliser_margin)
 
 
 class FuXiBlock(nn.Module):
     def __init__(self, cfg: FuXiConfig, site: int):
         super().__init__()
         self.cfg, self.site = cfg, site
+        self.rules, self.normaliser = cfg.attention.rules(site // 2), cfg.normaliser(site // 2)
         width, num_channels = cfg.num_heads * cfg.head_dim, 3 if cfg.time_channel else 2
         self.widths = (num_channels * width, width, width, width)
         self.uvqk = nn.Parameter(torch.empty(cfg.dim, sum(self.widths)).normal_(std=0.02))
@@ -98,11 +105,14 @@ class FuXiBlock(nn.Module):
             x_TD, delta_TD, self.uvqk, self.widths, norm="rms", eps=NORM_EPS, recompute=cfg.recompute
         )
         v, q, k = (part.reshape(heads) for part in projected.parts)
+        rules = with_targets(self.rules, info)
         with without_keeping(projected):
             semantic = hstu_attention(
-                q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser
+                q, k, v, info.offsets, max_length=info.max_length, normaliser=self.normaliser, rules=rules
             ).flatten(1)
-            others = bias_attention(projected.parts[0], info.offsets, self._bias(info), max_length=info.max_length)
+            others = bias_attention(
+                projected.parts[0], info.offsets, self._bias(info), max_length=info.max_length, rules=rules
+            )
         p = cfg.dropout if self.training else 0.0
         first = gated_output(
             (semantic, *others), projected.gate, self.output.weight, self.output.bias,
@@ -134,7 +144,7 @@ def _flops(cfg: FuXiConfig) -> ForwardFlops:
     weights = cfg.dim * ((4 + others) * width + (1 + others) * width + 3 * cfg.ffn_dim)
     return ForwardFlops(
         token=2.0 * weights * cfg.num_layers, pair=4.0 * width * cfg.num_layers,
-        channel_pair=2.0 * others * width * cfg.num_layers,
+        channel_pair=2.0 * others * width * cfg.num_layers, reach=cfg.attention, num_layers=cfg.num_layers,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
     x <- x + W2 dropout(U * LN(attention(Q, K, V))) + b2          hstu_attention, gated_output
 
 The norms have no parameters, scores are not scaled, and the attention weights are divided by the constant
-`max_length + 11` of the recipe, padding included.
+`max_length + 11` of the recipe, padding included; `window + 11` where a layer sees no more.
 
 Legend: T tokens, D model width, H heads.
 """
@@ -17,7 +17,8 @@ from torch import nn
 from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
 from nestrec.models.backbone import Backbone, ForwardFlops
-from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters
+from nestrec.models.reach import FULL, AttentionReach
+from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
 from nestrec.ops.attention.relative_bias import RelativeBias
@@ -45,7 +46,7 @@ class HSTUConfig:
     max_length: Count = 200
     """longest sequence the model sees"""
     normaliser_margin: Natural = 11
-    """attention weights are divided by max_length plus this"""
+    """attention weights are divided by max_length, or what of it a layer can see, plus this"""
     position_bias: bool = True
     """learned bias of the distance between tokens"""
     time_bias: bool = False
@@ -54,18 +55,24 @@ class HSTUConfig:
     """the time bias: a learned value of each bucket, or an exponential-power function with three learned numbers"""
     num_time_buckets: Count = 128
     """logarithmic buckets of the time bias"""
+    attention: AttentionReach = FULL
+    """how far it reaches"""
     recompute: bool = False
     """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
 
-    @property
-    def normaliser(self) -> float:
-        return float(self.max_length + self.normaliser_margin)
+    def __post_init__(self) -> None:
+        self.attention.check(self.num_layers)
+
+    def normaliser(self, layer: int) -> float:
+        """What a layer divides attention weights by."""
+        return float(self.attention.most_seen(layer, self.max_length) + self.normaliser_margin)
 
 
 class HSTULayer(nn.Module):
     def __init__(self, cfg: HSTUConfig, site: int):
         super().__init__()
         self.cfg, self.site = cfg, site
+        self.rules, self.normaliser = cfg.attention.rules(site - 1), cfg.normaliser(site - 1)
         width = cfg.num_heads * cfg.head_dim
         self.uvqk = nn.Parameter(torch.empty(cfg.dim, 4 * width).normal_(std=0.02))
         self.output = nn.Linear(width, cfg.dim)
@@ -90,8 +97,9 @@ class HSTULayer(nn.Module):
         v, q, k = (part.reshape(heads) for part in projected.parts)
         with without_keeping(projected):
             attended = hstu_attention(
-                q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser, bias=self.bias(info)
-            )
+                q, k, v, info.offsets, max_length=info.max_length, normaliser=self.normaliser, bias=self.bias(info),
+                rules=with_targets(self.rules, info),
+            )  # fmt: skip
         drop = Dropout(info.token_key_T, self.site, cfg.dropout if self.training else 0.0)
         added = gated_output(
             (attended.flatten(1),), projected.gate, self.output.weight, self.output.bias, drop, norm="layer",
@@ -118,7 +126,10 @@ class HSTU(ResidualEncoder):
 def _flops(cfg: HSTUConfig) -> ForwardFlops:
     """U, V, Q, K and the output; two products of attention."""
     width = cfg.num_heads * cfg.head_dim
-    return ForwardFlops(token=2.0 * 5 * cfg.dim * width * cfg.num_layers, pair=4.0 * width * cfg.num_layers)
+    return ForwardFlops(
+        token=2.0 * 5 * cfg.dim * width * cfg.num_layers, pair=4.0 * width * cfg.num_layers, reach=cfg.attention,
+        num_layers=cfg.num_layers,
+    )  # fmt: skip
 
 
 def _activations(cfg: HSTUConfig) -> float:

@@ -63,7 +63,7 @@ class PagedHSTU:
         store_in_pages(k, v, pool, batch.slot_T)
         attended = paged_attention(
             q, k, v, pool, batch.blocks, batch.pages, workspace=self._workspace, page_tokens=self._page_tokens,
-            normaliser=layer.cfg.normaliser,
+            normaliser=layer.normaliser,
         )  # fmt: skip
         return projected.total, _gated(layer, attended, projected.gate)
 
@@ -80,7 +80,7 @@ class PagedHSTU:
         asking = norm_projection(x_CD, None, self._last_uq, (width, width), norm="layer", eps=NORM_EPS)
         attended = paged_attention(
             asking.parts[0], k, v, pool, batch.last_blocks, batch.pages, workspace=self._workspace,
-            page_tokens=self._page_tokens, normaliser=layer.cfg.normaliser, are_candidates=True,
+            page_tokens=self._page_tokens, normaliser=layer.normaliser, are_candidates=True,
         )  # fmt: skip
         return x_CD + _gated(layer, attended, asking.gate)
 

@@ -5,12 +5,15 @@ Legend: T tokens, D model width.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
+from nestrec.models.reach import AttentionReach, cut_sequences
 from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.time_function import initial_time_function
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.token_input import token_input
@@ -25,6 +28,8 @@ class _Sizes(Protocol):
     def max_length(self) -> int: ...
     @property
     def normaliser_margin(self) -> int: ...
+    @property
+    def attention(self) -> AttentionReach: ...
 
 
 TimeEncoding = Literal["buckets", "functional"]
@@ -37,12 +42,17 @@ def time_parameters(encoding: TimeEncoding, num_buckets: int) -> tuple[nn.Parame
     return nn.Parameter(torch.empty(num_buckets + 1).normal_(std=0.02)), None
 
 
+def with_targets(rules: AttentionRules, info: SequenceInfo) -> AttentionRules:
+    """Rules of a layer for sequences that may end with candidates."""
+    return rules if info.num_targets_B is None else replace(rules, num_targets_B=info.num_targets_B)
+
+
 class ResidualEncoder(nn.Module):
     """Encoder: (T, D) input vectors to (T, D) states. Layers are made after the positions, which draw first."""
 
     def __init__(self, cfg: _Sizes, layers: Iterable[nn.Module]):
         super().__init__()
-        self._factor, self._dropout = cfg.dim**0.5, cfg.dropout
+        self._factor, self._dropout, self._reach = cfg.dim**0.5, cfg.dropout, cfg.attention
         self.position = nn.Parameter(torch.empty(cfg.max_length + cfg.normaliser_margin, cfg.dim))
         nn.init.xavier_normal_(self.position)
         self.layers = nn.ModuleList(layers)
@@ -50,7 +60,16 @@ class ResidualEncoder(nn.Module):
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         drop = Dropout(info.token_key_T, 0, self._dropout if self.training else 0.0)
         x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self._factor, drop=drop)
+        first = next((n for n in range(len(self.layers)) if self._reach.cuts(n)), len(self.layers))
+        x_TD = self._through(self.layers[:first], x_TD, info)
+        if first == len(self.layers):
+            return x_TD
+        kept, info = cut_sequences(self._reach, info)
+        return x_TD.index_copy(0, kept, self._through(self.layers[first:], x_TD.index_select(0, kept), info))
+
+    @staticmethod
+    def _through(layers: Iterable[nn.Module], x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         delta_TD: torch.Tensor | None = None
-        for layer in self.layers:
+        for layer in layers:
             x_TD, delta_TD = layer(x_TD, delta_TD, info)
         return x_TD if delta_TD is None else x_TD + delta_TD

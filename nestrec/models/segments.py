@@ -4,7 +4,7 @@ Legend: T new tokens of all sequences, D model width, H heads, P prefix tokens, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,8 @@ class Segment:
     """float64 seconds at which the new history tokens ask"""
     candidate_time_s: float = 0.0
     """when the candidates would be shown"""
+    cut: int = 0
+    """of the whole history that these tokens belong to: the first one that layers behind a cut compute"""
 
     @property
     def num_tokens(self) -> int:
@@ -35,6 +37,18 @@ class Segment:
     @property
     def length(self) -> int:
         return self.prefix_length + self.num_history
+
+    @property
+    def num_cut(self) -> int:
+        """New history tokens before the cut."""
+        return min(max(0, self.cut - self.prefix_length), self.num_history)
+
+    def behind_cut(self) -> "Segment":
+        """What is left of it, as a segment whose history begins at the cut."""
+        return replace(
+            self, prefix_length=max(0, self.prefix_length - self.cut), num_history=self.num_history - self.num_cut,
+            time_K=self.time_K[self.cut :], query_time_S=self.query_time_S[self.num_cut :], cut=0,
+        )  # fmt: skip
 
 
 class KeptShape(Protocol):
@@ -62,5 +76,8 @@ class CachedForward:
     """of a config; a config with these three fields may be handed back as it is"""
     forward: Forward
     """a pass over new tokens"""
+    cut: Callable[[Any, int], int] = lambda cfg, length: 0
+    """(config, tokens of a history) to the first of them that all layers compute; what is kept of a prefix holds for
+    histories with the same one"""
     is_pageable: Callable[[Any], bool] = lambda model: False
     """whether the captured graphs of HSTU (`nestrec.models.hstu_paged`) compute this model"""

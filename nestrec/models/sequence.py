@@ -24,3 +24,7 @@ class SequenceInfo:
     """float64 seconds of each event"""
     query_time_T: torch.Tensor | None = None
     """float64 seconds at which each token asks: the time of the event it predicts, or its own"""
+    num_targets_B: torch.Tensor | None = None
+    """int64; so many last tokens of each sequence are candidates, which do not see each other"""
+    cut_B: torch.Tensor | None = None
+    """int64 first token of each sequence that layers behind a cut compute; none: as its length has it"""

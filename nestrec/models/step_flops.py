@@ -3,6 +3,7 @@
     projections   2 * tokens * weights of the layers' matrices            forward; backward twice that
     attention     2 * sum(L (L + 1)) * heads * head_dim                   forward: two products, j <= i; backward 2.5x
     channels      sum(L (L + 1)) * heads * head_dim                       each of FuXi's bias channels; backward 2x
+                  with a window or a cut: twice the pairs that see each other instead of L (L + 1)
     MFU           (projections + attention + channels, forward and backward) / time / peak
 
 Valid tokens only, and causal attention once; recomputation and padding never count. Products of the head and the loss
@@ -49,9 +50,9 @@ class StepFlops:
 def step_flops(encoder: SequenceConfig, lengths: NDArray[np.int64]) -> StepFlops:
     """Of the encoder's layers on sequences of these lengths."""
     forward = flops_of(encoder)
-    tokens, pairs = float(lengths.sum()), float((lengths * (lengths + 1)).sum()) / 2
     return StepFlops(
-        projections=3.0 * forward.token * tokens, attention=(3.5 * forward.pair + 3.0 * forward.channel_pair) * pairs
+        projections=3.0 * forward.token * forward.tokens(lengths),
+        attention=(3.5 * forward.pair + 3.0 * forward.channel_pair) * forward.pairs(lengths),
     )
 
 

@@ -47,8 +47,9 @@ def _info(
         times += [torch.cat([segment.time_K, shown])] * max(num_candidates, 1)
         asked += [torch.cat([segment.query_time_S, shown])] * max(num_candidates, 1)
     position = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
+    cuts = torch.tensor([segment.cut for segment in segments for _ in range(max(segment.num_candidates, 1))])
     return SequenceInfo(
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device), max_length=int(lengths.max()),
         position_T=position, token_key_T=torch.zeros_like(position), time_T=torch.cat(times),
-        query_time_T=torch.cat(asked),
+        query_time_T=torch.cat(asked), cut_B=cuts.to(device),
     )  # fmt: skip

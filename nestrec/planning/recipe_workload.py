@@ -12,7 +12,6 @@ from nestrec.data.batches import MicroBatch
 from nestrec.distributed import Topology
 from nestrec.embedding import TableConfig
 from nestrec.embedding.table import layout_of
-from nestrec.models.backbone import ForwardFlops
 from nestrec.planning.workload import TableLoad, Workload
 from nestrec.tasks.built_in import TASKS, make_task
 from nestrec.tasks.task import Task, TrainingCost
@@ -35,7 +34,8 @@ def workload_of(cfg: RunConfig) -> Workload:
     lengths = np.quantile(tokens, np.linspace(0, 1, NUM_QUANTILES))
     parameters = sum(p.numel() for p in task.model.parameters())
     cost = cost_of(cfg, task)
-    linear, squared = step_flops(cost.flops)
+    # The backward pass takes twice the forward pass.
+    linear, squared = (3.0 * flops for flops in cost.flops.of_length(lengths))
     number_bytes = 2.0 if cfg.training.precision == "bf16" else 4.0
     return Workload(
         name=cfg.name, batch_samples=_batch_samples(cfg, float(tokens.mean())), lengths=tuple(map(float, lengths)),
@@ -50,12 +50,6 @@ def cost_of(cfg: RunConfig, task: Task) -> TrainingCost:
     if (cost := task.cost()) is None:
         raise TASKS.unanswered(cfg.task.kind, "cost", "what a token costs is not known, so nothing can be planned")
     return cost
-
-
-def step_flops(forward: ForwardFlops) -> tuple[float, float]:
-    """Operations of forward and backward for each token, and for each token squared: causality leaves half of the
-    pairs, and the backward pass takes twice the forward pass."""
-    return 3.0 * forward.token, 1.5 * (forward.pair + forward.channel_pair)
 
 
 def _batch_samples(cfg: RunConfig, mean_tokens: float) -> int:

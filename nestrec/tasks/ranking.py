@@ -98,7 +98,7 @@ class RankingTask(Task):
         widths = (2 * self.cfg.encoder.dim, *self.cfg.head.hidden, len(self.cfg.inputs.labels))
         head = 2.0 * sum(a * b for a, b in itertools.pairwise(widths))
         return TrainingCost(
-            flops=replace(layers, token=layers.token + head / 2),
+            flops=replace(layers, head=head / 2),
             activations=activations_of(self.cfg.encoder) + sum(widths) / 2,
         )
 

@@ -112,7 +112,7 @@ class RetrievalTask(Task):
         dim, layers = self.cfg.encoder.dim, flops_of(self.cfg.encoder)
         num_met = self._dataset.num_items if self.cfg.loss == "full" else self.cfg.num_negatives
         kept = num_met if self.cfg.loss == "full" else num_met * (dim + 2)
-        flops = replace(layers, token=layers.token + 2.0 * dim * num_met)
+        flops = replace(layers, head=2.0 * dim * num_met)
         return TrainingCost(flops=flops, activations=activations_of(self.cfg.encoder) + kept)
 
     def check_batches(self, batch: BatchConfig, world: int) -> None:

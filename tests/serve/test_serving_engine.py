@@ -12,6 +12,7 @@ from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
 from nestrec.base.clock import SimulatedClock
 from nestrec.models.hstu import HSTUConfig
+from nestrec.models.reach import AttentionReach
 from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runner import Launched, Runner
@@ -24,6 +25,11 @@ from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=32, time_bias=True)
+ENCODERS = (
+    ENCODER,
+    replace(ENCODER, time_encoding="functional", attention=AttentionReach(window=7, prefix=3)),
+    replace(ENCODER, num_layers=3, attention=AttentionReach(window=9, keep_last=8, keep_step=6)),
+)
 TIERS = TiersConfig(
     cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0, reload="always"
 )
@@ -46,7 +52,8 @@ class CachedAgainstUncached(Sequences):
     """Two models that take turns; the oracle is the model of training."""
 
     def __init__(self, make_model, seed):
-        self.models = [make_model(ENCODER, num_items=200, seed=s) for s in range(2)]
+        encoder = ENCODERS[seed % len(ENCODERS)]
+        self.models = [make_model(encoder, num_items=200, seed=s) for s in range(2)]
         self.worst = 0.0
         super().__init__(seed)
 

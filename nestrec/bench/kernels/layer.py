@@ -145,7 +145,14 @@ def eager_layer(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.
     )
     v, q, k = (part.reshape(len(x), cfg.num_heads, cfg.head_dim) for part in projected.parts)
     attended = hstu_attention_padded(
-        q, k, v, info.offsets, max_length=info.max_length, normaliser=cfg.normaliser, bias=layer.bias(info)
+        q,
+        k,
+        v,
+        info.offsets,
+        max_length=info.max_length,
+        normaliser=layer.normaliser,
+        bias=layer.bias(info),
+        rules=layer.rules,
     ).flatten(1)
     added = gated_output_reference(
         (attended,), projected.gate, layer.output.weight, layer.output.bias,

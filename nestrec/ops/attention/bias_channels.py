@@ -1,10 +1,11 @@
 """Attention whose weights are learned values of the distance or the time between tokens: FuXi's further channels.
 
-    positional[i] = sum_{j <= i} position[j - i + centre] * v[j]
-    temporal[i]   = sum_{j <= i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
+    positional[i] = sum_{j seen by i} position[j - i + centre] * v[j]
+    temporal[i]   = sum_{j seen by i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
                     or b(query_time[i] - time[j]) of time_function.py in place of the value of the bucket
 
-Weights are shared by the heads, so the values are taken as plain rows.
+Plain causality sees j <= i; mask.py defines the rest, which kernels do not know. Weights are shared by the heads, so
+the values are taken as plain rows.
 
 Legend: T tokens, W channels of all heads, B sequences, N longest length.
 """
@@ -18,48 +19,54 @@ from typing import Any
 import torch
 
 from nestrec.ops.attention.bias_products import BLOCK, bias_position_gradient, bias_product, bias_time_gradient
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.kernel_op import runs_kernels
 from nestrec.ops.padding import padded_slots
 
 
-def bias_attention_reference(v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias) -> list[torch.Tensor]:
+def bias_attention_reference(
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, rules: AttentionRules = PLAIN
+) -> list[torch.Tensor]:
     """The definition: (positional, and temporal where the bias has a time), a loop over sequences."""
     found = []
     for channel in _channels(bias):
         outputs = []
         for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             own = channel if not channel.has_time else _of_tokens(channel, slice(start, end))
-            weights_NN = own.dense(offsets[b : b + 2] - start, end - start)[0].tril()
+            own_rules, own_offsets = rules_of_sequence(rules, b), offsets[b : b + 2] - start
+            weights_NN = seen_weights(own.dense(own_offsets, end - start, own_rules), own_offsets, own_rules)[0]
             outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
         found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
     return found
 
 
 def bias_attention_padded(
-    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionRules = PLAIN
 ) -> list[torch.Tensor]:
     """The same on padded blocks."""
-    return [_channel_padded(v_TW, offsets, channel, max_length) for channel in _channels(bias)]
+    return [_channel_padded(v_TW, offsets, channel, max_length, rules) for channel in _channels(bias)]
 
 
-def _channel_padded(v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int) -> torch.Tensor:
+def _channel_padded(
+    v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionRules = PLAIN
+) -> torch.Tensor:
     slot_T, shape = padded_slots(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
     flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, slot_T, v_TW)
-    weights_BNN = channel.dense(offsets, max_length).tril().to(v_TW.dtype)
+    weights_BNN = seen_weights(channel.dense(offsets, max_length, rules), offsets, rules).to(v_TW.dtype)
     return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, slot_T)
 
 
 def bias_attention(
-    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionRules = PLAIN
 ) -> list[torch.Tensor]:
     """(positional, and temporal where the bias has a time), by kernels where there are any.
 
     bias: has a position table. max_length: the longest sequence of the batch or more, known on the host.
     """
     assert bias.position_table is not None
-    if not runs_kernels(v_TW):
-        return bias_attention_padded(v_TW, offsets, bias, max_length=max_length)
+    if not runs_kernels(v_TW) or not rules.is_plain:
+        return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
     if bias.time_function is not None:
         by_position, by_time = _channels(bias)
         return [*bias_attention(v_TW, offsets, by_position, max_length=max_length),

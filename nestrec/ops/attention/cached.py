@@ -4,21 +4,25 @@
     candidate out[c] = sum_{j in prefix, history} w[c, j] v[j] + w[c, c] v[c]      candidates do not see each other
     w[i, j]         = SiLU(q[i] . k[j] + bias[i, j]) / normaliser
 
+With a window and a prefix (mask.py) fewer are seen: none of them looks ahead, so what is kept stays valid.
 `cached_attention_reference` is the definition, with one mask over everything. `cached_attention` walks over blocks of
 query rows, leaves out the keys that a block cannot see, and never forms the candidates' square.
 
 Legend: H heads, D head dimension, P prefix tokens, S new history tokens, C candidates, N = S + C new tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import silu
 
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, seen_mask
+
 BLOCK_ROWS = 256
 
-BiasRows = Callable[[int, int], torch.Tensor]
-"""(first, end) new history tokens to (end - first, P + end) bias, shared by the heads."""
+BiasRows = Callable[[int, int, slice], torch.Tensor]
+"""(first, end) new history tokens and some keys to (end - first, keys) bias, shared by the heads."""
 
 
 def cached_attention_reference(
@@ -30,15 +34,14 @@ def cached_attention_reference(
     num_candidates: int,
     normaliser: float,
     bias_NK: torch.Tensor | None = None,
+    rules: AttentionRules = PLAIN,
 ) -> torch.Tensor:
     """The definition. bias_NK: (N, P + N), of new tokens against prefix and new tokens."""
     keys, values = (torch.cat(pair, dim=1) for pair in zip(prefix_HPD, (k_HND, v_HND), strict=True))
-    num_new, num_prefix = q_HND.shape[1], prefix_HPD[0].shape[1]
-    token = torch.arange(num_new, device=q_HND.device)
-    is_seen_NN = (token[None] <= token[:, None]) & (
-        (token < num_new - num_candidates)[None] | (token[None] == token[:, None])
-    )
-    seen_NK = torch.cat([is_seen_NN.new_ones(num_new, num_prefix), is_seen_NN], dim=1)
+    num_prefix = prefix_HPD[0].shape[1]
+    offsets = torch.tensor([0, keys.shape[1]], device=q_HND.device)
+    rules = replace(rules, num_targets_B=torch.tensor([num_candidates], device=q_HND.device))
+    seen_NK = seen_mask(offsets, keys.shape[1], rules)[0, num_prefix:]
     scores_HNK = q_HND @ keys.transpose(1, 2)
     if bias_NK is not None:
         scores_HNK = scores_HNK + bias_NK
@@ -55,9 +58,11 @@ def cached_attention(
     normaliser: float,
     history_bias: BiasRows | None = None,
     candidate_bias_K: torch.Tensor | None = None,
+    rules: AttentionRules = PLAIN,
 ) -> torch.Tensor:
     """(H, N, D). candidate_bias_K: (P + S + 1,), one for all candidates, since they share position and time; the last
     value is that of a candidate with itself."""
+    assert not rules.is_square, "a prefix that looks ahead changes with what comes after it"
     num_history = q_HND.shape[1] - num_candidates
     num_prefix = prefix_HPD[0].shape[1]
     keys, values = (
@@ -71,13 +76,18 @@ def cached_attention(
     out_HND = torch.empty_like(v_HND, memory_format=torch.contiguous_format)
     for first in range(0, num_history, BLOCK_ROWS):
         end = min(first + BLOCK_ROWS, num_history)
-        bias = history_bias(first, end) if history_bias is not None else None
-        weights = _weights(q_HND[:, first:end], keys[:, : num_prefix + end], bias)
-        weights[:, :, num_prefix + first :].tril_()
-        torch.bmm(weights, values[:, : num_prefix + end], out=out_HND[:, first:end])
+        spans = seen_spans(num_prefix + first, num_prefix + end, rules)
+        bias = None if history_bias is None else _joined([history_bias(first, end, span) for span in spans])
+        weights = _weights(q_HND[:, first:end], _taken(keys, spans), bias)
+        weights[:, :, first - end :].tril_()
+        if rules.max_attention_length is not None:
+            _hide_far(weights, num_prefix + first, spans, rules)
+        torch.bmm(weights, _taken(values, spans), out=out_HND[:, first:end])
+    spans = seen_spans(num_prefix + num_history, num_prefix + num_history, rules)
+    keys, values = _taken(keys, spans), _taken(values, spans)
+    row_bias = None if candidate_bias_K is None else _taken(candidate_bias_K[None, :-1], spans)
     for first in range(num_history, q_HND.shape[1], BLOCK_ROWS):
         rows = slice(first, min(first + BLOCK_ROWS, q_HND.shape[1]))
-        row_bias = None if candidate_bias_K is None else candidate_bias_K[None, :-1]
         torch.bmm(_weights(q_HND[:, rows], keys, row_bias), values, out=out_HND[:, rows])
         own_HC = (q_HND[:, rows] * k_HND[:, rows]).sum(2)
         own_HC = silu(own_HC if candidate_bias_K is None else own_HC + candidate_bias_K[-1])
@@ -89,3 +99,30 @@ def _weights(q_HRD: torch.Tensor, keys_HKD: torch.Tensor, bias_RK: torch.Tensor 
     transposed = keys_HKD.transpose(1, 2)
     scores = torch.bmm(q_HRD, transposed) if bias_RK is None else torch.baddbmm(bias_RK[None], q_HRD, transposed)
     return silu(scores, inplace=True)
+
+
+def seen_spans(place: int, end: int, rules: AttentionRules) -> list[slice]:
+    """Keys before `end` that some query from `place` on may see: a part of the prefix, and what no window has left."""
+    window = rules.max_attention_length
+    low = 0 if window is None else max(0, place - window + 1)
+    context = min(rules.num_context, low)
+    return [slice(0, context), slice(low, end)] if context else [slice(low, end)]
+
+
+def _hide_far(weights_HRK: torch.Tensor, place: int, spans: Sequence[slice], rules: AttentionRules) -> None:
+    """Zeros where a key has left the window of a later row of a block that begins at `place`."""
+    assert rules.max_attention_length is not None
+    near = spans[-1]
+    i = torch.arange(place, place + weights_HRK.shape[1], device=weights_HRK.device)[:, None]
+    j = torch.arange(near.start, near.stop, device=weights_HRK.device)[None]
+    is_far = (i - j >= rules.max_attention_length) & (j >= rules.num_context)
+    weights_HRK[:, :, -is_far.shape[1] :].masked_fill_(is_far, 0.0)
+
+
+def _taken(x: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:
+    """Of the second dimension; no copy where it is one span."""
+    return _joined([x[:, span] for span in spans])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

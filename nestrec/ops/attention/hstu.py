@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from nestrec.base.errors import UserError
 from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
-from nestrec.ops.attention.mask import PLAIN, AttentionRules, seen_mask
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
 from nestrec.ops.registry import runs_triton
@@ -72,11 +72,11 @@ def hstu_attention_reference(
     outputs = []
     for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
-        own_offsets, own_rules = offsets[b : b + 2] - start, _of_sequence(rules, b)
+        own_offsets, own_rules = offsets[b : b + 2] - start, rules_of_sequence(rules, b)
         if not bias.is_empty:
             dense = _bias_of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
             scores_HNN = scores_HNN + dense.to(scores_HNN.dtype)
-        weights_HNN = _seen(silu(scores_HNN), own_offsets, own_rules) / normaliser
+        weights_HNN = seen_weights(silu(scores_HNN), own_offsets, own_rules) / normaliser
         outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
     return torch.cat(outputs) if outputs else torch.zeros_like(v_THD)
 
@@ -101,20 +101,8 @@ def hstu_attention_padded(
     scores_BHNN = q @ k.transpose(2, 3)
     if not bias.is_empty:
         scores_BHNN = scores_BHNN + bias.dense(offsets, max_length, rules).to(scores_BHNN.dtype)[:, None]
-    weights_BHNN = _seen(silu(scores_BHNN), offsets, rules) / normaliser
+    weights_BHNN = seen_weights(silu(scores_BHNN), offsets, rules) / normaliser
     return from_blocks(weights_BHNN @ v, slot_T)
-
-
-def _seen(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-    """Weights, zero where a query does not look. (H, N, N) of one sequence or (B, H, N, N)."""
-    if rules.is_plain:
-        return weights.tril()
-    seen_BNN = seen_mask(offsets, weights.shape[-1], rules)
-    return weights.masked_fill(~(seen_BNN if weights.dim() == 3 else seen_BNN[:, None]), 0.0)
-
-
-def _of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
-    return rules if rules.num_targets_B is None else replace(rules, num_targets_B=rules.num_targets_B[b : b + 1])
 
 
 def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:

@@ -14,7 +14,7 @@ events of a history may not look ahead, or states would know what they predict: 
 Legend: B sequences, N padded length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -100,3 +100,16 @@ def seen_mask(offsets: torch.Tensor, max_length: int, rules: AttentionRules) -> 
         is_near = (place_BN1 - j < rules.max_attention_length) | (j < rules.num_context)
     by_history = (j < history_B11) & (((j < place_BN1) & is_near) | (rules.looks_ahead & (i < rules.num_context)))
     return by_history | (i == j)
+
+
+def seen_weights(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+    """Weights, zero where a query does not look. (H, N, N) of one sequence, (B or 1, N, N) or (B, H, N, N)."""
+    if rules.is_plain:
+        return weights.tril()
+    seen_BNN = seen_mask(offsets, weights.shape[-1], rules)
+    return torch.where(seen_BNN if weights.dim() == 3 else seen_BNN[:, None], weights, 0.0)
+
+
+def rules_of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
+    """Of one sequence of a batch."""
+    return rules if rules.num_targets_B is None else replace(rules, num_targets_B=rules.num_targets_B[b : b + 1])

@@ -141,6 +141,7 @@ class Runner:
             time_K=part.tokens.time_T[: part.end].to(device),
             query_time_S=part.tokens.query_time_T[part.first : part.end].to(device),
             candidate_time_s=part.candidates.now_ms / 1000.0 if part.candidates is not None else 0.0,
+            cut=part.tokens.cut,
         )  # fmt: skip
 
     def _store(self, part: Part, start: int, made: list[KeysAndValues]) -> None:

@@ -31,11 +31,14 @@ class Tokens:
     num_cacheable: int
     """tokens that do not depend on the request"""
     tokens_an_event: int
+    cut: int = 0
+    """first token that all layers compute: keys and values of the others' depend on it"""
 
     def content(self, num_tokens: int) -> bytes:
         """Everything about the first tokens that enters the model."""
         num_events = num_tokens // self.tokens_an_event
-        return b"".join([column[:num_events].tobytes() for column in self.columns])
+        cut = self.cut.to_bytes(8, "little") if self.cut else b""
+        return b"".join([cut, *(column[:num_events].tobytes() for column in self.columns)])
 
     @property
     def length(self) -> int:

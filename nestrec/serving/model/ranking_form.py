@@ -47,6 +47,7 @@ class RankingForm:
         return Tokens(
             history=history, columns=(history.items, history.actions, times, *given), times_ms=times, asked_ms=times,
             num_cacheable=2 * len(history), tokens_an_event=self.tokens_an_event,
+            cut=self.servable.cut(2 * len(history) + 2),
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:

@@ -48,6 +48,7 @@ class RetrievalForm:
         return Tokens(
             history=history, columns=(history.items, times, asked), times_ms=times, asked_ms=asked,
             num_cacheable=max(len(history) - 1, 0), tokens_an_event=self.tokens_an_event,
+            cut=self.servable.cut(len(history)),
         )  # fmt: skip
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:

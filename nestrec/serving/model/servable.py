@@ -16,7 +16,7 @@ from nestrec.base.config import from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint.durable import sha256_of
 from nestrec.models.backbone import SequenceConfig
-from nestrec.models.backbones import cached_forward_of, reads_times
+from nestrec.models.backbones import backbone_of, cached_forward_of, reads_times
 from nestrec.models.segments import CachedForward, KeptShape
 from nestrec.serving.model.item_ids import ItemIds
 from nestrec.serving.model.serving_form import ServingForm, serving_form_of
@@ -88,6 +88,10 @@ class Servable:
     def kept(self) -> KeptShape:
         """What is kept of a token of a prefix."""
         return self.cached.kept(self.encoder_config)
+
+    def cut(self, num_tokens: int) -> int:
+        """First token that all layers compute of a sequence of so many, as training has it."""
+        return self.cached.cut(self.encoder_config, num_tokens) if backbone_of(self.encoder_config).cached else 0
 
     @cached_property
     def device(self) -> torch.device:

@@ -7,10 +7,20 @@ import torch
 
 from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.hstu_cached import cached_forward, no_prefix
+from nestrec.models.reach import AttentionReach
 from nestrec.models.segments import Segment
 from nestrec.models.sequence import SequenceInfo
 
 LENGTH = 40
+
+
+REACHES = {
+    "everything": AttentionReach(),
+    "a window": AttentionReach(window=5),
+    "a window and a prefix, behind a layer that sees all": AttentionReach(window=6, prefix=3, full_layers=1),
+    "the last tokens": AttentionReach(keep_last=6, keep_step=4),
+    "a window, a prefix and the last tokens": AttentionReach(window=4, prefix=2, keep_last=9, keep_from=2, keep_step=1),
+}
 
 
 def make_model(**changes):
@@ -22,10 +32,11 @@ def make_model(**changes):
     return model
 
 
-def full(model, x, time, query_time):
+def full(model, x, time, query_time, cut=None):
     info = SequenceInfo(
         offsets=torch.tensor([0, len(x)]), max_length=len(x), position_T=torch.arange(len(x)),
         token_key_T=torch.zeros(len(x), dtype=torch.int64), time_T=time, query_time_T=query_time,
+        cut_B=None if cut is None else torch.tensor([cut]),
     )  # fmt: skip
     return model(x, info)
 
@@ -40,11 +51,11 @@ def draw_users(seed, lengths):
     return users
 
 
-def segment(user, prefix, end, candidates=0, candidate_time_s=0.0):
+def segment(model, user, prefix, end, **candidates):
     _, time, query_time = user
     return Segment(
-        prefix_length=prefix, num_history=end - prefix, num_candidates=candidates, time_K=time[:end],
-        query_time_S=query_time[prefix:end], candidate_time_s=candidate_time_s,
+        prefix_length=prefix, num_history=end - prefix, time_K=time[:end], query_time_S=query_time[prefix:end],
+        cut=model.cfg.attention.cut(len(time)), **({"num_candidates": 0} | candidates),
     )  # fmt: skip
 
 
@@ -53,15 +64,16 @@ BUCKETS, FUNCTION = {"time_bias": True}, {"time_bias": True, "time_encoding": "f
 
 @pytest.mark.parametrize("position_bias", [True, False])
 @pytest.mark.parametrize("time", [BUCKETS, FUNCTION, {}], ids=["buckets", "function", "no times"])
-def test_extending_step_by_step_equals_full_inference(position_bias, time):
-    model = make_model(position_bias=position_bias, **time)
+@pytest.mark.parametrize("reach", REACHES)
+def test_extending_step_by_step_equals_full_inference(position_bias, time, reach):
+    model = make_model(position_bias=position_bias, **time, attention=REACHES[reach])
     users = draw_users(1, [1, 7, 23, LENGTH])
     cuts = [[0, 1], [0, 3, 7], [0, 5, 6, 23], [0, 1, 39, 40]]
     stored = [[] for _ in users]
     states = [[] for _ in users]
     for step in range(3):
         active = [b for b in range(len(users)) if step + 1 < len(cuts[b])]
-        segments = [segment(users[b], cuts[b][step], cuts[b][step + 1]) for b in active]
+        segments = [segment(model, users[b], cuts[b][step], cuts[b][step + 1]) for b in active]
         x = torch.cat([users[b][0][s.prefix_length : s.length] for b, s in zip(active, segments, strict=True)])
 
         def prefix(layer, sequence, active=active):
@@ -82,18 +94,22 @@ def test_extending_step_by_step_equals_full_inference(position_bias, time):
 
 
 @pytest.mark.parametrize("time", [BUCKETS, FUNCTION], ids=["buckets", "function"])
-def test_each_candidate_equals_a_full_pass_that_ends_with_it(time):
-    model = make_model(position_bias=True, **time)
+@pytest.mark.parametrize("reach", REACHES)
+def test_each_candidate_equals_a_full_pass_that_ends_with_it(time, reach):
+    model = make_model(position_bias=True, **time, attention=REACHES[reach])
     (user,) = draw_users(2, [20])
     candidates = torch.randn(5, 12)
     x = torch.cat([user[0], candidates])
     now_s = float(user[2][-1]) + 12345.0
-    state, _ = cached_forward(model, x, [segment(user, 0, 20, candidates=5, candidate_time_s=now_s)], no_prefix(model))
+    state, _ = cached_forward(
+        model, x, [segment(model, user, 0, 20, num_candidates=5, candidate_time_s=now_s)], no_prefix(model)
+    )
     now = torch.tensor([now_s], dtype=torch.float64)
     for c in range(5):
         whole = full(
-            model, torch.cat([user[0], candidates[c : c + 1]]), torch.cat([user[1], now]), torch.cat([user[2], now])
-        )
+            model, torch.cat([user[0], candidates[c : c + 1]]), torch.cat([user[1], now]), torch.cat([user[2], now]),
+            cut=model.cfg.attention.cut(20),
+        )  # fmt: skip
         torch.testing.assert_close(state[20 + c], whole[-1], rtol=0, atol=1e-5)
 
 
@@ -102,7 +118,7 @@ def test_the_time_bias_of_the_last_event_depends_on_the_request():
     model = make_model(time_bias=True)
     (user,) = draw_users(3, [6])
     late = (user[0], user[1], torch.cat([user[2][:-1], user[2][-1:] + 1e7]))
-    before = cached_forward(model, user[0], [segment(user, 0, 6)], no_prefix(model))[0]
-    after = cached_forward(model, late[0], [segment(late, 0, 6)], no_prefix(model))[0]
+    before = cached_forward(model, user[0], [segment(model, user, 0, 6)], no_prefix(model))[0]
+    after = cached_forward(model, late[0], [segment(model, late, 0, 6)], no_prefix(model))[0]
     assert torch.equal(before[:5], after[:5])
     assert not torch.allclose(before[5], after[5])

@@ -10,11 +10,13 @@ from nestrec.base.random import as_int64
 from nestrec.data.samples.slices import positions, sample_keys, token_keys
 from nestrec.models import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
 from nestrec.models.ranking import HeadConfig, RankingModel
+from nestrec.models.reach import AttentionReach
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
 
 HSTU_CONFIG = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, dropout=0.3, time_bias=True)
 SASREC_CONFIG = SASRecConfig(dim=8, ffn_dim=8, num_heads=2, max_length=12, dropout=0.3)
 FUXI_CONFIG = FuXiConfig(dim=8, head_dim=4, num_heads=2, ffn_dim=12, max_length=12, dropout=0.3)
+SEMI_LOCAL, CUT = AttentionReach(window=3, prefix=2), AttentionReach(keep_last=4, keep_step=3)
 ENCODERS = {
     "hstu": lambda: HSTU(HSTU_CONFIG),
     "fuxi": lambda: FuXi(FUXI_CONFIG),
@@ -22,6 +24,10 @@ ENCODERS = {
     "fuxi with a function of time": lambda: FuXi(replace(FUXI_CONFIG, time_encoding="functional")),
     "hstu with a function of time": lambda: HSTU(replace(HSTU_CONFIG, time_encoding="functional")),
     "sasrec": lambda: SASRec(SASREC_CONFIG),
+    "hstu with a window and a prefix": lambda: HSTU(replace(HSTU_CONFIG, attention=SEMI_LOCAL)),
+    "fuxi with a window and a prefix": lambda: FuXi(replace(FUXI_CONFIG, attention=SEMI_LOCAL)),
+    "hstu with a cut": lambda: HSTU(replace(HSTU_CONFIG, num_layers=3, attention=CUT)),
+    "fuxi with a cut": lambda: FuXi(replace(FUXI_CONFIG, num_layers=3, attention=CUT)),
 }
 
 
@@ -79,7 +85,7 @@ def test_no_state_depends_on_later_tokens(kind):
 
 def test_hstu_follows_the_published_recipe():
     cfg = HSTUConfig()
-    assert cfg.normaliser == 211
+    assert cfg.normaliser(0) == 211
     layer = HSTU(HSTUConfig(time_bias=True)).layers[0]
     names = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert names == {
@@ -107,19 +113,22 @@ def test_fuxi_large_has_the_published_number_of_weights():
     assert 16 * sum(matrices) == pytest.approx(201.55e6, rel=2e-3)
 
 
-def test_fuxi_is_what_its_formulas_say():
+@pytest.mark.parametrize("reach", [AttentionReach(), AttentionReach(window=2, prefix=1)], ids=["full", "semi-local"])
+def test_fuxi_is_what_its_formulas_say(reach):
     """One block, one sequence, every sum written out."""
     torch.manual_seed(0)
-    cfg = FuXiConfig(dim=6, head_dim=2, num_heads=2, ffn_dim=5, num_layers=1, max_length=9)
+    cfg = FuXiConfig(dim=6, head_dim=2, num_heads=2, ffn_dim=5, num_layers=1, max_length=9, attention=reach)
     encoder = FuXi(cfg).double().eval()
     block, info, x = encoder.layers[0], info_of([5], [3]), vectors_of([5], [3], dim=6)
     x = x * 6**0.5 + encoder.position[:5]
     u, v, q, k = torch.nn.functional.silu(rms(x) @ block.uvqk).split([12, 4, 4, 4], dim=1)
     channels = torch.zeros(3, 5, 4, dtype=torch.float64)
     for i in range(5):
-        for j in range(i + 1):
+        for j in range(i + 1) if reach.window is None else {0, max(0, i - 1), i}:
             for h in (slice(0, 2), slice(2, 4)):
-                channels[0, i, h] += torch.nn.functional.silu(q[i, h] @ k[j, h]) / 20 * v[j, h]
+                channels[0, i, h] += (
+                    torch.nn.functional.silu(q[i, h] @ k[j, h]) / (20 if reach.window is None else 14) * v[j, h]
+                )
             channels[1, i] += block.position_table[19 + j - i] * v[j]
             bucket = int(np.log(max(1.0, abs(float(info.query_time_T[i] - info.time_T[j])))) / 0.301)
             channels[2, i] += block.time_table[bucket] * v[j]
