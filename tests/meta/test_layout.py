@@ -145,3 +145,12 @@ def test_no_two_public_classes_have_one_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
+def test_only_schedules_drive_the_engine():
+    """Everything else trains by `TrainingPipeline`: a step that is driven by hand is not the one in use."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] not in {"embedding", "pipeline"}:
+            calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+            called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+            assert not called & {"write_back", "exchange_gradients"}, path

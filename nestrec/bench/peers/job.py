@@ -1,23 +1,23 @@
-"""The peers' job through our engine: one rank, in the serial schedule.
+"""The peers' job as a user of nestrec would write it: one rank, in the serial schedule.
 
-The loss of a rank is the mean over its samples, and ranks are averaged: row gradients and dense gradients alike.
+All ranks have equally many samples, so the mean over the global batch is the mean of the ranks' means.
 """
 
+import itertools
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from nestrec import __version__
 from nestrec.bench.peers.dense import DenseKind, DensePart
-from nestrec.bench.peers.workload import BAG, BAG_TABLE, SEQUENCE, SEQUENCE_TABLE, TABLE_OF, PeersBatch, PeersWorkload
-from nestrec.distributed import DenseSync, Topology
-from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
-from nestrec.jagged import offsets_of
-from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.pool import pool_rows
+from nestrec.bench.peers.workload import BAG, SEQUENCE, TABLE_OF, PeersBatch, PeersWorkload
+from nestrec.distributed import Topology
+from nestrec.embedding import RowOptimizerConfig, TableConfig
+from nestrec.jagged import Jagged, offsets_of
+from nestrec.pipeline import TrainingPipeline
 
 ROW_LEARNING_RATE, ROW_EPS, DENSE_LEARNING_RATE = 0.05, 1e-8, 1e-3
 _LOAD_ROWS = 1 << 16
@@ -32,90 +32,68 @@ class Job(Protocol):
     version: str
     mode: str
     losses: list[torch.Tensor]
-    """Of this rank's samples, one for each step so far."""
+    """Of the global batch, or of this rank's samples; one for each step so far."""
 
     def step(self) -> None:
         """One step of training. Collective."""
 
 
-class Laps:
-    """What the parts of a step take the thread that trains."""
+class _PeersModel(nn.Module):
+    def __init__(self, workload: PeersWorkload, dense: DenseKind) -> None:
+        super().__init__()
+        self.dense = DensePart(workload.cfg, dense)
 
-    def __init__(self) -> None:
-        self._wall_s: dict[str, list[float]] = {}
-        self._cpu_s: dict[str, list[float]] = {}
-        self._last = 0.0, 0.0
-
-    def start(self) -> None:
-        self._last = time.perf_counter(), time.thread_time()
-
-    def lap(self, part: str) -> None:
-        """What came since the last call was this part."""
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        self._wall_s.setdefault(part, []).append(wall_s - self._last[0])
-        self._cpu_s.setdefault(part, []).append(cpu_s - self._last[1])
-        self._last = wall_s, cpu_s
-
-    def medians_ms(self) -> dict[str, list[float]]:
-        """Part to [time, processor time]; the difference is waiting, for a peer or for the processor."""
-        parts = ((name, (self._wall_s[name], self._cpu_s[name])) for name in self._wall_s)
-        return {name: [round(1e3 * statistics.median(t), 2) for t in times] for name, times in parts}
+    def forward(self, vectors: dict[str, Any], batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        sequence, label = vectors[SEQUENCE], batch["label"]
+        mean = self.dense(sequence.values, sequence.lengths(), vectors[BAG], batch["dense"], label)
+        return mean * len(label), len(label)
 
 
 class NestrecJob:
-    """Our side, built from the engine's public steps."""
+    """Our side: a module of one's own in `nestrec.TrainingPipeline`."""
 
     system, version = "nestrec", __version__
 
     def __init__(
-        self, workload: PeersWorkload, batches: Sequence[PeersBatch], dense: DenseKind, topology: Topology,
+        self,
+        workload: PeersWorkload,
+        batches: Sequence[PeersBatch],
+        dense: DenseKind,
+        topology: Topology,
         mode: str = "serial",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.mode = mode
-        self._batches, self._topology = batches, topology
-        self._engine = EmbeddingEngine(_tables(workload), topology)
+        model = _PeersModel(workload, dense)
+        self.pipeline = TrainingPipeline(
+            model,
+            _tables(workload),
+            dense_optimizer=torch.optim.Adam(model.parameters(), lr=DENSE_LEARNING_RATE),
+            table_learning_rate=ROW_LEARNING_RATE,
+            pooled=(BAG,),
+            device="cpu",
+            topology=topology,
+        )
         for number, table in enumerate(TABLE_OF.values()):
-            self._engine.load(table, _first_rows(workload, number))
-        self._dense = DensePart(workload.cfg, dense)
-        self._adam = torch.optim.Adam(self._dense.parameters(), lr=DENSE_LEARNING_RATE)
-        self._sync = DenseSync(self._dense.parameters(), topology.dense)
+            self.pipeline.engine.load(table, _first_rows(workload, number))
+        self._trained = self.pipeline.run(itertools.cycle([_as_fields(batch) for batch in batches]))
         self.losses: list[torch.Tensor] = []
-        self.laps = Laps()
 
     def step(self) -> None:
         """One step of training. Collective."""
-        engine, lap = self._engine, self.laps.lap
-        batch = self._batches[len(self.losses) % len(self._batches)]
-        self.laps.start()
-        routed = engine.route(batch.keys)
-        lap("route")
-        working = engine.fetch(routed, step=len(self.losses) + 1)
-        lap("fetch")
-        vectors = {name: v.requires_grad_() for name, v in engine.exchange_vectors(routed, working).items()}
-        lap("exchange vectors")
-        self._adam.zero_grad()
-        loss = self._loss(batch, vectors, routed.index)
-        lap("forward")
-        (loss / self._topology.world).backward()
-        lap("backward")
-        engine.accumulate(routed, working, {name: v.grad for name, v in vectors.items() if v.grad is not None})
-        lap("exchange and add gradients")
-        self._sync.reduce()
-        self._adam.step()
-        lap("dense all-reduce and Adam")
-        engine.update(working, learning_rate=ROW_LEARNING_RATE)
-        lap("row update")
-        engine.write_back(working)
-        lap("write back")
-        self.losses.append(loss.detach())
+        self.losses.append(next(self._trained))
 
-    def _loss(
-        self, batch: PeersBatch, vectors: dict[str, torch.Tensor], index: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        tokens = gather_rows(vectors[SEQUENCE_TABLE], index[SEQUENCE])
-        bags = pool_rows(vectors[BAG_TABLE], index[BAG], offsets_of(batch.lengths[BAG]))
-        loss: torch.Tensor = self._dense(tokens, batch.lengths[SEQUENCE], bags, batch.dense, batch.label)
-        return loss
+    def parts_ms(self) -> dict[str, list[float]]:
+        """Stage of a step to [its median time], in the thread that trains."""
+        spans: dict[str, list[int]] = {}
+        for span in self.pipeline.tracer.spans():
+            if span.kind != "step":
+                spans.setdefault(span.name.removeprefix("train."), []).append(span.duration_ns)
+        return {name: [round(1e-6 * statistics.median(times), 2)] for name, times in spans.items()}
+
+
+def _as_fields(batch: PeersBatch) -> dict[str, Any]:
+    jagged = {name: Jagged(keys, offsets_of(batch.lengths[name])) for name, keys in batch.keys.items()}
+    return {**jagged, "dense": batch.dense, "label": batch.label}
 
 
 def _tables(workload: PeersWorkload) -> list[TableConfig]:

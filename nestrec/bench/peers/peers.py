@@ -93,8 +93,8 @@ def rows_of(dense: str, measured: Sequence[Mapping[str, Any]]) -> list[dict[str,
     """Rows of the result file. Ratios are the samples a second of nestrec, the first system, over those of the row.
 
     `paired_ratio` is the median over rounds of the ratio within a round; spreads are the quartiles of rounds; `cpu_ms`
-    is the processor time of a step and rank in all threads. `parts_ms`, of nestrec alone, is part to [time, processor
-    time] on rank 0 in the thread that trains.
+    is the processor time of a step and rank in all threads. `parts_ms`, of nestrec alone, is stage to [time] on
+    rank 0 in the thread that trains.
     """
     ours = measured[0]["samples_per_s_rounds"]
     rows = []

@@ -89,7 +89,7 @@ def describe(system: Timed, topology: Topology, steps: int) -> dict[str, Any]:
         "samples_per_s_rounds": [round(samples / s, 1) for s in system.seconds],
         "losses": global_losses(system.job, topology, 8),
         "cpu_ms": round(statistics.mean(cpu_ms), 2),
-        "parts_ms": system.job.laps.medians_ms() if isinstance(system.job, NestrecJob) else None,
+        "parts_ms": system.job.parts_ms() if isinstance(system.job, NestrecJob) else None,
     }
 
 

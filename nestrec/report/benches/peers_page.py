@@ -10,7 +10,7 @@ _LEGEND = (
     "Brackets are quartiles of rounds. CPU ms: processor time of a step and rank in all threads. Ratio: samples/s of "
     "nestrec over those of the row, its median within rounds."
 )
-_PARTS = "Parts of nestrec's step on rank 0, in the thread that trains; what is not processor time is waiting."
+_PARTS = "Parts of nestrec's step on rank 0, in the thread that trains."
 
 
 def peers_page(frame: Mapping[str, Any], page: str | None = None) -> str:
@@ -33,10 +33,10 @@ def peers_tables(frame: Mapping[str, Any]) -> str:
     ]
     for row in rows:
         if row.get("parts_ms"):
-            parts = [[name, f"{wall:.2f}", f"{cpu:.2f}"] for name, (wall, cpu) in row["parts_ms"].items()]
+            parts = [[name, *(f"{time:.2f}" for time in times)] for name, times in row["parts_ms"].items()]
             paragraphs += [
                 f"{_PARTS} Mode `{row['mode']}`, dense part `{row['dense']}`.",
-                _table(["part", "ms", "of processor time"], parts),
+                _table(["part", "ms", "of processor time"][: len(parts[0])], parts),
             ]
     return "\n\n".join(paragraphs)
 

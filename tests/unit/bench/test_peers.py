@@ -63,7 +63,7 @@ def test_our_losses_are_those_of_plain_torch(dense):
     found = torch.stack(job.losses).tolist()
     assert found == pytest.approx(plain_losses(workload, batches, dense, 6), abs=2e-6)
     assert len(set(found)) == 6
-    assert {"route", "fetch", "write back"} <= job.laps.medians_ms().keys()
+    assert {"embedding.route", "compute", "embedding.write_back"} <= job.parts_ms().keys()
 
 
 def system_of(name, rates):
@@ -104,11 +104,11 @@ def test_a_python_without_torchrec_is_refused():
 
 
 def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path):
-    rows = rows_of("mlp", [system_of("nestrec", [30.0]) | {"parts_ms": {"route": [2.0, 1.0]}}])
+    rows = rows_of("mlp", [system_of("nestrec", [30.0]) | {"parts_ms": {"embedding.route": [2.0]}}])
     frame, page = make_frame(bench="peers", command="nestrec bench peers", rows=rows), tmp_path / "page.md"
     write_page(page, frame)
     page.write_text(f"about\n{page.read_text()}\nafter\n")
     before = page.read_text()
     write_page(page, frame)
     assert page.read_text() == before
-    assert "| route | 2.00 | 1.00 |" in before
+    assert "| part | ms |\n| --- | --- |\n| embedding.route | 2.00 |" in before
