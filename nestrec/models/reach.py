@@ -79,6 +79,10 @@ class AttentionReach:
         window = rules.max_attention_length
         return most if window is None else min(most, window + rules.num_context)
 
+    def limits(self, num_layers: int, max_length: int) -> list[int]:
+        """`most_seen` of every layer; none where all of them see everything."""
+        return [] if self.is_full else [self.most_seen(layer, max_length) for layer in range(num_layers)]
+
     def cut(self, length: int) -> int:
         """First token of a history that is left behind the cut."""
         return int(self.cut_of(np.array(length)))

@@ -11,6 +11,7 @@ measured over predicted of late.
 import math
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,7 +32,11 @@ Costs = tuple[float, float, float]
 class EngineCostModel:
     """Safe to ask from any thread; one thread observes."""
 
-    def __init__(self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9):
+    def __init__(
+        self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9, most_seen: Sequence[int] = ()
+    ):
+        """most_seen: keys that a token meets at most in each layer; none: all of them in every layer."""
+        self._most_seen = tuple(most_seen)
         self._expected: Costs = (step_s / _SCALE[0], token_s / _SCALE[1], pair_s / _SCALE[2])
         self._costs = self._expected
         # The normal equations, G costs = m: the diagonal of G, then G01, G02, G12.
@@ -42,6 +47,14 @@ class EngineCostModel:
         self._batch_size = 1.0
         self._lock = threading.Lock()
         self.num_observed = 0
+
+    def work(self, prefix: int, history: int, candidates: int) -> tuple[int, int]:
+        """(tokens, pairs) of new tokens against a prefix; pairs are a mean over the layers."""
+        tokens, pairs = work_of(prefix, history, candidates)
+        if self._most_seen:
+            limited = (_pairs(prefix, history, candidates, most) for most in self._most_seen)
+            pairs = sum(limited) // len(self._most_seen)
+        return tokens, pairs
 
     def predict_s(self, tokens: int, pairs: int, steps: float = 1.0) -> float:
         """Expected seconds of work that takes `steps` batches."""
@@ -56,8 +69,12 @@ class EngineCostModel:
         """New history tokens after a prefix that add at most so many seconds to a batch."""
         _, b, c = self._costs
         token_s, pair_s = max(b * _SCALE[1], 1e-18), max(c * _SCALE[2], 1e-18)
+        if self._most_seen:
+            mean = sum(self._most_seen) / len(self._most_seen)
+            prefix = round(sum(min(prefix, most) for most in self._most_seen) / len(self._most_seen))
         first_s = token_s + pair_s * prefix  # of one token; each of the next has one pair more
-        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * pair_s * seconds)))
+        growing = int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * pair_s * seconds)))
+        return max(growing, int(seconds / (token_s + pair_s * mean))) if self._most_seen else growing
 
     @property
     def tail(self) -> float:
@@ -103,3 +120,15 @@ def work_of(prefix: int, history: int, candidates: int) -> tuple[int, int]:
     """(tokens, pairs) of new tokens against a prefix."""
     pairs = history * prefix + history * (history + 1) // 2 + candidates * (prefix + history + 1)
     return history + candidates, pairs
+
+
+def _pairs(prefix: int, history: int, candidates: int, most: int) -> int:
+    """The same where a token meets at most so many keys."""
+    before, end = (_sum_of_least(count, most) for count in (prefix, prefix + history))
+    return end - before + candidates * min(prefix + history + 1, most)
+
+
+def _sum_of_least(count: int, most: int) -> int:
+    """min(1, most) + min(2, most) + ... up to `count`."""
+    rising = min(count, most)
+    return rising * (rising + 1) // 2 + (count - rising) * most

@@ -18,7 +18,7 @@ from nestrec.base.clock import Clock, RealClock
 from nestrec.serving.client import NOBODY, Sender
 from nestrec.serving.engine.backlog import Backlog
 from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import EngineCostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.pace import EnginePace
 from nestrec.serving.engine.planner import Planner
 from nestrec.serving.engine.probe import check_probe
@@ -65,7 +65,7 @@ class Engine:
         """seconds for which the device has been at work"""
         self.queue_times, self.compute_times = Histogram(), Histogram()
         """of ranking requests that were answered; a request computes while a batch does that it has a part in"""
-        self.costs = EngineCostModel()
+        self.costs = EngineCostModel(most_seen=form.servable.cached.most_seen(form.servable.encoder_config))
         self.tiers = PrefixTiers(
             form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
             pool=runner.pool if runner is not None else None,
@@ -134,7 +134,7 @@ class Engine:
             self._check_open()
             decision = self.trigger.decide(
                 work.key, tail=self.costs.tail, wait_s=self.queued_s, preinfer_s=work.estimate_s,
-                full_rank_s=self.costs.predict_s(*work_of(0, tokens.length, num_candidates)),
+                full_rank_s=self.costs.predict_s(*self.costs.work(0, tokens.length, num_candidates)),
                 num_bytes=cached * self.tiers.bytes_a_token,
             )  # fmt: skip
             self._count(f"signal_{decision.reason}")
@@ -194,7 +194,9 @@ class Engine:
         key = self._key(user)
         prefix = min(self.tiers.device.length_of(key), tokens.num_cacheable) if tokens.num_cacheable else 0
         end = tokens.num_cacheable if candidates is None else tokens.length
-        work = work_of(min(prefix, end), end - min(prefix, end), len(candidates) if candidates is not None else 0)
+        work = self.costs.work(
+            min(prefix, end), end - min(prefix, end), len(candidates) if candidates is not None else 0
+        )
 
         return Work(
             key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
@@ -281,7 +283,7 @@ class Engine:
                 self._fail(step)
             return
         launched_s = time.perf_counter()
-        work = _work_of(steps)
+        work = _work_of(steps, self.costs)
         self._pace.launched(planned_s, launched_s, self.costs.predict_s(*work))
         for step in steps:
             step.work.planned_s, step.work.launched_s = planned_s, launched_s
@@ -388,10 +390,10 @@ class Engine:
             self._finish(work, None, UnavailableError("the engine has ended", 1.0))
 
 
-def _work_of(steps: list[EngineStep]) -> tuple[int, int]:
+def _work_of(steps: list[EngineStep], costs: EngineCostModel) -> tuple[int, int]:
     """(tokens, pairs) for the cost model"""
     tokens = pairs = 0
     for step in steps:
-        more_tokens, more_pairs = step.part.work
+        more_tokens, more_pairs = costs.work(*step.part.extent)
         tokens, pairs = tokens + more_tokens, pairs + more_pairs
     return tokens, pairs

@@ -100,7 +100,7 @@ class Planner:
         busy = {step.work.key for step in ranked}
         steps: list[EngineStep] = []
         budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
-        ranked_s = sum(self._costs.predict_s(*step.part.work, steps=0.0) for step in ranked)
+        ranked_s = sum(self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0) for step in ranked)
         left_s = max(self._chunk_s - ranked_s, LEAST_SHARE * self._chunk_s)
         for work in [w for w in self._signals.values() if w.key not in busy]:
             if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
@@ -113,7 +113,7 @@ class Planner:
             else:
                 steps.append(step)
                 budget, rows = budget - step.part.num_new, rows + step.part.num_new
-                left_s -= self._costs.predict_s(*step.part.work, steps=0.0)
+                left_s -= self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0)
         return steps
 
     def _has_time(self, work: Work, left_s: float, rows: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import EngineCostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.fair_queue import FairQueue
 from nestrec.serving.engine.step import EngineStep
 from nestrec.serving.engine.work import Work
@@ -99,7 +99,7 @@ class RankPlanner:
         else:
             step = self._piece(work, entry, batch.budget, max(batch.left_s, LEAST_SHARE * self._chunk_s))
         self._begins(step)
-        seconds = self._costs.predict_s(*step.part.work, steps=0.0)
+        seconds = self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0)
         batch.add(step, seconds)
         return not step.is_last, seconds
 
@@ -125,7 +125,7 @@ class RankPlanner:
         """Of all that is left of a request."""
         first, candidates = entry.length if entry is not None else 0, work.candidates_left
         num_candidates = 0 if candidates is None else len(candidates)
-        return self._costs.predict_s(*work_of(first, work.tokens.length - first, num_candidates), steps=0.0)
+        return self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, num_candidates), steps=0.0)
 
     def _rest(self, work: Work, entry: Entry | None) -> EngineStep:
         return EngineStep.make(
@@ -140,7 +140,7 @@ class RankPlanner:
         if work.tokens.num_cacheable - first > chunk:
             step = EngineStep.make(self._tiers, work, entry, end=first + chunk, candidates=None, is_last=False)
             return step if step.is_kept else self._whole(step)
-        history_s = self._costs.predict_s(*work_of(first, work.tokens.length - first, 0), steps=0.0)
+        history_s = self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, 0), steps=0.0)
         candidates = work.candidates_left
         assert candidates is not None
         count = self._candidates_within(work, left_s - history_s)
@@ -151,7 +151,7 @@ class RankPlanner:
         return step if step.is_kept else self._whole(step)
 
     def _candidates_within(self, work: Work, seconds: float) -> int:
-        each_s = self._costs.predict_s(*work_of(work.tokens.length, 0, 1), steps=0.0)
+        each_s = self._costs.predict_s(*self._costs.work(work.tokens.length, 0, 1), steps=0.0)
         return max(_FEWEST_CANDIDATES, int(seconds / each_s))
 
     def _whole(self, step: EngineStep) -> EngineStep:

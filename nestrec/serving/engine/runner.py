@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.models.segments import Forward, KeysAndValues, Segment
-from nestrec.serving.engine.cost_model import work_of
 from nestrec.serving.model.forms import Form, Tokens
 from nestrec.serving.model.inputs import Candidates
 from nestrec.serving.prefix.page_pool import PagePool
@@ -42,9 +41,9 @@ class Part:
         return self.end - self.first + self.num_candidates
 
     @property
-    def work(self) -> tuple[int, int]:
-        """(tokens, pairs) for the cost model"""
-        return work_of(self.first, self.end - self.first, self.num_candidates)
+    def extent(self) -> tuple[int, int, int]:
+        """(prefix, new history, candidates) for the cost model"""
+        return self.first, self.end - self.first, self.num_candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def warm_up(runner: BatchRunner, costs: EngineCostModel) -> None:
             part = _part(runner.form, min(num_events, runner.form.max_events), num_candidates)
             _, seconds = runner.launch([part]).wait()
             if number > 0:
-                costs.observe(*part.work, seconds)
+                costs.observe(*costs.work(*part.extent), seconds)
 
 
 def _part(form: Form, num_events: int, num_candidates: int) -> Part:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from nestrec.serving.engine.cost_model import EngineCostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel
 
 _LOG = logging.getLogger(__name__)
 _SMOOTH = 0.1
@@ -68,6 +68,6 @@ class Copier:
 def break_even_tokens(costs: EngineCostModel, copier: Copier, bytes_a_token: int, longest: int) -> int | None:
     """Prefixes from this length on are reloaded faster than computed again; none where none is."""
     for length in [1 << i for i in range(longest.bit_length() + 1)]:
-        if copier.copy_s(length * bytes_a_token) < costs.predict_s(*work_of(0, length, 0)):
+        if copier.copy_s(length * bytes_a_token) < costs.predict_s(*costs.work(0, length, 0)):
             return length
     return None

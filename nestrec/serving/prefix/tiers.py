@@ -9,7 +9,7 @@ from typing import Literal
 from nestrec.base.bounds import Count, Natural, NonNegative
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
-from nestrec.serving.engine.cost_model import EngineCostModel, work_of
+from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.work import Work
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.model.forms import Form
@@ -162,7 +162,7 @@ class PrefixTiers:
 
     def _is_copy_worth(self, length: int, ahead_s: float, behind: int) -> bool:
         """Back sooner than computed. A device that is busy makes both of them wait who come before and after."""
-        compute_s = self._costs.predict_s(*work_of(0, length, 0))
+        compute_s = self._costs.predict_s(*self._costs.work(0, length, 0))
         copy_s = self._in.wait_s + self._in.copy_s(self._host.bytes_of(length))
         return self.cfg.reload == "always" or copy_s < ahead_s + compute_s * (1 + behind)
 

@@ -86,6 +86,15 @@ def test_tokens_that_fit_into_a_time_take_that_time():
             assert added_s[1] >= seconds * 0.999
 
 
+def test_tokens_that_see_few_others_fit_into_a_time_however_long_the_prefix_is():
+    costs = EngineCostModel(step_s=1e-3, token_s=2e-6, pair_s=3e-10, most_seen=[500, 1500])
+    for prefix in (0, 1_000, 30_000, 10**7):
+        tokens = costs.tokens_within(0.01, prefix)
+        added_s = [costs.predict_s(*costs.work(prefix, count, 0), steps=0.0) for count in (tokens, tokens + 1)]
+        assert added_s[0] <= 0.01 * 1.001
+        assert added_s[1] >= 0.01 * (0.999 if prefix > 1500 else 0.8)
+
+
 def test_random_schedules_keep_both_bounds():
     for seed in range(2_000):
         rng = random.Random(seed)
@@ -131,6 +140,10 @@ def test_the_cost_of_requests_that_are_all_alike_never_drifts(work):
 
 def test_work_counts_what_attention_multiplies():
     assert work_of(0, 3, 0) == (3, 6)
+    limited = EngineCostModel(most_seen=[2, 1000])
+    assert limited.work(0, 3, 0) == (3, (1 + 2 + 2 + 6) // 2)
+    assert limited.work(10, 0, 2) == (2, (2 * 2 + 22) // 2)
+    assert limited.work(10, 3, 1) == (4, (4 * 2 + 11 + 12 + 13 + 14) // 2)
     assert work_of(10, 0, 2) == (2, 22)
 
 
