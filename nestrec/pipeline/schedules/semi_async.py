@@ -18,11 +18,11 @@ run that was resumed there is the run that was not interrupted. A stop between f
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.phases import FetchedBatch, RoutedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.phases import FetchedBatch, RoutedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals

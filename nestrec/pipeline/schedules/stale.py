@@ -11,10 +11,10 @@ compute          F1 F2 ... update dense
 
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
