@@ -18,6 +18,7 @@ from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window_size import overlapped_ms
 from nestrec.pipeline.windows import overlapped
 from nestrec.trace import Tracer
 
@@ -58,4 +59,6 @@ class Nested(Pipelined):
             return machine.apply_dense(step, sums)
 
 
-NESTED = ScheduleSpec(name="nested", build=Nested, is_exact=True, splits=True, rows_outlive_step=True)
+NESTED = ScheduleSpec(
+    name="nested", build=Nested, is_exact=True, splits=True, rows_outlive_step=True, window_ms=overlapped_ms
+)

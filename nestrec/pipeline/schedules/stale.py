@@ -18,6 +18,7 @@ from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window_size import in_turn_ms
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 
@@ -62,4 +63,6 @@ class Stale(Pipelined):
         return read
 
 
-STALE = ScheduleSpec(name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",))
+STALE = ScheduleSpec(
+    name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",), window_ms=in_turn_ms
+)
