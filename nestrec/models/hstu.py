@@ -9,7 +9,8 @@ The norms have no parameters, scores are not scaled, and the attention weights a
 Legend: T tokens, D model width, H heads.
 """
 
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from nestrec.models.reach import FULL, AttentionReach
 from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
+from nestrec.ops.attention.hstu_op import batch_buckets
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.gated_output import gated_output
@@ -111,7 +113,7 @@ class HSTULayer(nn.Module):
         """What its attention adds to the scores of such sequences."""
         return RelativeBias(
             position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
-            time_T=info.time_T, query_time_T=info.query_time_T,
+            time_T=info.time_T, query_time_T=info.query_time_T, buckets=info.buckets,
         )  # fmt: skip
 
 
@@ -121,6 +123,12 @@ class HSTU(ResidualEncoder):
     def __init__(self, cfg: HSTUConfig):
         super().__init__(cfg, (HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers)))
         self.cfg = cfg
+
+    def _prepared(self, x_TD: torch.Tensor, info: SequenceInfo) -> SequenceInfo:
+        if len(self.layers) == 0:
+            return info
+        bias = cast(HSTULayer, self.layers[0]).bias(info)
+        return replace(info, buckets=batch_buckets(x_TD, info.offsets, info.max_length, bias))
 
 
 def _flops(cfg: HSTUConfig) -> ForwardFlops:

@@ -67,8 +67,12 @@ class ResidualEncoder(nn.Module):
         kept, info = cut_sequences(self._reach, info)
         return x_TD.index_copy(0, kept, self._through(self.layers[first:], x_TD.index_select(0, kept), info))
 
-    @staticmethod
-    def _through(layers: Iterable[nn.Module], x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+    def _prepared(self, x_TD: torch.Tensor, info: SequenceInfo) -> SequenceInfo:
+        """With what layers would otherwise each find for themselves."""
+        return info
+
+    def _through(self, layers: Iterable[nn.Module], x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        info = self._prepared(x_TD, info)
         delta_TD: torch.Tensor | None = None
         for layer in layers:
             x_TD, delta_TD = layer(x_TD, delta_TD, info)

@@ -28,3 +28,5 @@ class SequenceInfo:
     """int64; so many last tokens of each sequence are candidates, which do not see each other"""
     cut_B: torch.Tensor | None = None
     """int64 first token of each sequence that layers behind a cut compute; none: as its length has it"""
+    buckets: torch.Tensor | None = None
+    """time buckets of all pairs of tokens, once layers that read them have been told (ops.attention.hstu_op)"""

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +58,6 @@ class Fleet:
 
     servable: Servable
     engines: tuple[Engine, ...]
-    loaded_at_s: float = field(default_factory=time.time)
-    """Unix seconds"""
 
     def close(self, drain_s: float) -> None:
         for engine in self.engines:

@@ -10,15 +10,16 @@ import torch
 
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_padded
-from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.mask import AttentionRules, semi_local
 from nestrec.ops.attention.relative_bias import RelativeBias
 
 pytestmark = pytest.mark.gpu
 OPTIONS = [
-    "plain", "targets", "context", "window", "position", "time", "all rules", "rules and position", "everything",
+    "plain", "targets", "context", "window", "semi-local", "position", "time", "function", "both",
+    "semi-local and both", "all rules", "rules and position", "everything",
 ]  # fmt: skip
-DIMS = [48, 64, 128, 256]
-SHAPES_EACH = 15  # times 4 dims and 9 options: 540 batches
+DIMS = [24, 64, 96, 128, 256]
+SHAPES_EACH = 15  # times 5 dims and 13 options: 975 batches
 EDGES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 384, 513]
 NORMALISER = 300.0
 
@@ -48,6 +49,8 @@ LAYOUTS = ["contiguous", "parts of one product", "heads first", "every second el
 
 def random_rules(draw, option, lengths):
     has = lambda name: option in (name, "all rules", "rules and position", "everything")  # noqa: E731
+    if option.startswith("semi-local"):
+        return semi_local(int(draw.integers(1, 300)), int(draw.integers(0, 150)))
     targets = torch.tensor([int(draw.integers(0, n + 1)) for n in lengths], device="cuda") if has("targets") else None
     return AttentionRules(
         num_targets_B=targets,
@@ -57,7 +60,7 @@ def random_rules(draw, option, lengths):
 
 
 def random_bias(draw, option, lengths):
-    has = lambda name: option in (name, f"rules and {name}", "everything")  # noqa: E731
+    has = lambda name: option in (name, f"rules and {name}", "both", "semi-local and both", "everything")  # noqa: E731
     tokens, longest = sum(lengths), max(lengths)
     table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).cuda().requires_grad_()  # noqa: E731
     time = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, tokens)).astype(np.float64)).cuda()
@@ -65,9 +68,9 @@ def random_bias(draw, option, lengths):
     return RelativeBias(
         position_table=table(2 * longest + 9) if has("position") else None,
         time_table=table(65) if has("time") else None,
-        time_T=time,
-        query_time_T=time + wait,
-    )
+        time_function=torch.tensor([0.7, 10.0, -0.7], device="cuda") if option == "function" else None,
+        time_T=time, query_time_T=time + wait,
+    )  # fmt: skip
 
 
 def results(attend, vectors, bias, dtype):
@@ -75,12 +78,12 @@ def results(attend, vectors, bias, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, grad = vectors
     inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    tables = [
-        None if t is None else t.detach().to(wide).requires_grad_() for t in (bias.position_table, bias.time_table)
-    ]
+    given = (bias.position_table, bias.time_table, bias.time_function)
+    tables = [None if t is None else t.detach().to(wide).requires_grad_() for t in given]
     own = RelativeBias(
-        position_table=tables[0], time_table=tables[1], time_T=bias.time_T, query_time_T=bias.query_time_T
-    )
+        position_table=tables[0], time_table=tables[1], time_function=tables[2], time_T=bias.time_T,
+        query_time_T=bias.query_time_T,
+    )  # fmt: skip
     out = attend(*inputs, own)
     wanted = inputs + [t for t in tables if t is not None]
     return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(dtype))]
@@ -135,7 +138,7 @@ def test_float32_is_as_exact_as_eager_float32(option):
         compare(lengths, vectors, bias, rules, torch.float32)
 
 
-@pytest.mark.parametrize("option", ["plain", "position", "everything"])
+@pytest.mark.parametrize("option", ["plain", "position", "both", "function", "everything"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_twenty_runs_give_the_same_bits(dim, option):
     draw = np.random.default_rng(dim)
@@ -153,7 +156,7 @@ def test_twenty_runs_give_the_same_bits(dim, option):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("option", ["plain", "all rules", "everything"])
+@pytest.mark.parametrize("option", ["plain", "both", "all rules", "everything"])
 @pytest.mark.parametrize("dim", [48, 64, 128, 256])
 def test_what_lies_around_a_sequence_is_never_read(dim, option):
     """Other sequences and the memory before and behind the batch are poisoned with NaN."""

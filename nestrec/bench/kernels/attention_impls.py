@@ -6,7 +6,7 @@ timed. Backward is that of the attention alone, given the gradient of its output
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nestrec.ops.attention.hstu import NO_BIAS, hstu_attention, hstu_attention_padded
+from nestrec.ops.attention.hstu_op import batch_buckets
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, semi_local
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
@@ -91,11 +92,12 @@ def _bias(batch: AttentionBatch, position: bool, time: str) -> RelativeBias:
         return (torch.randn(size, generator=generator) * 0.02).to(batch.q.device).requires_grad_()
 
     function = torch.tensor([0.1, 11.4, -0.7], device=batch.q.device, requires_grad=True)
-    return RelativeBias(
+    bias = RelativeBias(
         position_table=table(2 * batch.longest - 1) if position else None,
         time_table=table(129) if time == "table" else None, time_function=function if time == "function" else None,
         time_T=time_T, query_time_T=time_T,
     )  # fmt: skip
+    return replace(bias, buckets=batch_buckets(batch.q.flatten(1), batch.offsets, batch.longest, bias))
 
 
 def _eager(batch: AttentionBatch) -> Attention:

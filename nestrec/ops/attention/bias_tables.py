@@ -7,7 +7,7 @@
 The tables are shared by the heads, so a tile of g is summed over them before anything else is done with it. A program
 owns tiles of one distance between their blocks, whose elements lie on the same diagonals: it adds such tiles, and
 their diagonals once at its end. What programs find is added as integers, whose sum does not depend on the order. So
-all is repeatable to the bit.
+all is repeatable to the bit. Where a pass has kept g, table_sums.py adds it up instead.
 
 Legend: T tokens, H heads, D head dimension, B sequences.
 """
@@ -49,12 +49,12 @@ def table_gradients(
     schedule = make_schedule(inputs.offsets, tokens, tile.x)
     tensors = [t if t.stride(2) == 1 else t.contiguous() for t in (q_THD, k_THD, grad_THD, v_THD)]
     blocks = -(-inputs.max_length // tile.y)
-    ahead = blocks - 1 if rules.num_context else tile.x // tile.y - 1
-    distances = blocks + ahead
+    before = blocks - 1 if inputs.is_square else tile.x // tile.y - 1
+    distances = blocks + before
     splits = max(8, min(64, 2048 // distances))
     _tables_kernel[distances, splits](
         *tensors, *(t.stride(0) for t in tensors), *(t.stride(1) for t in tensors), *schedule,
-        *inputs.scalars(q_THD), *inputs.biases, *sums, quantum, ahead, splits,
+        *inputs.scalars(q_THD), *inputs.biases, *sums, quantum, before, splits,
         HAS_TARGETS=rules.num_targets_B is not None, HAS_POSITION=tables[0] is not None, HAS_TIME=tables[1] is not None,
         FAST=q_THD.dtype == torch.bfloat16, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         BM=tile.x, BN=tile.y, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
@@ -104,15 +104,17 @@ def _slope(s, FAST: tl.constexpr):
         return sigma * (1.0 + s * (1.0 - sigma))
 
 
-@triton.jit(do_not_specialize=["heads", "num_context", "window", "centre", "num_buckets", "ahead", "num_splits"])
+@triton.jit(
+    do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets", "before", "num_splits"]
+)
 def _tables_kernel(
     q, k, grad, v, q_step, k_step, grad_step, v_step, q_head, k_head, grad_head, v_head,
-    schedule, state, heads, scale, targets, num_context, window, position_table, centre, time_table, edges,
-    num_buckets, query_time, key_time, position_grad, time_grad, quantum_ptr, ahead, num_splits,
+    schedule, state, heads, scale, targets, num_context, window, ahead, position_table, centre, time_table, edges,
+    num_buckets, query_time, key_time, position_grad, time_grad, quantum_ptr, before, num_splits,
     HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    apart = (tl.program_id(0) - ahead) * BN  # first query less first key of every tile
+    apart = (tl.program_id(0) - before) * BN  # first query less first key of every tile
     total = tl.load(state)
     quantum = tl.load(quantum_ptr)
     row, channel = tl.arange(0, BM), tl.arange(0, WIDTH)
@@ -127,7 +129,7 @@ def _tables_kernel(
         history = length
         if HAS_TARGETS:
             history = tl.maximum(length - tl.load(targets + tl.load(entry + 3)).to(tl.int32), 0)
-        is_near = (tl.minimum(i0, history) - j0 - BN < window) | (j0 < num_context) | (i0 < num_context)
+        is_near = (tl.minimum(i0, history) - j0 - BN < window) | (j0 < num_context) | (i0 < ahead)
         if (j0 >= 0) & (j0 < length) & is_near:
             i, j = i0 + row, j0 + column
             at_i, at_j = (start + i)[:, None], (start + j)[None, :]
@@ -154,7 +156,7 @@ def _tables_kernel(
                 )
                 v_tile = tl.load(v + at_j * v_step + head * v_head + channel[:, None], mask=mask_j, other=0.0)
                 g += _slope(s, FAST) * tl.dot(grad_tile, v_tile, input_precision=PRECISION)
-            seen = seen_pairs(i[:, None], j[None, :], history, num_context, window)
+            seen = seen_pairs(i[:, None], j[None, :], history, num_context, window, ahead)
             seen = seen & (i < length)[:, None] & (j < length)[None, :]
             g = tl.where(seen, g * scale, 0.0)
             if HAS_POSITION:

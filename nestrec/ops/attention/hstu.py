@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 
 from nestrec.base.errors import UserError
 from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
+from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
@@ -47,7 +48,8 @@ def hstu_attention(
     """
     _check(q_THD, k_THD, v_THD, offsets)
     _check_table(bias, max_length)
-    if runs_triton(q_THD) and has_kernel(q_THD, bias, rules):
+    inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
+    if runs_triton(q_THD) and has_kernel(q_THD, inputs):
         return hstu_attention_kernel(
             q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
         )

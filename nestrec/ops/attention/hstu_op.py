@@ -10,16 +10,40 @@ import torch
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.kernel_op import kernel_op
+from nestrec.ops.kernel_op import compute_type, kernel_op
+from nestrec.ops.registry import runs_triton
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 
 
-def has_kernel(q_THD: torch.Tensor, bias: RelativeBias, rules: AttentionRules) -> bool:
-    """Whether kernels compute attention of such queries with such a bias and rules."""
-    is_known = bias.time_function is None and (rules.num_context == 0 or rules.looks_ahead)
-    return is_known and q_THD.dtype in KERNEL_DTYPES and q_THD.shape[2] <= LARGEST_HEAD
+def has_kernel(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    """Whether kernels compute attention of such queries: all of them do, but a time function is for Hopper's."""
+    if q_THD.dtype not in KERNEL_DTYPES or q_THD.shape[2] > LARGEST_HEAD:
+        return False
+    if inputs.bias.time_function is None:
+        return True
+    from nestrec.ops.attention.hstu_passes import knows_time_function
+
+    return knows_time_function(q_THD, inputs)
+
+
+def batch_buckets(
+    x_TD: torch.Tensor, offsets: torch.Tensor, max_length: int, bias: RelativeBias
+) -> torch.Tensor | None:
+    """Time buckets of all pairs of a batch for `RelativeBias.buckets`, so that its layers need not each find them.
+
+    None where kernels for vectors like x_TD would not read them.
+    """
+    if bias.time_table is None or bias.time_T is None or bias.query_time_T is None:
+        return None
+    if not runs_triton(x_TD) or compute_type(x_TD) not in KERNEL_DTYPES[:2]:
+        return None
+    from nestrec.ops.attention.hstu_passes import reads_buckets
+
+    if not reads_buckets(offsets, len(x_TD), max_length, bias):
+        return None
+    return _pair_buckets(bias.time_T, bias.query_time_T, offsets, max_length, bias.time_table.numel() - 1)
 
 
 def hstu_attention_kernel(
@@ -36,9 +60,29 @@ def hstu_attention_kernel(
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
     return _forward(
         q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_function, bias.time_T,
-        bias.query_time_T, rules.num_targets_B, rules.num_context, rules.max_attention_length, rules.looks_ahead,
-        max_length, normaliser,
+        bias.query_time_T, bias.buckets, rules.num_targets_B, rules.num_context, rules.max_attention_length,
+        rules.looks_ahead, max_length, normaliser,
     )  # fmt: skip
+
+
+def _buckets_shape(
+    time_T: torch.Tensor, query_time_T: torch.Tensor, offsets: torch.Tensor, max_length: int, num_buckets: int
+) -> torch.Tensor:
+    from nestrec.ops.attention.pair_tiles import SIDE, most_tiles
+
+    tiles = most_tiles(time_T.numel(), offsets.numel() - 1, max_length, is_square=False)
+    return torch.empty(tiles, SIDE, SIDE, dtype=torch.uint8, device=time_T.device)
+
+
+@kernel_op("pair_buckets", fake=_buckets_shape)
+def _pair_buckets(
+    time_T: torch.Tensor, query_time_T: torch.Tensor, offsets: torch.Tensor, max_length: int, num_buckets: int
+) -> torch.Tensor:
+    from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
+
+    with torch.cuda.device_of(time_T):
+        plan = plan_tiles(offsets, time_T.numel(), max_length, is_square=False)
+        return pair_buckets(time_T, query_time_T, offsets, plan, num_buckets)
 
 
 def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -51,8 +95,8 @@ def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.constants = inputs[10:]
+    ctx.save_for_backward(*inputs[:11])
+    ctx.constants = inputs[11:]
 
 
 def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -60,7 +104,7 @@ def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, .
     dq, dk, dv, *biases = torch.ops.nestrec.hstu_attention_backward(grad_THD, *ctx.saved_tensors, *ctx.constants)
     given = ctx.saved_tensors[4:7]
     by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
-    return dq, dk, dv, None, *by_bias, *(None,) * (3 + len(ctx.constants))
+    return dq, dk, dv, None, *by_bias, *(None,) * (4 + len(ctx.constants))
 
 
 @kernel_op("hstu_attention", fake=_forward_shape, gradients=_gradients, save=_save)
@@ -74,6 +118,7 @@ def _forward(  # noqa: PLR0917
     time_function: torch.Tensor | None,
     time_T: torch.Tensor | None,
     query_time_T: torch.Tensor | None,
+    buckets: torch.Tensor | None,
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
@@ -84,7 +129,7 @@ def _forward(  # noqa: PLR0917
     from nestrec.ops.attention.hstu_passes import forward_pass
 
     bias, rules = _options(
-        position_table, time_table, time_function, time_T, query_time_T, num_targets_B, num_context,
+        position_table, time_table, time_function, time_T, query_time_T, buckets, num_targets_B, num_context,
         max_attention_length, looks_ahead,
     )  # fmt: skip
     with torch.cuda.device_of(q_THD):
@@ -103,6 +148,7 @@ def _backward(  # noqa: PLR0917
     time_function: torch.Tensor | None,
     time_T: torch.Tensor | None,
     query_time_T: torch.Tensor | None,
+    buckets: torch.Tensor | None,
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
@@ -113,7 +159,7 @@ def _backward(  # noqa: PLR0917
     from nestrec.ops.attention.hstu_passes import backward_pass
 
     bias, rules = _options(
-        position_table, time_table, time_function, time_T, query_time_T, num_targets_B, num_context,
+        position_table, time_table, time_function, time_T, query_time_T, buckets, num_targets_B, num_context,
         max_attention_length, looks_ahead,
     )  # fmt: skip
     with torch.cuda.device_of(q_THD):
@@ -129,6 +175,7 @@ def _options(  # noqa: PLR0917
     time_function: torch.Tensor | None,
     time_T: torch.Tensor | None,
     query_time_T: torch.Tensor | None,
+    buckets: torch.Tensor | None,
     num_targets_B: torch.Tensor | None,
     num_context: int,
     max_attention_length: int | None,
@@ -136,7 +183,7 @@ def _options(  # noqa: PLR0917
 ) -> tuple[RelativeBias, AttentionRules]:
     bias = RelativeBias(
         position_table=position_table, time_table=time_table, time_function=time_function, time_T=time_T,
-        query_time_T=query_time_T,
+        query_time_T=query_time_T, buckets=buckets,
     )  # fmt: skip
     rules = AttentionRules(
         num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length,

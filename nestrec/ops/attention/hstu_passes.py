@@ -10,11 +10,13 @@ import torch
 
 from nestrec.ops.attention import hstu_triton as plain
 from nestrec.ops.attention.bias_tables import table_gradients
-from nestrec.ops.attention.bucket_tiles import fits
 from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.pair_tiles import fits, needs_pairs
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 from nestrec.ops.registry import IS_INTERPRETED
+
+LARGEST_HEAD = 256
 
 
 class Gradients(NamedTuple):
@@ -47,13 +49,13 @@ def backward_pass(
     """Gradients of queries, keys, values and tables."""
     if q_THD.shape[0] == 0:
         return _no_gradients(q_THD, inputs.bias)
-    tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if not inputs.bias.is_empty:
-        tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)
     if _suits_hopper(q_THD, inputs):
         from nestrec.ops.attention.hopper import launches as hopper
 
-        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs), *tables)
+        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs))
+    tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if not inputs.bias.is_empty:
+        tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)
     schedule = _plain_schedule(q_THD, inputs)
     dq = plain.gradient((q_THD, grad_THD), (k_THD, v_THD), schedule, inputs, is_reversed=False)
     dk = plain.gradient((k_THD, v_THD), (q_THD, grad_THD), schedule, inputs, is_reversed=True)
@@ -63,22 +65,40 @@ def backward_pass(
 
 def _no_gradients(q_THD: torch.Tensor, bias: RelativeBias) -> Gradients:
     dq, dk, dv = (torch.empty_like(q_THD, memory_format=torch.contiguous_format) for _ in range(3))
-    position, time = (None if t is None else torch.zeros_like(t) for t in (bias.position_table, bias.time_table))
-    return Gradients(dq, dk, dv, position, time)
+    learned = (bias.position_table, bias.time_table, bias.time_function)
+    return Gradients(dq, dk, dv, *(None if x is None else torch.zeros_like(x) for x in learned))
 
 
 def _plain_schedule(q_THD: torch.Tensor, inputs: AttentionInputs) -> WorkOrder:
     return make_schedule(inputs.offsets, q_THD.shape[0], plain.blocks_for(q_THD.shape[2], q_THD.dtype).x)
 
 
+def knows_time_function(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    """Whether kernels compute attention with this time function, and its gradient."""
+    if not _suits_hopper(q_THD, inputs):
+        return False
+    from nestrec.ops.attention.hopper.launches import keeps_gradients
+
+    return keeps_gradients(q_THD, inputs)
+
+
+def reads_buckets(offsets: torch.Tensor, num_tokens: int, max_length: int, bias: RelativeBias) -> bool:
+    """Whether kernels here read the time buckets of all pairs from memory."""
+    return _is_hopper(offsets) and fits(bias, offsets, num_tokens, max_length, is_square=False)
+
+
+def _is_hopper(x: torch.Tensor) -> bool:
+    return not IS_INTERPRETED and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 def _suits_hopper(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    has_targets = inputs.rules.num_targets_B is not None
     return (
-        not IS_INTERPRETED
-        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        _is_hopper(q_THD)
         and q_THD.dtype in (torch.bfloat16, torch.float16)
-        and q_THD.shape[2] in (64, 128, 256)
+        and q_THD.shape[2] <= LARGEST_HEAD
         and (
-            inputs.bias.time_table is None
-            or fits(inputs.bias, inputs.offsets, inputs.max_length, is_square=inputs.is_square)
+            not needs_pairs(inputs.bias, has_targets=has_targets)
+            or fits(inputs.bias, inputs.offsets, len(q_THD), inputs.max_length, is_square=inputs.is_square)
         )
     )

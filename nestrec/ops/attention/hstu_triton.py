@@ -34,33 +34,36 @@ def sigmoid(s):
 
 
 @triton.jit
-def _blocks_of_y(x0, length, history, num_context, window, REVERSED: tl.constexpr, XB: tl.constexpr, YB: tl.constexpr):
+def _blocks_of_y(x0, length, history, num_context, window, ahead, REVERSED: tl.constexpr, XB: tl.constexpr,
+                 YB: tl.constexpr):  # fmt: skip
     """Blocks [low, high) that a block of x may see or be seen by, and so many before them: the contextual prefix."""
     x1 = tl.minimum(x0 + XB, length)
-    is_context = x0 < num_context
     if REVERSED:
+        is_context = x0 < num_context
         low = x0 // YB
         end = x1 - 1 + window
         end = tl.where((end > history) | is_context, length, tl.maximum(end, x1))
         high = (end + YB - 1) // YB
+        prefix = tl.minimum((ahead + YB - 1) // YB, low)
     else:
+        is_context = x0 < ahead
         low = tl.where(is_context, 0, tl.maximum(0, tl.minimum(x0, history) - window + 1) // YB)
         high = (tl.where(is_context, tl.maximum(x1, history), x1) + YB - 1) // YB
-    prefix = tl.minimum((num_context + YB - 1) // YB, low)
+        prefix = tl.minimum((num_context + YB - 1) // YB, low)
     return low, high, prefix
 
 
 @triton.jit
-def seen_pairs(i, j, history, num_context, window):
+def seen_pairs(i, j, history, num_context, window, ahead):
     place = tl.minimum(i, history)
     is_near = (place - j < window) | (j < num_context)
-    return (i == j) | ((j < history) & (((j < place) & is_near) | (i < num_context)))
+    return (i == j) | ((j < history) & (((j < place) & is_near) | (i < ahead)))
 
 
-@triton.jit(do_not_specialize=["heads", "num_context", "window", "centre", "num_buckets"])
+@triton.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets"])
 def _stream_kernel(
     x0_ptr, x1_ptr, y0_ptr, y1_ptr, out_ptr, x0_step, x1_step, y0_step, y1_step, x0_head, x1_head, y0_head, y1_head,
-    schedule, state, heads, scale, targets, num_context, window,
+    schedule, state, heads, scale, targets, num_context, window, ahead,
     position_table, centre, time_table, edges, num_buckets, query_time, key_time,
     GRADIENT: tl.constexpr, REVERSED: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr,
     HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,7 +95,7 @@ def _stream_kernel(
     if HAS_TIME:
         x_time = tl.load((key_time if REVERSED else query_time) + x_rows, mask=x < length, other=0.0)
     acc = tl.zeros([XB, WIDTH], tl.float32)
-    low, high, prefix = _blocks_of_y(x0, length, history, num_context, window, REVERSED, XB, YB)
+    low, high, prefix = _blocks_of_y(x0, length, history, num_context, window, ahead, REVERSED, XB, YB)
     for n in range(0, high - low + prefix):
         y0 = tl.where(n < prefix, n, low + n - prefix) * YB
         y = y0 + tl.arange(0, YB)
@@ -113,7 +116,7 @@ def _stream_kernel(
             y_time = tl.load((query_time if REVERSED else key_time) + y_rows, mask=y < length, other=0.0)
             bucket = time_bucket(x_time[:, None] - y_time[None, :], edges, num_buckets)
             s += tl.load(time_table + bucket).to(tl.float32)
-        seen = seen_pairs(i, j, history, num_context, window) & (i < length) & (j < length)
+        seen = seen_pairs(i, j, history, num_context, window, ahead) & (i < length) & (j < length)
         sigma = sigmoid(s)
         if GRADIENT:
             dp = tl.dot(x1_tile, tl.trans(y1_tile), input_precision=PRECISION)

@@ -24,12 +24,15 @@ class AttentionInputs(NamedTuple):
         return self.rules.is_square
 
     def scalars(self, x_THD: torch.Tensor) -> tuple[Any, ...]:
-        """Heads, scale and rules, as kernels take them; the last is the number of tokens that one may look back."""
+        """Heads, scale and rules, as kernels take them.
+
+        The last two: tokens that one may look back, and first tokens of a sequence that look ahead.
+        """
         rules = self.rules
         tokens, heads, _ = x_THD.shape
         return (
             heads, 1.0 / self.normaliser, rules.num_targets_B, rules.num_context,
-            rules.max_attention_length or tokens + 1,
+            rules.max_attention_length or tokens + 1, rules.num_context if rules.looks_ahead else 0,
         )  # fmt: skip
 
     @property

@@ -92,6 +92,8 @@ class RelativeBias:
     """float64 seconds of each token; needed by the time bias"""
     query_time_T: torch.Tensor | None = None
     """float64 seconds at which each token asks; needed by the time bias"""
+    buckets: torch.Tensor | None = None
+    """time buckets of all pairs (pair_tiles.py), where they have been found before; kernels find them otherwise"""
 
     def __post_init__(self) -> None:
         given = {

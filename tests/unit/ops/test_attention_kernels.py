@@ -6,7 +6,7 @@ import torch
 
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
-from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.mask import AttentionRules, seen_mask
 from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, time_bucket
 from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
 
@@ -41,6 +41,7 @@ def random_case(seed):
         num_targets_B=torch.tensor(targets) if draw.random() < 0.5 else None,
         num_context=int(draw.integers(1, 35)) if draw.random() < 0.4 else 0,
         max_attention_length=int(draw.integers(1, 40)) if draw.random() < 0.4 else None,
+        looks_ahead=bool(seed % 4),
     )
     times = torch.from_numpy(np.cumsum(draw.integers(0, 10**4, shape[0])).astype(np.float64))
     bias = RelativeBias(
@@ -98,32 +99,101 @@ def test_time_buckets_are_those_of_float64():
     assert torch.equal(found.long(), time_bucket(delta, 50))
 
 
-@pytest.mark.parametrize("is_square", [False, True])
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_bytes_of_tiles_are_the_buckets_of_their_pairs(is_reversed, is_square):
-    """In the order in which a warp group owns the elements of a product."""
-    from nestrec.ops.attention.bucket_tiles import SIDE, empty_tiles, fill_tiles
+def tile_of_pairs(seed, lengths):
+    """(offsets, asked, seen): sequences and their times."""
+    draw = np.random.default_rng(seed)
+    seen = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, sum(lengths))) / 7)
+    return offsets_of(torch.tensor(lengths)), seen + 11.0, seen
 
-    lengths, draw = [70, 0, 129, 64], np.random.default_rng(5)
-    tokens, offsets = sum(lengths), offsets_of(torch.tensor(lengths))
-    asked, seen = (torch.from_numpy(draw.integers(0, 10**7, tokens) / 7) for _ in range(2))
-    bias = RelativeBias(time_table=torch.zeros(60), time_T=seen, query_time_T=asked)
-    found = empty_tiles(bias, offsets, 129, is_square=is_square)
-    fill_tiles(found, bias, offsets, is_square=is_square, is_reversed=is_reversed)
-    tiles = found.tiles.view(torch.uint8).view(-1, SIDE * SIDE)
-    n = torch.arange(SIDE * SIDE)
-    thread, byte = n // 32, n % 32
-    row = thread // 32 * 16 + byte // 2 % 2 * 8 + thread // 4 % 8
-    column = byte // 4 * 8 + thread % 4 * 2 + byte % 2
-    for first, start, length in zip(found.first_B.tolist(), offsets.tolist(), lengths, strict=False):
-        blocks = -(-length // SIDE)
+
+def tiles_of(lengths, plan, *, is_square):
+    """(number of the sequence, length, block of queries, block of keys, number of the tile)"""
+    for number, (first, length) in enumerate(zip(plan.first_B.tolist(), lengths, strict=True)):
+        blocks = -(-length // 64)
         for a in range(blocks):
             for b in range(blocks if is_square else a + 1):
-                tile = tiles[first + (a * blocks if is_square else a * (a + 1) // 2) + b]
-                i, j = (a * SIDE + column, b * SIDE + row) if is_reversed else (a * SIDE + row, b * SIDE + column)
-                is_inside = (i < length) & (j < length)
-                i, j = start + i[is_inside], start + j[is_inside]
-                assert torch.equal(tile[is_inside].long(), time_bucket(asked[i] - seen[j], 59))
+                yield number, length, a, b, first + (a * blocks if is_square else a * (a + 1) // 2) + b
+
+
+@pytest.mark.parametrize("kind", ["buckets", "function"])
+@pytest.mark.parametrize("is_square", [False, True])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_square, kind):
+    """In the order in which a warp group owns the elements of a product, within half a unit of bfloat16."""
+    from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles, write_bias
+
+    lengths = [70, 0, 129, 64]
+    offsets, asked, seen = tile_of_pairs(5, lengths)
+    draw = np.random.default_rng(6)
+    table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).float()  # noqa: E731
+    bias = RelativeBias(
+        position_table=table(2 * 129 + 1), time_table=table(60) if kind == "buckets" else None,
+        time_function=torch.tensor([0.7, 10.0, -0.7]) if kind == "function" else None, time_T=seen, query_time_T=asked,
+    )  # fmt: skip
+    targets = torch.tensor([3, 0, 70, 1])
+    rules = AttentionRules(num_targets_B=targets, num_context=4 if is_square else 0)
+    plan = plan_tiles(offsets, sum(lengths), 129, is_square=is_square)
+    buckets = pair_buckets(seen, asked, offsets, plan, 59) if kind == "buckets" else None
+    found = write_bias(
+        bias, buckets, offsets, sum(lengths), 129, plan, targets, is_square=is_square, is_reversed=is_reversed,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    exact_BNN = bias.dense(offsets, 129, rules)
+    n = torch.arange(2048)
+    thread, u, k, h = n // 4 % 128, n // 512, n // 2 % 2, n % 2
+    row, column = thread // 32 * 16 + h * 8 + thread // 4 % 8, 16 * u + 8 * k + 2 * (thread % 4)
+    for number, length, a, b, tile in tiles_of(lengths, plan, is_square=is_square):
+        words = found.words[tile]
+        for value, c in ((words << 16).view(torch.float32), column), (words.view(torch.float32), column + 1):
+            i, j = (a * 64 + c, b * 64 + row) if is_reversed else (a * 64 + row, b * 64 + c)
+            assert value.isfinite().all()
+            is_inside = (i < length) & (j < length)
+            expected = exact_BNN[number, i[is_inside], j[is_inside]]
+            assert ((2.0 * value[is_inside] - expected).abs() <= 2.0**-8 * expected.abs() * 1.01 + 1e-6).all()
+
+
+@pytest.mark.parametrize("option", ["buckets", "function", "window", "looks ahead"])
+def test_sums_over_kept_gradients_are_those_of_the_definition(option):
+    from nestrec.ops.attention.inputs import AttentionInputs
+    from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
+    from nestrec.ops.attention.table_sums import TableSums
+
+    lengths = [70, 0, 20]
+    offsets, asked, seen = tile_of_pairs(7, lengths)
+    draw, is_square = np.random.default_rng(8), option == "looks ahead"
+    rules = AttentionRules(
+        num_context=9 if option in ("window", "looks ahead") else 0, looks_ahead=is_square,
+        max_attention_length=40 if option == "window" else None,
+    )  # fmt: skip
+    learned = [torch.zeros(141), torch.zeros(60), torch.tensor([0.7, 10.0, -0.7])]
+    learned[1 if option == "function" else 2] = None
+    plan = plan_tiles(offsets, sum(lengths), 70, is_square=is_square)
+    kept = torch.full((plan.most, 2, 64, 64), float("nan"))
+    grad_BNN = torch.from_numpy(draw.normal(0, 1.0, (3, 70, 70))) * seen_mask(offsets, 70, rules)
+    for number, length, a, b, tile in tiles_of(lengths, plan, is_square=is_square):
+        whole = torch.zeros(256, 256, dtype=torch.float64)
+        whole[:length, :length] = grad_BNN[number, :length, :length]
+        part = whole[64 * a : 64 * a + 64, 64 * b : 64 * b + 64].T.float()
+        kept[tile] = torch.stack([0.25 * part, 0.75 * part])
+    bias = lambda values, dtype: RelativeBias(  # noqa: E731
+        **{
+            name: None if x is None else x.detach().to(dtype).requires_grad_()
+            for name, x in zip(("position_table", "time_table", "time_function"), values, strict=True)
+        },
+        time_T=seen, query_time_T=asked,
+    )  # fmt: skip
+    own = bias(learned, torch.float32)
+    buckets = None if own.time_table is None else pair_buckets(seen, asked, offsets, plan, 59)
+    sums = TableSums(AttentionInputs(offsets, 70, NORMALISER, own, rules), sum(lengths), plan, buckets)
+    sums.add(kept[:, :1].contiguous())
+    sums.add(kept[:, 1:].contiguous())
+    exact = bias(learned, torch.float64)
+    inside = (torch.arange(70)[None] < torch.tensor(lengths)[:, None]).double()
+    (exact.dense(offsets, 70, rules) * grad_BNN * inside[:, :, None] * inside[:, None] / NORMALISER).sum().backward()
+    wanted = [x for x in (exact.position_table, exact.time_table, exact.time_function) if x is not None]
+    found = [x for x in sums.gradients() if x is not None]
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a.double() - b.grad).norm()) <= 1e-5 * float(b.grad.norm())
 
 
 def test_strided_inputs_give_the_results_of_their_copies():
@@ -143,6 +213,6 @@ def test_the_operator_declares_its_shapes_and_gradients():
 
     lengths, vectors, _, _ = random_case(3)
     q, k, v = (x.float().requires_grad_() for x in vectors[:3])
-    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 6, 0, None, True, max(lengths), NORMALISER)
+    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 7, 0, None, True, max(lengths), NORMALISER)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(torch.ops.nestrec.hstu_attention, arguments, test_utils=tests)

@@ -12,15 +12,28 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nestrec.ops.attention.bucket_tiles import LARGEST_BUCKET, BucketTiles, empty_tiles, fill_tiles
+from nestrec.ops.attention.bias_tables import table_gradients
 from nestrec.ops.attention.hopper.pair import pair_kernel
 from nestrec.ops.attention.hopper.pieces import ROWS
+from nestrec.ops.attention.hopper.product import product_kernel
 from nestrec.ops.attention.hopper.stream import stream_kernel
 from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.pair_tiles import (
+    SIDE,
+    BiasWords,
+    TilePlan,
+    most_tiles,
+    needs_pairs,
+    pair_buckets,
+    plan_tiles,
+    write_bias,
+)
+from nestrec.ops.attention.table_sums import TableSums
 from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 
-HEAD_DIMS = (64, 128, 256)
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+WIDTHS = (32, 64, 128, 256)
+"""of a head in shared memory; columns behind its own are zeros"""
 
 
 class Tiles(NamedTuple):
@@ -38,14 +51,36 @@ class Tiles(NamedTuple):
     """whether results leave from shared memory of their own, or from where x was"""
 
 
-WEIGHTS = {64: Tiles(3, 128, 3, 2, True), 128: Tiles(2, 128, 2, 2, True), 256: Tiles(2, 64, 2, 1, False)}
-"""By head dimension. Pinned: a timing never chooses them, so that results repeat."""
-GRADIENTS = {64: Tiles(2, 64, 3, 2, True), 128: Tiles(2, 64, 3, 1, True), 256: Tiles(2, 32, 3, 1, False)}
+WEIGHTS = {
+    32: Tiles(3, 128, 3, 2, True), 64: Tiles(3, 128, 3, 2, True), 128: Tiles(2, 128, 2, 2, True),
+    256: Tiles(2, 64, 2, 1, False),
+}  # fmt: skip
+"""By width of a head. Pinned: a timing never chooses them, so that results repeat."""
+WITH_BIAS = {**WEIGHTS, 32: Tiles(2, 128, 3, 2, True), 64: Tiles(2, 128, 3, 2, True)}
+"""Three warp groups leave each too few registers for biases of so many columns on their way."""
+BY_DISTANCE = {**WITH_BIAS, 128: Tiles(3, 64, 4, 1, True)}
+"""Biases of distances come from the cache: more rows that share keys and values are worth more than wide blocks."""
+GRADIENTS = {
+    32: Tiles(2, 64, 3, 2, True), 64: Tiles(2, 64, 3, 2, True), 128: Tiles(2, 64, 3, 1, True),
+    256: Tiles(2, 32, 3, 1, False),
+}  # fmt: skip
 BACKWARD_WEIGHTS = Tiles(2, 64, 2, 1, False)
-"""For heads of 256, whose d k and d v do not fit the registers together."""
+"""For heads wider than 128, whose d k and d v do not fit the registers together."""
 PAIR_BLOCK, PAIR_STAGES = 64, 3
-MARGIN = 512
-"""Values on either side of a position table, more than an item reaches behind the end of its sequence."""
+PRODUCT_STAGES = 5
+MAX_KEPT = 8 << 30
+"""bytes of gradients of scores that are kept at a time; heads are taken in groups that fit"""
+
+
+class HopperGradients(NamedTuple):
+    """Of one batch; an absent table has none."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    position_table: torch.Tensor | None
+    time_table: torch.Tensor | None
+    time_function: torch.Tensor | None
 
 
 def forward_pass(
@@ -53,28 +88,79 @@ def forward_pass(
 ) -> torch.Tensor:
     """(T, H, D) attention."""
     q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
-    tiles = WEIGHTS[q.shape[2]]
+    biases = _Pairs(inputs, q).biases(is_reversed=False)
+    shapes = WEIGHTS if biases.words is None else BY_DISTANCE if biases.origin >= 0 else WITH_BIAS
+    tiles = shapes[width_of(q)]
     schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
-    biases = _biases(inputs, is_reversed=False)
-    return launch_stream(
+    out = launch_stream(
         (q, q), (k, v), schedule, tiles, inputs, biases, is_gradient=False, is_reversed=False, counter=0
     )
+    return _own_columns(out, q_THD)
 
 
 def backward_pass(
     grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values."""
-    grad, q, k, v = (readable(x) for x in (grad_THD, q_THD, k_THD, v_THD))
-    tiles = GRADIENTS[q.shape[2]]
+) -> HopperGradients:
+    """Gradients of queries, keys, values and tables."""
+    vectors = [readable(x) for x in (grad_THD, q_THD, k_THD, v_THD)]
+    pairs = _Pairs(inputs, q_THD)
+    group = pairs.heads_at_a_time(vectors[1])
+    if group == 0:
+        found = HopperGradients(*_recomputed(vectors, inputs, pairs), *_found_apart(vectors, inputs))
+    else:
+        found = _kept(vectors, inputs, pairs, group)
+    dq, dk, dv, *learned = found
+    return HopperGradients(*(_own_columns(x, q_THD) for x in (dq, dk, dv)), *learned)
+
+
+def keeps_gradients(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    """Whether gradients of scores are kept; without them a time function has no gradient here."""
+    return inputs.rules.num_targets_B is None and _Pairs(inputs, q_THD).heads_at_a_time(q_THD) > 0
+
+
+def _found_apart(vectors: list[torch.Tensor], inputs: AttentionInputs) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of tables by a pass of their own."""
+    if inputs.bias.is_empty:
+        return None, None, None
+    grad, q, k, v = vectors
+    return *table_gradients(grad, q, k, v, inputs), None
+
+
+def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs", group: int) -> HopperGradients:
+    """d k and d v first, which keep the gradients of scores; d q and those of tables are made of these."""
+    grad, q, k, v = vectors
+    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    biases = pairs.biases(is_reversed=True, has_tiles=True)
+    has_sums = not inputs.bias.is_empty and inputs.rules.num_targets_B is None
+    sums = TableSums(inputs, len(q), pairs.plan, pairs.buckets) if has_sums else None
+    for first in range(0, q.shape[1], group):
+        heads = slice(first, min(first + group, q.shape[1]))
+        kept = torch.empty(
+            (pairs.plan.most, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device
+        )  # fmt: skip
+        schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * 2)
+        own = [x[:, heads] for x in (q, k, v, grad, dq, dk, dv)]
+        launch_pair((own[1], own[2]), (own[0], own[3]), (own[5], own[6]), kept, schedule, inputs, biases, counter=0)
+        launch_product(own[1], kept, own[4], schedule, inputs, biases, counter=1)
+        if sums is not None:
+            sums.add(kept)
+    return HopperGradients(dq, dk, dv, *(_found_apart(vectors, inputs) if sums is None else sums.gradients()))
+
+
+def _recomputed(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs") -> tuple[torch.Tensor, ...]:
+    """Every pass finds scores and their gradients itself."""
+    grad, q, k, v = vectors
+    tiles = GRADIENTS[width_of(q)]
     schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
-    biases = _biases(inputs, is_reversed=False)
     dq = launch_stream(
-        (q, grad), (k, v), schedule, tiles, inputs, biases, is_gradient=True, is_reversed=False, counter=0
-    )
-    biases = _biases(inputs, is_reversed=True, before=biases)
-    if q.shape[2] <= 128:
-        return dq, *launch_pair((k, v), (q, grad), schedule, inputs, biases, counter=1)
+        (q, grad), (k, v), schedule, tiles, inputs, pairs.biases(is_reversed=False), is_gradient=True,
+        is_reversed=False, counter=0,
+    )  # fmt: skip
+    biases = pairs.biases(is_reversed=True)
+    if width_of(q) <= 128:
+        dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+        launch_pair((k, v), (q, grad), (dk, dv), None, schedule, inputs, biases, counter=1)
+        return dq, dk, dv
     dk = launch_stream(
         (k, v), (q, grad), schedule, tiles, inputs, biases, is_gradient=True, is_reversed=True, counter=1
     )
@@ -87,30 +173,64 @@ def backward_pass(
 class _Biases(NamedTuple):
     """As the kernels take them."""
 
-    position_table: torch.Tensor | None
-    centre: int
-    time_table: torch.Tensor | None
-    tiles: torch.Tensor | None
+    words: torch.Tensor | None
+    origin: int
     first_tile_B: torch.Tensor | None
 
 
-def _biases(inputs: AttentionInputs, *, is_reversed: bool, before: _Biases | None = None) -> _Biases:
-    """Tables with margins, and time buckets as passes of one direction read them; over those of `before`, now done."""
-    position, time = inputs.bias.position_table, inputs.bias.time_table
-    if before is None:
-        before = _Biases(
-            None if position is None else pad(position, (MARGIN, MARGIN)),
-            0 if position is None else (position.numel() - 1) // 2 + MARGIN,
-            None if time is None else pad(time, (0, LARGEST_BUCKET + 1 - time.numel())), None, None,
+class _Pairs:
+    """Tiles of the pairs of a batch, and what is written into them; each is made when it is first needed."""
+
+    def __init__(self, inputs: AttentionInputs, x_THD: torch.Tensor):
+        self._inputs, self._num_tokens, self._dtype = inputs, x_THD.shape[0], x_THD.dtype
+        self._plan: TilePlan | None = None
+        self._buckets = inputs.bias.buckets
+
+    @property
+    def plan(self) -> TilePlan:
+        if self._plan is None:
+            inputs = self._inputs
+            self._plan = plan_tiles(
+                inputs.offsets, self._num_tokens, inputs.max_length, is_square=inputs.is_square
+            )  # fmt: skip
+        return self._plan
+
+    @property
+    def buckets(self) -> torch.Tensor | None:
+        bias = self._inputs.bias
+        is_given = self._buckets is not None and len(self._buckets) == self.plan.most
+        if bias.time_table is not None and not is_given:
+            assert bias.time_T is not None
+            assert bias.query_time_T is not None
+            self._buckets = pair_buckets(
+                bias.time_T, bias.query_time_T, self._inputs.offsets, self.plan, bias.time_table.numel() - 1
+            )
+        return self._buckets
+
+    def biases(self, *, is_reversed: bool, has_tiles: bool = False) -> _Biases:
+        """has_tiles: number tiles of pairs even where no bias needs it."""
+        inputs = self._inputs
+        written = BiasWords(None, -1)
+        if not inputs.bias.is_empty:
+            is_by_pair = needs_pairs(inputs.bias, has_targets=inputs.rules.num_targets_B is not None)
+            written = write_bias(
+                inputs.bias, self.buckets, inputs.offsets, self._num_tokens, inputs.max_length,
+                self.plan if is_by_pair else None, inputs.rules.num_targets_B, is_square=inputs.is_square,
+                is_reversed=is_reversed, dtype=self._dtype,
+            )  # fmt: skip
+            has_tiles |= is_by_pair
+        return _Biases(*written, self.plan.first_B if has_tiles else None)
+
+    def heads_at_a_time(self, q: torch.Tensor) -> int:
+        """Whose gradients of scores are kept together; 0 where they are not kept."""
+        inputs = self._inputs
+        is_sparse = inputs.rules.max_attention_length is not None and inputs.bias.is_empty
+        if width_of(q) > 128 or is_sparse:
+            return 0
+        tiles = most_tiles(
+            self._num_tokens, inputs.offsets.numel() - 1, inputs.max_length, is_square=inputs.is_square
         )  # fmt: skip
-    if time is None:
-        return before
-    if before.tiles is not None and before.first_tile_B is not None:
-        where = BucketTiles(before.tiles, before.first_tile_B)
-    else:
-        where = empty_tiles(inputs.bias, inputs.offsets, inputs.max_length, is_square=inputs.is_square)
-    fill_tiles(where, inputs.bias, inputs.offsets, is_square=inputs.is_square, is_reversed=is_reversed)
-    return before._replace(tiles=where.tiles, first_tile_B=where.first_B)
+        return min(q.shape[1], MAX_KEPT // (tiles * SIDE * SIDE * 2))
 
 
 def launch_stream(
@@ -129,9 +249,10 @@ def launch_stream(
     out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     stream_kernel[(_programs(out),)](
         rows_of(x[0], ROWS.value), rows_of(x[1], ROWS.value), rows_of(y[0], tiles.block), rows_of(y[1], tiles.block),
-        rows_of(out, ROWS.value), *schedule, *inputs.scalars(out), *biases, COUNTER=counter, **_switches(out, inputs),
-        GRADIENT=is_gradient, REVERSED=is_reversed, CONSUMERS=tiles.consumers, YB=tiles.block, STAGES=tiles.stages,
-        XSTAGES=tiles.x_stages, OWN_OUT=tiles.own_out, num_warps=4,
+        rows_of(out, ROWS.value), *schedule, *inputs.scalars(out), *biases, COUNTER=counter,
+        BY_DISTANCE=biases.origin >= 0, **_switches(out, inputs), GRADIENT=is_gradient, REVERSED=is_reversed,
+        CONSUMERS=tiles.consumers, YB=tiles.block, STAGES=tiles.stages, XSTAGES=tiles.x_stages,
+        OWN_OUT=tiles.own_out, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -139,21 +260,47 @@ def launch_stream(
 def launch_pair(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor],
+    kept: torch.Tensor | None,
     schedule: WorkOrder,
     inputs: AttentionInputs,
     biases: _Biases,
     *,
     counter: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of keys and values (x), from queries and the gradient of the output (y)."""
-    dk, dv = (torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device) for _ in range(2))
+) -> None:
+    """Gradients (out) of keys and values (x), from queries and the gradient of the output (y); of scores, if kept."""
     keys = (rows_of(each, ROWS.value) for each in x)
     queries = (rows_of(each, PAIR_BLOCK) for each in y)
-    pair_kernel[(_programs(dk),)](
-        *keys, *queries, rows_of(dk, ROWS.value), rows_of(dv, ROWS.value), *schedule, *inputs.scalars(dk),
-        *biases, COUNTER=counter, **_switches(dk, inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
+    pair_kernel[(_programs(x[0]),)](
+        *keys, *queries, *(rows_of(each, ROWS.value) for each in out), None if kept is None else _tiles_of(kept),
+        *schedule, *inputs.scalars(x[0]), *biases, COUNTER=counter, BY_DISTANCE=biases.origin >= 0,
+        **_switches(x[0], inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
     )  # fmt: skip
-    return dk, dv
+
+
+def launch_product(
+    k: torch.Tensor,
+    kept: torch.Tensor,
+    out: torch.Tensor,
+    schedule: WorkOrder,
+    inputs: AttentionInputs,
+    biases: _Biases,
+    *,
+    counter: int,
+) -> None:
+    """Gradient (out) of queries, from keys and the kept gradients of scores."""
+    switches = _switches(k, inputs)
+    del switches["FAST"]
+    product_kernel[(_programs(k),)](
+        rows_of(k, SIDE), _tiles_of(kept), rows_of(out, ROWS.value), *schedule, *inputs.scalars(k),
+        biases.first_tile_B, COUNTER=counter, **switches, STAGES=PRODUCT_STAGES, num_warps=4,
+    )  # fmt: skip
+
+
+def _tiles_of(kept: torch.Tensor) -> TensorDescriptor:
+    """Kept gradients of scores, as the copy engine moves them: a tile at a time."""
+    layout = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], _GL_TYPES[kept.dtype])
+    return TensorDescriptor(kept, [kept.numel() // SIDE, SIDE], [SIDE, 1], [SIDE, SIDE], layout)
 
 
 def _programs(x: torch.Tensor) -> int:
@@ -164,28 +311,41 @@ def _programs(x: torch.Tensor) -> int:
 def _switches(out_THD: torch.Tensor, inputs: AttentionInputs) -> dict[str, Any]:
     return {
         "HAS_RULES": not inputs.rules.is_plain, "IS_SQUARE": inputs.is_square,
-        "D": out_THD.shape[2], "FAST": out_THD.dtype == torch.bfloat16,
+        "D": width_of(out_THD), "FAST": out_THD.dtype == torch.bfloat16,
     }  # fmt: skip
 
 
+def width_of(x_THD: torch.Tensor) -> int:
+    """Columns of a head in shared memory."""
+    return next(width for width in WIDTHS if x_THD.shape[2] <= width)
+
+
+def _own_columns(x_THD: torch.Tensor, like_THD: torch.Tensor) -> torch.Tensor:
+    """Without the columns that the copy engine needed."""
+    return x_THD if x_THD.shape[2] == like_THD.shape[2] else x_THD[:, :, : like_THD.shape[2]].contiguous()
+
+
 def readable(x_THD: torch.Tensor) -> torch.Tensor:
-    """As it is where the copy engine can read it: heads side by side, rows on 16-byte bounds. A copy otherwise."""
+    """As it is where the copy engine can read it: heads side by side, rows and heads on 16-byte bounds. A copy
+    otherwise, with columns of zeros where heads are not that wide."""
     _, heads, dim = x_THD.shape
+    if dim % 8:
+        return pad(x_THD, (0, -dim % 8))
     has_rows = x_THD.stride(2) == 1 and (heads == 1 or x_THD.stride(1) == dim) and x_THD.stride(0) >= heads * dim
     is_aligned = x_THD.stride(0) % 8 == 0 and x_THD.data_ptr() % 16 == 0
     return x_THD if has_rows and is_aligned else x_THD.clone(memory_format=torch.contiguous_format)
 
 
 def rows_of(x_THD: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Blocks of rows of one head, bounded by the end of a sequence.
+    """Blocks of rows of one head, bounded by the end of a sequence and by the width of the head.
 
     A bound of the copy engine holds for the whole tensor. Here rows are addressed by two coordinates of one stride,
     whose sum selects the row and the second of which ends at 2^30: a sequence is placed so that its end falls on that
     bound. The outermost coordinate takes the surplus back, by wrapping around in 64 bits.
     """
     _, heads, dim = x_THD.shape
-    step = x_THD.stride(0)
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], _GL_TYPES[x_THD.dtype])
-    return TensorDescriptor(
-        x_THD, [0x7FFF0000, 0x7FFF0000, 1 << 30, heads * dim], [2**34 - step, step, step, 1], [1, 1, rows, dim], layout
-    )
+    step, width = x_THD.stride(0), width_of(x_THD)
+    box = [1, 1, rows, 1, width]
+    layout = gl.NVMMASharedLayout.get_default_for(box, _GL_TYPES[x_THD.dtype])
+    bounds = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]
+    return TensorDescriptor(x_THD, bounds, [2**34 - step, step, step, dim, 1], box, layout)

@@ -4,7 +4,8 @@
     S = K Q^T    dP = V dO^T    W = SiLU(S)    G = SiLU'(S) dP
     dV += W dO    dK += G Q
 
-Two warp groups hold 64 keys each, with d k and d v in registers: wide enough for heads of up to 128.
+Two warp groups hold 64 keys each, with d k and d v in registers: wide enough for heads of up to 128. What they find of
+G can be kept, tile by tile (pair_tiles.py): d q is then one product instead of three, and gradients of biases are sums.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nestrec.ops.attention.hopper.bias import add_bias, load_buckets
+from nestrec.ops.attention.hopper.bias import halves, load_words, tile_of
 from nestrec.ops.attention.hopper.pieces import (
     FIELDS,
     ROWS,
@@ -43,8 +44,7 @@ def _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES: gl.constexp
               LAYOUT: gl.constexpr, YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
     """Weights and their gradients."""
     i, j = places(x0, y0, LAYOUT, True, YB)
-    s = add_bias(s, words, x0, y0, history, rules, bias, True, HAS_RULES, LAYOUT, YB)
-    w, g = silu_and_gradient(s, FAST)
+    w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB), FAST)
     g *= dp
     if not is_whole(x0, y0, history, rules, True, HAS_RULES, YB):
         seen = seen_pairs(i, j, history, rules, HAS_RULES)
@@ -54,9 +54,33 @@ def _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES: gl.constexp
 
 
 @gluon.jit
-def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr, HAS_RULES: gl.constexpr,
-              IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-              FAST: gl.constexpr):  # fmt: skip
+def is_tile(x0, y0, IS_SQUARE: gl.constexpr):
+    """Whether keys from x0 on and queries from y0 on have a tile."""
+    if IS_SQUARE:
+        return x0 >= 0
+    else:
+        return y0 >= x0
+
+
+@gluon.jit
+def _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C: gl.constexpr):
+    """A tile of G to memory, out of one of two buffers of shared memory."""
+    if g_desc is not None:
+        place = g_smem.index(2 * C + buffer)
+        tma.store_wait(1)
+        gl.thread_barrier()
+        place.store(g)
+        fence_async_shared()
+        gl.thread_barrier()
+        if is_kept:
+            tma.async_copy_shared_to_global(g_desc, [(tile * heads + head) * 64, 0], place)
+    return buffer ^ 1
+
+
+@gluon.jit
+def _consumer(dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules, bias, C: gl.constexpr,
+              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, BY_DISTANCE: gl.constexpr, YB: gl.constexpr,
+              D: gl.constexpr, STAGES: gl.constexpr, FAST: gl.constexpr):  # fmt: skip
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
     DTYPE: gl.constexpr = k_smem.dtype
@@ -68,6 +92,7 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
     xp = 0
     ys, yp = 0, 0
     its, itp = 0, 0
+    buffer = 0
     zeros = gl.zeros([ROWS, YB], gl.float32, S_LAYOUT)
     k_tile = k_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
     v_tile = v_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
@@ -95,15 +120,21 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
             mbarrier.wait(do_full.index(ys), yp)
             do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            y0 = row_of_block(skipped, low, high, prefix, True, HAS_RULES, YB)
+            words = load_words(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
             for n in range(skipped, count - 1):
-                y0 = row_of_block(n, low, high, prefix, True, HAS_RULES, YB)
-                words = load_buckets(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB)
                 s, dp = warpgroup_mma_wait(0, deps=(s, dp))
                 w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
+                tile = tile_of(first_tile, x0, y0, length, True, IS_SQUARE)
+                is_kept = is_tile(x0, y0, IS_SQUARE)
+                # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
+                y0 = row_of_block(n + 1, low, high, prefix, True, HAS_RULES, YB)
+                words = load_words(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
                 q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
                 dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
+                buffer = _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C)
                 last = ys
                 ys, yp = next_stage(ys, yp, STAGES)
                 # The next scores start before these products end; for more than that the registers do not reach.
@@ -116,14 +147,14 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
                 mbarrier.wait(do_full.index(ys), yp)
                 do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            y0 = row_of_block(count - 1, low, high, prefix, True, HAS_RULES, YB)
-            words = load_buckets(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB)
             s, dp = warpgroup_mma_wait(0, deps=(s, dp))
             w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
             q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
             dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
+            tile, is_kept = tile_of(first_tile, x0, y0, length, True, IS_SQUARE), is_tile(x0, y0, IS_SQUARE)
+            buffer = _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C)
             dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
             mbarrier.arrive(q_empty.index(ys), count=1)
             mbarrier.arrive(do_empty.index(ys), count=1)
@@ -132,8 +163,8 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
             v_tile.store((dv * scale).to(DTYPE))
             fence_async_shared()
             gl.thread_barrier()
-            store_rows(dk_desc, start, length, x0, head * D, k_smem.index(C))
-            store_rows(dv_desc, start, length, x0, head * D, v_smem.index(C))
+            store_rows(dk_desc, start, length, x0, head, k_smem.index(C))
+            store_rows(dv_desc, start, length, x0, head, v_smem.index(C))
             tma.store_wait(0)
         mbarrier.arrive(x_empty.index(0), count=1)
         xp ^= 1
@@ -143,34 +174,39 @@ def _consumer(dk_desc, dv_desc, smem, bars, scale, rules, bias, C: gl.constexpr,
         its, itp = next_stage(its, itp, 2)
 
 
-@gluon.jit(do_not_specialize=["heads", "num_context", "window", "centre"])
-def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, table, state, heads, scale, targets, num_context,
-                window, position_table, centre, time_table, tiles, first_tile, COUNTER: gl.constexpr,
+@gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "origin"])
+def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, g_desc, table, state, heads, scale, targets,
+                num_context, window, ahead, words, origin, first_tile, COUNTER: gl.constexpr, BY_DISTANCE: gl.constexpr,
                 HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr,
                 STAGES: gl.constexpr, FAST: gl.constexpr):  # fmt: skip
     DTYPE: gl.constexpr = k_desc.dtype
-    k_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, D], v_desc.layout)
-    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, D], q_desc.layout)
-    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, D], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, 1, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, 1, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, 1, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, 1, D], do_desc.layout)
     item_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     smem = (k_smem, v_smem, q_smem, do_smem, item_smem)
+    if g_desc is None:
+        g_smem = q_smem
+    else:
+        g_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, YB], g_desc.layout)
     bars = (
         barriers(1, 1), barriers(1, 2), barriers(STAGES, 1), barriers(STAGES, 2),
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1), barriers(2, 2),
     )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
-    rules = (targets, num_context, window)
-    bias = (position_table, centre, time_table, tiles, first_tile)
+    rules = (targets, num_context, window, ahead)
+    bias = (words, origin, first_tile)
+    BY_BLOCK: gl.constexpr = words is not None and not BY_DISTANCE
     descs = (k_desc, v_desc, q_desc, do_desc)
     # fmt: off
     gl.warp_specialize([
-        (_consumer, (dk_desc, dv_desc, smem, bars, scale, rules, bias,
-                     0, HAS_RULES, IS_SQUARE, YB, D, STAGES, FAST)),
-        (_consumer, (dk_desc, dv_desc, smem, bars, scale, rules, bias,
-                     1, HAS_RULES, IS_SQUARE, YB, D, STAGES, FAST)),
+        (_consumer, (dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules, bias,
+                     0, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST)),
+        (_consumer, (dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules, bias,
+                     1, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST)),
         (producer, (descs, smem, bars, table, state, heads, rules, bias,
-                    COUNTER, HAS_RULES, True, True, 2, YB, D, STAGES, 1)),
+                    COUNTER, BY_BLOCK, HAS_RULES, True, True, 2, YB, D, STAGES, 1)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -36,18 +36,26 @@ def _entry(index, total, table, heads):
 
 
 @gluon.jit
-def _item(index, entry, heads, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr):
-    """First token, length and history of the sequence; head; first row of the block."""
+def _item(index, entry, heads, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr,
+          BY_BLOCK: gl.constexpr):  # fmt: skip
+    """First token, length and history of the sequence; head; first row of the block.
+
+    Neighbours are blocks of one head, which read the same y, or heads of one block, which read the same biases.
+    """
     start, length, before, sequence = entry
     blocks = (length + XB - 1) // XB
     within = index - before * heads
-    head = within // blocks
-    block = within % blocks
+    if BY_BLOCK:
+        head = within % heads
+        block = within // heads
+    else:
+        head = within // blocks
+        block = within % blocks
     if not REVERSED:
         block = blocks - 1 - block
     history = length
     if HAS_RULES:
-        targets, num_context, window = rules
+        targets, num_context, window, ahead = rules
         if targets is not None:
             history = gl.maximum(length - gl.load(targets + sequence).to(gl.int32), 0)
     return start, length, history, head, block * XB
@@ -55,12 +63,21 @@ def _item(index, entry, heads, rules, REVERSED: gl.constexpr, HAS_RULES: gl.cons
 
 @gluon.jit
 def _first_tile(bias, entry):
-    """Of the sequence, among its batch's tiles of time buckets."""
-    position_table, centre, time_table, tiles, first_tile = bias
-    if time_table is None:
+    """Of the sequence, among its batch's tiles of pairs."""
+    words, origin, first_tile = bias
+    if first_tile is None:
         return 0
     else:
         return gl.load(first_tile + entry[3])
+
+
+@gluon.jit
+def item_of(index, total, table, heads, rules, first_tile, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr,
+            XB: gl.constexpr):  # fmt: skip
+    """An item, read when it is needed."""
+    entry = _entry(index, total, table, heads)
+    start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, False)
+    return start, length, history, head, x0, gl.load(first_tile + entry[3])
 
 
 @gluon.jit
@@ -89,6 +106,12 @@ def put_item(slots, slot, start, length, history, head, x0, low, high, prefix, f
 
 
 @gluon.jit
+def put_end(slots, slot):
+    """In place of an item, behind the last one."""
+    _put(slots, slot, 1, -1)
+
+
+@gluon.jit
 def get_item(slots, slot):
     return (
         _get(slots, slot, 0), _get(slots, slot, 1), _get(slots, slot, 2), _get(slots, slot, 3),
@@ -110,15 +133,17 @@ def range_of_y(x0, length, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl
     else:
         end = x1
     if HAS_RULES:
-        targets, num_context, window = rules
-        is_context = x0 < num_context
+        targets, num_context, window, ahead = rules
         if REVERSED:
+            is_context = x0 < num_context
             end = x1 - 1 + window
             end = gl.where((end > history) | is_context, length, gl.maximum(end, x1))
+            prefix = gl.minimum((ahead + YB - 1) // YB, low)
         else:
+            is_context = x0 < ahead
             low = gl.where(is_context, 0, gl.maximum(0, gl.minimum(x0, history) - window + 1) // YB)
             end = gl.where(is_context, gl.maximum(x1, history), x1)
-        prefix = gl.minimum((num_context + YB - 1) // YB, low)
+            prefix = gl.minimum((num_context + YB - 1) // YB, low)
     return low, (end + YB - 1) // YB, prefix
 
 
@@ -147,22 +172,23 @@ def skipped_blocks(x0, length, low, high, prefix, REVERSED: gl.constexpr, HAS_RU
 
 
 @gluon.jit
-def load_rows(desc, start, length, row, column, bar, smem):
-    """Rows of one sequence; rows behind its end arrive as zeros. Coordinates wrap around so that the bound of the
-    tensor falls on the end of the sequence."""
+def load_rows(desc, start, length, row, head, bar, smem):
+    """Rows of one sequence; rows behind its end arrive as zeros, and so do columns behind the width of a head.
+    Coordinates wrap around so that the bound of the tensor falls on the end of the sequence."""
     billion: gl.constexpr = 1 << 30
-    tma.async_copy_global_to_shared(desc, [billion, start + length, billion - length + row, column], bar, smem)
+    tma.async_copy_global_to_shared(desc, [billion, start + length, billion - length + row, head, 0], bar, smem)
 
 
 @gluon.jit
-def store_rows(desc, start, length, row, column, smem):
-    """The reverse of `load_rows`: rows behind the end of the sequence are not written."""
+def store_rows(desc, start, length, row, head, smem):
+    """The reverse of `load_rows`: rows and columns behind their ends are not written."""
     billion: gl.constexpr = 1 << 30
-    tma.async_copy_shared_to_global(desc, [billion, start + length, billion - length + row, column], smem)
+    tma.async_copy_shared_to_global(desc, [billion, start + length, billion - length + row, head, 0], smem)
 
 
 @gluon.jit
-def producer(descs, smem, bars, table, state, heads, rules, bias, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr,
+def producer(descs, smem, bars, table, state, heads, rules, bias, COUNTER: gl.constexpr, BY_BLOCK: gl.constexpr,
+              HAS_RULES: gl.constexpr,
               GRADIENT: gl.constexpr, REVERSED: gl.constexpr, CONSUMERS: gl.constexpr, YB: gl.constexpr,
               D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr):  # fmt: skip
     x0_desc, x1_desc, y0_desc, y1_desc = descs
@@ -179,7 +205,7 @@ def producer(descs, smem, bars, table, state, heads, rules, bias, COUNTER: gl.co
     ys, yp = 0, 1
     its, itp = 0, 1
     while index < total:
-        start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB)
+        start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, BY_BLOCK)
         low, high, prefix = range_of_y(x0, length, history, rules, REVERSED, HAS_RULES, XB, YB)
         first_tile = _first_tile(bias, entry)
         # The next item is fetched while this one's blocks are on their way.
@@ -190,26 +216,25 @@ def producer(descs, smem, bars, table, state, heads, rules, bias, COUNTER: gl.co
         put_item(item_smem, its, start, length, history, head, x0, low, high, prefix, first_tile)
         mbarrier.arrive(item_full.index(its), count=1)
         its, itp = next_stage(its, itp, 2)
-        column = head * D
         mbarrier.wait(x_empty.index(xs), xp)
         mbarrier.expect(x_full.index(xs), (2 if GRADIENT else 1) * XB * D * 2)
         for c in gl.static_range(CONSUMERS):
             place = xs * CONSUMERS + c
-            load_rows(x0_desc, start, length, x0 + c * ROWS, column, x_full.index(xs), x0_smem.index(place))
+            load_rows(x0_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x0_smem.index(place))
             if GRADIENT:
-                load_rows(x1_desc, start, length, x0 + c * ROWS, column, x_full.index(xs), x1_smem.index(place))
+                load_rows(x1_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x1_smem.index(place))
         xs, xp = next_stage(xs, xp, XSTAGES)
         for i in range(high - low + prefix):
             row = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
             mbarrier.wait(y0_empty.index(ys), yp)
             mbarrier.expect(y0_full.index(ys), YB * D * 2)
-            load_rows(y0_desc, start, length, row, column, y0_full.index(ys), y0_smem.index(ys))
+            load_rows(y0_desc, start, length, row, head, y0_full.index(ys), y0_smem.index(ys))
             mbarrier.wait(y1_empty.index(ys), yp)
             mbarrier.expect(y1_full.index(ys), YB * D * 2)
-            load_rows(y1_desc, start, length, row, column, y1_full.index(ys), y1_smem.index(ys))
+            load_rows(y1_desc, start, length, row, head, y1_full.index(ys), y1_smem.index(ys))
             ys, yp = next_stage(ys, yp, STAGES)
     mbarrier.wait(item_empty.index(its), itp)
-    _put(item_smem, its, 1, -1)
+    put_end(item_smem, its)
     mbarrier.arrive(item_full.index(its), count=1)
 
 
@@ -237,7 +262,7 @@ def is_whole(x0, y0, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.const
     else:
         is_whole = y0 + YB - 1 <= x0
     if HAS_RULES:
-        targets, num_context, window = rules
+        targets, num_context, window, ahead = rules
         if REVERSED:
             is_near = y0 + YB - 1 - x0 < window
         else:
@@ -250,22 +275,22 @@ def is_whole(x0, y0, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.const
 @gluon.jit
 def seen_pairs(i, j, history, rules, HAS_RULES: gl.constexpr):
     if HAS_RULES:
-        targets, num_context, window = rules
+        targets, num_context, window, ahead = rules
         place = gl.minimum(i, history)
         is_near = (place - j < window) | (j < num_context)
-        return (i == j) | ((j < history) & (((j < place) & is_near) | (i < num_context)))
+        return (i == j) | ((j < history) & (((j < place) & is_near) | (i < ahead)))
     else:
         return j <= i
 
 
 @gluon.jit
-def silu_and_gradient(s, FAST: gl.constexpr):
-    """SiLU and its derivative from one special-function instruction, or exactly from two."""
+def silu_and_gradient(half, FAST: gl.constexpr):
+    """SiLU and its derivative of twice `half`, from one special-function instruction, or exactly from two."""
     if FAST:
-        half = s * 0.5
         t = _tanh(half)
         return half * t + half, (0.5 * t + 0.5) * ((half + 1.0) - half * t)
     else:
+        s = half + half
         sigmoid = 1.0 / (1.0 + gl.exp2(s * -1.4426950408889634))
         return s * sigmoid, sigmoid * (1.0 + s * (1.0 - sigmoid))
 

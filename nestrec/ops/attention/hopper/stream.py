@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nestrec.ops.attention.hopper.bias import add_bias, load_buckets
+from nestrec.ops.attention.hopper.bias import halves, load_words
 from nestrec.ops.attention.hopper.pieces import (
     FIELDS,
     ROWS,
@@ -48,8 +48,7 @@ def _elements(s, dp, words, x0, y0, history, rules, bias, GRADIENT: gl.constexpr
               YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
     """The weights or their gradients, as the left operand of the next product."""
     i, j = places(x0, y0, LAYOUT, REVERSED, YB)
-    s = add_bias(s, words, x0, y0, history, rules, bias, REVERSED, HAS_RULES, LAYOUT, YB)
-    w, g = silu_and_gradient(s, FAST)
+    w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB), FAST)
     if GRADIENT:
         p = g * dp
     else:
@@ -61,9 +60,9 @@ def _elements(s, dp, words, x0, y0, history, rules, bias, GRADIENT: gl.constexpr
 
 @gluon.jit
 def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexpr,
-              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
-              CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr,
-              FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
+              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, BY_DISTANCE: gl.constexpr, GRADIENT: gl.constexpr,
+              REVERSED: gl.constexpr, CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr,
+              STAGES: gl.constexpr, XSTAGES: gl.constexpr, FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
     x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars
     DTYPE: gl.constexpr = x0_smem.dtype
@@ -102,7 +101,7 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
             s = warpgroup_mma(x0_tile, y0_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dp = zeros
             y0 = row_of_block(skipped, low, high, prefix, REVERSED, HAS_RULES, YB)
-            words = load_buckets(first_tile, x0, y0, length, bias, REVERSED, IS_SQUARE, YB)
+            words = load_words(first_tile, x0, y0, length, bias, REVERSED, IS_SQUARE, YB, BY_DISTANCE)
             if GRADIENT:
                 mbarrier.wait(y1_full.index(vs), vp)
                 y1_tile = y1_smem.index(vs)._reinterpret(DTYPE, [YB, D], YTILE)
@@ -118,13 +117,15 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
             p = _elements(
                 s, dp, words, x0, y0, history, rules, bias, GRADIENT, REVERSED, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE
             )
+            # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
+            ahead = row_of_block(gl.minimum(skipped + 1, count - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
+            words = load_words(first_tile, x0, ahead, length, bias, REVERSED, IS_SQUARE, YB, BY_DISTANCE)
             p = gl.convert_layout(p, P_LAYOUT)
             for i in range(skipped + 1, count):
                 mbarrier.wait(y0_full.index(ks), kp)
                 y0_tile = y0_smem.index(ks)._reinterpret(DTYPE, [YB, D], YTILE)
                 s = warpgroup_mma(x0_tile, y0_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 y0 = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
-                words = load_buckets(first_tile, x0, y0, length, bias, REVERSED, IS_SQUARE, YB)
                 if GRADIENT:
                     mbarrier.wait(y1_full.index(vs), vp)
                     y1_tile = y1_smem.index(vs)._reinterpret(DTYPE, [YB, D], YTILE)
@@ -143,6 +144,8 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
                 new_p = _elements(
                     s, dp, words, x0, y0, history, rules, bias, GRADIENT, REVERSED, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE
                 )
+                ahead = row_of_block(gl.minimum(i + 1, count - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
+                words = load_words(first_tile, x0, ahead, length, bias, REVERSED, IS_SQUARE, YB, BY_DISTANCE)
                 acc, p = warpgroup_mma_wait(0, deps=(acc, p))
                 if GRADIENT:
                     mbarrier.arrive(y0_empty.index(ps), count=1)
@@ -176,7 +179,7 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
             staging._reinterpret(DTYPE, [ROWS, D], XTILE).store(result)
             fence_async_shared()
             gl.thread_barrier()
-            store_rows(out_desc, start, length, x0, head * D, staging)
+            store_rows(out_desc, start, length, x0, head, staging)
             if not OWN_OUT:
                 tma.store_wait(0)
                 mbarrier.arrive(x_empty.index(xs), count=1)
@@ -190,22 +193,22 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "num_context", "window", "centre"])
+@gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "origin"])
 def stream_kernel(x0_desc, x1_desc, y0_desc, y1_desc, out_desc, table, state, heads, scale, targets, num_context,
-                  window, position_table, centre, time_table, tiles, first_tile, COUNTER: gl.constexpr,
+                  window, ahead, words, origin, first_tile, COUNTER: gl.constexpr, BY_DISTANCE: gl.constexpr,
                   HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
                   CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
                   XSTAGES: gl.constexpr, FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
     DTYPE: gl.constexpr = x0_desc.dtype
-    x0_smem = gl.allocate_shared_memory(DTYPE, [XSTAGES * CONSUMERS, 1, 1, ROWS, D], x0_desc.layout)
+    x0_smem = gl.allocate_shared_memory(DTYPE, [XSTAGES * CONSUMERS, 1, 1, ROWS, 1, D], x0_desc.layout)
     if GRADIENT:
-        x1_smem = gl.allocate_shared_memory(DTYPE, [XSTAGES * CONSUMERS, 1, 1, ROWS, D], x1_desc.layout)
+        x1_smem = gl.allocate_shared_memory(DTYPE, [XSTAGES * CONSUMERS, 1, 1, ROWS, 1, D], x1_desc.layout)
     else:
         x1_smem = x0_smem
-    y0_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, D], y0_desc.layout)
-    y1_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, D], y1_desc.layout)
+    y0_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, 1, D], y0_desc.layout)
+    y1_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, YB, 1, D], y1_desc.layout)
     if OWN_OUT:
-        out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, D], out_desc.layout)
+        out_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, ROWS, 1, D], out_desc.layout)
     else:
         out_smem = x0_smem
     item_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -216,33 +219,34 @@ def stream_kernel(x0_desc, x1_desc, y0_desc, y1_desc, out_desc, table, state, he
     )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
-    rules = (targets, num_context, window)
-    bias = (position_table, centre, time_table, tiles, first_tile)
+    rules = (targets, num_context, window, ahead)
+    bias = (words, origin, first_tile)
+    BY_BLOCK: gl.constexpr = words is not None and not BY_DISTANCE
     descs = (x0_desc, x1_desc, y0_desc, y1_desc)
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         0, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         0, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         1, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         1, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (producer, (descs, smem, bars, table, state, heads, rules, bias,
-                         COUNTER, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
+                         COUNTER, BY_BLOCK, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         0, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         0, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         1, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         1, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias,
-                         2, HAS_RULES, IS_SQUARE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
+                         2, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
             (producer, (descs, smem, bars, table, state, heads, rules, bias,
-                         COUNTER, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
+                         COUNTER, BY_BLOCK, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
         ], [4, 4, 1], [160, 160, 24])
     # fmt: on

@@ -1,0 +1,155 @@
+"""d q of HSTU attention on Hopper from gradients of scores that the pass over keys has kept: one product.
+
+    dQ = sum over blocks of keys of G^T K        G: (tiles, heads, keys, queries), see pair.py and pair_tiles.py
+
+What it costs is the reading of G. Two warp groups hold 64 queries each, and share the blocks of keys.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0917, RUF059
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nestrec.ops.attention.hopper.bias import tile_of
+from nestrec.ops.attention.hopper.pieces import (
+    FIELDS,
+    ROWS,
+    barriers,
+    get_item,
+    item_of,
+    load_rows,
+    next_stage,
+    put_end,
+    put_item,
+    range_of_y,
+    row_of_block,
+    store_rows,
+)
+
+
+@gluon.jit
+def _is_kept(x0, y0, length, history, rules, HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr):
+    """Whether the pass over keys has met this tile; what it has not met is not seen."""
+    if HAS_RULES:
+        low, high, prefix = range_of_y(y0 // 128 * 128, length, history, rules, True, True, 128, 64)
+        block = x0 // 64
+        kept = (x0 < length) & (y0 < length) & (((block >= low) & (block < high)) | (block < prefix))
+        if not IS_SQUARE:
+            kept = kept & (y0 <= x0)
+        return kept
+    else:
+        return (x0 < length) & (y0 <= x0)
+
+
+@gluon.jit
+def _producer(k_desc, g_desc, smem, bars, table, state, heads, rules, first_of, COUNTER: gl.constexpr,
+              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    k_smem, g_smem, item_smem = smem
+    full, empty, item_full, item_empty = bars
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    counter = state + 1 + COUNTER + lane * 0
+    total = gl.load(state) * heads
+    index = gl.program_id(0)
+    stage, phase = 0, 1
+    its, itp = 0, 1
+    while index < total:
+        start, length, history, head, x0, first_tile = item_of(
+            index, total, table, heads, rules, first_of, False, HAS_RULES, 128
+        )
+        low, high, prefix = range_of_y(x0, length, history, rules, False, HAS_RULES, 128, 64)
+        mbarrier.wait(item_empty.index(its), itp)
+        put_item(item_smem, its, start, length, history, head, x0, low, high, prefix, first_tile)
+        mbarrier.arrive(item_full.index(its), count=1)
+        its, itp = next_stage(its, itp, 2)
+        for i in range(high - low + prefix):
+            y0 = row_of_block(i, low, high, prefix, False, HAS_RULES, 64)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(full.index(stage), 64 * D * 2 + 2 * (64 * 64 * 2))
+            load_rows(k_desc, start, length, y0, head, full.index(stage), k_smem.index(stage))
+            for c in gl.static_range(2):
+                # What was not kept arrives all the same, any tile of it, and is left unread.
+                tile = tile_of(first_tile, x0 + c * 64, y0, length, False, IS_SQUARE)
+                tile = gl.where(
+                    _is_kept(x0 + c * 64, y0, length, history, rules, HAS_RULES, IS_SQUARE), tile, first_tile
+                )
+                row = (tile * heads + head) * 64
+                tma.async_copy_global_to_shared(g_desc, [row, 0], full.index(stage), g_smem.index(2 * stage + c))
+            stage, phase = next_stage(stage, phase, STAGES)
+        taken = gl.atomic_add(counter, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+        index = gl.num_programs(0) + gl.max(gl.where(lane == 0, taken, 0), 0)
+    mbarrier.wait(item_empty.index(its), itp)
+    put_end(item_smem, its)
+    mbarrier.arrive(item_full.index(its), count=1)
+
+
+@gluon.jit
+def _consumer(out_desc, smem, out_smem, bars, scale, rules, C: gl.constexpr, HAS_RULES: gl.constexpr,
+              IS_SQUARE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    k_smem, g_smem, item_smem = smem
+    full, empty, item_full, item_empty = bars
+    DTYPE: gl.constexpr = k_smem.dtype
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    stage, phase = 0, 0
+    its, itp = 0, 0
+    mbarrier.wait(item_full.index(its), itp)
+    start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
+    mbarrier.arrive(item_empty.index(its), count=1)
+    its, itp = next_stage(its, itp, 2)
+    while length >= 0:
+        x0 += C * ROWS
+        acc = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
+        for i in range(high - low + prefix):
+            y0 = row_of_block(i, low, high, prefix, False, HAS_RULES, 64)
+            mbarrier.wait(full.index(stage), phase)
+            if _is_kept(x0, y0, length, history, rules, HAS_RULES, IS_SQUARE):
+                k_tile = k_smem.index(stage)._reinterpret(DTYPE, [ROWS, D], TILE)
+                acc = warpgroup_mma(g_smem.index(2 * stage + C).permute((1, 0)), k_tile, acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = next_stage(stage, phase, STAGES)
+        if x0 < length:
+            staging = out_smem.index(C)
+            tma.store_wait(0)
+            gl.thread_barrier()
+            staging._reinterpret(DTYPE, [ROWS, D], TILE).store((acc * scale).to(DTYPE))
+            fence_async_shared()
+            gl.thread_barrier()
+            store_rows(out_desc, start, length, x0, head, staging)
+        mbarrier.wait(item_full.index(its), itp)
+        start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
+        mbarrier.arrive(item_empty.index(its), count=1)
+        its, itp = next_stage(its, itp, 2)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead"])
+def product_kernel(k_desc, g_desc, out_desc, table, state, heads, scale, targets, num_context, window, ahead,
+                   first_tile, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, D: gl.constexpr,
+                   STAGES: gl.constexpr):  # fmt: skip
+    DTYPE: gl.constexpr = k_desc.dtype
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, 64, 1, D], k_desc.layout)
+    g_smem = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 64, 64], g_desc.layout)
+    out_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, 1, D], out_desc.layout)
+    item_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem = (k_smem, g_smem, item_smem)
+    bars = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1), barriers(2, 2))
+    fence_async_shared()
+    gl.thread_barrier()
+    rules = (targets, num_context, window, ahead)
+    # fmt: off
+    gl.warp_specialize([
+        (_consumer, (out_desc, smem, out_smem, bars, scale, rules, 0, HAS_RULES, IS_SQUARE, D, STAGES)),
+        (_consumer, (out_desc, smem, out_smem, bars, scale, rules, 1, HAS_RULES, IS_SQUARE, D, STAGES)),
+        (_producer, (k_desc, g_desc, smem, bars, table, state, heads, rules, first_tile,
+                     COUNTER, HAS_RULES, IS_SQUARE, D, STAGES)),
+    ], [4, 1], [160, 40])
+    # fmt: on

@@ -1,0 +1,267 @@
+"""Pairs of tokens of a batch, in tiles: their time buckets, a byte each, and their biases, as products want them.
+
+A tile is 64 queries by 64 keys. The tiles at or before the diagonal are kept or, where a contextual prefix looks
+ahead, all of them, those of a sequence row by row. Buckets are found once a batch, and lie key by key. Biases are
+written before a pass, two bytes a pair, and read by it once for every head: a word holds those of two neighbouring
+columns, and the words of a tile lie where the threads of a matrix instruction want them.
+
+    word 512 u + 4 (32 w + 4 r + c) + 2 k + h      is row 16 w + 8 h + r, columns 16 u + 8 k + 2 c and the next
+
+A word of bfloat16 is read without taking it apart: moved by 16 bits it is the first value, and as it is the second,
+whose own 16 bits are chosen with those behind them in mind. So both are within half a unit of bfloat16. Half of each
+bias is kept, since SiLU begins with half of the score: adding it costs no instruction more.
+
+Legend: T tokens, B sequences.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0917
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges
+from nestrec.ops.attention.time_buckets import time_bucket
+from nestrec.ops.attention.time_function_triton import time_function
+from nestrec.ops.attention.work_order import make_schedule
+from nestrec.ops.registry import IS_INTERPRETED
+
+SIDE = 64
+"""rows and columns of a tile"""
+WORDS = SIDE * SIDE // 2
+"""of the biases of a tile"""
+LARGEST_BUCKET = 255
+MAX_BYTES = 8 << 30
+"""of the biases of a batch; larger ones are for kernels that find biases themselves"""
+SPLITS = 8
+"""programs that share a row of tiles"""
+
+
+class TilePlan(NamedTuple):
+    """Which tiles the sequences of a batch have."""
+
+    first_B: torch.Tensor
+    """int32, first tile of each sequence"""
+    most: int
+    """tiles that there can be, and some that are read behind the diagonal"""
+    is_square: bool
+    """whether those behind the diagonal are kept too"""
+
+
+def most_tiles(num_tokens: int, num_sequences: int, max_length: int, *, is_square: bool) -> int:
+    """That sequences of at most `max_length` tokens can have, and some that are read behind the diagonal."""
+    longest = -(-max_length // SIDE)
+    rows = num_tokens // SIDE + num_sequences
+    return (rows * longest if is_square else rows * (longest + 1) // 2) + 4
+
+
+def plan_tiles(offsets: torch.Tensor, num_tokens: int, max_length: int, *, is_square: bool) -> TilePlan:
+    """Without waiting for the device."""
+    num_sequences = offsets.numel() - 1
+    first_B = torch.empty(max(num_sequences, 1), dtype=torch.int32, device=offsets.device)
+    _first_kernel[(1,)](offsets, first_B, num_sequences, IS_SQUARE=is_square, SIDE=SIDE, CHUNK=1024, num_warps=4)
+    return TilePlan(first_B, most_tiles(num_tokens, num_sequences, max_length, is_square=is_square), is_square)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _first_kernel(offsets, first_tile, num_sequences, IS_SQUARE: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
+    before = 0
+    for first in range(0, num_sequences, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        is_inside = b < num_sequences
+        low = tl.load(offsets + b, mask=is_inside, other=0)
+        blocks = ((tl.load(offsets + b + 1, mask=is_inside, other=0) - low).to(tl.int32) + SIDE - 1) // SIDE
+        if IS_SQUARE:
+            tiles = blocks * blocks
+        else:
+            tiles = blocks * (blocks + 1) // 2
+        tl.store(first_tile + b, before + tl.cumsum(tiles, 0) - tiles, mask=is_inside)
+        before += tl.sum(tiles, 0)
+
+
+def fits(bias: RelativeBias, offsets: torch.Tensor, num_tokens: int, max_length: int, *, is_square: bool) -> bool:
+    """Whether buckets are bytes, and biases not too many."""
+    tiles = most_tiles(num_tokens, offsets.numel() - 1, max_length, is_square=is_square)
+    buckets = 0 if bias.time_table is None else bias.time_table.numel()
+    return buckets <= LARGEST_BUCKET + 1 and tiles * SIDE * SIDE * 2 <= MAX_BYTES
+
+
+def pair_buckets(
+    time_T: torch.Tensor, query_time_T: torch.Tensor, offsets: torch.Tensor, plan: TilePlan, num_buckets: int
+) -> torch.Tensor:
+    """(tiles, keys, queries) uint8 time buckets of all pairs."""
+    found = torch.empty(plan.most, SIDE, SIDE, dtype=torch.uint8, device=offsets.device)
+    schedule = make_schedule(offsets, time_T.numel(), SIDE)
+    _buckets_kernel[schedule.table.shape[0], SPLITS](
+        found, *schedule, plan.first_B, query_time_T, time_T, bucket_edges(num_buckets, offsets.device), num_buckets,
+        plan.most, SPLITS, IS_SQUARE=plan.is_square, SIDE=SIDE, num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def row_of_tiles(schedule, item, first_tile, IS_SQUARE: tl.constexpr, SIDE: tl.constexpr):
+    """(first token, length, sequence, block of queries, its first tile, tiles)"""
+    entry = schedule + 4 * item
+    start, length, before, b = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    block = item - before
+    blocks = (length + SIDE - 1) // SIDE
+    if IS_SQUARE:
+        first, count = block * blocks, blocks
+    else:
+        first, count = block * (block + 1) // 2, block + 1
+    return start, length, b, block, tl.load(first_tile + b) + first, count
+
+
+@triton.jit(do_not_specialize=["num_buckets", "num_tiles"])
+def _buckets_kernel(out, schedule, state, first_tile, query_time, key_time, edges, num_buckets, num_tiles, num_splits,
+                    IS_SQUARE: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+    item = tl.program_id(0)
+    if item >= tl.load(state):
+        return
+    start, length, _, block, first, count = row_of_tiles(schedule, item, first_tile, IS_SQUARE, SIDE)
+    one = tl.arange(0, SIDE)
+    i = block * SIDE + one
+    asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
+    for other in range(tl.program_id(1), count, num_splits):
+        j = other * SIDE + one
+        seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
+        bucket = time_bucket(asked[None, :] - seen_at[:, None], edges, num_buckets)
+        place = out + (first + other).to(tl.int64) * (SIDE * SIDE) + one[:, None] * SIDE + one[None, :]
+        tl.store(place, bucket.to(tl.uint8), mask=first + other < num_tiles)
+
+
+class BiasWords(NamedTuple):
+    """Biases of the pairs of a batch, as a pass reads them."""
+
+    words: torch.Tensor | None
+    """int32, (tiles, words of a tile); None without biases"""
+    origin: int
+    """-1: a tile for each tile of pairs. Otherwise tiles lie by distance in blocks, that of the diagonal here"""
+
+
+def needs_pairs(bias: RelativeBias, *, has_targets: bool) -> bool:
+    """Whether biases differ between tiles of one distance."""
+    return bias.has_time or (bias.position_table is not None and has_targets)
+
+
+def write_bias(
+    bias: RelativeBias,
+    buckets: torch.Tensor | None,
+    offsets: torch.Tensor,
+    num_tokens: int,
+    max_length: int,
+    plan: TilePlan | None,
+    targets_B: torch.Tensor | None,
+    *,
+    is_square: bool,
+    is_reversed: bool,
+    dtype: torch.dtype,
+) -> BiasWords:
+    """Rows of a tile are queries, or keys where it is reversed; dtype: of the products that read it.
+
+    plan: None where biases are those of distances alone.
+    """
+    position = bias.position_table
+    shared: dict[str, Any] = {
+        "REVERSED": is_reversed, "IS_BF16": dtype == torch.bfloat16, "SIDE": SIDE, "num_warps": 4
+    }  # fmt: skip
+    centre = 0 if position is None else (position.numel() - 1) // 2
+    if plan is None:
+        assert position is not None
+        blocks = -(-max_length // SIDE)
+        origin, count = (blocks, 2 * blocks + 1) if is_square else (1, blocks + 2)
+        words = torch.empty(count, WORDS, dtype=torch.int32, device=offsets.device)
+        _distances_kernel[(count,)](words, position, centre, origin, **shared)
+        return BiasWords(words, origin)
+    words = torch.empty(plan.most, WORDS, dtype=torch.int32, device=offsets.device)
+    schedule = make_schedule(offsets, num_tokens, SIDE)
+    _words_kernel[schedule.table.shape[0], SPLITS](
+        words, *schedule, plan.first_B, buckets, bias.time_table, bias.time_function, bias.query_time_T, bias.time_T,
+        position, centre, targets_B, plan.most, SPLITS,
+        IS_SQUARE=is_square, FAST=not IS_INTERPRETED, **shared,
+    )  # fmt: skip
+    return BiasWords(words, -1)
+
+
+@triton.jit
+def _bits(value, IS_BF16: tl.constexpr):
+    """The 16 bits of a value, rounded to nearest."""
+    if IS_BF16:
+        bits = value.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    else:
+        return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _store_words(place, value, IS_BF16: tl.constexpr, SIDE: tl.constexpr):
+    """A tile of values, halved, as the head of this file lays it out."""
+    even, odd = tl.split((0.5 * value).reshape([SIDE, SIDE // 2, 2]))
+    low = _bits(even, IS_BF16)
+    if IS_BF16:
+        bits = odd.to(tl.int32, bitcast=True)
+        high = tl.maximum((bits & 0x7FFFFFFF) - low + 0x8000, 0) >> 16
+        high = high | ((bits >> 16) & 0x8000)
+    else:
+        high = _bits(odd, IS_BF16)
+    words = (high << 16) | low
+    # rows (w, h, r) and columns (u, k, c) to (u, w, r, c, k, h)
+    ordered = words.reshape([4, 2, 8, 4, 2, 4]).permute((3, 0, 2, 5, 4, 1))
+    tl.store(place + tl.arange(0, SIDE * SIDE // 2), ordered.reshape([SIDE * SIDE // 2]))
+
+
+@triton.jit
+def _distances_kernel(out, position_table, centre, origin, REVERSED: tl.constexpr, IS_BF16: tl.constexpr,
+                      SIDE: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    one = tl.arange(0, SIDE)
+    apart = (origin - tile) * SIDE  # first key less first query
+    if REVERSED:
+        distance = apart + one[:, None] - one[None, :]
+    else:
+        distance = apart + one[None, :] - one[:, None]
+    is_inside = (distance >= -centre) & (distance <= centre)
+    value = tl.load(position_table + centre + distance, mask=is_inside, other=0.0).to(tl.float32)
+    _store_words(out + tile * (SIDE * SIDE // 2), value, IS_BF16, SIDE)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "centre"])
+def _words_kernel(
+    out, schedule, state, first_tile, buckets, time_table, function, query_time, key_time,
+    position_table, centre, targets, num_tiles, num_splits,
+    IS_SQUARE: tl.constexpr, REVERSED: tl.constexpr, IS_BF16: tl.constexpr, FAST: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    if item >= tl.load(state):
+        return
+    start, length, b, block, first, count = row_of_tiles(schedule, item, first_tile, IS_SQUARE, SIDE)
+    # Targets share a place. Rows behind the end take the last one: any number does for them, if it is one.
+    last = length - 1
+    if targets is not None:
+        last = tl.minimum(tl.maximum(length - tl.load(targets + b).to(tl.int32), 0), last)
+    one = tl.arange(0, SIDE)
+    i = block * SIDE + one
+    for other in range(tl.program_id(1), count, num_splits):
+        tile = first + other
+        if tile < num_tiles:
+            j = other * SIDE + one
+            value = tl.zeros([SIDE, SIDE], tl.float32)  # key by key
+            if time_table is not None:
+                place = buckets + tile.to(tl.int64) * (SIDE * SIDE) + one[:, None] * SIDE + one[None, :]
+                value += tl.load(time_table + tl.load(place).to(tl.int32)).to(tl.float32)
+            if function is not None:
+                asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
+                seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
+                shape, _, _ = time_function(function, seen_at, asked, FAST)
+                value += tl.load(function).to(tl.float32) * shape
+            if position_table is not None:
+                place = position_table + (centre + tl.minimum(j, last))[:, None] - tl.minimum(i, last)[None, :]
+                value += tl.load(place).to(tl.float32)
+            if not REVERSED:
+                value = tl.trans(value)
+            _store_words(out + tile.to(tl.int64) * (SIDE * SIDE // 2), value, IS_BF16, SIDE)

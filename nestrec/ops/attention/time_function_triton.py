@@ -1,0 +1,38 @@
+"""The time function (time_function.py) inside a Triton kernel. Imported only where Triton is used."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    """By one special-function instruction, or as the language has it."""
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def time_function(scalars, seen_at, asked, FAST: tl.constexpr):
+    """(keys, queries) e = exp(-u), e u and x of u = exp(x), x = power (ln dt - ln scale), for float64 times.
+
+    The bias is amplitude e. A time is split into two float32 numbers behind the first key's, so that a difference is
+    right to its last bits without arithmetic in float64 for every pair.
+    """
+    log2_scale = tl.load(scalars + 1).to(tl.float32) * LOG2_E
+    power = tl.exp(tl.load(scalars + 2).to(tl.float32))
+    origin = tl.max(seen_at, 0)
+    key, query = seen_at - origin, asked - origin
+    key_high, query_high = key.to(tl.float32), query.to(tl.float32)
+    key_low, query_low = (key - key_high).to(tl.float32), (query - query_high).to(tl.float32)
+    seconds = (query_high[None, :] - key_high[:, None]) + (query_low[None, :] - key_low[:, None])
+    exponent = power * (_log2(tl.maximum(seconds, 1.0), FAST) - log2_scale)
+    inner = tl.exp2(tl.minimum(exponent, 20.0 * LOG2_E))
+    value = tl.exp2(-LOG2_E * inner)
+    # Behind its bound the exponent is a constant; nothing is left of the value there.
+    return value, tl.where(exponent < 20.0 * LOG2_E, value * inner, 0.0), exponent / LOG2_E
