@@ -189,7 +189,7 @@ def is_pageable(model: HSTU) -> bool:
     """Whether `nestrec.models.hstu_paged.PagedHSTU` computes this model."""
     cfg = model.cfg
     has_whole_tiles = cfg.head_dim >= 16 and cfg.head_dim & (cfg.head_dim - 1) == 0
-    return has_whole_tiles and not (cfg.position_bias or cfg.time_bias) and cfg.attention.is_full
+    return has_whole_tiles and not (cfg.position_bias or cfg.time_bias) and cfg.attention.is_uniform
 
 
 CACHED = CachedForward(

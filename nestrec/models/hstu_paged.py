@@ -1,7 +1,7 @@
 """HSTU for serving on a GPU: the new tokens of a whole batch in one pass over pages, without a loop over sequences.
 
 The definition is `cached_forward`. Everything that differs between batches of one size lies in tensors, so the pass can
-be captured as a CUDA graph. Models with relative biases take `cached_forward`.
+be captured as a CUDA graph. Models with relative biases, or whose layers do not all see alike, take `cached_forward`.
 
 Of the last layer, histories need keys and values only: queries, gates and outputs are those of the candidates.
 
@@ -63,7 +63,7 @@ class PagedHSTU:
         store_in_pages(k, v, pool, batch.slot_T)
         attended = paged_attention(
             q, k, v, pool, batch.blocks, batch.pages, workspace=self._workspace, page_tokens=self._page_tokens,
-            normaliser=layer.normaliser,
+            normaliser=layer.normaliser, rules=layer.rules,
         )  # fmt: skip
         return projected.total, _gated(layer, attended, projected.gate)
 
@@ -81,6 +81,7 @@ class PagedHSTU:
         attended = paged_attention(
             asking.parts[0], k, v, pool, batch.last_blocks, batch.pages, workspace=self._workspace,
             page_tokens=self._page_tokens, normaliser=layer.normaliser, are_candidates=True,
+            rules=layer.rules,
         )  # fmt: skip
         return x_CD + _gated(layer, attended, asking.gate)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
+from nestrec.models.reach import FULL, AttentionReach
 from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.serving.engine.runner import Part, Runner
 from nestrec.serving.model.forms import make_form
@@ -58,18 +59,23 @@ SIGNALS = [(0, 130, 0), (64, 100, 0)]
 
 
 @pytest.mark.parametrize(
-    ("is_cached", "shapes", "num_candidates"),
-    [(False, SHAPES, 512), (True, SHAPES, 512), (False, SHAPES, 15), (False, SIGNALS, 0)],
+    ("is_cached", "shapes", "num_candidates", "reach"),
+    [
+        (False, SHAPES, 512, FULL),
+        (True, SHAPES, 512, AttentionReach(window=30, prefix=70)),
+        (False, SHAPES, 15, FULL),
+        (False, SIGNALS, 0, FULL),
+    ],
 )
 def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequence_by_sequence(
-    is_cached, shapes, num_candidates
+    is_cached, shapes, num_candidates, reach
 ):
     from nestrec.models.hstu_cached import is_pageable
     from nestrec.models.hstu_paged import PagedHSTU
     from nestrec.serving.engine.batch_layout import Extent, Room, Sections, lay_out
     from nestrec.serving.engine.graph_runner import Captured, room_for_content
 
-    servable = random_ranking(ENCODER, num_items=100)
+    servable = random_ranking(replace(ENCODER, attention=reach), num_items=100)
     if is_cached:
         rows = DramRows(servable.tables["items"].weight)
         servable = replace(servable, tables={**servable.tables, "items": CachedTable(rows, torch.device("cpu"), 9)})

@@ -5,7 +5,8 @@
 
 What each program computes stands in a row of a table that the host writes (`paged_blocks`), so one captured launch
 serves any batch: rows of no tokens end at once. Keys outside a sequence are loaded as zeros, and SiLU(0) = 0 is their
-mask. The definition is `cached_attention_reference`.
+mask. With a window and a prefix (mask.py), blocks of keys outside of both are not read. The definition is
+`cached_attention_reference`.
 
 Legend: T rows of the batch, H heads, D head dimension.
 """
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nestrec.ops.attention.mask import PLAIN, AttentionRules
 from nestrec.ops.attention.paged_blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, MOST_PARTS
 
 
@@ -60,11 +62,18 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0917
 
 
 @triton.jit
-def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _is_near(stands, key, WINDOW: tl.constexpr, CONTEXT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether queries at these places have these keys in their window or in the prefix."""
+    return (stands[:, None] - key[None, :] < WINDOW) | (key < CONTEXT)[None, :]
+
+
+@triton.jit
+def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915, PLR0917
     q, k, v, out, pool, blocks, pages, sums, arrived, q_stride, k_stride, v_stride, out_stride, pool_value, pool_head,
     scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     IS_FAST: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, ARE_CANDIDATES: tl.constexpr,
+    WINDOW: tl.constexpr, CONTEXT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     block = blocks + (tl.program_id(0) // HEADS) * FIELDS
@@ -75,6 +84,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     first, num_seen, candidate = tl.load(block + 5), tl.load(block + 6), tl.load(block + 7)
     prefix_begin, num_parts = tl.load(block + 8), tl.load(block + 9)
     part, place = tl.load(block + 10), tl.load(block + 11)
+    context, low, whole_prefix = tl.load(block + 12), tl.load(block + 13), tl.load(block + 14)
     is_last = part == num_parts - 1
     dim, key, row = tl.arange(0, DIM), tl.arange(0, KEYS), tl.arange(0, ROWS)
     is_row = row < num_rows
@@ -84,23 +94,36 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     q_RD = tl.load(q + asking[:, None] * q_stride + column[None, :], mask=is_row[:, None], other=0.0)
     acc = tl.zeros((ROWS, DIM), tl.float32)
     pool_keys = pool + head.to(tl.int64) * pool_head
-    for start in range(prefix_begin, prefix, KEYS):
+    stands = whole_prefix + first + tl.where(candidate > 0, 0, row)  # all candidates stand where the next event would
+    for number in range(prefix_begin, prefix, KEYS):
+        start = number
+        is_seen = is_row[:, None]
+        if WINDOW:
+            start = tl.where(number < context, number, number - context + low)
+            is_seen = _is_near(stands, start + key, WINDOW, CONTEXT)
         page = tl.load(pages + first_page + start // PAGE).to(tl.int64)
         slot = (page * PAGE + start % PAGE + key)[:, None] * DIM + dim[None, :]
         acc = _attend(
-            acc, q_RD, pool_keys + slot, pool_keys + pool_value + slot, start + key < prefix, is_row[:, None],
-            False, IS_FAST, PRECISION,
+            acc, q_RD, pool_keys + slot, pool_keys + pool_value + slot, start + key < whole_prefix, is_seen,
+            WINDOW > 0, IS_FAST, PRECISION,
         )  # fmt: skip
     all_see = tl.minimum(first + 1, num_seen) // KEYS * KEYS
+    if WINDOW:
+        all_see = tl.minimum(
+            tl.maximum(low - whole_prefix, 0), num_seen
+        )  # the first block that is seen, of all that come
     new = history_row.to(tl.int64) + key
-    for start in range(0, all_see, KEYS):
-        acc = _attend(
-            acc, q_RD, k + (start + new)[:, None] * k_stride + column[None, :],
-            v + (start + new)[:, None] * v_stride + column[None, :], start + key < num_seen, is_row[:, None],
-            False, IS_FAST, PRECISION,
-        )  # fmt: skip
+    if not WINDOW:
+        for start in range(0, all_see, KEYS):
+            acc = _attend(
+                acc, q_RD, k + (start + new)[:, None] * k_stride + column[None, :],
+                v + (start + new)[:, None] * v_stride + column[None, :], start + key < num_seen, is_row[:, None],
+                False, IS_FAST, PRECISION,
+            )  # fmt: skip
     for start in range(all_see, num_seen, KEYS):
         is_seen = (start + key)[None, :] <= (first + row)[:, None]
+        if WINDOW:
+            is_seen = is_seen & _is_near(stands, whole_prefix + start + key, WINDOW, CONTEXT)
         acc = _attend(
             acc, q_RD, k + (start + new)[:, None] * k_stride + column[None, :],
             v + (start + new)[:, None] * v_stride + column[None, :], start + key < num_seen, is_seen,
@@ -159,15 +182,17 @@ def paged_attention(  # noqa: PLR0917
     page_tokens: int,
     normaliser: float,
     are_candidates: bool = False,
+    rules: AttentionRules = PLAIN,
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
     """As q: (T, H * D); rows that no block names are left as they were in memory.
 
     q, k, v: (T, H * D), rows may be strided. pool: (2, H, slots, D) of one layer. blocks: (blocks, FIELDS) int32 of
-    `write_blocks`. pages: int32 page numbers of all sequences. are_candidates: q has rows of candidates only, and so
-    have the blocks.
+    `write_blocks` with the same rules. pages: int32 page numbers of all sequences. are_candidates: q has rows of
+    candidates only, and so have the blocks.
     """
+    assert not rules.is_square
     _, num_heads, _, dim = pool.shape
     out = torch.empty_like(q_TW, memory_format=torch.contiguous_format)
     is_half = q_TW.dtype in (torch.bfloat16, torch.float16)
@@ -181,7 +206,7 @@ def paged_attention(  # noqa: PLR0917
         pool.stride(0), pool.stride(1), 1.0 / normaliser,
         HEADS=num_heads, DIM=dim, PAGE=page_tokens, ROWS=BLOCK_ROWS, KEYS=keys, IS_FAST=is_half and q_TW.is_cuda,
         PRECISION="tf32" if is_half else "ieee", FIELDS=FIELDS, ARE_CANDIDATES=are_candidates,
-        num_warps=num_warps, num_stages=num_stages,
+        WINDOW=rules.max_attention_length or 0, CONTEXT=rules.num_context, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
 

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 BLOCK_ROWS = 64
 BLOCK_KEYS = 64
-FIELDS = 12
+FIELDS = 15
 """of a block: first row, rows, end of its part of the prefix, first page, first row of the new history, new history
 before its first row, new history that its last row sees, 1 + first row among the candidates or 0, begin of its part of
-the prefix, parts, number of this part, where the parts are gathered"""
+the prefix, parts, number of this part, where the parts are gathered; tokens at the beginning of the prefix that are
+read beside those from another one on, that one (of the whole history), tokens of the prefix. Parts count what is
+read."""
 MOST_PARTS = 192
 """blocks of a batch with divided prefixes, each part counted"""
 _PROGRAMS = 256
@@ -43,10 +45,13 @@ def segment_array(segments: Sequence[PagedSegment]) -> NDArray[np.int64]:
 
 
 @njit(cache=True, nogil=True)
-def write_blocks(segments: NDArray[np.int64], num_heads: int, candidates_only: bool, out: NDArray[np.int32]) -> int:
+def write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by position
+    segments: NDArray[np.int64], num_heads: int, candidates_only: bool, out: NDArray[np.int32], window: int,
+    context: int,
+) -> int:  # fmt: skip
     """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
-    all of them undivided."""
-    keys = _keys_a_part(segments, num_heads, candidates_only, min(len(out), MOST_PARTS))
+    all of them undivided. window, context: of the model's attention; 0: it sees everything."""
+    keys = _keys_a_part(segments, num_heads, candidates_only, min(len(out), MOST_PARTS), window + context)
     first_candidate = segments[:, 1].sum()
     blocks = np.zeros(out.shape, np.int32)
     count = 0
@@ -55,21 +60,21 @@ def write_blocks(segments: NDArray[np.int64], num_heads: int, candidates_only: b
         for first in range(0, 0 if candidates_only else history, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, history - first)
             place = (history_row + first, rows, page, history_row, first, first + rows, 0)
-            count = _write_parts(blocks, count, prefix, keys, place)
+            count = _write_parts(blocks, count, prefix, keys, place, window, context)
         for first in range(0, asked, BLOCK_ROWS):
             rows, row = min(BLOCK_ROWS, asked - first), candidate_row + first
             place = (row, rows, page, history_row, history, history, row - first_candidate + 1)
-            count = _write_parts(blocks, count, prefix, keys, place)
+            count = _write_parts(blocks, count, prefix, keys, place, window, context)
     _sort(blocks, count, out)
     return count
 
 
 @njit(cache=True, nogil=True)
-def _keys_a_part(segments: NDArray[np.int64], num_heads: int, candidates_only: bool, most: int) -> int:
-    """Of a prefix, at most."""
+def _keys_a_part(segments: NDArray[np.int64], num_heads: int, candidates_only: bool, most: int, seen: int) -> int:
+    """Of a prefix, at most. seen: tokens of it that one sees at most; 0: all."""
     total, longest = 0, 0
     for i in range(len(segments)):
-        prefix, history, asked = segments[i, 0], segments[i, 1], segments[i, 2]
+        prefix, history, asked = _read(segments[i, 0], seen), segments[i, 1], segments[i, 2]
         num_blocks = _num_blocks(asked)
         total += num_blocks * (prefix + history)
         if not candidates_only:
@@ -81,11 +86,17 @@ def _keys_a_part(segments: NDArray[np.int64], num_heads: int, candidates_only: b
         num_parts = 0
         for i in range(len(segments)):
             num_blocks = _num_blocks(segments[i, 2]) + (0 if candidates_only else _num_blocks(segments[i, 1]))
-            num_parts += num_blocks * max(1, -(-segments[i, 0] // keys))
+            num_parts += num_blocks * max(1, -(-_read(segments[i, 0], seen) // keys))
         if num_parts <= most:
             break
         keys *= 2
     return keys
+
+
+@njit(cache=True, nogil=True)
+def _read(prefix: int, seen: int) -> int:
+    """Tokens of a prefix that a block reads at most: whole blocks of keys at both ends of what it sees."""
+    return min(prefix, seen + BLOCK_ROWS + 2 * BLOCK_KEYS) if seen else prefix
 
 
 @njit(cache=True, nogil=True)
@@ -94,10 +105,20 @@ def _num_blocks(rows: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _write_parts(
-    blocks: NDArray[np.int32], count: int, prefix: int, keys: int, place: tuple[int, int, int, int, int, int, int]
-) -> int:
+def _write_parts(  # noqa: PLR0917
+    blocks: NDArray[np.int32], count: int, whole: int, keys: int, place: tuple[int, int, int, int, int, int, int],
+    window: int, context: int,
+) -> int:  # fmt: skip
     row, rows, page, history_row, first, num_seen, candidate = place
+    low, kept, prefix = 0, 0, whole
+    if window:
+        low = max(0, whole + first - window + 1)
+        if low > whole:  # new history has whole blocks of its own
+            low = whole + (low - whole) // BLOCK_KEYS * BLOCK_KEYS if context <= whole else whole
+        else:
+            low = low // BLOCK_KEYS * BLOCK_KEYS
+        kept = min(-(-context // BLOCK_KEYS) * BLOCK_KEYS, low)
+        prefix = min(kept, whole) + max(0, whole - low)
     num_parts = max(1, -(-prefix // keys))
     size = -(-prefix // (num_parts * BLOCK_KEYS)) * BLOCK_KEYS
     for part in range(num_parts):
@@ -108,6 +129,7 @@ def _write_parts(
         block[6], block[7] = num_seen if is_last else 0, candidate
         block[8] = min(part * size, prefix)
         block[9], block[10], block[11] = num_parts, part, count
+        block[12], block[13], block[14] = kept, low, whole
     return count + num_parts
 
 

@@ -4,11 +4,13 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.models.hstu import HSTU
 from nestrec.ops.attention.paged_blocks import BLOCK_ROWS, FIELDS, PagedSegment, segment_array, write_blocks
 from nestrec.serving.engine.runner import Part
 from nestrec.serving.model.ranking_form import RankingForm
@@ -137,8 +139,10 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part], to: Sectio
         to.pages, to.row_C, to.record_C,
     )  # fmt: skip
     heads, table = form.servable.kept.num_heads, segment_array(segments)
-    write_blocks(table, heads, False, to.blocks)
-    write_blocks(table, heads, True, to.last_blocks)
+    rules = cast(HSTU, form.encoder).cfg.attention.rules(0)
+    seen = (rules.max_attention_length or 0, rules.num_context)
+    write_blocks(table, heads, False, to.blocks, *seen)
+    write_blocks(table, heads, True, to.last_blocks, *seen)
     asked_columns = [form.candidate_columns(part.candidates) for part in parts if part.candidates is not None]
     for field, column in enumerate(to.records_FR):
         events = (part.tokens.columns[field][part.first // 2 : part.end // 2] for part in parts)
