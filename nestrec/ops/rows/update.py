@@ -199,6 +199,7 @@ def kernel_columns(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], rule
         "decay1": decay1, "decay2": decay2, "inverse_scale": inverse_scale, "inverse_dim": 1 / weight_ND.shape[1],
         "KIND": KINDS.index(rule.kind), "D": weight_ND.shape[1], "BLOCK": triton.next_power_of_2(weight_ND.shape[1]),
         "WEIGHT_STRIDE": weight_ND.stride(0), "FIRST_STRIDE": first.stride(0), "SECOND_STRIDE": second.stride(0),
+        "IS_BFLOAT16": weight_ND.dtype == torch.bfloat16,
     }  # fmt: skip
 
 
@@ -245,13 +246,13 @@ if HAS_TRITON:
 
     @triton.jit
     def update_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        gradient, value, row, moved, draw, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
-        inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-        WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr,
+        gradient, value, row, moved, draws, place, weight, first, second, learning_rate, eps, decay1, decay2,
+        inverse_scale, inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+        WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
     ):  # fmt: skip
         """Update (ROWS,) int64 rows where moved, given their (ROWS, BLOCK) float32 gradient and weight `value`.
 
-        draw: (ROWS,) int64 keys of random bits, or none to round to nearest.
+        draws: int64 keys of random bits, those of these rows at (ROWS,) `place`, or none to round to nearest.
         """
         column = tl.arange(0, BLOCK)[None, :]
         mask = moved[:, None] & (column < D)
@@ -286,10 +287,11 @@ if HAS_TRITON:
             tl.store(at_second, square, mask=moved)
             change = tl.div_rn(moment, tl.broadcast_to((tl.sqrt_rn(square) + eps)[:, None], [ROWS, BLOCK]))
         value = value.to(tl.float32) - learning_rate * change
-        if draw is None:
+        if draws is None:
             kept = value.to(weight.dtype.element_ty)
         else:
-            bits = round_tile(value, draw, BLOCK, weight.dtype.element_ty == tl.bfloat16)
+            draw = tl.load(draws + place, mask=moved, other=0)
+            bits = round_tile(value, draw, BLOCK, IS_BFLOAT16)
             kept = bits.to(weight.dtype.element_ty, bitcast=True)
         tl.store(weight + (row * WEIGHT_STRIDE)[:, None] + column, kept, mask=mask)
 
@@ -306,6 +308,7 @@ if HAS_TRITON:
         grad, index, draws, count, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
         inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
         GRAD_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr,
+        IS_BFLOAT16: tl.constexpr,
     ):  # fmt: skip
         place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = place < count
@@ -316,11 +319,7 @@ if HAS_TRITON:
         moved = inside & (row >= 0)
         value = load_weight(weight, row, moved, D, BLOCK, WEIGHT_STRIDE)
         gradient = load_weight(grad, place.to(tl.int64), moved, D, BLOCK, GRAD_STRIDE)
-        if draws is None:
-            draw = None
-        else:
-            draw = tl.load(draws + place, mask=inside, other=0)
         update_tile(
-            gradient, value, row, moved, draw, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
-            inverse_dim, KIND, D, BLOCK, ROWS, WEIGHT_STRIDE, FIRST_STRIDE, SECOND_STRIDE,
+            gradient, value, row, moved, draws, place, weight, first, second, learning_rate, eps, decay1, decay2,
+            inverse_scale, inverse_dim, KIND, D, BLOCK, ROWS, WEIGHT_STRIDE, FIRST_STRIDE, SECOND_STRIDE, IS_BFLOAT16,
         )  # fmt: skip
