@@ -44,7 +44,8 @@ test-quick: setup
 
 # Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup
-	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --junit-xml docs/results/test-slow.xml
+	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --junit-xml docs/results/test-slow.xml; \
+	status=$$?; $(BIN)/python docs/slow_tests.py docs/results/test-slow.xml && $(BIN)/python docs/result_tables.py; exit $$status
 
 format: setup
 	$(BIN)/ruff format .

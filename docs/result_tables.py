@@ -4,7 +4,8 @@
     ... replaced by the rows ...
     <!-- /table -->
 
-Files are looked for in `results/`; `FILE.json#comparisons` takes another list of the file than its `rows`. Columns:
+Files are looked for in `results/`; `FILE.json#summary` takes another list of the file than its `rows`,
+or one row. Columns:
 
     of_peak as of peak           another label
     parts.attention.ms           a value inside a value
@@ -39,7 +40,8 @@ def _table(source: str, wanted: str) -> str:
     wanted, _, condition = wanted.partition(" where ")
     if spread := re.fullmatch(r"(.*) by (\w+)", wanted):
         wanted = spread[1]
-    rows = [row for row in frame[part or "rows"] if _is_chosen(row, condition)]
+    found = frame[part or "rows"]
+    rows = [row for row in (found if isinstance(found, list) else [found]) if _is_chosen(row, condition)]
     if not rows:
         raise ValueError(f"no row of {file} has {condition}")
     columns = [tuple(words.strip().partition(" as ")[::2]) for words in wanted.split(",")]
@@ -101,8 +103,9 @@ def _text(value: Any) -> str:
 
 def _origin(frame: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Where figures come from: command (less where it wrote to), date, machine."""
-    numbers = sorted({row["run"] for row in rows if "run" in row}) if "runs" in frame else []
-    return "; ".join(_run(run) for run in ([frame["runs"][number] for number in numbers] or [frame]))
+    numbers = {row["run"] for row in rows if "run" in row}
+    runs = [run for number, run in enumerate(frame.get("runs", [frame])) if not numbers or number in numbers]
+    return "; ".join(_run(run) for run in runs)
 
 
 def _run(run: dict[str, Any]) -> str:

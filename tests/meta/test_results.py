@@ -6,16 +6,25 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-spec = importlib.util.spec_from_file_location("result_tables", DOCS / "result_tables.py")
-assert spec is not None
-assert spec.loader is not None
-result_tables = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(result_tables)
+
+
+def script(name: str) -> ModuleType:
+    """A script of the documentation, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+result_tables, slow_tests = script("result_tables"), script("slow_tests")
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
@@ -92,7 +101,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         },
     ]
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "x.json").write_text(json.dumps({"rows": rows, "runs": runs, "pairs": rows[:1]}))
+    (tmp_path / "results" / "x.json").write_text(
+        json.dumps({"rows": rows, "runs": runs, "pairs": rows[:1], "total": {"ms": 7}})
+    )
     monkeypatch.setattr(result_tables, "DOCS", tmp_path)
 
     def write(marker: str) -> list[str]:
@@ -110,6 +121,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         ("x.json: impl, ms by size", ["| impl | 1 | 2 |", "| a | 0.25 | 1e-05 |", "| b | 12.35 |  |"]),
         ("x.json: is_new where impl=b|c", ["| is_new |", "| yes |"]),
         ("x.json#pairs: impl", ["| impl |", "| a |"]),
+        ("x.json#total: ms", ["| ms |", "| 7 |"]),
     ],
 )  # fmt: skip
 def test_cells_are_chosen_joined_and_spread(written: Callable[[str], list[str]], marker: str, lines: list[str]) -> None:
@@ -130,3 +142,24 @@ def test_tables_without_rows_or_with_two_for_a_cell_are_refused(written: Callabl
         written("x.json: ms where impl=z")
     with pytest.raises(ValueError, match="two rows"):
         written("x.json: size, impl by size where size=1")
+
+
+def test_what_the_long_tests_gave_is_joined_with_what_is_known() -> None:
+    """Files that ran again have new rows; the others keep the run that they are of."""
+    xml = """<testsuites><testsuite>
+        <testcase classname="tests.multi.test_a.TestX" name="a" time="1.5"/>
+        <testcase classname="tests.multi.test_a" name="b" time="2"><failure/></testcase>
+        <testcase classname="tests.unit.base.test_b" name="c" time="0.1"><skipped/></testcase>
+    </testsuite></testsuites>"""
+    rows = slow_tests.rows_of(xml)
+    ended = [[row[name] for name in ("file", "cases", "passed", "failed", "skipped", "seconds")] for row in rows]
+    assert ended == [["tests/multi/test_a.py", 2, 1, 1, 0, 4], ["tests/unit/base/test_b.py", 1, 0, 0, 1, 0]]
+    old = [{"file": "tests/multi/test_a.py", "run": 0}, {"file": "tests/multi/test_z.py", "run": 1}]
+    known = {"rows": old, "runs": [{"date": "first"}, {"date": "second"}], "command": "before"}
+    found = slow_tests.joined(known, rows, {"command": "now", "date": "third"})
+    assert [(row["file"], found["runs"][row["run"]]["date"]) for row in found["rows"]] == [
+        ("tests/multi/test_a.py", "third"),
+        ("tests/multi/test_z.py", "second"),
+        ("tests/unit/base/test_b.py", "third"),
+    ]
+    assert len(found["runs"]) == 2

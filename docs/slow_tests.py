@@ -1,0 +1,63 @@
+"""Writes what the long tests gave into results/slow-tests.json, for `make test-slow`, from the file that pytest leaves.
+
+    python docs/slow_tests.py test-slow.xml ["command that wrote it"]
+
+A row is a test file. Files that ran again replace what was known of them; the others keep their rows, with the run that
+they are of.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from nestrec.bench.harness.frame import make_frame
+
+RESULTS = Path(__file__).resolve().parent / "results" / "slow-tests.json"
+Row = dict[str, Any]
+
+
+def rows_of(xml: str) -> list[Row]:
+    """A row for each file of a JUnit report: cases, how they ended, seconds."""
+    counts: dict[str, Counter[str]] = {}
+    seconds: dict[str, float] = {}
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        words = case.attrib["classname"].split(".")
+        module = next(n for n, word in enumerate(words) if word.startswith("test_")) + 1
+        file = "/".join(words[:module]) + ".py"
+        ended = {child.tag for child in case}
+        outcome = "skipped" if "skipped" in ended else "failed" if ended & {"failure", "error"} else "passed"
+        counts.setdefault(file, Counter())[outcome] += 1
+        seconds[file] = seconds.get(file, 0.0) + float(case.attrib.get("time", 0.0))
+    return [
+        {
+            "file": file,
+            "cases": sum(found.values()),
+            "passed": found["passed"],
+            "failed": found["failed"],
+            "skipped": found["skipped"],
+            "seconds": round(seconds[file]),
+        }
+        for file, found in sorted(counts.items())
+    ]
+
+
+def joined(known: dict[str, Any], rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
+    """What is known, with the rows of a new run in the place of older ones of the same files."""
+    again = {row["file"] for row in rows}
+    kept = [row for row in known["rows"] if row["file"] not in again]
+    used = sorted({row["run"] for row in kept})
+    kept = [{**row, "run": used.index(row["run"])} for row in kept]
+    new = [{**row, "run": len(used)} for row in rows]
+    found = sorted(kept + new, key=lambda row: row["file"])
+    return {**known, **run, "rows": found, "runs": [*(known["runs"][number] for number in used), run]}
+
+
+if __name__ == "__main__":
+    command = sys.argv[2] if len(sys.argv) > 2 else "make test-slow"
+    frame = make_frame(bench="slow tests", command=command, rows=[])
+    run = {name: frame[name] for name in ("command", "date", "hardware")}
+    found = joined(json.loads(RESULTS.read_text()), rows_of(Path(sys.argv[1]).read_text()), run)
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
