@@ -34,7 +34,8 @@ class BalancedDealer(Dealer):
         cfg = self._cfg_at(position)
         with self._span("train.data.partition"):
             groups = balance(cfg, tokens, self._ranks.size)
-        found = evenness(groups, tokens, cfg.cost.of(tokens), step_cost=cfg.cost.step)
+        cost = cfg.known_cost
+        found = evenness(groups, tokens, cost.of(tokens), step_cost=cost.step)
         return Share(groups[self._ranks.rank], _figures(found, moved_bytes=0))
 
     def costs(self, position: Position, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -48,7 +49,8 @@ class BalancedDealer(Dealer):
         return micro_partition(self.costs(position, tokens), num_micro_batches)
 
     def _cfg_at(self, position: Position) -> BalanceConfig:
-        return replace(self._cfg, cost=self._costs.at(position))
+        cost, tuning = self._costs.both_at(position)
+        return replace(self._cfg, cost=cost, tuning=tuning)
 
     def _span(self, name: str) -> OpenSpan:
         return self._tracer.span(name, kind="other", lane=threading.current_thread().name)

@@ -72,14 +72,14 @@ def exchange_samples(
     every = _gather(communicator, rows, lengths, candidates)
     with tracer.span("train.data.partition", lane=threading.current_thread().name):
         groups = balance(cfg, every.lengths, communicator.size, candidates=every.candidates)
-    mine = groups[communicator.rank]
+    mine, cost = groups[communicator.rank], cfg.known_cost
     received = _move(communicator, rows, every, groups)
     assert np.array_equal(received.indices, every.ids[mine]), "ranks disagree on the partition"
     return Exchanged(
         places=mine,
         rows=received,
         lengths=every.lengths[mine],
-        evenness=evenness(groups, every.lengths, cfg.cost.of(every.lengths, every.candidates), step_cost=cfg.cost.step),
+        evenness=evenness(groups, every.lengths, cost.of(every.lengths, every.candidates), step_cost=cost.step),
         moved_bytes=moved_bytes(groups, every.home_rank, _sample_bytes(rows, every)),
     )
 

@@ -1,4 +1,6 @@
-"""Cost coefficients out of measured compute times, changed only where that explains the times clearly better.
+"""Cost coefficients and shares of ranks out of measured compute times.
+
+Coefficients are changed only where that explains the times clearly better, shares where times differ.
 
 Balanced ranks have nearly equal loads, from which nothing can be learnt; a model that is wrong leaves them unequal, and
 that shows by how much. So a new fit replaces the present model only if it leaves noticeably less unexplained.
@@ -11,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance.cost import CostModel, fit_sums
+from nestrec.balance.power import PowerTuning, equal_shares, slope, tuned
 from nestrec.base.errors import UserError
 
 LEAST_GAIN = 0.1
@@ -19,6 +22,8 @@ LEAST_ERROR = 0.01
 """A model whose error is below this part of the mean time is left alone."""
 LEAST_MEASUREMENTS = 16
 """Fewer (rank, step) pairs say too little."""
+LEAST_STEPS = 8
+"""Shares are changed by the times of no fewer steps that were dealt by the present ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,45 @@ def refitted(current: CostModel, measured: Sequence[Measurement]) -> CostModel |
         return None
     then = _unexplained(times, candidate.token * tokens + candidate.token_squared * squared)
     return candidate if then < (1.0 - LEAST_GAIN) * now else None
+
+
+@dataclass(slots=True)
+class RankLoads:
+    """What ranks did since their shares were last changed, the same on every rank."""
+
+    times_s: NDArray[np.float64]
+    """(R,) seconds of computing"""
+    tokens: NDArray[np.float64]
+    """(R,)"""
+    samples: NDArray[np.float64]
+    """(R,)"""
+    num_steps: int = 0
+
+    @staticmethod
+    def nothing(num_ranks: int) -> "RankLoads":
+        return RankLoads(np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks))
+
+    def add(self, times_s: NDArray[np.float64], tokens: NDArray[np.float64], samples: NDArray[np.float64]) -> None:
+        """(R,) of one step more."""
+        self.times_s, self.tokens, self.samples = self.times_s + times_s, self.tokens + tokens, self.samples + samples
+        self.num_steps += 1
+
+    @property
+    def mean_lengths(self) -> NDArray[np.float64]:
+        """(R,) tokens of a sample; 0 where a rank had none."""
+        lengths: NDArray[np.float64] = self.tokens / np.maximum(self.samples, 1.0)
+        return lengths
+
+
+def retuned(current: PowerTuning | None, cost: CostModel, loads: RankLoads) -> PowerTuning | None:
+    """Shares by which the ranks would have taken more nearly the same time, or none where they nearly did."""
+    mean = float(loads.times_s.mean())
+    if mean <= 0 or loads.times_s.max() - mean < LEAST_ERROR * mean:
+        return None
+    sizes = loads.mean_lengths
+    if current is None:
+        current = PowerTuning(alpha=slope(sizes, cost.of(sizes)), shares=equal_shares(len(sizes)))
+    return tuned(current, loads.times_s.tolist(), sizes.tolist())
 
 
 def _columns(measurement: Measurement) -> tuple[float, float, float]:

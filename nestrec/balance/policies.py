@@ -11,17 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance.changes import CostChange
-from nestrec.balance.cost import CostModel
+from nestrec.balance.cost import TOKENS, CostModel
 from nestrec.balance.fixed import fixed
 from nestrec.balance.greedy import greedy
 from nestrec.balance.karmarkar_karp import karmarkar_karp
 from nestrec.balance.ordering import Groups, loads_of
-from nestrec.balance.power import power
+from nestrec.balance.power import PowerTuning, power
 from nestrec.balance.refined import refined
 from nestrec.balance.token_threshold import token_threshold
 from nestrec.balance.zigzag import zigzag
 from nestrec.base.bounds import Count, OneOf
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 from nestrec.data.order import contiguous_shares
 
 
@@ -49,20 +50,47 @@ class BalanceConfig:
 
     policy: Annotated[str, OneOf(POLICIES)] = "fixed"
     """how samples are dealt to ranks; `fixed` gives each the same number of them, the others look at their cost"""
-    cost: CostModel = CostModel()
-    """what a sample costs, until it is fitted"""
+    cost: CostModel | None = None
+    """what a sample costs, until it is fitted (balance.cost.token, .token_squared, .candidate, .step); none: the
+    operations of the model, or tokens where the task does not tell them"""
     mode: Literal["read", "exchange"] = "read"
     """read: a rank reads whatever it computes; exchange: it reads its part of the batch, and samples are traded"""
     fit_every_steps: Count | None = None
     """fit the cost to measured times so often, at the next report; none keeps `cost`"""
+    tuning: PowerTuning | None = None
+    """power: exponent and shares of ranks to begin with; none: as the cost says, in equal shares"""
+    tune_every_steps: Count | None = None
+    """power: tune exponent and shares to measured times so often, at the next report (FreeScale's AutoTune)"""
     replay: tuple[CostChange, ...] = ()
-    """changes of the cost that a run has logged, made again at the same batches; then nothing is fitted"""
+    """changes of cost and tuning that a run has logged, made again at the same batches; then nothing is fitted"""
+
+    def __post_init__(self) -> None:
+        for name in ("tuning", "tune_every_steps"):
+            if self.policy != "power" and getattr(self, name) is not None:
+                raise UserError(
+                    f"the policy {self.policy} has no shares to tune", field=f"balance.{name}",
+                    value=getattr(self, name), remedy="take --balance.policy power, or leave it out",
+                )  # fmt: skip
+
+    @property
+    def known_cost(self) -> CostModel:
+        """The cost that was given, or tokens."""
+        return self.cost or TOKENS
 
 
-def partition(policy: str, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
-    """The samples of each rank under a policy, or those of `fixed` where its most loaded rank has less to do."""
+def partition(
+    policy: str, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None,
+    tuning: PowerTuning | None = None,
+) -> Groups:  # fmt: skip
+    """The samples of each rank under a policy, or those of `fixed` where its most loaded rank has less to do.
+
+    tuning: of `power`; it was made from measured times, so the cost model is not asked whether it is better.
+    """
     assert num_ranks >= 1
     cost = np.array(cost, dtype=np.float64)  # one layout, so that the loops are compiled once
+    if tuning is not None:
+        assert policy == "power"
+        return power(cost, num_ranks, lengths=lengths, tuning=tuning)
     groups = POLICIES[policy](cost, num_ranks, lengths=lengths)
     counts = np.diff(contiguous_shares(cost.size, num_ranks))
     baseline = np.bincount(np.repeat(np.arange(num_ranks), counts), weights=cost, minlength=num_ranks)
@@ -76,4 +104,5 @@ def balance(
 
     A reader that can read any sample needs no exchange: it reads `samples[balance(cfg, tokens, num_ranks)[rank]]`.
     """
-    return partition(cfg.policy, cfg.cost.of(lengths, candidates), num_ranks, lengths=lengths)
+    cost = cfg.known_cost.of(lengths, candidates)
+    return partition(cfg.policy, cost, num_ranks, lengths=lengths, tuning=cfg.tuning)

@@ -40,6 +40,8 @@ class _Overriding:
         inner = dict(given)
         if (text := inner.pop((), None)) is not None:
             current = convert(parse(text), hint, path, raw=text)
+        if current is None and inner:
+            current = _blank(hint)
         if not inner or dataclasses.is_dataclass(current):
             return self.of_fields(current, inner, path) if inner else current
         parts, text = next(iter(inner.items()))
@@ -71,6 +73,16 @@ class _Overriding:
             return UserError("no such option", field=whole, value=text, remedy=did_you_mean(last, siblings))
         remedy = f"did you mean {' or '.join(repr(name) for name in deeper)}?"
         return UserError("no such option", field=whole, value=text, remedy=remedy)
+
+
+def _blank(hint: Any) -> Any:
+    """What an option that was none becomes where a part of it is named: the config it may hold, as by default."""
+    held = [member for member in get_args(hint) if dataclasses.is_dataclass(member) and isinstance(member, type)]
+    return held[0]() if len(held) == 1 and not any(map(_is_required, dataclasses.fields(held[0]))) else None
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _by_first(given: _Overrides) -> dict[str, dict[tuple[str, ...], str]]:

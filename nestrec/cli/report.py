@@ -51,10 +51,6 @@ def _samples(run: Path, dataset: Dataset, users: "np.typing.NDArray[np.int64]") 
 
 
 def _titles(dataset: Dataset) -> dict[str, str]:
-    """Item key to the first text that the items have."""
-    texts = [feature.name for feature in dataset.card.item_features if feature.kind == "text"]
-    if not texts:
-        return {}
-    items = dataset.items()
-    named = zip(items.column("item_key").to_pylist(), items.column(f"item_{texts[0]}").to_pylist(), strict=True)
+    """Item key to what people call the item."""
+    named = zip(dataset.items().column("item_key").to_pylist(), dataset.item_texts(), strict=False)
     return {key: text for key, text in named if text}

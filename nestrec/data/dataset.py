@@ -140,6 +140,11 @@ class Dataset:
             raise DataError("has no vocabulary", field="column", value=column, remedy=did_you_mean(column, known))
         return _read_table(path)
 
+    def item_texts(self) -> list[str]:
+        """What people call each item, by the first text that items have; empty where they have none."""
+        texts = [feature.name for feature in self.card.item_features if feature.kind == "text"]
+        return [text or "" for text in self.items().column(f"item_{texts[0]}").to_pylist()] if texts else []
+
     def verify(self) -> None:
         """Read every file and compare its digest with the card."""
         for entry in self.card.files:

@@ -226,20 +226,21 @@ class DenseSync:
         self.bytes_reduced = 0
         """Bytes of gradients given to all-reduce so far."""
 
-    def reduce(self) -> None:
+    def reduce(self, beside: torch.Tensor | None = None) -> None:
         """`p.grad` becomes its sum over ranks; a gradient that is missing (a rank without samples) counts as zero.
 
-        Collective. Losses are sums over a rank's samples divided by the global weight, so sums need no division.
+        beside: figures that are summed after the gradients, in place. Collective. Losses are sums over a rank's samples
+        divided by the global weight, so sums need no division.
         """
-        if self._communicator.group is None:
-            return
-        for bucket in self._buckets:
+        for bucket in self._buckets if self._communicator.group is not None else ():
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
             flat = torch.cat([g.reshape(-1) for g in grads])
             all_reduce_sum(self._communicator, flat)
             self.bytes_reduced += flat.numel() * flat.element_size()
             for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = total.view_as(parameter)
+        if beside is not None:
+            all_reduce_sum(self._communicator, beside)
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Every rank takes the parameters of one rank. Collective."""

@@ -19,10 +19,10 @@ from nestrec.base.coming import Coming
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
 from nestrec.embedding.flight.overlap import Overlap, copy_shared, num_common_rows, overlap_of
-from nestrec.embedding.flight.phases import FetchedBatch, FollowingBatch, Loaded, LoadedBatch, RoutedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.embedding.flight.working_set import RowBuffers
 from nestrec.pipeline.lanes import Label, Lanes, RunAhead, Ticket
+from nestrec.pipeline.phases import FetchedBatch, FollowingBatch, Loaded, LoadedBatch, RoutedBatch
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals, check_can_cache, check_can_cut
 from nestrec.trace import Kind, OpenSpan, Tracer
 from nestrec.trace.counters import Leg
@@ -132,8 +132,7 @@ class Machine:
         """Stage 4, on the compute lane: rows that the older batch has updated, to the newer (shared-row copy)."""
         working, shared = following.batch.rows.wait(), following.shared.wait()
         with self.span("train.embedding.copy", "lookup") as span:
-            copy_shared(older.rows.wait(), working, shared)
-            span.rows = shared.num_rows
+            span.rows = copy_shared(older.rows.wait(), working, shared)
         return shared
 
     def write_back(self, batch: FetchedBatch[Any], shared: Overlap | None) -> Ticket[None]:
@@ -297,5 +296,5 @@ def counted(span: OpenSpan, leg: Leg) -> Iterator[None]:
 def _measured(span: OpenSpan, working: WorkingSet) -> WorkingSet:
     tables = working.tables.values()
     span.rows = sum(len(table.fetched.keys) for table in tables)
-    span.bytes = sum(len(table.fetched.keys) * table.layout.row_bytes for table in tables)
+    span.bytes = sum(table.fetched.rows.nbytes for table in tables)
     return working

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nestrec.base.errors import UserError
 from nestrec.base.seam import Seam
+from nestrec.pipeline.window_size import WindowTime
 
 if TYPE_CHECKING:
     from nestrec.embedding import EmbeddingEngine
@@ -33,6 +34,9 @@ class ScheduleSpec:
     """whether it is about micro-batches: with one of them it is another schedule under another name"""
     rows_outlive_step: bool = False
     """whether it needs rows to live for more than one step after their last use, because two batches are in flight"""
+    window_ms: WindowTime | None = None
+    """how long a step's exchanges and computations take together, by the order in which it has them
+    (nestrec.pipeline.window_size); none: it cannot tell, and the number of micro-batches cannot be left to `auto`"""
     options: tuple[str, ...] = ()
     """fields of the pipeline's options that mean something to this schedule only"""
 

@@ -9,9 +9,9 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.pipeline import PipelineConfig
-from nestrec.pipeline.schedule_spec import MOST_AHEAD
+from nestrec.pipeline.schedule_spec import MOST_AHEAD, SCHEDULES
 from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
-from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window
+from nestrec.pipeline.window_size import MeasuredWindow, WindowTime, choose_window, fit_window
 from nestrec.trace import Span, Timeline
 
 FEW, MANY = 2, 8
@@ -26,6 +26,7 @@ class WindowChoice:
 
     def __init__(self, batch: BatchConfig, pipeline: PipelineConfig, topology: Topology) -> None:
         self._is_auto = batch.micro_batches == "auto"
+        self._window_ms = _window_time(pipeline.schedule) if self._is_auto else None
         self._replay, self._topology = pipeline.replay, topology
         self._delay = batch.prefetch + 1 + MOST_AHEAD
         self._times: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -56,7 +57,8 @@ class WindowChoice:
         chosen = MANY
         if tried == MANY:
             model = fit_window(_measured(FEW, everyone), _measured(MANY, everyone))
-            chosen = choose_window(model, CANDIDATES)
+            assert self._window_ms is not None
+            chosen = choose_window(model, CANDIDATES, self._window_ms)
         for _ in range(self._delay):
             position = after(position)
         change = WindowChange(step=step, first=position, micro_batches=chosen)
@@ -75,6 +77,15 @@ class WindowChoice:
             if self._num_seen > _STEPS_TO_WARM_UP:
                 raw = timeline.raw(step, self._topology.rank)
                 self._times[micro_batches[step]].append((raw.compute_ns * 1e-6, raw.communication_ns * 1e-6))
+
+
+def _window_time(schedule: str) -> WindowTime:
+    """How the schedule that runs shares the time of a step."""
+    window_ms = SCHEDULES.find(schedule, field="pipeline.schedule").window_ms
+    if window_ms is None:
+        problem = "how many micro-batches are worth it is not known, so give batch.micro_batches a number"
+        raise SCHEDULES.unanswered(schedule, "window_ms", problem)
+    return window_ms
 
 
 def _measured(num_micro_batches: int, everyone: Sequence[dict[str, list[tuple[float, float]]]]) -> MeasuredWindow:

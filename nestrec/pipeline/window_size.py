@@ -2,12 +2,15 @@
 
 Computation of a step is c + a N and communication r + l N: what the samples cost, and what each micro-batch costs
 beside its samples (kernels that do not fill the device, latencies, rows sent again). Both are known from a step with
-few and one with many micro-batches. The time of a window of any N then follows from the order of the exchanges.
+few and one with many micro-batches. The time of a window of any N then follows from the order in which the schedule
+that runs has its exchanges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+WindowTime = Callable[[Sequence[float], Sequence[float], Sequence[float]], float]
+"""(computation, vectors, gradients) of each micro-batch, in milliseconds, to when the last of them is done."""
 WORTH = 0.02
 """A larger number of micro-batches must save this part of the time."""
 
@@ -32,8 +35,8 @@ class WindowModel:
     communication_part_ms: float
     """for each micro-batch"""
 
-    def step_ms(self, num_micro_batches: int) -> float:
-        """Time of a frozen window."""
+    def step_ms(self, num_micro_batches: int, window_ms: WindowTime) -> float:
+        """Time of the window of a schedule."""
         compute = (self.compute_ms + self.compute_part_ms * num_micro_batches) / num_micro_batches
         exchange = (self.communication_ms + self.communication_part_ms * num_micro_batches) / (2 * num_micro_batches)
         return window_ms([compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches)
@@ -47,16 +50,36 @@ def fit_window(few: MeasuredWindow, many: MeasuredWindow) -> WindowModel:
     return WindowModel(*compute, *communication)
 
 
-def choose_window(model: WindowModel, candidates: Sequence[int]) -> int:
+def choose_window(model: WindowModel, candidates: Sequence[int], window_ms: WindowTime) -> int:
     """The number of micro-batches that is worth it: each larger one must save `WORTH` over the best before it."""
     best = min(candidates)
     for num_micro_batches in sorted(candidates):
-        if model.step_ms(num_micro_batches) < (1 - WORTH) * model.step_ms(best):
+        if model.step_ms(num_micro_batches, window_ms) < (1 - WORTH) * model.step_ms(best, window_ms):
             best = num_micro_batches
     return best
 
 
-def window_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
+def in_turn_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
+    """E1 F1 G1 E2 F2 G2 ...: each is waited for, so cutting a batch can only cost."""
+    return sum(compute) + sum(vectors) + sum(gradients)
+
+
+def vectors_first_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
+    """When the last gradients have arrived, with exchanges in the order E1 E2 ... G1 G2 ... on one lane."""
+    arrived, computed, lane = 0.0, 0.0, sum(vectors)
+    for computing, coming, going in zip(compute, vectors, gradients, strict=True):
+        arrived += coming
+        computed = max(computed, arrived) + computing
+        lane = max(lane, computed) + going
+    return lane
+
+
+def apart_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
+    """Exchanges are those of other steps: whichever lane has more to do."""
+    return max(sum(compute), sum(vectors) + sum(gradients))
+
+
+def overlapped_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
     """When the last gradients have arrived, with exchanges in the order E1 E2 G1 E3 G2 ... on one lane."""
     num_micro_batches = len(compute)
     arrived, lane, computed = [0.0] * num_micro_batches, 0.0, 0.0

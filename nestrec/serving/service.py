@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,8 @@ class Fleet:
 
     servable: Servable
     engines: tuple[Engine, ...]
+    loaded_at_s: float = field(default_factory=time.time)
+    """Unix seconds"""
 
     def close(self, drain_s: float) -> None:
         for engine in self.engines:

@@ -20,7 +20,7 @@ from nestrec.pipeline.window_choice import WindowChoice
 from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
-from nestrec.training.balancing import Balancing
+from nestrec.training.balancing import Balancing, settled
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
@@ -54,8 +54,9 @@ class Trainer:
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()
         self.tracer = make_tracer(topology.device, rank=topology.rank)
+        self._balance = settled(cfg.balance, self.session.task)
         self.balancing = Balancing(
-            cfg.balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
+            self._balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
         )
         self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
         clustering = cfg.pipeline.clustering
@@ -153,10 +154,14 @@ class Trainer:
             for change in changes:
                 self.folder.record("event", step=self.state.step, text=f"changed: {change}")
                 self._listener.warned(f"changed since the run was last started: {change}")
+        known, dropped = self.balancing.resume(self.state.cost_changes, self.state.step, fitted_from=self.state.cost)
+        for note in dropped:
+            self.folder.record("event", step=self.state.step, text=note)
+            self._listener.warned(note)
         self.state = replace(
             self.state,
-            cost=self.cfg.balance.cost,
-            cost_changes=self.balancing.resume(self.state.cost_changes, self.state.step, fitted_from=self.state.cost),
+            cost=self._balance.cost,
+            cost_changes=known,
             window_changes=self.window.resume(self.state.window_changes, self.state.step),
             loss_variant=self._settled_variant(self.state.loss_variant),
         )
@@ -254,10 +259,12 @@ class Trainer:
     def _decide(self, spans: Sequence[Span]) -> None:
         """What measured times suggest: one value for all ranks, logged, saved, and in force some batches later."""
         step, position, after = self.state.step, self.state.position, self.batches.order.after
+        before = self.state.cost_changes[-1].tuning if self.state.cost_changes else self._balance.tuning
         cost = self.balancing.decide(step, position, after)
         if cost is not None:
             self.state = replace(self.state, cost_changes=(*self.state.cost_changes, cost))
-            self.folder.record("event", step=step, text=f"cost of a sample fitted: {to_plain(cost)}")
+            what = "cost of a sample fitted" if cost.tuning == before else "shares of ranks tuned"
+            self.folder.record("event", step=step, text=f"{what}: {to_plain(cost)}")
         window = self.pipeline.issue(lambda: self.window.decide(spans, step, position, after))
         if window is not None:
             self.state = replace(self.state, window_changes=(*self.state.window_changes, window))

@@ -23,6 +23,10 @@ class Kept(Listener):
 
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
+
+    def warned(self, text) -> None:
+        self.warnings.append(text)
 
     def stepped(self, step, epoch, values) -> None:
         self.reports.append({"step": step, **values})
@@ -34,30 +38,26 @@ def train(topology: Topology, data: str, run: str, num_steps: int, more: dict[st
     return finish(trainer, kept, topology)
 
 
-def train_with_times(topology: Topology, data: str, run: str, num_steps: int, more: dict[str, Any]) -> dict[str, Any]:
-    """The same where a step's computing takes what TRUTH says."""
+def train_with_times(  # noqa: PLR0917
+    topology: Topology, data: str, run: str, num_steps: int, more: dict[str, Any], slowness: tuple[float, ...] = ()
+) -> dict[str, Any]:
+    """The same where a step's computing takes what TRUTH says; on a rank that is slow, so many times as long."""
+    factor = slowness[topology.rank] if slowness else 1.0
     trainer, kept = open_run(topology, data, run, num_steps, more)
     watch, report = trainer.balancing.watch, trainer.balancing.report
     spans: list[Span] = []
+    times: list[float] = []
 
     def watched(batch):
-        duration_ns = round((TRUTH.step + TRUTH.of(batch.tokens).sum()) * 1e9)
-        spans.append(
-            Span(
-                id=0,
-                name="train.compute",
-                kind="compute",
-                lane="compute",
-                start_ns=0,
-                end_ns=duration_ns,
-                step=trainer.state.step,
-            )
-        )
+        duration_ns = round((TRUTH.step + TRUTH.of(batch.tokens).sum()) * factor * 1e9)
+        times.append(duration_ns * 1e-9)
+        spans.append(Span(id=0, name="train.compute", kind="compute", lane="compute", start_ns=0, end_ns=duration_ns,
+                          step=trainer.state.step))  # fmt: skip
         watch(batch)
 
     trainer.balancing.watch = watched
     trainer.balancing.report = lambda real, step: report(spans + [s for s in real if s.kind == "step"], step)
-    return finish(trainer, kept, topology)
+    return {**finish(trainer, kept, topology), "times": times, "warnings": kept.warnings}
 
 
 def open_run(topology, data, run, num_steps, more) -> tuple[Trainer, Kept]:

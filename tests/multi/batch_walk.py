@@ -6,6 +6,7 @@
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,6 +56,8 @@ class Walk:
     """Stages with the files that they enter, in order of first entry."""
 
     stages: dict[str, list[str]]
+    num_calls: int
+    """Calls from a file of one folder into one of another, of a batch that goes through every stage once."""
 
     @property
     def files(self) -> list[str]:
@@ -71,26 +74,36 @@ class Follower:
     """A profile function that notes which files a stage enters."""
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on = self.is_first = False
         self.stages: dict[str, dict[str, None]] = {}
         self._root = str(Path(nestrec.__file__).parent) + os.sep
         self._now = threading.local()
+        self._runs: Counter[str] = Counter()
+        self.num_calls = 0
 
     def __call__(self, frame: Any, event: str, argument: object) -> None:
         file = frame.f_code.co_filename
         if event not in ("call", "return") or not file.startswith(self._root):
             return
         file, name = file.removeprefix(self._root).replace(os.sep, "/"), frame.f_code.co_name
-        stages = self._now.__dict__.setdefault("stages", [])
-        if (stage := self._begun(file, name, frame)) is not None:
-            if event == "return":
+        stages, folders = (self._now.__dict__.setdefault(kind, []) for kind in ("stages", "folders"))
+        begun, folder = self._begun(file, name, frame), file.split("/")[0]
+        if event == "return":
+            if begun is not None:
                 stages.pop()
-                return
-            stages.append(stage)
-        if event == "call" and self.is_on and file.split("/")[0] not in TOOLS:
-            stage = stages[-1] if stages else "schedule"
-            if stage in STAGES:
-                self.stages.setdefault(stage, {})[file] = None
+            if folder not in TOOLS and folders:
+                folders.pop()
+            return
+        if begun is not None:
+            stages.append((begun, self.is_on and self._runs[begun] == 0))
+            self._runs[begun] += self.is_on
+        if folder in TOOLS:
+            return
+        stage, is_counted = stages[-1] if stages else ("schedule", self.is_first)
+        if self.is_on and stage in STAGES:
+            self.stages.setdefault(stage, {})[file] = None
+            self.num_calls += bool(is_counted and folders and folders[-1] != folder)
+        folders.append(folder)
 
     def _begun(self, file: str, name: str, frame: Any) -> str | None:
         """The stage that this call is."""
@@ -121,6 +134,7 @@ def walk(topology: Topology) -> Walk:
     try:
         for number in range(1, WATCHED + 3):
             batch = next(feed)
+            follower.is_first = number == WATCHED
             follower.is_on = number in (WATCHED, WATCHED + 1)  # what one step submits, the next may wait for
             pipeline.advance(Step(number=number, batch=batch, rates=Rates(dense=0.01, tables=0.1)), feed)
         follower.is_on = False
@@ -129,7 +143,7 @@ def walk(topology: Topology) -> Walk:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     pipeline.close()
-    return Walk({stage: list(files) for stage, files in follower.stages.items()})
+    return Walk({stage: list(files) for stage, files in follower.stages.items()}, follower.num_calls)
 
 
 def _batches(rank: int) -> Iterator[Batch]:
@@ -152,8 +166,9 @@ def page(found: Walk) -> str:
     head = (
         f"One batch under `nested` goes through {len(found.files)} files, with {found.num_crossings} crossings between "
         "folders: changes of folder\nfrom one file to the next, in the order in which the batch first enters them. "
-        "Followed call by call on two ranks, with\none table on the device. The folders `base`, `trace` and `ops` are "
-        "tools in everybody's hands and are not counted.\n"
+        f"Counted call by call, it goes {found.num_calls} times from\none folder into another, and back: "
+        f"{2 * found.num_calls} crossings with returns, for every stage once. Followed on two\nranks, with one table "
+        "on the device. The folders `base`, `trace` and `ops` are tools in everybody's hands and are not\ncounted.\n"
     )
     return head + "\n" + "\n".join(lines) + "\n"
 

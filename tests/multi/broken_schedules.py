@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.pipeline import SCHEDULES, ScheduleSpec
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.machine import Machine
+from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedules.dual_buffer import DualBuffer
 from nestrec.pipeline.schedules.frozen_window import FrozenWindow
 from nestrec.pipeline.schedules.nested import Nested

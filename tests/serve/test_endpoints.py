@@ -28,6 +28,7 @@ PATIENT = EngineConfig(max_queue_s=1e9)
 LIMITS = LimitsConfig(max_candidates=400, default_timeout_ms=10_000)
 HISTORY = {"items": [1, 2], "times_ms": [1, 2], "actions": ["click", 2], "features": {"tab": ["home", None]}}
 BODIES = {
+    "titles": {"items": ["1", "no such item"], "search": "a"},
     "rank": {"user": "a", "history": HISTORY, "candidates": [3, "none"], "context": {"tab": "home"}, "unknown": "drop"},
     "preinfer": {"user": "a", "history": HISTORY},
     "recommend": {"user": "a", "history": HISTORY, "context": {"tab": "x"}, "exclude": [4], "allow": [3, 5, "none"]},

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import time
 
@@ -209,3 +210,25 @@ def test_an_instance_that_is_not_ready_is_left_out_and_its_request_answered_else
         return live
 
     assert through_gateway(service, use) == {"status": "dead"}
+
+
+def test_metrics_of_a_front_have_every_instance_and_its_own_counts(service):
+    async def use(client, gateway):
+        await client.post("/v1/rank", json={"user": "u", "history": EVENTS, "candidates": ["1"]})
+        gateway.count_refusals_of({"unknown": 3})
+        text = (await client.get("/metrics")).text
+        for slot in (0, 1):
+            assert f'nestrec_ready{{slot="{slot}"}} 1.0' in text
+            assert f'nestrec_slot_alive{{slot="{slot}"}} 1.0' in text
+        assert text.count("# TYPE nestrec_ready gauge") == 1, "one family of a name"
+        assert 'nestrec_refused_credentials_total{reason="unknown"} 3.0' in text
+        assert re.search(
+            r'nestrec_request_duration_seconds_bucket{le="\+Inf",outcome="answered",route="/v1/rank"', text
+        )
+        for slot in (0, 1):
+            live = await client.get(f"/v1/live?slot={slot}")
+            assert (live.status_code, live.headers["x-nestrec-slot"]) == (200, str(slot))
+            assert set(live.json()) == {"status", "timeline", "relay"}
+        assert (await client.get("/v1/live?slot=7")).status_code == 503
+
+    through_gateway(service, use)

@@ -433,13 +433,15 @@ def test_times_of_answers_are_apart_from_refusals_and_queue_from_compute(front, 
         call(front, "POST", "/v1/rank", rank_body())
     metrics = call(front, "GET", "/metrics").text
     for outcome, count in (("answered", 1.0), ("rejected", 1.0), ("refused", 3.0)):
-        assert f'nestrec_request_seconds_count{{outcome="{outcome}",route="/v1/rank"}} {count}' in metrics
+        assert f'nestrec_request_duration_seconds_count{{outcome="{outcome}",route="/v1/rank"}} {count}' in metrics
     for what in ("queue", "compute"):
-        assert f'nestrec_{what}_seconds_count{{model="ranking"}} 1.0' in metrics
-        assert f'nestrec_{what}_seconds_count{{model="retrieval"}} 0.0' in metrics
-    total = float(re.search(r'nestrec_request_seconds_sum{outcome="answered",route="/v1/rank"} (\S+)', metrics)[1])
+        assert f'nestrec_{what}_duration_seconds_count{{model="ranking"}} 1.0' in metrics
+        assert f'nestrec_{what}_duration_seconds_count{{model="retrieval"}} 0.0' in metrics
+    total = float(
+        re.search(r'nestrec_request_duration_seconds_sum{outcome="answered",route="/v1/rank"} (\S+)', metrics)[1]
+    )
     parts = [
-        float(re.search(rf'nestrec_{what}_seconds_sum{{model="ranking"}} (\S+)', metrics)[1])
+        float(re.search(rf'nestrec_{what}_duration_seconds_sum{{model="ranking"}} (\S+)', metrics)[1])
         for what in ("queue", "compute")
     ]
     assert min(parts) > 0

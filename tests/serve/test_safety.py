@@ -138,9 +138,11 @@ def test_every_endpoint_answers_those_it_is_for_and_nobody_else(place, service, 
                 headers = [{}] if who == "none" else [{"authorization": f"Bearer {key}"}, {"x-api-key": key}]
                 for header in headers if who != "slow" else []:
                     asked = await client.request(
-                        endpoint.method, endpoint.path.replace("{id}", "ann"), headers=header,
+                        endpoint.method,
+                        endpoint.path.replace("{id}", "ann"),
+                        headers=header,
                         **({"json": body_of(endpoint.path)} if endpoint.method == "POST" else {}),
-                    )  # fmt: skip
+                    )
                     is_let_in = asked.status_code not in (401, 403)
                     assert is_let_in == (who in MAY_ASK[audience]), (endpoint.path, who, asked.status_code)
                     may_fail = {500} if endpoint.path == "/v1/fails" else {400, 404, 409} if endpoint.admin else set()
@@ -175,10 +177,19 @@ def test_a_thousand_malformed_credentials_are_refused_and_break_nothing(service,
 
     def malformed():
         scheme = rng.choice([b"Bearer ", b"Basic ", b"bearer", b"", b"Bearer\t", b"Digest "])
-        token = rng.choice([
-            rng.randbytes(rng.randint(0, 200)).replace(b"\r", b"").replace(b"\n", b""), right[:-1], right + b"x",
-            right[1:], right.swapcase(), b"x" * rng.randint(513, 9000), b"", b"%s,%s" % (right, right), b'"%s"' % right,
-        ])  # fmt: skip
+        token = rng.choice(
+            [
+                rng.randbytes(rng.randint(0, 200)).replace(b"\r", b"").replace(b"\n", b""),
+                right[:-1],
+                right + b"x",
+                right[1:],
+                right.swapcase(),
+                b"x" * rng.randint(513, 9000),
+                b"",
+                b"%s,%s" % (right, right),
+                b'"%s"' % right,
+            ]
+        )
         lines = [b"authorization: " + scheme + token] if rng.random() < 0.7 else [b"x-api-key: " + token]
         if rng.random() < 0.2:
             lines.append(rng.choice([b"x-api-key: ", b"authorization: Bearer "]) + right)  # two of them
@@ -307,10 +318,29 @@ def make_certificate(folder, name):
     """(certificate, key) for this machine; openssl makes it, so that no private key lies in the repository."""
     paths = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", paths[1], "-out", paths[0]],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            paths[1],
+            "-out",
+            paths[0],
+        ],
+        check=True,
+        capture_output=True,
+    )
     return paths
 
 
@@ -429,10 +459,14 @@ def test_lines_of_the_log_name_requests_and_hold_nothing_of_what_was_asked(servi
             answers = [line for line in lines if line["logger"] == "nestrec.requests"]
             shown = [(line["status"], line["route"], line.get("key")) for line in answers]
             assert shown == [
-                (200, "/v1/recommend", "public"), (400, "/v1/recommend", "public"), (400, "/v1/recommend", "public"),
-                (500, "/v1/fails", "public"), (204, "/v1/users/{id}/events", "public"), (404, "other", "public"),
+                (200, "/v1/recommend", "public"),
+                (400, "/v1/recommend", "public"),
+                (400, "/v1/recommend", "public"),
+                (500, "/v1/fails", "public"),
+                (204, "/v1/users/{id}/events", "public"),
+                (404, "other", "public"),
                 (401, "/v1/models", None),
-            ]  # fmt: skip
+            ]
             assert all(line["request_id"] == "one-1" and line["milliseconds"] >= 0 for line in answers[:-1])
             failed = next(line for line in lines if line["message"] == "a request failed")
             assert failed["request_id"] == "one-1"

@@ -28,7 +28,7 @@ from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.paced_engine import Pace
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.window_choice import CANDIDATES, FEW, MANY
-from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window
+from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window, overlapped_ms
 
 _UNLIMITED_MBIT = 1e6
 _REAL_UNLIMITED_MBIT = 100_000.0
@@ -280,7 +280,7 @@ def _auto_window(bench: SchedulesBench, conditions: Conditions) -> int:
         )
         for entry in entries
     )
-    return choose_window(fit_window(few, many), CANDIDATES)
+    return choose_window(fit_window(few, many), CANDIDATES, overlapped_ms)
 
 
 def _row(entry: Entry, bench: SchedulesBench, conditions: Conditions, measured: Measured) -> dict[str, Any]:

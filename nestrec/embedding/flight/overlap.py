@@ -52,12 +52,13 @@ def overlap_of(older: WorkingSet, newer: WorkingSet) -> Overlap:
     return Overlap({name: _table_overlap(a, b) for name, (a, b) in pairs.items()})
 
 
-def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> None:
-    """Give the newer working set the rows that the older batch has updated."""
+def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> int:
+    """Give the newer working set the rows that the older batch has updated; how many they are."""
     for name, table in shared.tables.items():
         if len(table.older):
             source, target = older.tables[name], newer.tables[name].fetched.rows
             _copy_rows(source.fetched.rows, table.older, target, table.newer)
+    return shared.num_rows
 
 
 def num_common_rows(older: Routed, newer: WorkingSet) -> int:

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import DenseSync, all_reduce_sum
+from nestrec.distributed.exchange import DenseSync
 from nestrec.embedding.flight.working_set import RowWatch
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.torch_optimizer import TorchOptimizer
@@ -92,7 +92,7 @@ class DenseUpdate:
     ):
         """row_watch: of the rows on this rank; what all ranks have seen travels with the sums."""
         self._named = dict(model.named_parameters())
-        self._device, self._topology, self._row_watch = device, topology, row_watch
+        self._device, self._row_watch = device, row_watch
         self._optimizer = (
             AdamW(self._named, optimizer, device)
             if isinstance(optimizer, OptimizerConfig)
@@ -116,8 +116,7 @@ class DenseUpdate:
                 parameter.requires_grad and parameter.grad is None
             ):  # no sample reached it here; one rank must do as many do
                 parameter.grad = torch.zeros_like(parameter)
-        self._sync.reduce()
-        all_reduce_sum(self._topology.dense, sums)
+        self._sync.reduce(sums)
         return sums
 
     def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:

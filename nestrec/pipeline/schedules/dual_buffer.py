@@ -13,6 +13,7 @@ from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window_size import in_turn_ms
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 
@@ -41,4 +42,6 @@ class DualBuffer(Pipelined):
             return machine.apply_dense(step, sums)
 
 
-DUAL_BUFFER = ScheduleSpec(name="dual_buffer", build=DualBuffer, is_exact=True, splits=False, rows_outlive_step=True)
+DUAL_BUFFER = ScheduleSpec(
+    name="dual_buffer", build=DualBuffer, is_exact=True, splits=False, rows_outlive_step=True, window_ms=in_turn_ms
+)

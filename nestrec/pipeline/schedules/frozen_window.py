@@ -10,6 +10,7 @@ compute                          F1 F2 F3 ... update rows, update dense
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Feed, Step, Totals
+from nestrec.pipeline.window_size import overlapped_ms
 from nestrec.pipeline.windows import overlapped
 
 
@@ -30,4 +31,6 @@ class FrozenWindow(Pipelined):
             return totals
 
 
-FROZEN_WINDOW = ScheduleSpec(name="frozen_window", build=FrozenWindow, is_exact=True, splits=True)
+FROZEN_WINDOW = ScheduleSpec(
+    name="frozen_window", build=FrozenWindow, is_exact=True, splits=True, window_ms=overlapped_ms
+)

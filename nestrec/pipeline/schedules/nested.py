@@ -10,14 +10,15 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window_size import overlapped_ms
 from nestrec.pipeline.windows import overlapped
 from nestrec.trace import Tracer
 
@@ -58,4 +59,6 @@ class Nested(Pipelined):
             return machine.apply_dense(step, sums)
 
 
-NESTED = ScheduleSpec(name="nested", build=Nested, is_exact=True, splits=True, rows_outlive_step=True)
+NESTED = ScheduleSpec(
+    name="nested", build=Nested, is_exact=True, splits=True, rows_outlive_step=True, window_ms=overlapped_ms
+)

@@ -19,16 +19,17 @@ from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.split_window import SplitWindow
 from nestrec.embedding.flight.working_set import RowBuffers
 from nestrec.pipeline.collision_stages import CollisionStages, Neighbours
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
+from nestrec.pipeline.window_size import vectors_first_ms
 from nestrec.trace import Tracer
 
 _KEYS_AHEAD = 2
@@ -133,4 +134,6 @@ class Priority(Pipelined):
         self._begun = _Begun(newer, vectors)
 
 
-PRIORITY = ScheduleSpec(name="priority", build=Priority, is_exact=True, splits=False, rows_outlive_step=True)
+PRIORITY = ScheduleSpec(
+    name="priority", build=Priority, is_exact=True, splits=False, rows_outlive_step=True, window_ms=vectors_first_ms
+)

@@ -18,14 +18,15 @@ run that was resumed there is the run that was not interrupted. A stop between f
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.phases import FetchedBatch, RoutedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.phases import FetchedBatch, RoutedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
+from nestrec.pipeline.window_size import apart_ms
 from nestrec.trace import Tracer
 
 _KEYS_AHEAD = 4
@@ -101,4 +102,4 @@ class SemiAsync(Pipelined):
         self._machine.update_in_store(deferred.batch, deferred.rates, gone)
 
 
-SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsync, is_exact=False, splits=False)
+SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsync, is_exact=False, splits=False, window_ms=apart_ms)

@@ -23,6 +23,7 @@ from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals, check_can_cache, check_can_cut
+from nestrec.pipeline.window_size import in_turn_ms
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
@@ -98,4 +99,4 @@ class Serial:
         return self._tracer.span(name, kind=kind, is_collective=is_collective)
 
 
-SERIAL = ScheduleSpec(name="serial", build=Serial, is_exact=True, splits=False)
+SERIAL = ScheduleSpec(name="serial", build=Serial, is_exact=True, splits=False, window_ms=in_turn_ms)

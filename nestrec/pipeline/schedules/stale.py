@@ -11,13 +11,14 @@ compute          F1 F2 ... update dense
 
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.phases import FetchedBatch
 from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
+from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window_size import in_turn_ms
 from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 
@@ -62,4 +63,6 @@ class Stale(Pipelined):
         return read
 
 
-STALE = ScheduleSpec(name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",))
+STALE = ScheduleSpec(
+    name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",), window_ms=in_turn_ms
+)

@@ -136,6 +136,24 @@ class StatusAnswer(TypedDict):
     """loads of the instances, and requests that went elsewhere"""
 
 
+class LiveAnswer(TypedDict):
+    """What the live page draws."""
+
+    status: StatusAnswer
+    """now"""
+    timeline: Mapping[str, list[Any]]
+    """by name, a value a second of the last ten minutes, oldest first"""
+    relay: Mapping[str, list[Mapping[str, Any]]]
+    """by role, the last requests: when they came and ended, in seconds before now, and where their prefix was"""
+
+
+class TitlesAnswer(TypedDict):
+    """What people call items."""
+
+    titles: Mapping[str, str]
+    """by source id"""
+
+
 class HealthAnswer(TypedDict):
     """Alive, or ready."""
 

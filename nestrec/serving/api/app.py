@@ -161,6 +161,9 @@ class App:
         self.metrics.observe(route, 429, 0.0)
         return _explained(refusal)
 
+    def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
+        self.metrics.refusals = refusals
+
     def count_malformed(self, status: int) -> None:
         self.metrics.observe("malformed", status, 0.0)
 
@@ -203,9 +206,11 @@ class App:
         return route if route in self._routes else "other"
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
+        sampling = asyncio.create_task(self.metrics.timeline.run())
         while True:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
+                sampling.cancel()
                 await self._store.close()
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":

@@ -1,14 +1,16 @@
 """Counters and latencies for Prometheus and for the live page. No id of a user or an item enters them."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nestrec.serving.api.engine_metrics import EngineCollector, RefusalCollector, engine_status
+from nestrec.serving.api.timeline import ServingTimeline
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.service import Service
 
@@ -23,13 +25,20 @@ class Metrics:
         self._answers = _Answers()
         self._registry = CollectorRegistry()
         self._registry.register(self._answers)
-        self._registry.register(_EngineCollector(service))
+        self._registry.register(EngineCollector(service))
+        self.refusals: Mapping[str, int] = {}
+        """requests that the gate let not in, by reason"""
+        self._registry.register(RefusalCollector(lambda: self.refusals))
+        ProcessCollector(registry=self._registry)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self.timeline = ServingTimeline(service)
 
     def observe(self, route: str, status: int, seconds: float) -> None:
         self._answers.observe(route, status, seconds)
-        if status == 200 and route.startswith("/v1"):
-            self._recent.append(seconds)
+        if route.startswith("/v1"):
+            self.timeline.observe(outcome_of(status), seconds)
+            if status == 200:
+                self._recent.append(seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
@@ -48,27 +57,6 @@ class Metrics:
             "models": {role: engine_status(self._service, role) for role in self._service.fleets},
             "router": {"loads": list(router.loads), "diverted": router.num_diverted, "leaked": router.num_leaked},
         }
-
-
-def engine_status(service: Service, role: str) -> dict[str, Any]:
-    """Sums over the instances of a model."""
-    fleet = service.fleet(role)
-    counts: dict[str, int] = {}
-    for engine in fleet.engines:
-        for name, count in dict(engine.counts).items():
-            counts[name] = counts.get(name, 0) + count
-    tiers = [engine.tiers for engine in fleet.engines]
-    return {
-        "version": fleet.servable.version[:12],
-        "counts": counts,
-        "queued_s": sum(engine.queued_s for engine in fleet.engines),
-        "device_pages_used": sum(t.device.num_pages - t.device.num_free_pages for t in tiers),
-        "device_pages": sum(t.device.num_pages for t in tiers),
-        "dram_bytes_used": sum(t.dram.num_bytes for t in tiers),
-        "dram_bytes": sum(t.dram.max_bytes for t in tiers),
-        "break_even_tokens": tiers[0].break_even_tokens(),
-        "tables": {name: table.statistics() for name, table in fleet.servable.tables.items()},
-    }
 
 
 class _Answers(Collector):
@@ -92,7 +80,9 @@ class _Answers(Collector):
         for (route, status), count in self._counts.items():
             answers.add_metric([route, str(status)], count)
         yield answers
-        seconds = HistogramMetricFamily("nestrec_request_seconds", "Time to answer", labels=["route", "outcome"])
+        seconds = HistogramMetricFamily(
+            "nestrec_request_duration_seconds", "Time to answer", labels=["route", "outcome"]
+        )
         for labels, times in self._times.items():
             seconds.add_metric(labels, times.buckets(), times.seconds)
         yield seconds
@@ -109,47 +99,3 @@ def outcome_of(status: int) -> str:
             return "failed"
         case _:
             return "answered" if status < 400 else "rejected"
-
-
-class _EngineCollector(Collector):
-    def __init__(self, service: Service):
-        self._service = service
-
-    def collect(self) -> Iterable[Metric]:
-        events = CounterMetricFamily("nestrec_engine_events", "Events of the engines", labels=["model", "event"])
-        gauges = GaugeMetricFamily("nestrec_engine_state", "State of the engines", labels=["model", "what"])
-        rows = CounterMetricFamily(
-            "nestrec_table_rows",
-            "Rows of cached tables asked for and not on the device",
-            labels=["model", "table", "event"],
-        )
-        for role in self._service.fleets:
-            status = engine_status(self._service, role)
-            for name, count in status["counts"].items():
-                events.add_metric([role, name], count)
-            for name in ("queued_s", "device_pages_used", "device_pages", "dram_bytes_used", "dram_bytes"):
-                gauges.add_metric([role, name], status[name])
-            for name, counts in status["tables"].items():
-                for event in ("asked", "missed"):
-                    rows.add_metric([role, name, event], counts[event])
-        yield rows
-        yield events
-        yield gauges
-        yield from self._times()
-        router = CounterMetricFamily("nestrec_router_events", "Routes off a user's own instance", labels=["event"])
-        router.add_metric(["diverted"], self._service.router.num_diverted)
-        router.add_metric(["leaked"], self._service.router.num_leaked)
-        yield router
-
-    def _times(self) -> Iterable[Metric]:
-        """Of ranking requests that were answered."""
-        queued = HistogramMetricFamily("nestrec_queue_seconds", "Time in the queue of an engine", labels=["model"])
-        computed = HistogramMetricFamily("nestrec_compute_seconds", "Time of the batches", labels=["model"])
-        for role, fleet in self._service.fleets.items():
-            for family, times in (
-                (queued, Histogram.sum_of(engine.queue_times for engine in fleet.engines)),
-                (computed, Histogram.sum_of(engine.compute_times for engine in fleet.engines)),
-            ):
-                family.add_metric([role], times.buckets(), times.seconds)
-        yield queued
-        yield computed

@@ -141,6 +141,16 @@ class DrainRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TitlesRequest:
+    """What people call items, where the model knows it."""
+
+    items: Annotated[list[ItemId], Most("max_listed")]
+    """source ids; may be empty"""
+    search: Annotated[str, Least(1), Most("max_id_characters")] | None = None
+    """words of a title, in any case: the first items whose title has it"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventsRequest:
     """Events to be kept for requests without a history."""
 

@@ -17,6 +17,8 @@ _BUILT_IN: dict[str, Endpoint | str] = {
     "fleet": "nestrec.serving.api.endpoints.admin:FLEET",
     "models": "nestrec.serving.api.endpoints.about:MODELS",
     "status": "nestrec.serving.api.endpoints.about:STATUS",
+    "now": "nestrec.serving.api.endpoints.about:NOW",
+    "titles": "nestrec.serving.api.endpoints.titles:TITLES",
     "live": "nestrec.serving.api.endpoints.about:LIVE",
     "ready": "nestrec.serving.api.endpoints.about:READY",
     "metrics": "nestrec.serving.api.endpoints.about:METRICS",

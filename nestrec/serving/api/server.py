@@ -135,6 +135,8 @@ def uvicorn_config(
     endpoints = (app.front.endpoints if isinstance(app, App) else all_endpoints()).values()
     tell = log_answer if cfg.log.requests else None
     protocol = protocol_with(cfg.limits, hosts, safety.gate(endpoints), door, tell=tell)
+    if hasattr(app, "count_refusals_of"):
+        app.count_refusals_of(safety.refusals)
     if cfg.health_port is not None:
         app = WithHealthPort(app, cfg.host, cfg.health_port, hosts, safety=safety, endpoints=endpoints)
     certificates = safety.certificates

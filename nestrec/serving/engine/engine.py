@@ -22,6 +22,7 @@ from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.pace import EnginePace
 from nestrec.serving.engine.planner import Planner
 from nestrec.serving.engine.probe import check_probe
+from nestrec.serving.engine.recent import RecentRequests
 from nestrec.serving.engine.runner import BatchRunner, Launched, Scored
 from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.engine.step import EngineStep
@@ -65,6 +66,7 @@ class Engine:
         """seconds for which the device has been at work"""
         self.queue_times, self.compute_times = Histogram(), Histogram()
         """of ranking requests that were answered; a request computes while a batch does that it has a part in"""
+        self.recent = RecentRequests()
         self.costs = EngineCostModel(most_seen=form.servable.cached.most_seen(form.servable.encoder_config))
         self.tiers = PrefixTiers(
             form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
@@ -334,8 +336,10 @@ class Engine:
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
                 self.tiers.spill(step.entry, ahead_s=self.queued_s)
         self._release(step)
+        ended_s = time.perf_counter()
         self.compute_times.observe(work.computed_s)
-        self.queue_times.observe(max(0.0, time.perf_counter() - work.arrived_s - work.computed_s))
+        self.queue_times.observe(max(0.0, ended_s - work.arrived_s - work.computed_s))
+        self.recent.ranked(work, ended_s)
         items, scores = scored.items, scored.scores
         if len(work.scored) > 1:
             items, scores = work.candidates.items, np.concatenate(work.scored)
@@ -351,6 +355,7 @@ class Engine:
             life_s = self.trigger.life_s
         self.tiers.device.hold(entry, self.clock.now_s() + life_s)
         self._count("signal_done")
+        self.recent.signalled(work, time.perf_counter())
         self._finish(work, Answer(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
 
     def _release(self, step: EngineStep) -> None:

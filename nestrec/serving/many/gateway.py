@@ -9,7 +9,7 @@ elsewhere it would make a second history.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -34,10 +34,12 @@ from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.api.shapes import Least, reader
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
+from nestrec.serving.many.fleet_metrics import FleetMetrics
 from nestrec.serving.many.rollout import Rollout, Supervisor, version_of
 from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
 
+_PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/json"
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
 _TURN_S, _TURNS_A_PROBE = 0.1, 10
@@ -86,8 +88,7 @@ class Gateway:
         self._changes: set[asyncio.Task[Answered]] = set()
         self._read_swap = reader(SwapRequest, limits)
         self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
-        self.num_failed_over = 0
-        """requests that were begun again on another instance"""
+        self.metrics = FleetMetrics(self.router)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -106,18 +107,29 @@ class Gateway:
         check_head(scope, self._limits)
         # What HEAD leaves out of an answer is left out by the server.
         method, path = "GET" if scope["method"] == "HEAD" else scope["method"], scope["path"]
-        if path == "/health/live":
-            return as_json({"status": "live"})
-        if path == "/health/ready":
-            return as_json({"slots": self.router.is_alive}, 200 if any(self.router.is_alive) else 503)
-        if path == "/v1/gateway":
-            return as_json(self.status())
+        if (answered := await self._of_front(method, path, scope["query_string"])) is not None:
+            return answered
         body = await unread.read() if method == "POST" else b""
         if path.startswith("/v1/admin/"):
             return await self._operated(method, path, body)
         if method == "DELETE" and path.startswith("/v1/users/"):
             return await self._everywhere(method, scope["raw_path"])
         return await self._routed(method, path, scope["raw_path"], body, client_in(scope))
+
+    async def _of_front(self, method: str, path: str, query: bytes) -> Answered | None:
+        """What this front says of itself and of its instances; none where a request is for one of them."""
+        match path:
+            case "/health/live":
+                return as_json({"status": "live"})
+            case "/health/ready":
+                return as_json({"slots": self.router.is_alive}, 200 if any(self.router.is_alive) else 503)
+            case "/v1/gateway":
+                return as_json(self.status())
+            case "/metrics" if method == "GET":
+                return await self._exposition()
+            case "/v1/live" if (slot := _slot_in(query)) is not None:
+                return await self._live(slot)
+        return None
 
     async def _operated(self, method: str, path: str, body: bytes) -> Answered:
         """What concerns all instances, for whoever runs them; it goes on where the client does not wait for it."""
@@ -159,12 +171,35 @@ class Gateway:
             self._is_reload_due = False
             await self.rollout.swap(self._folders)
 
+    def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
+        self.metrics.refusals = refusals
+
+    async def _exposition(self) -> Answered:
+        """What every instance counts, beside what this front does."""
+        slots = range(len(self._upstreams))
+        told = await asyncio.gather(*(self._told(slot, b"/metrics") for slot in slots))
+        texts = {slot: one.body for slot, one in zip(slots, told, strict=True) if one is not None}
+        return Answered(200, self.metrics.exposition(texts), _PROMETHEUS)
+
+    async def _live(self, slot: int) -> Answered:
+        """How one instance fares."""
+        response = await self._told(slot, b"/v1/live") if slot < len(self._upstreams) else None
+        if response is None:
+            return problem(503, "the instance does not answer", "", retry_after(1.0))
+        return Answered(response.status, response.body, _JSON, (b"x-nestrec-slot", str(slot).encode()))
+
+    async def _told(self, slot: int, target: bytes) -> Response | None:
+        try:
+            return await self._upstreams[slot].send("GET", target, timeout_s=_PROBE_TIMEOUT_S)
+        except (OSError, EOFError):  # a TimeoutError is an OSError
+            return None
+
     def status(self) -> dict[str, object]:
         """Loads and what went another way than a user's own."""
         router = self.router
         return {
             "alive": list(router.is_alive), "loads": list(router.loads), "diverted": router.num_diverted,
-            "leaked": router.num_leaked, "failed_over": self.num_failed_over,
+            "leaked": router.num_leaked, "failed_over": self.metrics.num_failed_over,
         }  # fmt: skip
 
     async def _routed(self, method: str, path: str, target: bytes, body: bytes, client: str) -> Answered:
@@ -194,7 +229,7 @@ class Gateway:
                     return _answered(response, route)
             finally:
                 self.router.end(route.slot)
-            self.num_failed_over += not about.needs_home
+            self.metrics.num_failed_over += not about.needs_home
         if about.needs_home:
             return problem(503, "the instance that keeps the events of this user is away", "", retry_after(1.0))
         return problem(503, "no instance is alive", "", retry_after(1.0))
@@ -274,6 +309,12 @@ class Gateway:
                 if not is_alive or turn % _TURNS_A_PROBE == 0:
                     self._probe(slot)
             await asyncio.sleep(_TURN_S)
+
+
+def _slot_in(query: bytes) -> int | None:
+    """Of `slot=N`."""
+    name, _, value = query.partition(b"=")
+    return int(value) if name == b"slot" and value.isdigit() and len(value) < 6 else None
 
 
 def _answered(response: Response, route: Route | None) -> Answered:

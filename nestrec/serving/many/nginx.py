@@ -96,6 +96,8 @@ http {{
         location ^~ /v1/users/ {{ proxy_pass http://nestrec_front; }}
         location ^~ /health/ {{ proxy_pass http://nestrec_front; }}
         location = /v1/gateway {{ proxy_pass http://nestrec_front; }}
+        location = /v1/live {{ proxy_pass http://nestrec_front; }}
+        location = /metrics {{ proxy_pass http://nestrec_front; }}
     }}
 }}
 """

@@ -36,6 +36,7 @@ from nestrec.serving.model.spec import (
     MANIFEST_FILE,
     PROBE_FILE,
     SPEC_FILE,
+    TITLES_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
     FileDigest,
@@ -121,6 +122,7 @@ def _servable(session: Session, step: int, scratch: Path) -> Servable:
     return Servable(
         spec=spec, version="", model=model.eval().requires_grad_(False), tables=tables,
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
+        item_titles=tuple(dataset.item_texts()),
         index=None if serving.index is None else _index(partial(serving.index, model), tables["items"].weight, scratch),
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
     )  # fmt: skip
@@ -143,6 +145,8 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
     files += [
         _write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in servable.tables.items()
     ]
+    if servable.item_titles:
+        files.append(_write_json(folder, TITLES_FILE, json.dumps(servable.item_titles)))
     if servable.index is not None:
         ids = torch.arange(1, servable.spec.num_items + 1)
         files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))

@@ -28,6 +28,7 @@ from nestrec.serving.model.spec import (
     MANIFEST_FILE,
     PROBE_FILE,
     SPEC_FILE,
+    TITLES_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
     Probe,
@@ -55,6 +56,10 @@ class Servable:
     """category of each item id (ranking), where ids are looked up"""
     probe: Probe | None = None
     """a request that the export has recorded the scores of"""
+    item_titles: tuple[str, ...] = ()
+    """what people call item 1, 2, ...; none where the dataset had no text of its items"""
+    exported_at_s: float | None = None
+    """Unix seconds; none for one that was not read from a folder"""
 
     @cached_property
     def item_ids(self) -> ItemIds:
@@ -164,6 +169,7 @@ class Servable:
             spec=spec, version=manifest.version, model=model, index=index, item_columns=columns,
             tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
             item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())), probe=_probe(folder),
+            item_titles=_titles(folder), exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
         )  # fmt: skip
         place = servable.lookup_device
         return replace(servable, item_columns={name: column.to(place) for name, column in columns.items()})
@@ -205,6 +211,11 @@ def _probe(folder: Path) -> Probe | None:
     """None in a folder of an earlier version, which recorded none."""
     path = folder / PROBE_FILE
     return from_plain(Probe, json.loads(path.read_text())) if path.exists() else None
+
+
+def _titles(folder: Path) -> tuple[str, ...]:
+    path = folder / TITLES_FILE
+    return tuple(json.loads(path.read_text())) if path.exists() else ()
 
 
 def _damaged(name: str, problem: str) -> DamagedError:

@@ -13,7 +13,7 @@ FORMAT = 1
 SPEC_FILE, MANIFEST_FILE = "spec.json", "manifest.json"
 WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
 ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
-PROBE_FILE = "probe.json"
+PROBE_FILE, TITLES_FILE = "probe.json", "item_titles.json"
 
 
 @config

@@ -34,14 +34,21 @@ class SafetyGate:
     """Decides by the head of a request. Used inside one event loop."""
 
     def __init__(
-        self, access: Access, keys: KeyRing | None = None, *, front_only: bool = False, takes_admin: bool = True,
-        clock: Clock | None = None, unix_s: Callable[[], float] = time.time,
-    ):  # fmt: skip
-        """takes_admin: admin endpoints may be asked at all; without keys whoever reaches the server may ask them."""
+        self,
+        access: Access,
+        keys: KeyRing | None = None,
+        *,
+        front_only: bool = False,
+        takes_admin: bool = True,
+        refusals: dict[str, int] | None = None,
+        clock: Clock | None = None,
+        unix_s: Callable[[], float] = time.time,
+    ):
+        """takes_admin: admin endpoints may be asked at all; without keys whoever reaches the server may ask them.
+        refusals: counted here by reason."""
         self._access, self._keys, self._front_only, self._takes_admin = access, keys, front_only, takes_admin
         self._rates, self._unix_s = KeyRates(clock or RealClock()), unix_s
-        self.refusals: dict[str, int] = {}
-        """by reason"""
+        self.refusals = {} if refusals is None else refusals
 
     def admit(self, path: str, raw_path: str, headers: list[Header], address: str) -> Admission:
         """path: decoded. address: of the connection."""

@@ -23,6 +23,8 @@ class Safety:
         self.cfg = cfg
         self.keys = KeyRing(Path(cfg.keys)) if cfg.keys else None
         self.certificates = Certificates.of(cfg)
+        self.refusals: dict[str, int] = {}
+        """requests that no gate let in, by reason"""
         # Without keys nobody can be told from an admin, so only this machine may ask for what they do.
         self._knows_admins = self.keys is not None or (is_loopback(host) and not cfg.behind)
         followed = (self.keys, self.certificates)
@@ -32,9 +34,12 @@ class Safety:
         """Of the port that clients ask, or of the one for health."""
         is_admin_port = self.cfg.admin_on_health_port == of_health
         return SafetyGate(
-            Access(endpoints, _WATCHED), self.keys, front_only=self.cfg.behind == "gateway",
+            Access(endpoints, _WATCHED),
+            self.keys,
+            front_only=self.cfg.behind == "gateway",
             takes_admin=is_admin_port and self._knows_admins,
-        )  # fmt: skip
+            refusals=self.refusals,
+        )
 
     def close(self) -> None:
         self._watcher.close()

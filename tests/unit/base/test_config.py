@@ -55,6 +55,8 @@ class Outer:
     """Optional."""
     parts: Mapping[str, Inner] = dataclasses.field(default_factory=dict)
     """By name."""
+    spare: Inner | None = None
+    """Maybe a nested config."""
     color: Color = Color.RED
     """An enum."""
     names: list[str] = dataclasses.field(default_factory=list)
@@ -159,6 +161,7 @@ def test_an_override_reaches_into_a_mapping() -> None:
     assert changed.parts == {"a": Inner(dropout=0.5), "b": Inner()}
     changed = with_overrides(Outer(), {"parts.c": '{"dropout": 0.25}'})
     assert changed.parts == {"c": Inner(dropout=0.25)}
+    assert with_overrides(Outer(), {"spare.dropout": "0.25"}).spare == Inner(dropout=0.25), "it was none"
     changed = with_overrides(Outer(), {"parts.c.dropout": "0.25", "parts.c.name": "b"})
     assert changed.parts == {"c": Inner(dropout=0.25, name="b")}, "nothing was said of it before"
 

@@ -152,13 +152,17 @@ def test_a_folder_without_an_exported_model_is_named(tmp_path: Path) -> None:
     assert refusal("serve", "--model", str(tmp_path), "--port", "0").value == str(tmp_path)
 
 
+ENTRY = ".NAME."
+"""stands for the name of an entry in the options of what has none yet"""
+
+
 @pytest.mark.parametrize(
     "command",
     ["train demo", "train kuairand_ranking", "train criteo_dlrm", *(f"prepare {name}" for name in FORMATS), *CONFIGS],
 )
 def test_what_options_prints_can_be_given_back(command: str) -> None:
     config, _ = config_of(command.split())
-    printed = {field.name: option_text(field.value) for field in describe(config)}
+    printed = {field.name: option_text(field.value) for field in describe(config) if ENTRY not in field.name}
     assert with_overrides(config, printed) == config
 
 

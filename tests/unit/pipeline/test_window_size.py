@@ -1,21 +1,39 @@
 """The model of a frozen window, and the number of micro-batches that follows from it."""
 
+from dataclasses import replace
+
 import pytest
 
+from nestrec.base.errors import UserError
+from nestrec.data.batches import BatchConfig
 from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.pipeline import SCHEDULES, PipelineConfig
 from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
-from nestrec.pipeline.window_size import MeasuredWindow, choose_window, fit_window, window_ms
+from nestrec.pipeline.window_choice import FEW, MANY, WindowChoice
+from nestrec.pipeline.window_size import (
+    MeasuredWindow,
+    apart_ms,
+    choose_window,
+    fit_window,
+    in_turn_ms,
+    overlapped_ms,
+    vectors_first_ms,
+)
+from nestrec.trace import Span
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8, 16])
 def test_only_the_first_and_last_exchange_are_exposed_where_they_fit_beside_the_computation(num_micro_batches):
     compute, exchange = 1712.0 / num_micro_batches, 1185.0 / (2 * num_micro_batches)
-    window = window_ms([compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches)
+    window = overlapped_ms(
+        [compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches
+    )
     assert window == pytest.approx(1712.0 + 1185.0 / num_micro_batches)
 
 
 def test_where_communication_takes_longer_it_bounds_the_window():
-    window = window_ms([1.0] * 8, [2.0] * 8, [2.0] * 8)
+    window = overlapped_ms([1.0] * 8, [2.0] * 8, [2.0] * 8)
     assert 32.0 <= window <= 32.0 + 2.0
 
 
@@ -31,8 +49,60 @@ def test_more_micro_batches_are_taken_only_while_they_are_worth_it():
     free = fit_window(MeasuredWindow(2, 100.0, 60.0), MeasuredWindow(8, 100.0, 60.0))
     costly = fit_window(MeasuredWindow(2, 100.0, 60.0), MeasuredWindow(8, 160.0, 60.0))
     nothing_to_hide = fit_window(MeasuredWindow(2, 100.0, 0.0), MeasuredWindow(8, 101.0, 0.0))
-    chosen = [choose_window(model, candidates) for model in (free, costly, nothing_to_hide)]
+    chosen = [choose_window(model, candidates, overlapped_ms) for model in (free, costly, nothing_to_hide)]
     assert chosen == [16, 2, 1]
+
+
+def test_each_order_of_exchanges_has_its_own_time():
+    compute, vectors, gradients = [10.0, 20.0], [1.0, 2.0], [3.0, 4.0]
+    assert in_turn_ms(compute, vectors, gradients) == 40.0
+    assert vectors_first_ms(compute, vectors, gradients) == 1.0 + 30.0 + 4.0
+    assert vectors_first_ms([1.0, 1.0], [5.0, 5.0], [3.0, 3.0]) == 10.0 + 3.0 + 3.0, "gradients come after all vectors"
+    assert apart_ms(compute, vectors, gradients) == 30.0
+    assert apart_ms([1.0], [2.0], [3.0]) == 5.0
+
+
+def measured_spans(first_step: int, num_micro_batches: int) -> list[Span]:
+    """Steps of 100 ms of computation and 80 ms of exchanges, however they are cut, one after another."""
+    spans: list[Span] = []
+    parts = [("train.embedding.vectors", "communication", 40), ("train.compute", "compute", 100),
+             ("train.embedding.gradients", "communication", 40)]  # fmt: skip
+    for step in range(first_step, first_step + 12):
+        start = now = step * 1_000_000_000
+        for part in range(num_micro_batches):
+            for name, kind, whole_ms in parts:
+                end = now + whole_ms * 1_000_000 // num_micro_batches
+                lane = "compute" if kind == "compute" else "communication"
+                spans.append(Span(id=len(spans), name=name, kind=kind, lane=lane, start_ns=now, end_ns=end, step=step,
+                                  micro_batch=part))  # fmt: skip
+                now = end
+        spans.append(Span(id=len(spans), name="train.step", kind="step", lane="compute", start_ns=start, end_ns=now,
+                          step=step))  # fmt: skip
+    return spans
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chosen"),
+    [("serial", 1), ("dual_buffer", 1), ("stale", 1), ("semi_async", 1), ("priority", 32), ("frozen_window", 32),
+     ("nested", 32)],
+)  # fmt: skip
+def test_the_number_is_chosen_by_the_order_of_the_schedule_that_runs(schedule, chosen):
+    """Where exchanges are waited for in turn, or are those of other steps, cutting a batch gains nothing."""
+    choice = WindowChoice(BatchConfig(micro_batches="auto"), PipelineConfig(schedule=schedule), Topology.single())
+    first = choice.decide(measured_spans(1, FEW), 12, Position(0, 12), lambda position: Position(0, 40))
+    assert first is not None
+    assert first.micro_batches == MANY
+    second = choice.decide(measured_spans(13, MANY), 24, Position(0, 24), lambda position: Position(1, 0))
+    assert second is not None
+    assert second.micro_batches == chosen
+
+
+def test_a_schedule_that_cannot_tell_is_not_guessed_at(monkeypatch):
+    silent = replace(SCHEDULES.find("serial"), window_ms=None)
+    monkeypatch.setattr(type(SCHEDULES), "find", lambda seam, name, field: silent)
+    with pytest.raises(UserError, match="how many micro-batches are worth it is not known"):
+        WindowChoice(BatchConfig(micro_batches="auto"), PipelineConfig(), Topology.single())
+    WindowChoice(BatchConfig(micro_batches=4), PipelineConfig(), Topology.single())
 
 
 def test_changes_hold_from_their_first_batch_on():

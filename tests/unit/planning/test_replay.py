@@ -5,7 +5,7 @@ import pytest
 from planning_costs import TableOfCosts, typical
 
 from nestrec.pipeline import SCHEDULES, PipelineConfig
-from nestrec.pipeline.window_size import window_ms
+from nestrec.pipeline.window_size import overlapped_ms
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.replay import Mesh, replay
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
@@ -32,7 +32,7 @@ def test_a_frozen_window_takes_what_the_window_model_says():
     vectors, compute, gradients = 0.2, 0.3, 0.15
     cost = {"exchange_vectors": vectors, "forward_backward": compute, "exchange_gradients": gradients}
     done = replay(program_of("frozen_window"), TableOfCosts(cost), Mesh(1, 2))
-    assert done.step_s()[0] == pytest.approx(window_ms([compute] * PARTS, [vectors] * PARTS, [gradients] * PARTS))
+    assert done.step_s()[0] == pytest.approx(overlapped_ms([compute] * PARTS, [vectors] * PARTS, [gradients] * PARTS))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

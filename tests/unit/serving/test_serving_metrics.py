@@ -17,7 +17,9 @@ def test_answers_are_counted_as_by_the_objects_of_the_library():
     ours, theirs, answers = CollectorRegistry(), CollectorRegistry(), _Answers()
     ours.register(answers)
     count = Counter("nestrec_requests", "Answers by route and status", ["route", "status"], registry=theirs)
-    times = Histogram("nestrec_request_seconds", "Time", ["route", "outcome"], buckets=BOUNDS_S, registry=theirs)
+    times = Histogram(
+        "nestrec_request_duration_seconds", "Time", ["route", "outcome"], buckets=BOUNDS_S, registry=theirs
+    )
     rng = random.Random(1)
     for _ in range(500):
         route, status = rng.choice(["/v1/rank", "other"]), rng.choice([200, 202, 400, 429, 499, 500, 503])

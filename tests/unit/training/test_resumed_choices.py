@@ -68,7 +68,8 @@ def balancing(**given: object) -> Balancing:
 )
 def test_a_resumed_run_is_dealt_as_its_user_says_now(given, known):
     resumed = balancing(**given)
-    found = resumed.resume(FITTED, 20, fitted_from=CostModel())
+    found, notes = resumed.resume(FITTED, 20, fitted_from=CostModel())
+    assert notes == []
     assert found == known if known != 9.0 else [change.cost.token for change in found] == [9.0]
 
 

@@ -1,9 +1,10 @@
 """What the server says of itself: pages, health, metrics, models and the description of its routes."""
 
+import time
 from typing import Any
 
 from nestrec.base.config import to_plain
-from nestrec.serving.api.answers import HealthAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
+from nestrec.serving.api.answers import HealthAnswer, LiveAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
 from nestrec.serving.api.docs_page import docs_page
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.openapi import openapi
@@ -34,6 +35,16 @@ async def describe(front: Front, _: Any) -> Any:
 async def status(front: Front, _: Any) -> Any:
     """What the live page shows."""
     return front.metrics.status()
+
+
+async def now(front: Front, _: Any) -> Any:
+    """How it stands, how it went, and the last requests of the relay."""
+    now_s = time.perf_counter()
+    recent = {
+        role: [one for engine in fleet.engines for one in engine.recent.told(now_s)]
+        for role, fleet in front.service.fleets.items()
+    }
+    return {"status": front.metrics.status(), "timeline": front.metrics.timeline.columns(), "relay": recent}
 
 
 async def live(front: Front, _: Any) -> HealthAnswer | Answered:
@@ -103,6 +114,14 @@ STATUS = Endpoint(
     summary="What the live page shows",
     handle=status,
     answer=StatusAnswer,
+    audience="watchers",
+)
+NOW = Endpoint(
+    method="GET",
+    path="/v1/live",
+    summary="What the live page draws: the last ten minutes, and the last requests of the relay",
+    handle=now,
+    answer=LiveAnswer,
     audience="watchers",
 )
 MODELS = Endpoint(

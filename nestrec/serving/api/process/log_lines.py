@@ -44,9 +44,12 @@ class JsonLogLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
-            "time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "logger": record.name,
-            "message": record.getMessage(), **_fields(record),
-        }  # fmt: skip
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
         return json.dumps(line, default=str)
 
 

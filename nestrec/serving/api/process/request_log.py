@@ -11,7 +11,9 @@ _LOG = logging.getLogger("nestrec.requests")
 def log_answer(incoming: Incoming, status: int) -> None:
     """route: as it is declared, so without the id of a user in it."""
     fields = {
-        "request_id": incoming.id, "route": incoming.route, "status": status,
+        "request_id": incoming.id,
+        "route": incoming.route,
+        "status": status,
         "milliseconds": round((time.perf_counter() - incoming.came_s) * 1e3, 2),
-    }  # fmt: skip
+    }
     _LOG.info("answered", extra={"fields": fields | ({"key": incoming.key} if incoming.key else {})})

@@ -1,0 +1,142 @@
+"""Histories of many users in the store: how quickly they are read, and that scores are those of whole requests."""
+
+import asyncio
+import random
+import time
+
+import httpx
+import numpy as np
+import pytest
+from operator_results import record
+from redis_server import running_redis
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.histories.redis_store import RedisHistoryStore
+from nestrec.serving.histories.store import HistoryStoreConfig
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.service import Service, ServiceConfig
+
+NUM_USERS, NUM_EVENTS, NUM_ITEMS = 10_000, 1_000, 1_000
+EPSILON = 1e-5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_redis(tmp_path_factory.mktemp("redis"), "--appendonly", "no") as server:
+        yield server
+
+
+def history_of(user, count):
+    """Some at a few moments, some at one: the same for a user at every call."""
+    rng = np.random.default_rng(user)
+    times = np.sort(rng.integers(1_600_000_000_000, 1_630_000_000_000, count)).tolist()
+    items, actions = rng.integers(1, NUM_ITEMS + 1, count), rng.integers(0, 4, count)
+    tabs = [("home", "search")[i] for i in rng.integers(0, 2, count)]
+    return {"items": [*map(str, items)], "times_ms": times, "actions": actions.tolist(), "features": {"tab": tabs}}
+
+
+def part_of(history, part):
+    plain = {name: history[name][part] for name in ("items", "times_ms", "actions")}
+    return {**plain, "features": {"tab": history["features"]["tab"][part]}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_histories_of_ten_million_events_are_read_in_milliseconds(server):
+    cfg = HistoryStoreConfig(url=server.url, timeout_ms=5000.0)
+    server.command("FLUSHALL")
+
+    async def run():
+        store = RedisHistoryStore(cfg)
+        quarter = NUM_EVENTS // 4
+
+        async def fill(first):
+            for user in range(first, NUM_USERS, 4):
+                history = history_of(user, NUM_EVENTS)
+                for start in (0, 2 * quarter, quarter, 3 * quarter):  # one of them late
+                    await store.append(str(user), part_of(history, slice(start, start + quarter)), 5.0)
+
+        await asyncio.gather(*(fill(first) for first in range(4)))
+        rng, times = random.Random(1), []
+        for number in range(20_000):
+            user = rng.randrange(NUM_USERS)
+            start_s = time.perf_counter()
+            found = await store.get(str(user), 5.0)
+            times.append(time.perf_counter() - start_s)
+            if number % 1000 == 0:
+                assert found == history_of(user, NUM_EVENTS)
+        together = []
+
+        async def read(seed):
+            rng = random.Random(seed)
+            for _ in range(2_000):
+                start_s = time.perf_counter()
+                await store.get(str(rng.randrange(NUM_USERS)), 5.0)
+                together.append(time.perf_counter() - start_s)
+
+        start_s = time.perf_counter()
+        await asyncio.gather(*(read(seed) for seed in range(4)))
+        rate = len(together) / (time.perf_counter() - start_s)
+        await store.close()
+        return times, together, rate
+
+    times, together, rate = asyncio.run(run())
+    used = sum(int(server.command("STRLEN", f"nestrec:events:{user}")) for user in range(0, NUM_USERS, 100))
+    p50, p99 = (float(np.quantile(times, q) * 1e3) for q in (0.5, 0.99))
+    record(
+        "reads of 10 million events", users=NUM_USERS, events=NUM_USERS * NUM_EVENTS, reads=len(times),
+        p50_ms=round(p50, 3), p99_ms=round(p99, 3),
+        p99_ms_of_four_at_once=round(float(np.quantile(together, 0.99) * 1e3), 3),
+        reads_a_second_of_four_at_once=round(rate), bytes_an_event=round(used / (NUM_USERS // 100) / NUM_EVENTS, 2),
+        store_mib=round(server.command("INFO", "memory")["used_memory"] / 2**20, 1),
+    )  # fmt: skip
+    assert p99 < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_scores_by_id_are_those_of_requests_with_the_history(server):
+    server.command("FLUSHALL")
+    encoder = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=128, time_bias=True)
+    service = Service(
+        {"ranking": random_ranking(encoder, num_items=NUM_ITEMS)}, ServiceConfig(engine=EngineConfig(max_queue_s=1e9))
+    )
+    store = RedisHistoryStore(HistoryStoreConfig(url=server.url, timeout_ms=5000.0))
+    app = App(service, LimitsConfig(default_timeout_ms=10_000), store)
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+
+            async def compare(first):
+                worst, spread = 0.0, 0.0
+                for user in range(first, NUM_USERS, 8):
+                    history = history_of(user, 1 + user % 100)
+                    cut = len(history["items"]) // 2
+                    for part in (slice(cut, None), slice(cut)):  # the older half late
+                        if (some := part_of(history, part))["items"]:
+                            kept = await client.post("/v1/events", json={"user": user, "history": some})
+                            assert kept.status_code == 202
+                    asked = {"candidates": ["1", "2", "3"], "context": {"tab": "home"}, "now_ms": 1_640_000_000_000}
+                    if user % 2:
+                        assert (await client.post("/v1/preinfer", json={"user": user})).status_code == 202
+                    by_id = (await client.post("/v1/rank", json={"user": user, **asked})).json()
+                    whole = {"user": f"{user}x", "history": history, **asked}
+                    in_full = (await client.post("/v1/rank", json=whole)).json()
+                    difference = [np.abs(np.subtract(by_id["scores"][name], in_full["scores"][name])).max()
+                                  for name in in_full["scores"]]  # fmt: skip
+                    worst = max(worst, *map(float, difference))
+                    spread = max(spread, *(float(np.ptp(values)) for values in in_full["scores"].values()))
+                return worst, spread
+
+            found = await asyncio.gather(*(compare(first) for first in range(8)))
+        await store.close()
+        return max(worst for worst, _ in found), max(spread for _, spread in found)
+
+    worst, spread = asyncio.run(run())
+    service.close()
+    record("scores by id and with the history", users=NUM_USERS, most_different=worst, spread_of_scores=spread)
+    assert worst <= EPSILON
+    assert spread > 100 * EPSILON

@@ -1,0 +1,173 @@
+"""The shipped dashboard, alerts and autoscaling speak of metrics that a server exports, by usual names."""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+
+import httpx
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.many.fleet_metrics import FleetMetrics
+from nestrec.serving.many.router import Router
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.service import Service, ServiceConfig
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
+OF_OTHERS = {"up"}
+"""what Prometheus makes itself"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Families of a server that has been asked everything once, and of a front with two slots."""
+    from nestrec.serving.model.export import write_servable
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    write_servable(random_retrieval(encoder, num_items=50), folder)
+    service = Service.load([folder], ServiceConfig(), tables=TablesConfig(store="dram", cache_rows=8))
+    app = App(service, LimitsConfig(default_timeout_ms=5000))
+    app.count_refusals_of({"unknown": 1})
+
+    async def ask():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            await client.post("/v1/preinfer", json={"user": "u", "history": EVENTS})
+            for body in ({"history": EVENTS, "candidates": ["3"]}, {"candidates": 1}):
+                await client.post("/v1/rank", json={"user": "u", **body})
+            return (await client.get("/metrics")).content
+
+    text = asyncio.run(ask())
+    service.close()
+    from nestrec.base.clock import RealClock
+    from nestrec.serving.keyed_hash import KeyedHash
+    from nestrec.serving.many.router import Ring
+
+    keyed = KeyedHash()
+    front = FleetMetrics(Router(Ring.make(2, keyed), keyed, RealClock())).exposition({0: text, 1: text})
+    return {"server": families_of(text), "front": families_of(front)}
+
+
+def families_of(text):
+    return {family.name: family for family in text_string_to_metric_families(text.decode())}
+
+
+def samples_of(families):
+    """name of a sample to the values of each label"""
+    found = {}
+    for family in families.values():
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, {})
+            for name, value in sample.labels.items():
+                labels.setdefault(name, set()).add(value)
+    return found
+
+
+def selectors(node):
+    """(metric, matchers) of an expression."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node.name, node.matchers.matchers
+    for name in ("expr", "lhs", "rhs", "vector_selector", "param"):
+        inner = getattr(node, name, None)
+        if inner is not None and not isinstance(inner, str | int | float):
+            yield from selectors(inner)
+    for inner in getattr(node, "args", ()) or ():
+        yield from selectors(inner)
+
+
+def expressions():
+    dashboard = json.loads((DEPLOY / "grafana" / "nestrec.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            yield f"panel {panel['title']}", target["expr"].replace("$__rate_interval", "5m")
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield f"alert {rule['alert']}", rule["expr"]
+
+
+def test_every_expression_reads_metrics_and_labels_that_are_exported(exported):
+    samples = samples_of(exported["server"]) | samples_of(exported["front"])
+    seen = set()
+    for where, expression in expressions():
+        found = list(selectors(promql_parser.parse(expression)))
+        assert found, (where, expression)
+        for metric, matchers in found:
+            assert metric in samples or metric in OF_OTHERS, (where, metric)
+            for matcher in matchers:
+                assert matcher.name in {*samples.get(metric, {}), "job", "instance"}, (where, metric, matcher.name)
+            seen.add(metric)
+        # What a sum is by must be a label of what is summed; Prometheus adds instance and job.
+        for grouped in re.findall(r"by \(([^)]*)\)", expression):
+            labels = {name for metric, _ in found for name in samples.get(metric, {})} | {"instance", "job"}
+            assert {name.strip() for name in grouped.split(",")} <= labels, (where, grouped)
+    assert len(seen) > 20
+
+
+def test_every_metric_of_ours_is_on_the_dashboard_or_in_an_alert(exported):
+    names = {name for _, expression in expressions() for name, _ in selectors(promql_parser.parse(expression))}
+    shown = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in names}
+    elsewhere = {"nestrec_engine_events", "nestrec_router_events", "nestrec_model_loaded_timestamp_seconds"}
+    ours = {name for families in exported.values() for name in families if name.startswith("nestrec_")}
+    ours = {name for name in ours if not name.startswith("nestrec_front_process")}
+    assert ours - elsewhere == shown & ours
+
+
+def test_names_follow_the_conventions_and_labels_are_bounded(exported):
+    base_units = ("_seconds", "_bytes", "_pages", "_info", "_ratio")
+    for families in exported.values():
+        for name, family in families.items():
+            assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+            assert family.documentation
+            if family.type == "counter":
+                assert all(sample.name.endswith(("_total", "_created")) for sample in family.samples)
+            if family.type == "histogram":
+                assert name.endswith("_seconds")
+                bounds = {s.labels["le"] for s in family.samples if s.name.endswith("_bucket")}
+                assert len(bounds) > 10
+                assert "+Inf" in bounds
+            if family.type == "gauge" and re.search(r"(_s|_ms|_b|_kb|_mb)$", name):
+                raise AssertionError(f"{name} has no unit in full: {base_units}")
+            for sample in family.samples:
+                assert set(sample.labels) <= {
+                    "route",
+                    "status",
+                    "outcome",
+                    "model",
+                    "prefix",
+                    "event",
+                    "table",
+                    "reason",
+                    "slot",
+                    "le",
+                    "version",
+                    "name",
+                }, sample
+
+
+def test_the_dashboard_is_what_its_script_writes():
+    sys.path.insert(0, str(DEPLOY))
+    try:
+        from make_dashboard import dashboard
+    finally:
+        sys.path.remove(str(DEPLOY))
+    assert json.loads((DEPLOY / "grafana" / "nestrec.json").read_text()) == dashboard()
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+
+
+def test_alerts_say_what_to_look_at():
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert rule["annotations"]["summary"]
+            assert rule["annotations"]["description"]
