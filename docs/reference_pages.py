@@ -1,5 +1,7 @@
 """The reference pages of the site, made while it is built: public Python names, commands, and every dotted option."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -10,11 +12,18 @@ from nestrec.base.field_docs import describe
 from nestrec.bench.benches import BENCHES
 from nestrec.cli.app import app
 from nestrec.cli.options import CONFIGS, config_of, option_text
+from nestrec.client import Client
+from nestrec.serving.api.openapi import openapi
+from nestrec.serving.api.routes import all_endpoints
+from nestrec.serving.api.schema import LimitsConfig
+
+sys.path.append(str(Path(__file__).parent))
+from request_examples import examples_page
 
 
 def on_files(files: Files, config: Any) -> Files:
     """A hook of mkdocs."""
-    pages = {"api": _api(), "commands": _commands(), "options": _options()}
+    pages = {"api": _api(), "commands": _commands(), "options": _options(), "requests": _requests()}
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -25,6 +34,10 @@ def _api() -> str:
     modules = {name: f"{getattr(nestrec, name).__module__}.{name}" for name in names}
     parts = ["# Python", "Everything here is exported by `nestrec` itself."]
     return "\n\n".join([*parts, *(f"::: {path}" for path in modules.values())])
+
+
+def _requests() -> str:
+    return examples_page(openapi(all_endpoints(), LimitsConfig()), set(dir(Client)))
 
 
 def _commands() -> str:

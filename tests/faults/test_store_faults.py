@@ -114,9 +114,11 @@ async def under_load(port, redis, disturb, kind, times):
             refused = load.counts["refused"]
             end_s = time.monotonic() + 5.0
             refused_events = load.counts["refused_events"]
-            while time.monotonic() < end_s and load.counts["refused_events"] == refused_events and (
-                load.counts["refused"] < refused + 20
-            ):  # fmt: skip
+            while (
+                time.monotonic() < end_s
+                and load.counts["refused_events"] == refused_events
+                and (load.counts["refused"] < refused + 20)
+            ):
                 await asyncio.sleep(0.01)
             await asyncio.to_thread(getattr(redis, disturb[1]))
         answered = load.counts["answered"]
@@ -147,9 +149,13 @@ def test_a_store_that_is_lost_time_and_again_makes_nothing_wrong_and_nothing_lat
         load = asyncio.run(under_load(port, redis, disturb, kind, times))
         assert process.poll() is None
     record(
-        f"store under {kind}", times=times, **load.counts, slowest_ms=round(1000 * load.slowest_s, 1),
-        deadline_ms=int(1000 * TIMEOUT_S), acknowledged_events=len(load.acknowledged),
+        f"store under {kind}",
+        times=times,
+        **load.counts,
+        slowest_ms=round(1000 * load.slowest_s, 1),
+        deadline_ms=int(1000 * TIMEOUT_S),
+        acknowledged_events=len(load.acknowledged),
         most_different=load.most_different,
-    )  # fmt: skip
+    )
     assert load.counts["wrong"] == load.counts["failed"] == load.counts["late"] == 0
     assert load.counts["refused_events" if kind == "full" else "refused"] > 0

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nestrec"
 ORDER = [
     "base", "trace", "jagged", "ops", "models", "data", "distributed", "balance", "embedding", "pipeline", "tasks",
-    "checkpoint", "training", "planning", "serving", "library", "report", "bench", "testing",
+    "checkpoint", "training", "planning", "serving", "client", "library", "report", "bench", "testing",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("pipeline") + 1]
 CORE_LIBRARIES = {"torch", "triton", "numpy", "numba"}
@@ -82,7 +82,7 @@ def _is_for_type_checkers(node: ast.stmt) -> bool:
 
 def test_importing_the_package_loads_nothing_heavy():
     heavy = ("torch", "numba", "pyarrow", "numpy")
-    code = f"import sys, nestrec, nestrec.cli.app; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, nestrec, nestrec.cli.app, nestrec.client; print([m for m in {heavy} if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.strip() == "[]"
 

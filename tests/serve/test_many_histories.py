@@ -87,12 +87,17 @@ def test_histories_of_ten_million_events_are_read_in_milliseconds(server):
     used = sum(int(server.command("STRLEN", f"nestrec:events:{user}")) for user in range(0, NUM_USERS, 100))
     p50, p99 = (float(np.quantile(times, q) * 1e3) for q in (0.5, 0.99))
     record(
-        "reads of 10 million events", users=NUM_USERS, events=NUM_USERS * NUM_EVENTS, reads=len(times),
-        p50_ms=round(p50, 3), p99_ms=round(p99, 3),
+        "reads of 10 million events",
+        users=NUM_USERS,
+        events=NUM_USERS * NUM_EVENTS,
+        reads=len(times),
+        p50_ms=round(p50, 3),
+        p99_ms=round(p99, 3),
         p99_ms_of_four_at_once=round(float(np.quantile(together, 0.99) * 1e3), 3),
-        reads_a_second_of_four_at_once=round(rate), bytes_an_event=round(used / (NUM_USERS // 100) / NUM_EVENTS, 2),
+        reads_a_second_of_four_at_once=round(rate),
+        bytes_an_event=round(used / (NUM_USERS // 100) / NUM_EVENTS, 2),
         store_mib=round(server.command("INFO", "memory")["used_memory"] / 2**20, 1),
-    )  # fmt: skip
+    )
     assert p99 < 3.0
 
 
@@ -125,8 +130,10 @@ def test_scores_by_id_are_those_of_requests_with_the_history(server):
                     by_id = (await client.post("/v1/rank", json={"user": user, **asked})).json()
                     whole = {"user": f"{user}x", "history": history, **asked}
                     in_full = (await client.post("/v1/rank", json=whole)).json()
-                    difference = [np.abs(np.subtract(by_id["scores"][name], in_full["scores"][name])).max()
-                                  for name in in_full["scores"]]  # fmt: skip
+                    difference = [
+                        np.abs(np.subtract(by_id["scores"][name], in_full["scores"][name])).max()
+                        for name in in_full["scores"]
+                    ]
                     worst = max(worst, *map(float, difference))
                     spread = max(spread, *(float(np.ptp(values)) for values in in_full["scores"].values()))
                 return worst, spread

@@ -31,9 +31,13 @@ class Trips:
         self._timeout_s = timeout_s
         # The pool only knows how to make a connection from a url; which ones are idle is known here.
         self._pool = ConnectionPool.from_url(
-            url, protocol=2, socket_timeout=None, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0),
+            url,
+            protocol=2,
+            socket_timeout=None,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
             driver_info=None,
-        )  # fmt: skip
+        )
         self._idle: list[AbstractConnection] = []
         self._free = asyncio.Semaphore(max_connections)
         self._watch = Watch(asyncio.get_running_loop().time, timeout_s)

@@ -63,9 +63,12 @@ class Rollout:
     """One change after the other, inside of the front's event loop."""
 
     def __init__(
-        self, upstreams: list[Upstream], router: Router, supervisor: Supervisor | None,
+        self,
+        upstreams: list[Upstream],
+        router: Router,
+        supervisor: Supervisor | None,
         probe: Callable[[int], "asyncio.Task[bool]"],
-    ):  # fmt: skip
+    ):
         """upstreams: of the slots, kept up to date here. probe: finds out whether a slot is ready."""
         self._upstreams, self._router, self._supervisor, self._probe = upstreams, router, supervisor, probe
         self._lock = asyncio.Lock()

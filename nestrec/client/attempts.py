@@ -1,0 +1,76 @@
+"""When a request is sent again: within one deadline, as the server asks, and never where it could count twice."""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_COMES_BACK = (429, 503)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+class AskError(Exception):
+    """The server does not answer as asked: what is wrong with the request, or with the server."""
+
+    def __init__(self, message: str, *, status: int = 0, field: str = ""):
+        """status: of the answer, 0 where there was none. field: of the request, where one of them is wrong."""
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message, self.status, self.field = message, status, field
+
+
+class BusyError(AskError):
+    """No answer before the deadline: the server refuses for now, or is not reached. Later it may."""
+
+    def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None):
+        """retry_after_s: when the server asks to come back."""
+        super().__init__(message, status=status)
+        self.retry_after_s = retry_after_s
+
+
+class Attempts:
+    """Of one request. What is sent, and how one waits, is the business of whoever uses it."""
+
+    def __init__(self, deadline_s: float, *, is_repeatable: bool, now_s: Callable[[], float]):
+        """is_repeatable: it changes nothing, or may be done twice."""
+        self._now_s, self._end_s = now_s, now_s() + deadline_s
+        self._is_repeatable = is_repeatable
+        self._pause_s = _FIRST_PAUSE_S
+
+    def left_s(self) -> float:
+        """Until the deadline; `BusyError` where it has passed."""
+        left_s = self._end_s - self._now_s()
+        if left_s <= 0:
+            raise BusyError("the deadline has passed")
+        return left_s
+
+    def answered(self, status: int, headers: Mapping[str, str], body: Any) -> float | None:
+        """None where that is the answer, else seconds to wait before the next attempt. Raises where there is none."""
+        if status < 400:
+            return None
+        problem = body.get("error", {}) if isinstance(body, dict) else {}
+        message = problem.get("message") or f"the server answers with status {status}"
+        if status not in _COMES_BACK:
+            raise AskError(message, status=status, field=problem.get("field", ""))
+        after = headers.get("retry-after", "")
+        retry_after_s = float(after) if after.isdigit() else None
+        busy = BusyError(message, status=status, retry_after_s=retry_after_s)
+        # 429 says that nothing was begun; after 503 nobody may know.
+        if not self._is_repeatable and status != 429:
+            raise busy
+        return self._waited(retry_after_s, busy)
+
+    def failed(self, error: Exception, *, was_sent: bool) -> float:
+        """Seconds to wait after an attempt without an answer. was_sent: the server may have got it."""
+        busy = BusyError(f"the server is not reached: {error}")
+        if was_sent and not self._is_repeatable:
+            raise busy from error
+        return self._waited(None, busy)
+
+    def _waited(self, asked_s: float | None, busy: BusyError) -> float:
+        """As long as the server asks for; else ever longer, and not all clients at one moment."""
+        wait_s = asked_s
+        if wait_s is None:
+            wait_s = self._pause_s * random.uniform(0.5, 1.5)
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+        if self._now_s() + wait_s >= self._end_s:
+            raise busy
+        return wait_s

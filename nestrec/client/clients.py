@@ -1,0 +1,349 @@
+"""The clients: the same methods, one with `await`. Each call has one deadline, for all of its attempts."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+import httpx
+
+from nestrec.client.attempts import Attempts, BusyError
+from nestrec.client.questions import Category, Id, ServerQuestion, Unknown, UserHistory, asked, forgotten, told
+from nestrec.serving.api.answers import EventsAnswer, ModelsAnswer, PreinferAnswer, RankAnswer, RecommendAnswer
+
+
+class Client:
+    """Asks a server of nestrec; safe to share between threads.
+
+        with Client("http://127.0.0.1:8000") as client: client.recommend("ann", k=5)
+
+    Refusals (429, 503) are asked again after the time that the server names, where the deadline allows it.
+    """
+
+    def __init__(
+        self, url: str, *, key: str | None = None, deadline_s: float = 5.0, transport: httpx.BaseTransport | None = None
+    ):
+        """url: of a server or a front. key: sent as a bearer token. deadline_s: of a call that names none."""
+        self._deadline_s = deadline_s
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, transport=transport)
+
+    def preinfer(
+        self,
+        user: Id,
+        *,
+        history: UserHistory | None = None,
+        prefer_kept: bool | None = None,
+        user_features: Mapping[str, Category] | None = None,
+        now_ms: int | None = None,
+        unknown: Unknown | None = None,
+        num_candidates: int | None = None,
+        deadline_s: float | None = None,
+    ) -> PreinferAnswer:
+        """A ranking request of this user is on its way; the history is computed ahead where that helps."""
+        question = asked(
+            "/v1/preinfer",
+            user,
+            history=history,
+            prefer_kept=prefer_kept,
+            user_features=user_features,
+            now_ms=now_ms,
+            unknown=unknown,
+            num_candidates=num_candidates,
+        )
+        return cast(PreinferAnswer, self._answer(question, deadline_s))
+
+    def rank(
+        self,
+        user: Id,
+        candidates: Sequence[Id],
+        *,
+        history: UserHistory | None = None,
+        prefer_kept: bool | None = None,
+        user_features: Mapping[str, Category] | None = None,
+        context: Mapping[str, Category] | None = None,
+        candidate_features: Mapping[str, Sequence[Category] | Category] | None = None,
+        now_ms: int | None = None,
+        unknown: Unknown | None = None,
+        deadline_s: float | None = None,
+    ) -> RankAnswer:
+        """Scores of candidates, in their order. Without a history the server takes the events that it keeps."""
+        question = asked(
+            "/v1/rank",
+            user,
+            candidates=candidates,
+            history=history,
+            prefer_kept=prefer_kept,
+            user_features=user_features,
+            context=context,
+            candidate_features=candidate_features,
+            now_ms=now_ms,
+            unknown=unknown,
+        )
+        return cast(RankAnswer, self._answer(question, deadline_s))
+
+    def recommend(
+        self,
+        user: Id,
+        *,
+        history: UserHistory | None = None,
+        prefer_kept: bool | None = None,
+        k: int | None = None,
+        exclude_seen: bool | None = None,
+        exclude: Sequence[Id] | None = None,
+        allow: Sequence[Id] | None = None,
+        user_features: Mapping[str, Category] | None = None,
+        context: Mapping[str, Category] | None = None,
+        candidate_features: Mapping[str, Category] | None = None,
+        now_ms: int | None = None,
+        unknown: Unknown | None = None,
+        deadline_s: float | None = None,
+    ) -> RecommendAnswer:
+        """The best items of the catalogue, best first."""
+        question = asked(
+            "/v1/recommend",
+            user,
+            history=history,
+            prefer_kept=prefer_kept,
+            k=k,
+            exclude_seen=exclude_seen,
+            exclude=exclude,
+            allow=allow,
+            user_features=user_features,
+            context=context,
+            candidate_features=candidate_features,
+            now_ms=now_ms,
+            unknown=unknown,
+        )
+        return cast(RecommendAnswer, self._answer(question, deadline_s))
+
+    def events(
+        self, user: Id, history: UserHistory, *, at_least_once: bool = False, deadline_s: float | None = None
+    ) -> EventsAnswer:
+        """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
+        which case they may be there twice; else that is an error."""
+        return cast(EventsAnswer, self._answer(told(user, history, at_least_once=at_least_once), deadline_s))
+
+    def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
+        """Erase the events that are kept of a user, everywhere."""
+        self._answer(forgotten(id, "events"), deadline_s)
+
+    def forget_cache(self, id: Id, *, deadline_s: float | None = None) -> None:
+        """Drop the prefixes that were computed for a user, everywhere."""
+        self._answer(forgotten(id, "cache"), deadline_s)
+
+    def models(self, *, deadline_s: float | None = None) -> ModelsAnswer:
+        """What the models read and give."""
+        return cast(ModelsAnswer, self._answer(ServerQuestion("GET", "/v1/models"), deadline_s))
+
+    def close(self) -> None:
+        """End the connections that are kept."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self, question: ServerQuestion, deadline_s: float | None) -> Any:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        attempts = Attempts(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
+        while True:
+            left_s = attempts.left_s()
+            try:
+                response = self._http.request(
+                    question.method,
+                    question.path,
+                    json=question.content(left_s),
+                    headers=question.headers(),
+                    timeout=left_s,
+                )
+            except httpx.TimeoutException as error:
+                raise BusyError("the deadline has passed") from error
+            except httpx.TransportError as error:
+                wait_s = attempts.failed(error, was_sent=not isinstance(error, httpx.ConnectError))
+            else:
+                body = _read(response)
+                wait = attempts.answered(response.status_code, response.headers, body)
+                if wait is None:
+                    return body
+                wait_s = wait
+            time.sleep(wait_s)
+
+
+class AsyncClient:
+    """The same for programs with an event loop; used inside one of them.
+
+        async with AsyncClient("http://127.0.0.1:8000") as client: await client.recommend("ann", k=5)
+
+    Refusals (429, 503) are asked again after the time that the server names, where the deadline allows it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        deadline_s: float = 5.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        """url: of a server or a front. key: sent as a bearer token. deadline_s: of a call that names none."""
+        self._deadline_s = deadline_s
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, transport=transport)
+
+    async def preinfer(
+        self,
+        user: Id,
+        *,
+        history: UserHistory | None = None,
+        prefer_kept: bool | None = None,
+        user_features: Mapping[str, Category] | None = None,
+        now_ms: int | None = None,
+        unknown: Unknown | None = None,
+        num_candidates: int | None = None,
+        deadline_s: float | None = None,
+    ) -> PreinferAnswer:
+        """A ranking request of this user is on its way; the history is computed ahead where that helps."""
+        question = asked(
+            "/v1/preinfer",
+            user,
+            history=history,
+            prefer_kept=prefer_kept,
+            user_features=user_features,
+            now_ms=now_ms,
+            unknown=unknown,
+            num_candidates=num_candidates,
+        )
+        return cast(PreinferAnswer, await self._answer(question, deadline_s))
+
+    async def rank(
+        self,
+        user: Id,
+        candidates: Sequence[Id],
+        *,
+        history: UserHistory | None = None,
+        prefer_kept: bool | None = None,
+        user_features: Mapping[str, Category] | None = None,
+        context: Mapping[str, Category] | None = None,
+        candidate_features: Mapping[str, Sequence[Category] | Category] | None = None,
+        now_ms: int | None = None,
+        unknown: Unknown | None = None,
+        deadline_s: float | None = None,
+    ) -> RankAnswer:
+        """Scores of candidates, in their order. Without a history the server takes the events that it keeps."""
+        question = asked(
+            "/v1/rank",
+            user,
+            candidates=candidates,
+            history=history,
+            prefer_kept=prefer_kept,
+            user_features=user_features,
+            context=context,
+            candidate_features=candidate_features,
+            now_ms=now_ms,
+            unknown=unknown,
+        )
+        return cast(RankAnswer, await self._answer(question, deadline_s))
+
+    async def recommend(
+        self,
+        user: Id,
+        *,
+        history: UserHistory | None = None,
+        prefer_kept: bool | None = None,
+        k: int | None = None,
+        exclude_seen: bool | None = None,
+        exclude: Sequence[Id] | None = None,
+        allow: Sequence[Id] | None = None,
+        user_features: Mapping[str, Category] | None = None,
+        context: Mapping[str, Category] | None = None,
+        candidate_features: Mapping[str, Category] | None = None,
+        now_ms: int | None = None,
+        unknown: Unknown | None = None,
+        deadline_s: float | None = None,
+    ) -> RecommendAnswer:
+        """The best items of the catalogue, best first."""
+        question = asked(
+            "/v1/recommend",
+            user,
+            history=history,
+            prefer_kept=prefer_kept,
+            k=k,
+            exclude_seen=exclude_seen,
+            exclude=exclude,
+            allow=allow,
+            user_features=user_features,
+            context=context,
+            candidate_features=candidate_features,
+            now_ms=now_ms,
+            unknown=unknown,
+        )
+        return cast(RecommendAnswer, await self._answer(question, deadline_s))
+
+    async def events(
+        self, user: Id, history: UserHistory, *, at_least_once: bool = False, deadline_s: float | None = None
+    ) -> EventsAnswer:
+        """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
+        which case they may be there twice; else that is an error."""
+        return cast(EventsAnswer, await self._answer(told(user, history, at_least_once=at_least_once), deadline_s))
+
+    async def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
+        """Erase the events that are kept of a user, everywhere."""
+        await self._answer(forgotten(id, "events"), deadline_s)
+
+    async def forget_cache(self, id: Id, *, deadline_s: float | None = None) -> None:
+        """Drop the prefixes that were computed for a user, everywhere."""
+        await self._answer(forgotten(id, "cache"), deadline_s)
+
+    async def models(self, *, deadline_s: float | None = None) -> ModelsAnswer:
+        """What the models read and give."""
+        return cast(ModelsAnswer, await self._answer(ServerQuestion("GET", "/v1/models"), deadline_s))
+
+    async def aclose(self) -> None:
+        """End the connections that are kept."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _answer(self, question: ServerQuestion, deadline_s: float | None) -> Any:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        attempts = Attempts(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
+        while True:
+            left_s = attempts.left_s()
+            try:
+                response = await self._http.request(
+                    question.method,
+                    question.path,
+                    json=question.content(left_s),
+                    headers=question.headers(),
+                    timeout=left_s,
+                )
+            except httpx.TimeoutException as error:
+                raise BusyError("the deadline has passed") from error
+            except httpx.TransportError as error:
+                wait_s = attempts.failed(error, was_sent=not isinstance(error, httpx.ConnectError))
+            else:
+                body = _read(response)
+                wait = attempts.answered(response.status_code, response.headers, body)
+                if wait is None:
+                    return body
+                wait_s = wait
+            await asyncio.sleep(wait_s)
+
+
+def _read(response: httpx.Response) -> Any:
+    try:
+        return response.json() if response.content else None
+    except ValueError:
+        return None

@@ -1,0 +1,70 @@
+"""What is asked: method, path, body and headers of each request. Names of fields are those of the server."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal, TypedDict
+from urllib.parse import quote
+
+Id = str | int
+Category = str | int | None
+Unknown = Literal["last", "score", "drop", "refuse"]
+_LONGEST_MS = 10_000
+"""deadline that a server takes by default"""
+
+
+class UserHistory(TypedDict, total=False):
+    """Events of a user, oldest first."""
+
+    items: Sequence[Id]
+    """source ids"""
+    times_ms: Sequence[int]
+    """Unix milliseconds of each event"""
+    actions: Sequence[int | str | Sequence[str] | None]
+    """what the user did at each event"""
+    features: Mapping[str, Sequence[Category]]
+    """by name of a category, a value an event"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerQuestion:
+    """One request."""
+
+    method: str
+    path: str
+    user: Id | None = None
+    """whom it is about"""
+    body: Mapping[str, Any] | None = None
+    is_repeatable: bool = True
+    has_deadline: bool = False
+    """the server is told how long it may take"""
+
+    def content(self, left_s: float) -> dict[str, Any] | None:
+        """The body, with what is left until the deadline."""
+        if self.body is None:
+            return None
+        told = {name: value for name, value in self.body.items() if value is not None}
+        if self.has_deadline:
+            told["timeout_ms"] = max(1, min(_LONGEST_MS, int(1000 * left_s)))
+        return told
+
+    def headers(self) -> dict[str, str]:
+        """A front sends all requests of a user to one instance by this; nobody can read the id from it."""
+        if self.user is None:
+            return {}
+        return {"x-nestrec-user": blake2b(str(self.user).encode(), digest_size=12).hexdigest()}
+
+
+def asked(path: str, user: Id, **fields: Any) -> ServerQuestion:
+    """Something that the server computes."""
+    return ServerQuestion("POST", path, user, {"user": user, **fields}, has_deadline=True)
+
+
+def told(user: Id, history: UserHistory, *, at_least_once: bool) -> ServerQuestion:
+    """Events to be kept."""
+    return ServerQuestion("POST", "/v1/events", user, {"user": user, "history": history}, is_repeatable=at_least_once)
+
+
+def forgotten(user: Id, what: str) -> ServerQuestion:
+    """Events or prefixes of a user."""
+    return ServerQuestion("DELETE", f"/v1/users/{quote(str(user), safe='')}/{what}", user)

@@ -1,0 +1,188 @@
+"""The client against a server: what it sends, when it sends it again, and that its methods are those of the server."""
+
+import asyncio
+import importlib.util
+import inspect
+import json
+from dataclasses import fields
+from http import HTTPStatus
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import free_port
+from test_gateway import listening
+
+from nestrec.client import AskError, AsyncClient, BusyError, Client
+from nestrec.client.attempts import Attempts
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.routes import ENDPOINTS
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+HISTORY = {"items": ["1", "2"], "times_ms": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def service():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()
+
+
+def test_both_clients_ask_a_server(service):
+    async def run():
+        async with listening(App(service, LimitsConfig(default_timeout_ms=5000))) as port:
+            url = f"http://127.0.0.1:{port}"
+            return await asyncio.to_thread(_ask, url), await _ask_without_waiting(url)
+
+    answers, others = asyncio.run(run())
+    assert others == answers
+    assert [*answers[0]["models"]] == ["retrieval"]
+    assert answers[1:3] == [{"events": 2}, True]
+    assert len(answers[3]) == 2
+    assert answers[4] == 3
+    assert answers[5:] == ["history", 400]
+
+
+def _ask(url):
+    with Client(url) as client:
+        told = [client.models(), client.events("a b", HISTORY), "admitted" in client.preinfer("a b")]
+        told += [client.rank("a b", ["3", 4], now_ms=9)["scores"].popitem()[1]]
+        told += [len(client.recommend("a b", k=3)["items"])]
+        client.forget_cache("a b")
+        client.forget_events("a b")
+        with pytest.raises(AskError) as refused:
+            client.recommend("a b")
+        return [*told, refused.value.field, refused.value.status]
+
+
+async def _ask_without_waiting(url):
+    async with AsyncClient(url) as client:
+        told = [await client.models(), await client.events("a b", HISTORY)]
+        told += ["admitted" in await client.preinfer("a b")]
+        told += [(await client.rank("a b", ["3", 4], now_ms=9))["scores"].popitem()[1]]
+        told += [len((await client.recommend("a b", k=3))["items"])]
+        await client.forget_cache("a b")
+        await client.forget_events("a b")
+        with pytest.raises(AskError) as refused:
+            await client.recommend("a b")
+        return [*told, refused.value.field, refused.value.status]
+
+
+def test_examples_of_the_documents_are_answered(service):
+    spec = importlib.util.spec_from_file_location("request_examples", DOCS / "request_examples.py")
+    request_examples = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(request_examples)
+    app = App(service, LimitsConfig(default_timeout_ms=5000))
+
+    async def run():
+        async with listening(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            described, called = (await http.get("/openapi.json")).json(), []
+            for title, _, curl, python in request_examples.examples(described, set(dir(Client))):
+                assert request_examples.URL in curl
+                if "/admin/" not in title:
+                    method, target = title.split()[0], curl.partition(request_examples.URL)[2].split()[0]
+                    body = json.loads(curl.partition("-d '")[2].rstrip("'")) if "-d" in curl else None
+                    assert (await http.request(method, target, json=body)).status_code < 300, title
+                if python:
+                    called.append(title)
+                    await asyncio.to_thread(exec, python.replace(request_examples.URL, str(http.base_url)), {})
+            return called
+
+    assert len(asyncio.run(run())) == 7
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("name", ["preinfer", "rank", "recommend", "events"])
+def test_methods_take_what_the_server_does(kind, name):
+    known = {field.name for field in fields(ENDPOINTS.find(name).request)} - {"timeout_ms"}
+    taken = set(inspect.signature(getattr(kind, name)).parameters) - {"self", "deadline_s", "at_least_once"}
+    assert taken == known
+
+
+class Scripted:
+    """Answers in their order, and what was asked."""
+
+    def __init__(self, *answers):
+        self._answers, self.requests = list(answers), []
+
+    def __call__(self, request):
+        self.requests.append(request)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        status, headers = answer
+        return httpx.Response(status, headers=headers, json={"error": {"message": HTTPStatus(status).phrase}})
+
+    def client(self, **options):
+        return Client("http://server", transport=httpx.MockTransport(self), **options)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Seconds that clients would have waited; time goes on by them."""
+    now, found = [0.0], []
+
+    def sleep(seconds):
+        found.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("nestrec.client.clients.time.sleep", sleep)
+    monkeypatch.setattr("nestrec.client.clients.time.monotonic", lambda: now[0])
+    return found
+
+
+def test_refusals_are_asked_again_when_the_server_says_within_the_deadline(waits):
+    server = Scripted((429, {"retry-after": "1"}), (503, {"retry-after": "2"}), (200, {}))
+    server.client(deadline_s=4.0).rank(7, ["1"])
+    assert waits == [1.0, 2.0]
+    left = [int(request.read().partition(b'"timeout_ms":')[2].rstrip(b"}")) for request in server.requests]
+    assert left == [4000, 3000, 1000], "the server is told what is left"
+    assert len({request.headers["x-nestrec-user"] for request in server.requests}) == 1
+    waits.clear()
+    with pytest.raises(BusyError) as busy:
+        Scripted((503, {"retry-after": "3"})).client(deadline_s=2.0).rank(7, ["1"])
+    assert (busy.value.status, busy.value.retry_after_s, waits) == (503, 3.0, []), "it does not wait in vain"
+
+
+def test_a_server_that_is_not_reached_is_tried_until_the_deadline(waits):
+    gone = [httpx.ConnectError("refused"), httpx.ReadError("reset"), httpx.RemoteProtocolError("ended")]
+    Scripted(*gone, (200, {})).client().recommend("a")
+    assert len(waits) == 3
+    assert waits[0] < waits[2]
+    with pytest.raises(BusyError, match="not reached"):
+        Scripted(*[httpx.ConnectError("refused")] * 99).client(deadline_s=1.0).recommend("a")
+    with Client(f"http://127.0.0.1:{free_port()}", deadline_s=0.05) as client, pytest.raises(BusyError):
+        client.models()
+
+
+def test_events_are_not_sent_twice_unless_that_is_wanted(waits):
+    unknown = ((503, {"retry-after": "1"}), httpx.ReadError("reset"))
+    for answer in unknown:
+        server = Scripted(answer, (202, {}))
+        with pytest.raises(BusyError):
+            server.client().events("a", HISTORY)
+        server.client().events("a", HISTORY, at_least_once=True)
+        server = Scripted(answer, (202, {}))
+        server.client().events("a", HISTORY, at_least_once=True)
+        assert len(server.requests) == 2
+    for known in ((429, {"retry-after": "1"}), httpx.ConnectError("refused")):
+        Scripted(known, (202, {})).client().events("a", HISTORY)
+
+
+def test_what_is_wrong_with_a_request_is_said_at_once(waits):
+    attempts = Attempts(5.0, is_repeatable=True, now_s=lambda: 0.0)
+    with pytest.raises(AskError, match="history: is needed") as wrong:
+        attempts.answered(400, {}, {"error": {"message": "is needed", "field": "history"}})
+    assert not isinstance(wrong.value, BusyError)
+    with pytest.raises(AskError, match="status 502"):
+        attempts.answered(502, {}, None)
+    assert Scripted((200, {})).client(key="secret").models() is not None
+    server = Scripted((200, {}))
+    server.client(key="secret").models()
+    assert server.requests[0].headers["authorization"] == "Bearer secret"
