@@ -199,6 +199,12 @@ def test_defaults_that_could_not_be_taken_are_refused(request, kind, defaults, p
         check_defaults(defaults, Servable.load(request.getfixturevalue(kind).folder))
 
 
+def test_an_export_with_a_default_that_could_not_be_taken_writes_nothing(retrieval, tmp_path):
+    with pytest.raises(UserError, match=r"defaults.history.*'nope'.*is no item"):
+        export_run(retrieval.run, tmp_path / "model", defaults=InputDefaults(history=("nope",)))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_default_must_be_known_and_read():
     servable = random_ranking(HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=8), num_items=5)
     check_defaults(InputDefaults(features={"tab": "home"}), servable)

@@ -86,6 +86,26 @@ def test_head_is_answered_at_once_and_without_a_body(service):
     through_gateway(service, use)
 
 
+def test_an_instance_is_told_whose_request_it_is(service, monkeypatch):
+    """It sees the gateway's address alone, and shares its time among clients."""
+    seen, answer = [], App.serve
+
+    def recorded(app, route, client, body, reply):
+        seen.append(client)
+        return answer(app, route, client, body, reply)
+
+    monkeypatch.setattr(App, "serve", recorded)
+
+    async def use(client, _):
+        body = {"user": "a", "history": EVENTS, "candidates": ["1"]}
+        for name in ("10.0.0.1", "10.0.0.2"):  # as a front before this one would name them
+            response = await client.post("/v1/rank", json=body, headers={"x-nestrec-client": name})
+            assert response.status_code == 200
+        return seen
+
+    assert through_gateway(service, use) == ["10.0.0.1", "10.0.0.2"]
+
+
 def test_a_number_and_its_text_are_one_user(service):
     async def use(client, _):
         for user in range(8):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from dataclasses import replace
 
 import httpx
@@ -17,6 +18,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.engine.runner import Launched
 from nestrec.serving.engine.work import OverloadedError
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
@@ -406,6 +408,10 @@ def test_an_id_at_its_limit_and_one_character_above(front):
         assert call(front, "POST", "/v1/rank", rank_body(candidates=["x" * length] * 4)).status_code == status
         history = {**rank_body()["history"], "items": ["1", "2", 3, "x" * length, "5"]}
         assert call(front, "POST", "/v1/rank", rank_body(history=history)).status_code == status
+        history = {**rank_body()["history"], "features": {"tab": ["home"] * 4 + ["x" * length]}}
+        assert call(front, "POST", "/v1/rank", rank_body(history=history)).status_code == status
+        body = rank_body(candidate_features={"tab": "x" * length})
+        assert call(front, "POST", "/v1/rank", body).status_code == status
 
 
 def test_answers_do_not_tell_whether_a_guess_of_a_history_is_right(service):
@@ -422,6 +428,20 @@ def test_answers_do_not_tell_whether_a_guess_of_a_history_is_right(service):
 
 
 def test_times_of_answers_are_apart_from_refusals_and_queue_from_compute(front, service, monkeypatch):
+    runner = service.fleet("ranking").engines[0]._runner
+    launch = runner.launch
+
+    def launch_slowly(parts):
+        launched = launch(parts)
+
+        def wait():
+            time.sleep(0.05)  # so that a batch takes longer than all around it
+            results, seconds = launched.wait()
+            return results, seconds + 0.05
+
+        return Launched(wait)
+
+    monkeypatch.setattr(runner, "launch", launch_slowly)
     call(front, "POST", "/v1/rank", rank_body())
     call(front, "POST", "/v1/rank", rank_body(num_candidates=0))
 

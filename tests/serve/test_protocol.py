@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import struct
+from dataclasses import replace
 
 import pytest
 from uvicorn.server import ServerState
@@ -57,8 +58,8 @@ def short(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def listening(front):
-    config = uvicorn_config(front, ServeConfig(limits=LIMITS), front)
+async def listening(front, limits=LIMITS):
+    config = uvicorn_config(front, ServeConfig(limits=limits), front)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
@@ -246,6 +247,18 @@ def test_silent_and_idle_connections_give_way_and_those_being_answered_do_not(fr
     assert b"\r\nretry-after: 1\r\n" in refused
 
 
+def test_connections_of_one_address_give_way_among_themselves_though_there_is_room(front):
+    async def run():
+        async with listening(front, replace(LIMITS, max_connections_an_address=2)) as (port, _):
+            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            found = await asyncio.wait_for(gone(opened[0][0]), 10.0)
+            for _, writer in opened:
+                writer.close()
+            return found
+
+    assert asyncio.run(run())
+
+
 def test_a_client_that_goes_away_takes_its_request_along(front):
     async def run():
         async with listening(front) as (port, state):
@@ -330,12 +343,14 @@ GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 def test_what_waits_in_one_connection_is_bounded_whoever_reads_the_answers(front):
     """However much is sent: nothing is read beyond what is being answered, and the answers are those of all of it."""
     count, most_waiting, most_unfed = 4_000, 0, 0
+    long = GET.replace(b"\r\n\r\n", b"\r\nx: " + b"a" * 300 + b"\r\n\r\n")
+    assert count * len(long) > 4 << 18
 
     async def run():
         nonlocal most_waiting, most_unfed
         async with listening(front) as (port, state):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
-            writer.write(GET * count + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            writer.write(long * count + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
             stalled = 0
             while stalled < 20:  # nobody reads: it comes to rest
                 before = dict(front.metrics._answers._counts)

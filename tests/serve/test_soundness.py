@@ -57,11 +57,16 @@ DAMAGES = {
 }
 
 
+ONLY_THE_PROBE_TELLS = ("keys in another order", "weights of another model")
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_model_with_the_right_digests_and_the_wrong_content_never_serves(folder, damage):
     service = Service({"retrieval": random_retrieval(ENCODER, num_items=20, seed=5)}, ServiceConfig())
     before = service.fleets
     DAMAGES[damage](folder)
+    if damage not in ONLY_THE_PROBE_TELLS:  # older exports have none: these are found without it
+        (folder / "probe.json").unlink()
     sign(folder)
     with pytest.raises(UserError):
         service.swap(Servable.load(folder))

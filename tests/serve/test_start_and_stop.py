@@ -121,23 +121,29 @@ def test_the_last_reload_asked_for_wins_though_an_earlier_one_takes_longer(tmp_p
         current.symlink_to(tmp_path / name)
         reloader.ask()
         assert begun.wait(30)
+    last, end_s = load(tmp_path / "3").version, time.monotonic() + 0.3
+    while time.monotonic() < end_s and service.fleet("retrieval").servable.version != last:
+        time.sleep(0.01)  # a second load that did not wait for the first would take over now, and then lose
     may_end.set()
     while service.reloads.done < 2:
         time.sleep(0.01)  # another thread loads: there is no clock to inject
-    assert service.fleet("retrieval").servable.version == load(tmp_path / "3").version
+    assert service.fleet("retrieval").servable.version == last
     assert not service.reloads.is_refused
     reloader.close()
     service.close()
 
 
-def test_a_folder_that_holds_a_model_of_another_role_leaves_the_model_as_it_is(tmp_path, folder):
+@pytest.mark.parametrize("has_both", [False, True])
+def test_a_folder_that_holds_a_model_of_another_role_leaves_the_models_as_they_are(tmp_path, folder, has_both):
+    """Also where that role is served: its own folder names its model."""
     current = tmp_path / "current"
     current.symlink_to(folder)
-    service = Service.load([current], ServiceConfig())
+    for seed in (1, 2):
+        write_servable(random_ranking(ENCODER, num_items=20, seed=seed), tmp_path / f"ranking{seed}")
+    service = Service.load([current, *([tmp_path / "ranking1"] if has_both else [])], ServiceConfig())
     before = service.fleets
-    write_servable(random_ranking(ENCODER, num_items=20), tmp_path / "ranking")
     current.unlink()
-    current.symlink_to(tmp_path / "ranking")
+    current.symlink_to(tmp_path / "ranking2")
     reloader = Reloader(service, "cpu", TablesConfig())
     reloader.ask()
     while not service.reloads.done:

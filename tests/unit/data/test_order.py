@@ -50,10 +50,16 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 9
 
 
-def test_a_blocked_order_stays_inside_blocks():
-    order = epoch_order(100, 1, 0, block_size=10)
-    for block in order.reshape(10, 10):
-        assert len({int(i) // 10 for i in block}) == 1
+def test_a_blocked_order_stays_inside_blocks_and_both_are_shuffled():
+    blocks, insides = set(), set()
+    for epoch in range(3):
+        order = epoch_order(100, 1, epoch, block_size=10).reshape(10, 10)
+        for block in order:
+            assert len({int(i) // 10 for i in block}) == 1
+        blocks.add(tuple(order[:, 0] // 10))
+        insides.add(tuple(order[0] % 10))
+    assert len(blocks) == len(insides) == 3
+    assert tuple(range(10)) not in blocks | insides
 
 
 @given(token_lists, cuts)

@@ -244,3 +244,6 @@ def test_no_table_breaks_words_or_numbers_inside() -> None:
     assert "anywhere" not in rules[".numbers td"]
     assert "nowrap" in rules[".facts td:first-child"]
     assert "nowrap" in rules[".measures td + td"]
+    of_results = re.search(r"^\.results th, \.results td \{([^}]*)\}", STYLE, re.M)
+    assert of_results is not None
+    assert "nowrap" in of_results[1], "figures of a plan as well"

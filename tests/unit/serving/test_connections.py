@@ -7,6 +7,7 @@ import pytest
 from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.protocol.connections import Connections, address_of
 from nestrec.serving.api.protocol.hosts import HostNames
+from nestrec.serving.client import HEADER, client_of
 
 
 def test_an_address_has_at_most_its_own_connections_and_they_give_way_among_themselves():
@@ -48,6 +49,15 @@ def test_addresses_of_one_ipv6_network_count_as_one():
     assert address_of(("2001:db8:1:3::4", 5)) != address_of(("2001:db8:1:2::4", 5))
     assert address_of(("::ffff:10.0.0.1", 5)) == address_of(("10.0.0.1", 6)) == "10.0.0.1"
     assert (address_of(None), address_of(("fe80::1%eth0", 1)), address_of(("x:y", 1))) == ("", "fe80::/64", "x:y")
+
+
+def test_only_a_front_on_this_machine_may_name_its_client():
+    """Else anybody could take as many shares of the device as there are names."""
+    headers = [(b"host", b"a"), (HEADER, b"10.0.0.9")]
+    assert client_of("127.0.0.1", headers) == client_of("::1", headers) == "10.0.0.9"
+    assert client_of("10.0.0.1", headers) == "10.0.0.1"
+    assert client_of("127.0.0.1", headers[:1]) == "127.0.0.1"
+    assert len(client_of("127.0.0.1", [(HEADER, b"x" * 1000)])) == 64
 
 
 @pytest.mark.parametrize(

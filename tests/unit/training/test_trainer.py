@@ -1,19 +1,21 @@
 """The loop on one rank: resumed against uninterrupted, ends of a run, mistakes. Real kills are in tests/faults."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nestrec.base.errors import NonFiniteError, UserError
+from nestrec.base.errors import DataError, NonFiniteError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
+from nestrec.data.batches import Batch
 from nestrec.data.order import Position
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic.logs import generate, preset
@@ -359,6 +361,21 @@ def test_a_reported_loss_is_that_of_its_step(tiny_data: Path, tmp_path: Path, mo
     assert len(reported) > 1
     assert 20 in reported
     assert reported == {step: losses[step] for step in reported}
+
+
+def test_no_batch_beyond_the_last_step_is_looked_at(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline takes batches ahead of their step; what is wrong with one that no step needs is nobody's business."""
+    trainer = trainer_of("rows", tiny_data, tmp_path, {"training.max_steps": 3, "pipeline.schedule": "nested"})
+    starting_at = trainer.batches.starting_at
+
+    def three_and_a_damaged_one(position: Position) -> Iterator[Batch]:
+        yield from itertools.islice(starting_at(position), 3)
+        raise DataError("is damaged")
+
+    monkeypatch.setattr(trainer.batches, "starting_at", three_and_a_damaged_one)
+    assert trainer.train().step == 3
 
 
 def test_more_micro_batches_than_the_window_cache_can_number_are_refused(tiny_data: Path, tmp_path: Path) -> None:
