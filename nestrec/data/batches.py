@@ -24,7 +24,7 @@ class BatchConfig:
     batch_samples: Count | None = 128
     """samples of a global batch; give this or batch_tokens"""
     batch_tokens: Count | None = None
-    """tokens of a global batch"""
+    """tokens of a global batch, where samples differ much in length; give this or batch_samples"""
     shuffle_block: Count | None = None
     """samples of a block: blocks of consecutive samples are shuffled, then the samples inside each, so that few of a
     large dataset's files are read at a time; none shuffles all samples"""
@@ -33,7 +33,7 @@ class BatchConfig:
     workers: Count = 2
     """threads that assemble batches ahead"""
     prefetch: Natural = 4
-    """batches assembled ahead of the step"""
+    """batches made ahead of the step that needs them; each takes its memory"""
 
     def __post_init__(self) -> None:
         if (self.batch_samples is None) == (self.batch_tokens is None):

@@ -18,13 +18,13 @@ from nestrec.base.config import config
 @config
 class DLRMConfig:
     kind: Literal["dlrm"] = "dlrm"
-    """the backbone"""
+    """network that reads labelled rows: dlrm, or one of another package"""
     dim: Count = 16
     """width of the category vectors"""
     num_dense: Natural = 13
-    """dense columns"""
+    """columns of numbers in the data (13 in Criteo's)"""
     num_categories: Natural = 26
-    """category columns"""
+    """columns of categories in the data (26 in Criteo's)"""
     bottom: tuple[Count, ...] = (64, 32)
     """hidden widths of the network on the dense columns"""
     top: tuple[Count, ...] = (64, 32)

@@ -38,13 +38,13 @@ NORM_EPS = 1e-6
 @config
 class FuXiConfig:
     kind: Literal["fuxi"] = "fuxi"
-    """the backbone"""
+    """network that reads a history: hstu, fuxi, sasrec, or one of another package"""
     dim: Count = 50
     """width of the model and of the item vectors"""
     num_layers: Natural = 2
-    """blocks"""
+    """FuXi blocks, one on the other: time and memory grow in proportion"""
     num_heads: Count = 1
-    """attention heads"""
+    """attention heads of a block, each with weights of its own"""
     head_dim: Count = 50
     """query, key and value width of a head"""
     ffn_dim: Count = 50

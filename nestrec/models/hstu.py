@@ -34,17 +34,17 @@ NORM_EPS = 1e-6
 @config
 class HSTUConfig:
     kind: Literal["hstu"] = "hstu"
-    """the backbone"""
+    """network that reads a history: hstu, fuxi, sasrec, or one of another package"""
     dim: Count = 50
     """width of the model and of the item vectors"""
     num_layers: Natural = 2
-    """HSTU layers"""
+    """HSTU layers, one on the other: time and memory grow in proportion"""
     num_heads: Count = 1
-    """attention heads"""
+    """attention heads of a layer, each with weights of its own"""
     head_dim: Count = 50
     """query, key and value width of a head"""
     dropout: Decay = 0.2
-    """on the input and inside each layer"""
+    """share of values that are set to 0 in training, on the input and inside each layer, against overfitting"""
     max_length: Count = 200
     """longest sequence the model sees"""
     normaliser_margin: Natural = 11

@@ -24,17 +24,17 @@ from nestrec.ops.layers.dropout import dropout
 @config
 class SASRecConfig:
     kind: Literal["sasrec"] = "sasrec"
-    """the backbone"""
+    """network that reads a history: hstu, fuxi, sasrec, or one of another package"""
     dim: Count = 50
     """width of the model and of the item vectors"""
     num_layers: Natural = 2
-    """attention blocks"""
+    """blocks of attention and feed-forward part, one on the other"""
     num_heads: Count = 1
     """attention heads; dim is divided among them"""
     ffn_dim: Count = 50
     """hidden width of the feed-forward part"""
     activation: Literal["relu", "gelu"] = "relu"
-    """of the feed-forward part"""
+    """between the two products of the feed-forward part"""
     dropout: Decay = 0.2
     """on the input and inside the feed-forward part"""
     max_length: Count = 200

@@ -34,11 +34,11 @@ class HostConfig:
     """What ranks share."""
 
     ranks: int
-    """devices of a host"""
+    """devices of a host, one rank each"""
     cores: int
-    """of a host"""
+    """processor cores of a host, shared by its ranks"""
     memory_gib: float
-    """of a host"""
+    """memory of a host, for tables in DRAM and what the ranks keep there"""
     disk_gib: float = 0.0
     """of a host, for stores on disk"""
     crowding: float = 0.0
@@ -52,9 +52,9 @@ class ClusterConfig:
     """A cluster of equal hosts."""
 
     name: str
-    """for people"""
+    """what plans and pages call it"""
     hosts: int
-    """how many"""
+    """how many equal hosts it has"""
     device: DeviceConfig
     """one rank"""
     host: HostConfig

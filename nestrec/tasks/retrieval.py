@@ -40,7 +40,7 @@ from nestrec.tasks.variant_choice import LossShape, choose_variant
 @config
 class RetrievalTaskConfig:
     kind: Literal["retrieval"] = "retrieval"
-    """next-item retrieval"""
+    """what is learnt: the next item of each history, out of the whole catalogue"""
     encoder: EncoderConfig = HSTUConfig()
     """the backbone"""
     similarity: SimilarityConfig = SimilarityConfig()
@@ -48,7 +48,7 @@ class RetrievalTaskConfig:
     history: HistoryConfig = HistoryConfig()
     """what of a user's history the model sees"""
     loss: Literal["sampled_softmax", "full", "bce"] = "sampled_softmax"
-    """over sampled negatives, the whole catalogue, or pairs"""
+    """what the next item is told from: sampled negatives (softmax), the whole catalogue, or single negatives (bce)"""
     num_negatives: Count = 128
     """negatives drawn for a token, with replacement"""
     negatives: NegativesConfig = NegativesConfig()

@@ -30,7 +30,7 @@ class DataConfig:
 @config
 class TrainingConfig:
     epochs: Count = 10
-    """passes over the samples"""
+    """passes over the training samples"""
     max_steps: Count | None = None
     """stop after so many steps, whatever the epochs"""
     seed: Seed = 42
@@ -38,7 +38,7 @@ class TrainingConfig:
     device: DeviceChoice = "auto"
     """auto takes a GPU where there is one"""
     precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """of dense products on a GPU; a CPU computes in fp32"""
+    """of dense products on a GPU: bf16 is quickest and takes least memory, fp32 most exact; a CPU computes in fp32"""
     dtype: Literal["float32", "float64"] = "float32"
     """of dense weights; float64 is for tests of equality"""
     checkpoint_every_steps: Count | None = None
@@ -48,7 +48,7 @@ class TrainingConfig:
     incremental_saves: Natural = 0
     """after a full checkpoint, so many in a row hold only the rows used since the one before; 0 makes all full"""
     keep_checkpoints: Count = 3
-    """older ones are deleted"""
+    """newest checkpoints that stay; older ones are deleted, the best epoch's never"""
     evaluate_every_epochs: Natural = 1
     """measure on the validation part so often; 0 never"""
     patience: Count | None = None
@@ -58,7 +58,7 @@ class TrainingConfig:
 @config
 class RunConfig:
     name: str
-    """name of the recipe"""
+    """name of the recipe, for reports"""
     task: TaskConfig
     """what is learned, and the model"""
     tables: Mapping[str, TableOptions] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class MeasuredBench:
     lengths: str = "turbogr-kuai"
     """preset of the synthetic dataset, or a prepared one"""
     ranks: int = 4
-    """processes"""
+    """processes that train together"""
     batch: int = 8
     """samples a rank"""
     policies: tuple[str, ...] = ("fixed", "zigzag", "refined")

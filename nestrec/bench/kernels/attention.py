@@ -46,13 +46,13 @@ class AttentionBench:
     heads: tuple[str, ...] = ("4x128", "4x256", "4x64", "8x64")
     """heads x dimension of a head"""
     impls: tuple[str, ...] = tuple(IMPLEMENTATIONS)
-    """implementations"""
+    """implementations that are measured, by name"""
     peers_at: tuple[str, ...] = ("4x128",)
     """those of others are measured at these heads only"""
     rounds: int = 15
     """timed calls, of which the median counts"""
     input_sets: int = 2
-    """rotating inputs"""
+    """sets of inputs taken by turns, so that no cache keeps them"""
 
 
 def measure_attention(bench: AttentionBench) -> Iterator[Row]:

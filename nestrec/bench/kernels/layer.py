@@ -56,7 +56,7 @@ class LayerBench:
     dropout: float = 0.2
     """inside the layer"""
     impls: tuple[Literal["fused", "recompute", "eager"], ...] = ("fused", "recompute", "eager")
-    """what runs"""
+    """ways to compute the layer that are measured, by name"""
     device: Literal["cuda", "cpu"] = "cuda"
     """a CPU is for tests"""
     repeats: int = 10

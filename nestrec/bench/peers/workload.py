@@ -27,7 +27,7 @@ class WorkloadConfig:
     """The sizes of the job."""
 
     num_rows: int = 1_000_000
-    """Of each table."""
+    """Rows of each of the two tables."""
     dim: int = 128
     """Of a row, and of the dense part."""
     batch: int = 256
@@ -43,11 +43,11 @@ class WorkloadConfig:
     num_dense: int = 13
     """Dense inputs of a sample."""
     num_layers: int = 2
-    """Of the transformer."""
+    """Layers of the transformer (dense part `bucket`)."""
     num_heads: int = 4
-    """Of its attention."""
+    """Heads of its attention."""
     ffn_dim: int = 512
-    """Of its feed-forward layers."""
+    """Width of its feed-forward layers."""
     seed: int = 2024
     """Of batches, first rows and the dense part."""
 

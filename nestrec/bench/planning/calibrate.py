@@ -40,17 +40,17 @@ class CalibrateBench:
     samples: tuple[int, ...] = (64, 192, 512)
     """batch sizes of the small job"""
     steps: int = 12
-    """steps with each"""
+    """training steps with each size of batch"""
     lengths: tuple[int, ...] = (16, 64, 192, 384)
     """of the sequences that the model computes"""
     tokens: int = 1536
-    """of a computed batch"""
+    """tokens of the batches whose computation is timed"""
     exchange_bytes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-    """that a rank sends"""
+    """bytes that a rank sends in the exchanges that are timed"""
     repeats: int = 9
     """of everything that is timed alone"""
     job: JobConfig = JobConfig(num_rows=200_000)
-    """the small job"""
+    """the job whose stages are timed"""
 
 
 def calibrate(bench: CalibrateBench) -> tuple[list[dict[str, Any]], Profile]:

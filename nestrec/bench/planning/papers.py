@@ -14,7 +14,7 @@ from nestrec.planning.papers import PAPERS
 @config
 class PapersBench:
     papers: tuple[str, ...] = tuple(PAPERS)
-    """which papers"""
+    """papers whose tables are simulated; none given: all"""
 
 
 def measure_papers(bench: PapersBench) -> Generator[Row, None, More]:

@@ -57,7 +57,7 @@ class PredictionBench:
     link_mbit: tuple[float, ...] = (300.0, 900.0)
     """bandwidths of a rank, each way"""
     lengths: tuple[Shape, ...] = ("even", "skewed")
-    """shapes"""
+    """shapes of the lengths of samples: even, skewed"""
     schedules: tuple[str, ...] = ("serial", "dual_buffer", "nested")
     """which schedules"""
     micro_batches: tuple[int, ...] = (2, 8)

@@ -22,13 +22,13 @@ from nestrec.planning.simulator.replay import Cost, Mesh, replay
 @config
 class SimulatorBench:
     ranks: int = 4096
-    """simulated"""
+    """ranks that are simulated"""
     steps: int = 100
-    """simulated"""
+    """steps that are simulated"""
     micro_batches: int = 8
-    """of a batch"""
+    """micro-batches of each simulated batch"""
     replicas: int = 4
-    """groups of the mesh"""
+    """replica groups of the simulated mesh"""
     schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested", "priority", "semi_async")
     """each in a process of its own"""
 

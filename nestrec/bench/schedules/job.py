@@ -55,9 +55,9 @@ class JobConfig:
     is_filled: bool = False
     """every row is made before the first step, not at its first use (store dram)"""
     optimizer: str = "rowwise_adagrad"
-    """row optimiser"""
+    """row optimiser of the table, by name"""
     seed: int = 0
-    """of keys and weights"""
+    """of keys and first weights; the same seed repeats a run"""
 
 
 class TokenNetwork(nn.Module):

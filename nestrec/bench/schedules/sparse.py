@@ -29,7 +29,7 @@ _LESS = ("exposed_comm", "exposed_rows")
 @config
 class SparseBench:
     experiments: tuple[str, ...] = ("memory", "collisions", "replicas")
-    """which of them"""
+    """which experiments are run"""
     collisions: tuple[float, ...] = (0.0, 0.06, 0.12, 0.3, 0.6)
     """shares of a batch's keys that are in the batch before"""
     replicas: tuple[int, ...] = (1, 2, 4)
@@ -39,7 +39,7 @@ class SparseBench:
     replica_ranks: int = 4
     """processes, for replica groups"""
     micro_batches: int = 4
-    """besides 1"""
+    """micro-batches of a batch, measured besides 1"""
     comm_share: float = 0.7
     """raw communication of serial as a part of its computation, which sets the links"""
     link_mbit: float | None = None

@@ -28,7 +28,7 @@ class FrontBench:
     candidates: int = 256
     """items of a request"""
     duration_s: float = 10.0
-    """of a load"""
+    """how long each load lasts"""
     rounds: int = 3
     """loads of each kind of client, a row each"""
     clients: tuple[str, ...] = ("polls", "sleeps")

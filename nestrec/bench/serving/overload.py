@@ -42,9 +42,9 @@ class OverloadBench:
     candidates: int = 64
     """items of a request"""
     multiples: tuple[float, ...] = (2.0, 5.0, 10.0)
-    """loads, of the capacity"""
+    """loads, as multiples of the measured capacity"""
     duration_s: float = 30.0
-    """of each load"""
+    """how long each load lasts"""
     slo_ms: float = 500.0
     """what the 99th percentile of accepted requests must meet; their deadline"""
     max_queue_s: float = 0.25

@@ -69,7 +69,7 @@ class NegativesBench:
     schedule: Literal["serial", "dual_buffer"] = "dual_buffer"
     """how lookup and compute share the time"""
     precision: Literal["tf32", "bf16", "fp32"] = "bf16"
-    """of dense products"""
+    """of dense products on a GPU: fp32, tf32 or bf16"""
     device: Literal["cuda", "cpu"] = "cuda"
     """a CPU measures no memory; it is for tests"""
     warm_up: int = 3

@@ -86,11 +86,11 @@ class StepBench:
     variant: Literal["plain", "segments", "fused"] = "fused"
     """how the loss is computed, of all samplers but groups"""
     row_optimizer: Annotated[str, OneOf(ROW_OPTIMIZERS)] = "rowwise_adagrad"
-    """of the item table"""
+    """row optimiser of the item table, by name"""
     schedule: ScheduleName = "dual_buffer"
     """how lookup and compute share the time"""
     precision: Literal["bf16", "tf32", "fp32"] = "bf16"
-    """of dense products"""
+    """of dense products on a GPU: fp32, tf32 or bf16"""
     device: Literal["cuda", "cpu"] = "cuda"
     """a CPU measures no speed that matters; it is for tests"""
     warm_up: int = 6

@@ -40,7 +40,7 @@ class CriteoOptions:
     max_bad_share: Share = 0.01
     """More bad rows than this share of the input is an error; 1 allows any number."""
     force: bool = False
-    """Replace an existing dataset."""
+    """Replace the dataset that is in the folder already; without it that is an error."""
 
 
 def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progress) -> Card:

@@ -21,7 +21,7 @@ class SyntheticOptions:
     seed: int = 0
     """Of all that is drawn."""
     force: bool = False
-    """Replace an existing dataset."""
+    """Replace the dataset that is in the folder already; without it that is an error."""
 
 
 def _prepare(input: str, output: Path, options: SyntheticOptions, progress: Progress) -> Card:

@@ -27,13 +27,13 @@ class TableColumns:
     lists: tuple[str, ...] = ()
     """Columns with several such values in a cell."""
     list_separator: str = ","
-    """Between these."""
+    """Character between the values of such a cell."""
     numbers: tuple[str, ...] = ()
     """Columns of numbers, such as a price: models read the range, of equally many rows, in which one lies."""
     texts: tuple[str, ...] = ()
     """Columns for people, such as a title."""
     left_out: tuple[str, ...] = ()
-    """Columns that are not wanted."""
+    """Columns that are not taken over; without this, a column that is named nowhere is guessed by name and content."""
 
     def kinds(self) -> dict[str, SideKind]:
         """Kind of each column that is named."""

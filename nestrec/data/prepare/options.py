@@ -41,7 +41,7 @@ class LogColumns:
     has_quotes: bool = True
     """Whether fields may stand in double quotes."""
     encoding: str = "utf-8"
-    """Of a text file."""
+    """Of the characters of a text file, as Python names it: utf-8, latin-1, ..."""
 
     def __post_init__(self) -> None:
         if len(self.separator.replace("\\t", "\t")) != 1 and self.separator != "::":
@@ -73,4 +73,4 @@ class PrepareOptions:
     memory_bytes: Count = 256 << 20
     """About how much memory a partition of events may take while it is sorted."""
     force: bool = False
-    """Replace an existing dataset."""
+    """Replace the dataset that is in the folder already; without it that is an error."""

@@ -31,9 +31,9 @@ class RankingInputConfig:
     event_features: tuple[str, ...] = ()
     """categories of the event that are known before the user reacts"""
     user_features: tuple[str, ...] = ()
-    """categories of the user"""
+    """categories of the user that the model reads, by their names on the dataset's card"""
     item_features: tuple[str, ...] = ()
-    """categories of the item"""
+    """categories of the item that the model reads, by their names on the dataset's card"""
     max_events: Count = 100
     """longest history; each event gives two tokens"""
 

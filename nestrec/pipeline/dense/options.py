@@ -8,17 +8,17 @@ from nestrec.pipeline.stages import Rates
 @config
 class OptimizerConfig:
     learning_rate: NonNegative = 1e-3
-    """of the dense weights"""
+    """size of an update of the dense weights (AdamW)"""
     table_learning_rate: NonNegative | None = None
-    """of the tables; none takes that of the dense weights"""
+    """size of an update of the tables' rows; none takes that of the dense weights"""
     beta1: Decay = 0.9
-    """AdamW, first moment"""
+    """AdamW: decay of the running mean of gradients; nearer to 1 follows them more slowly"""
     beta2: Decay = 0.98
-    """AdamW, second moment"""
+    """AdamW: decay of the running mean of squared gradients; nearer to 1 remembers longer"""
     eps: NonNegative = 1e-8
-    """AdamW"""
+    """AdamW: added to the root of that mean, so that weights with tiny gradients do not leap"""
     weight_decay: NonNegative = 0.0
-    """AdamW, on dense weights only"""
+    """AdamW: part of a dense weight that is taken away at each update, times the learning rate; tables have none"""
     warmup_steps: Natural = 0
     """steps over which both learning rates grow linearly from 0"""
 

@@ -9,21 +9,21 @@ from nestrec.base.config import config
 @config
 class LimitsConfig:
     max_body_bytes: Count = 1 << 20
-    """declared or sent"""
+    """largest body of a request, declared or sent; a larger one is refused"""
     max_header_bytes: Count = 1 << 14
-    """of a request"""
+    """largest request line and headers together; more is refused"""
     max_history: Count = 20_000
-    """events"""
+    """most events that a request may bring; a longer history is refused, not cut"""
     max_candidates: Count = 2048
-    """items of a ranking request"""
+    """most items that a ranking request may ask about"""
     max_k: Count = 1000
-    """items of a recommendation"""
+    """most items that a recommendation may ask for"""
     max_listed: Count = 20_000
     """items that a recommendation excludes, or is bound to"""
     max_user_characters: Count = 256
-    """of a user's id"""
+    """longest user id"""
     max_id_characters: Count = 256
-    """of an item's id, and of a category"""
+    """longest item id, and longest name of a category"""
     max_timeout_ms: Count = 10_000
     """longest deadline a request may ask for"""
     default_timeout_ms: Count = 1_000

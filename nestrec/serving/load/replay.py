@@ -25,7 +25,7 @@ class ReplayConfig:
     rate: Positive = 20.0
     """requests a second (made-up load), or where the search starts"""
     duration_s: Positive = 10.0
-    """of a trial"""
+    """how long requests are sent in one trial"""
     slo_ms: Positive = 100.0
     """what the 99th percentile must meet"""
     finds: Literal["", "rate", "history"] = ""
@@ -33,7 +33,7 @@ class ReplayConfig:
     recorded: str = ""
     """JSON lines {"at_s", "path", "body"}: sent as they were recorded"""
     history: Natural = 100
-    """events of a user"""
+    """events of each user's history in made-up requests"""
     candidates: Count = 64
     """items of a ranking request"""
     items: Count = 1000

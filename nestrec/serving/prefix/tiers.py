@@ -26,7 +26,7 @@ Post = Callable[[Callable[[], None]], None]
 @config
 class TiersConfig:
     cache_bytes: Natural = 1 << 30
-    """device memory for prefixes"""
+    """device memory for prefixes of users: more of them are found when ranking comes"""
     dram_bytes: Natural = 1 << 30
     """host memory for prefixes that left the device; 0 keeps none"""
     cache_ttl_s: NonNegative = 600.0
@@ -36,7 +36,7 @@ class TiersConfig:
     spill_above: NonNegative = 0.5
     """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
     page_tokens: Count = 64
-    """tokens of a page"""
+    """tokens of a page, the unit in which memory for prefixes is given out: the last page of each is half empty"""
     dram_link_gb_per_s: NonNegative = 0.0
     """emulates DRAM behind a slower link, for benchmarks; 0: this machine's own"""
     keeps_prefix: bool = True

@@ -29,17 +29,17 @@ _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
 @config
 class TriggerConfig:
     policy: Literal["at_risk", "all", "never"] = "at_risk"
-    """`at_risk`: as above; `all`: every request within the bounds; `never`"""
+    """whose prefix is computed ahead: at_risk, who would miss the budget otherwise; all, within the bounds; never"""
     budget_ms: NonNegative = 50.0
-    """what ranking may take at the 99th percentile"""
+    """time that ranking may take at the 99th percentile, from its request on"""
     cache_share: NonNegative = 0.8
-    """rho: share of the device cache that may wait for ranking"""
+    """share of the device cache that prefixes may hold whose ranking has not come yet (rho)"""
     compute_share: NonNegative = 0.5
-    """u_pre: device seconds of pre-inference a second"""
+    """share of the device's time that may go into computing ahead (u_pre)"""
     burst_s: NonNegative = 0.5
     """device seconds of pre-inference that may be saved up"""
     first_life_s: NonNegative = 1.0
-    """T_life before anything has been measured"""
+    """how long a prefix is taken to wait for its ranking, before that has been measured (T_life)"""
     life_margin_s: NonNegative = 0.2
     """added to the measured time from ready to consumed"""
 
