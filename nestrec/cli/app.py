@@ -383,6 +383,16 @@ def key(
     typer.echo(f"a key for {name}, {options.role}; only its digest is kept in {file}", err=True)
 
 
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(help="Where a server answers health checks.")] = "127.0.0.1:8001",
+) -> None:
+    """Ask a server on this machine whether it lives: exit code 0 where it does. For a container's health check."""
+    from nestrec.cli.health import check_health
+
+    check_health(address)
+
+
 @app.command(context_settings=PASSED_ON)
 def replay(
     context: typer.Context,

@@ -17,6 +17,7 @@ from nestrec.base.bounds import Count, NonNegative
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.serving import tracing
 from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
@@ -159,7 +160,9 @@ class Service:
                 if fleet not in self.fleets.values():
                     raise SwappedError from None
                 raise
-            return await _result(work, timeout_s)
+            answer = await _result(work, timeout_s)
+            tracing.note_engine(work, answer.version)
+            return answer
         finally:
             self._end(slot)
 

@@ -17,6 +17,7 @@ from nestrec.base.bounds import Count, Port
 from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.distributed.topology import check_device
+from nestrec.serving import tracing
 from nestrec.serving.api.app import App
 from nestrec.serving.api.process.health_port import WithHealthPort
 from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server, url_of
@@ -38,6 +39,7 @@ from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.exposure import check_exposure
 from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.tracing import TracingConfig
 
 _LOG = logging.getLogger(__name__)
 _COLLECT_EVERY = 20_000
@@ -73,6 +75,8 @@ class ServeConfig:
     """of requests"""
     service: ServiceConfig = ServiceConfig()
     """engines, cache, cascade"""
+    tracing: TracingConfig = TracingConfig()
+    """spans for OpenTelemetry"""
     log: LogConfig = LogConfig()
     """what is written to standard error, and how"""
     histories: HistoryStoreConfig = HistoryStoreConfig()
@@ -85,6 +89,7 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     announce: told the address when somebody listens there.
     """
     log_without_waiting(cfg.log)
+    tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     torch.set_num_threads(cfg.threads)
     device = chosen_device(cfg.device)
@@ -108,6 +113,7 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     try:
         run_server(server_config(service, cfg, safety, reloader), sockets, signals, lambda: announce(url))
     finally:
+        tracing.stop()
         safety.close()
         reloader.close()
         service.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from socket import socket
 
 from nestrec.base.errors import UserError
+from nestrec.serving import tracing
 from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server, url_of
 from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.process.open_files import allow_open_files
@@ -37,6 +38,7 @@ def serve_many(
     overrides: the options as they were typed. announce: told the address when somebody listens there.
     """
     log_without_waiting(cfg.log)
+    tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     _check_offered(cfg)
     if cfg.front == "ray":
@@ -58,6 +60,7 @@ def serve_many(
                 serve_front(instances, cfg, safety, sockets=sockets, signals=signals, announce=lambda: announce(url))
     finally:
         safety.close()
+        tracing.stop()
         close_all(sockets)
     _LOG.info("stopped, and all instances with it")
     wait_for_log()

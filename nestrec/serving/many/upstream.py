@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
+from nestrec.serving import tracing
 from nestrec.serving.client import HEADER
 from nestrec.serving.safety import front_secret, request_id
 
@@ -45,13 +46,14 @@ class Upstream:
         A connection that was kept may turn out to be closed, and nobody knows what became of the request: one that must
         not be repeated gets a new connection.
         """
-        head = (
-            f"{method} ".encode() + target + f" HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n".encode()
-            + _named(client) + b"%s: %s\r\n" % (front_secret.HEADER, front_secret.front_secret().encode())
-            + b"content-type: application/json\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
-        )  # fmt: skip
-        async with asyncio.timeout(timeout_s):  # wait_for could swallow a cancellation that meets an error
-            return await self._exchange(method, head + body, is_repeatable)
+        with tracing.sending(self.port) as trace:
+            head = (
+                f"{method} ".encode() + target + f" HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n".encode()
+                + _named(client) + trace + b"%s: %s\r\n" % (front_secret.HEADER, front_secret.front_secret().encode())
+                + b"content-type: application/json\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
+            )  # fmt: skip
+            async with asyncio.timeout(timeout_s):  # wait_for could swallow a cancellation that meets an error
+                return await self._exchange(method, head + body, is_repeatable)
 
     async def _exchange(self, method: str, data: bytes, is_repeatable: bool) -> Response:
         while self._idle and is_repeatable:

@@ -93,6 +93,10 @@ def expressions():
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             yield f"alert {rule['alert']}", rule["expr"]
+    adapter = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())
+    for rule in adapter["rules"]["custom"]:
+        query = rule["metricsQuery"].replace("<<.LabelMatchers>>", 'job="nestrec"').replace("<<.GroupBy>>", "instance")
+        yield f"autoscaling {rule['name']['as']}", query
 
 
 def test_every_expression_reads_metrics_and_labels_that_are_exported(exported):

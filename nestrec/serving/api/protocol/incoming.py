@@ -1,10 +1,11 @@
 """What is known of a request from its head: its name, whom it is from, and whether it is answered at all."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from nestrec.serving import tracing
 from nestrec.serving.api.protocol.connections import address_of
 from nestrec.serving.api.protocol.http import Answered, Header, Message, Scope, Send
 from nestrec.serving.client import client_of
@@ -25,6 +26,8 @@ class Incoming:
     """name of the key that was given"""
     route: str = "other"
     """as it is declared"""
+    traceparent: bytes = b""
+    """the trace that it belongs to, as the client names it"""
     came_s: float = field(default_factory=time.perf_counter)
     """`perf_counter`"""
 
@@ -32,6 +35,15 @@ class Incoming:
     def header(self) -> Header:
         """Of the answer."""
         return HEADER, self.id.encode("ascii")
+
+    @property
+    def is_traced(self) -> bool:
+        """What watches a server asks too often, and nothing happens for it."""
+        return tracing.is_on() and self.route.startswith("/v1")
+
+    def traced(self, work: Awaitable[None]) -> Coroutine[Any, Any, None]:
+        """Serve it inside of a span."""
+        return tracing.traced(work, self.traceparent, self.route, self.id)
 
     def put_into(self, scope: Any) -> None:
         scope[_IN_SCOPE] = self
@@ -42,6 +54,7 @@ class Incoming:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), self.header]}
+                tracing.note(http__response__status_code=message["status"])
                 if tell is not None:
                     tell(self, message["status"])
             await send(message)

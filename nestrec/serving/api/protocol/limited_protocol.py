@@ -16,6 +16,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from nestrec.serving import tracing
 from nestrec.serving.api.protocol.connections import Connections, address_of
 from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.http import (
@@ -96,7 +97,8 @@ class LimitedProtocol(HttpToolsProtocol):
         assert incoming is not None
         current_request_id.set(incoming.id)  # this task serves nothing else
         if incoming.refused is None:
-            await self._served(scope, receive, incoming.naming(send, self.tell))
+            served = self._served(scope, receive, incoming.naming(send, self.tell))
+            await (incoming.traced(served) if incoming.is_traced else served)
         else:
             self._count_malformed(incoming.refused.status)
             await incoming.refused.send(incoming.naming(send, self.tell), is_last=True)
@@ -110,8 +112,11 @@ class LimitedProtocol(HttpToolsProtocol):
         raw_path = (httptools.parse_url(self.url).path or b"").decode("ascii")
         path = unquote(raw_path) if "%" in raw_path else raw_path
         admission = self.gate.admit(path, raw_path, self.headers, self.address)
-        route = self.gate.route_of(path, raw_path) if self.tell is not None else ""
-        return Incoming(request_id, admission.client, admission.refused, admission.key, route)
+        if self.tell is None and not tracing.is_on():
+            return Incoming(request_id, admission.client, admission.refused, admission.key)
+        route = self.gate.route_of(path, raw_path)
+        parent = next((value for name, value in self.headers if name == tracing.HEADER), b"")
+        return Incoming(request_id, admission.client, admission.refused, admission.key, route, parent)
 
     def _refused(self, headers: list[tuple[bytes, bytes]], version: str) -> Answered | None:
         """The answer to a request that is not looked into."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from nestrec.serving import tracing
 from nestrec.serving.api.protocol.http import Answered
 from nestrec.serving.api.protocol.incoming import Incoming
 from nestrec.serving.safety.request_id import current_request_id
@@ -83,6 +84,8 @@ class PlainCycle:
         else:
             before = current_request_id.set(self.incoming.id)
             served = self._door.serve(self._route, client, self.body, self._reply)
+            if self.incoming.is_traced:
+                served = self.incoming.traced(served)
             self._task = self._protocol.loop.create_task(served)
             current_request_id.reset(before)
 
@@ -90,6 +93,7 @@ class PlainCycle:
         self.response_complete = True
         protocol = self._protocol
         headers = (*protocol.server_state.default_headers, self.incoming.header)
+        tracing.note(http__response__status_code=answered.status)
         if self._tell is not None:
             self._tell(self.incoming, answered.status)
         protocol.transport.write(answered.as_http(headers, is_last=not self.keep_alive))

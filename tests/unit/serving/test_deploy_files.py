@@ -1,0 +1,223 @@
+"""Image, compose file and manifests: by the schemas of those who read them, and by what this server knows of itself."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from compose_spec.models import ComposeSpecification, Service
+from typer.testing import CliRunner
+
+from nestrec.base.config import with_overrides
+from nestrec.base.overrides import parse_overrides
+from nestrec.cli.app import app
+from nestrec.serving.api.server import ServeConfig
+from nestrec.serving.safety.exposure import check_exposure
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+DOCKERFILE = DEPLOY / "Dockerfile"
+SERVER = {"app.kubernetes.io/name": "nestrec", "app.kubernetes.io/component": "server"}
+ROUTER = {**SERVER, "app.kubernetes.io/component": "router"}
+
+
+def serve_options(words):
+    """The configuration that a command line of `nestrec serve` gives; an unknown option is an error."""
+    assert words[0] == "serve"
+    assert words[1] == "--model"
+    cfg = with_overrides(ServeConfig(), parse_overrides(words[3:]))
+    check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
+    return cfg
+
+
+# The image.
+
+
+def stages():
+    """Instructions of each stage, by its name, with those of the stage that it is built from before them."""
+    found, text = {}, re.sub(r"\\\n", " ", DOCKERFILE.read_text())
+    for line in text.splitlines():
+        if match := re.match(r"FROM (\S+) AS (\S+)", line):
+            found[match[2]] = current = [*found.get(match[1], [line])]
+        elif line and not line.startswith("#") and found:
+            current.append(line)
+    return found
+
+
+def test_the_linter_of_dockerfiles_has_nothing_to_say():
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_image_runs_as_nobody_watches_itself_and_starts_a_server_that_asks_for_keys(target):
+    lines = stages()[target]
+    assert [line for line in lines if line.startswith("USER ")] == ["USER 10001:10001"]
+    copied_in = [line for line in lines if line.startswith(("COPY", "ADD"))]
+    assert copied_in == ["COPY requirements.txt /constraints.txt"], "the code comes by the wheel alone, last"
+    assert "/wheels/*.whl" in [line for line in lines if line.startswith("RUN")][-1]
+    checks = [line for line in lines if line.startswith("HEALTHCHECK")]
+    assert len(checks) == 1
+    words = json.loads(checks[0].partition("CMD ")[2])
+    cfg = serve_options(json.loads(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD ")))
+    assert words == ["nestrec", "health", f"127.0.0.1:{cfg.health_port}"]
+    assert cfg.safety.keys
+    assert not cfg.insecure
+
+
+def test_packages_of_the_image_are_those_of_the_project():
+    packages = subprocess.run(
+        [sys.executable, DEPLOY / "list_packages.py", DEPLOY.parent / "pyproject.toml", "serve,redis,otel"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split()
+    for name in ("torch>=2.11", "uvicorn", "redis>=8,<9", "opentelemetry-sdk>=1.30"):
+        assert name in packages
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+    text = DOCKERFILE.read_text()
+    copied = {word for line in re.findall(r"^COPY ([^-].*) \S+$", text, re.M) for word in line.split()}
+    mounted = set(re.findall(r"type=bind,source=([^,]+)", text))
+    assert {"nestrec", "pyproject.toml"} < copied
+    assert "deploy/list_packages.py" in mounted
+    for source in copied | mounted:
+        assert f"!{source}" in ignored, f"{source} would not reach the builder"
+
+
+def test_a_health_check_fails_where_nobody_answers():
+    from server_process import free_port
+
+    done = CliRunner().invoke(app, ["health", f"127.0.0.1:{free_port()}"])
+    assert done.exit_code != 0
+    assert CliRunner().invoke(app, ["health", "somewhere"]).exit_code != 0
+
+
+# Compose.
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_the_compose_file_is_one(compose):
+    ComposeSpecification.model_validate(compose)
+    with pytest.raises(ValueError, match="stop_grace_period"):
+        ComposeSpecification.model_validate({**compose, "services": {"a": {"stop_grace_period": ["x"]}}})
+    known = {field.alias or name for name, field in Service.model_fields.items()}
+    assert set(compose["services"]) == {"nestrec", "redis", "prometheus", "grafana"}
+    for name, service in compose["services"].items():
+        assert set(service) <= known, name
+        assert set(service.get("secrets", [])) <= set(compose["secrets"]), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert ":" in service["image"], "a version"
+        assert not service["image"].endswith(":latest")
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert (DEPLOY / source).exists(), volume
+            elif "/" not in source:
+                assert source in compose["volumes"]
+
+
+def test_the_composed_server_has_keys_and_the_composed_store(compose):
+    cfg = serve_options(compose["services"]["nestrec"]["command"])
+    assert cfg.safety.keys == "/run/secrets/nestrec_keys"
+    assert cfg.histories.url == "redis://redis:6379/0"
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scraped["static_configs"] == [{"targets": [f"nestrec:{cfg.health_port}"]}]
+    assert "nestrec" in cfg.hosts
+    assert scraped["authorization"]["credentials_file"] == "/run/secrets/prometheus_key"
+
+
+# Kubernetes.
+
+
+@pytest.fixture(scope="module")
+def manifests():
+    folder = DEPLOY / "kubernetes"
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return [document for name in listed for document in yaml.safe_load_all((folder / name).read_text())]
+
+
+def one(manifests, kind, name="nestrec"):
+    (found,) = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
+    return found
+
+
+def test_every_manifest_passes_the_schema_of_its_kind(manifests):
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, "1.32", strict=True)
+    broken = {**one(manifests, "HorizontalPodAutoscaler"), "specc": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.32", strict=True)
+    assert sorted({m["kind"] for m in manifests}) == [
+        "Deployment",
+        "HorizontalPodAutoscaler",
+        "Namespace",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceAccount",
+        "StatefulSet",
+    ]
+
+
+def test_pods_are_found_by_services_budgets_and_policies_and_run_as_nobody(manifests):
+    pods = {
+        name: one(manifests, kind, name)["spec"]["template"]
+        for kind, name in (("StatefulSet", "nestrec"), ("Deployment", "nestrec-router"))
+    }
+    assert pods["nestrec"]["metadata"]["labels"] == SERVER
+    assert pods["nestrec-router"]["metadata"]["labels"] == ROUTER
+    for pod in pods.values():
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert {"readinessProbe", "livenessProbe", "resources"} <= set(container)
+            mounted, volumes = (
+                {v["name"] for v in container["volumeMounts"]},
+                {v["name"] for v in pod["spec"]["volumes"]},
+            )
+            assert mounted == volumes
+    assert one(manifests, "Service", "nestrec-slots")["spec"]["selector"] == SERVER
+    assert one(manifests, "Service")["spec"]["selector"] == ROUTER
+    assert one(manifests, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == SERVER
+    assert one(manifests, "PodDisruptionBudget", "nestrec-router")["spec"]["selector"]["matchLabels"] == ROUTER
+    assert one(manifests, "NetworkPolicy", "nestrec-server")["spec"]["podSelector"]["matchLabels"] == SERVER
+
+
+def test_the_server_of_the_manifests_starts_with_options_that_exist_and_stops_in_its_time(manifests):
+    pod = one(manifests, "StatefulSet")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    cfg = serve_options(container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (ports["health"], ports["http"]) == (cfg.health_port, cfg.port)
+    assert cfg.safety.keys.startswith("/keys/")
+    assert cfg.safety.admin_on_health_port
+    assert pod["terminationGracePeriodSeconds"] > cfg.service.drain_s + 5
+    assert cfg.histories.url == f"env:{container['env'][0]['name']}"
+
+
+def test_users_are_hashed_over_as_many_slots_as_there_may_be(manifests):
+    text = (DEPLOY / "kubernetes" / "nginx.conf").read_text()
+    named, most = one(manifests, "StatefulSet"), one(manifests, "HorizontalPodAutoscaler")["spec"]["maxReplicas"]
+    slots = re.findall(r"server (\S+):8000 resolve ", text)
+    suffix = f"{named['spec']['serviceName']}.{named['metadata']['namespace']}.svc.cluster.local"
+    assert slots == [f"{named['metadata']['name']}-{slot}.{suffix}" for slot in range(most)]
+    assert "hash $nestrec_key consistent;" in text
+    assert "location ^~ /v1/admin/ { return 404; }" in text
+
+
+def test_the_autoscaler_goes_by_metrics_that_the_adapter_makes(manifests):
+    asked = {
+        metric["pods"]["metric"]["name"] for metric in one(manifests, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    }
+    rules = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert asked == {rule["name"]["as"] for rule in rules}
