@@ -64,9 +64,12 @@ class EmbeddingEngine:
     """All tables of a model on one rank."""
 
     def __init__(
-        self, tables: Sequence[TableConfig], topology: Topology, device: torch.device | str = "cpu",
+        self,
+        tables: Sequence[TableConfig],
+        topology: Topology,
+        device: torch.device | str = "cpu",
         replica_sync: ReplicaSyncConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_tables(tables)
         agree(topology.control, "tables", [to_plain(t) for t in tables])
         self.replica_sync = replica_sync or ReplicaSyncConfig()
@@ -125,10 +128,13 @@ class EmbeddingEngine:
             into = None if buffers is None else buffers.take(name, step, len(keys), shard.layout, self.device)
             fetched = shard.fetch(keys, step, into, num_used=routed.num_touched[name])
             working.tables[name] = WorkingTable(
-                shard.table, shard.layout, fetched,
-                num_touched=routed.num_touched[name], averaged=routed.averaged.get(name),
+                shard.table,
+                shard.layout,
+                fetched,
+                num_touched=routed.num_touched[name],
+                averaged=routed.averaged.get(name),
                 gradient_scale=self.topology.num_replicas if self.replica_sync.mode == "weights" else 1,
-            )  # fmt: skip
+            )
             self.statistics.rows_fetched += len(fetched.keys)
         return working
 
@@ -351,9 +357,15 @@ class EmbeddingEngine:
         return table_digest(self.shards[table], self.topology.keys)
 
     def top_k(
-        self, table: str, queries_BD: torch.Tensor, k: int, *, exclude: Jagged | None = None,
-        candidates: Candidates = None, row_transform: RowTransform | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        table: str,
+        queries_BD: torch.Tensor,
+        k: int,
+        *,
+        exclude: Jagged | None = None,
+        candidates: Candidates = None,
+        row_transform: RowTransform | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, k) float32 scores, highest first, and (B, k) int64 keys of the rows with the largest dot products.
 
         Collective; each rank gives its own queries (B may be 0). exclude: keys that do not count, a row for each

@@ -37,9 +37,12 @@ class PacedEngine(EmbeddingEngine):
     """The tables, with waits."""
 
     def __init__(
-        self, tables: Sequence[TableConfig], topology: Topology, pace: Pace,
+        self,
+        tables: Sequence[TableConfig],
+        topology: Topology,
+        pace: Pace,
         replica_sync: ReplicaSyncConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(tables, topology, topology.device, replica_sync)
         self._pace = pace
 

@@ -57,15 +57,18 @@ def check_tables_can_differ(tables: Sequence[TableConfig]) -> None:
         store = table.store
         if table.is_half:
             raise UserError(
-                "a mean of 16-bit copies would be rounded again, and not by chance", field=f"tables.{table.name}.dtype",
-                value=table.dtype, remedy="take replica_sync.mode=gradients, or a table of float32",
-            )  # fmt: skip
+                "a mean of 16-bit copies would be rounded again, and not by chance",
+                field=f"tables.{table.name}.dtype",
+                value=table.dtype,
+                remedy="take replica_sync.mode=gradients, or a table of float32",
+            )
         if store.admission_count > 1 or store.eviction != "none" or store.max_rows is not None:
             raise UserError(
                 "counts uses of keys, which differ between replica groups while weights are averaged",
-                field=f"tables.{table.name}.store", value=store.eviction,
+                field=f"tables.{table.name}.store",
+                value=store.eviction,
                 remedy="take replica_sync.mode=gradients, or a table that keeps every row",
-            )  # fmt: skip
+            )
 
 
 def mean_over_holders(holders: Communicator, values: torch.Tensor) -> torch.Tensor:

@@ -131,18 +131,22 @@ class RowOptimizerConfig:
             if name not in self.spec.options:
                 remedy = did_you_mean(name, self.spec.options)
                 raise UserError(
-                    f"is no option of the row optimiser {self.kind}", field=f"optimizer.options.{name}", value=value,
+                    f"is no option of the row optimiser {self.kind}",
+                    field=f"optimizer.options.{name}",
+                    value=value,
                     remedy=remedy if self.spec.options else "leave it out: this one has none of its own",
-                )  # fmt: skip
+                )
 
     def check_is_read(self, where: str) -> None:
         """Raise a UserError where a number is given that this row optimiser does not use. where: what holds this."""
         for name, default in _NUMBERS.items():
             if name not in self.spec.reads and getattr(self, name) != default:
                 raise UserError(
-                    f"the row optimiser {self.kind} does not use it", field=f"{where}.{name}",
-                    value=getattr(self, name), remedy=_remedy(name),
-                )  # fmt: skip
+                    f"the row optimiser {self.kind} does not use it",
+                    field=f"{where}.{name}",
+                    value=getattr(self, name),
+                    remedy=_remedy(name),
+                )
 
     def replaced(self, **given: Any) -> Self:
         """A copy with these fields; with another kind, numbers that it does not use are as by default again.
@@ -239,9 +243,13 @@ def update_rows(
 
 
 def _update_widened(  # noqa: PLR0917
-    kernel: Kernel, weight: torch.Tensor, states: list[torch.Tensor], grad: torch.Tensor, step: RowStep,
+    kernel: Kernel,
+    weight: torch.Tensor,
+    states: list[torch.Tensor],
+    grad: torch.Tensor,
+    step: RowStep,
     places: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """A kernel that knows nothing of 16-bit weights, on float32 copies of them."""
     wide, draws = weight.to(grad.dtype), step.draws
     kernel(wide, states, grad, places, step)
@@ -254,9 +262,13 @@ def _update_widened(  # noqa: PLR0917
 
 
 def update_by_formula(  # noqa: PLR0917
-    optimizer: RowOptimizer, weight: torch.Tensor, states: list[torch.Tensor], grad: torch.Tensor, step: RowStep,
+    optimizer: RowOptimizer,
+    weight: torch.Tensor,
+    states: list[torch.Tensor],
+    grad: torch.Tensor,
+    step: RowStep,
     places: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """The definition, on rows of any type and device."""
     columns, draws = [weight, *states], step.draws
     if places is None:

@@ -140,11 +140,16 @@ class Table:
         if isinstance(optimizer, RowOptimizerConfig):
             optimizer.check_is_read(f"optimizer of table {self.name}")
         return TableConfig(
-            name=self.name, dim=self.dim, num_rows=self.rows, features=self.features, dtype=self.dtype, seed=self.seed,
+            name=self.name,
+            dim=self.dim,
+            num_rows=self.rows,
+            features=self.features,
+            dtype=self.dtype,
+            seed=self.seed,
             init=self.init,
             optimizer=RowOptimizerConfig(kind=optimizer) if isinstance(optimizer, str) else optimizer,
             store=from_plain(StoreConfig, {"kind": store}, "store") if isinstance(store, str) else store,
-        )  # fmt: skip
+        )
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:
@@ -167,14 +172,18 @@ def _check_table(table: TableConfig) -> None:
         raise UserError("must be at least 1", field=f"{where}.dim", value=table.dim, remedy="give a positive number")
     if table.half_features and table.feature_names[-len(table.half_features) :] != table.half_features:
         raise UserError(
-            f"must be the last of the features {table.feature_names}", field=f"{where}.half_features",
-            value=table.half_features, remedy="name them last in both",
-        )  # fmt: skip
+            f"must be the last of the features {table.feature_names}",
+            field=f"{where}.half_features",
+            value=table.half_features,
+            remedy="name them last in both",
+        )
     if table.half_features and table.is_half:
         raise UserError(
-            f"rows of {table.dtype} cross in 16 bits as they are", field=f"{where}.half_features",
-            value=table.half_features, remedy="leave one of the two out (task.negatives.lookup, tables.NAME.dtype)",
-        )  # fmt: skip
+            f"rows of {table.dtype} cross in 16 bits as they are",
+            field=f"{where}.half_features",
+            value=table.half_features,
+            remedy="leave one of the two out (task.negatives.lookup, tables.NAME.dtype)",
+        )
     if table.num_rows is not None and table.num_rows < 1:
         remedy = "give a positive number, or none for a dynamic table"
         raise UserError("must be at least 1", field=f"{where}.num_rows", value=table.num_rows, remedy=remedy)

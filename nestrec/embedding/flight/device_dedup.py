@@ -23,9 +23,13 @@ _INT32_KEYS = 1 << 31
 
 
 def dedup_on_device(
-    pieces: Sequence[NDArray[np.int64]], num_shards: int, device: torch.device, num_rows: int | None, *,
+    pieces: Sequence[NDArray[np.int64]],
+    num_shards: int,
+    device: torch.device,
+    num_rows: int | None,
+    *,
     num_on_host: int = 0,
-) -> Deduplicated | None:  # fmt: skip
+) -> Deduplicated | None:
     """Distinct keys of all pieces, one after the other, as `dedup` of them; `index` takes the place of `inverse`.
 
     num_rows: keys are 0 to num_rows - 1, and none is returned where one is not; none: any key. num_on_host: of so many

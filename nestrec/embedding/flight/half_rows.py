@@ -67,9 +67,11 @@ def flags_of_micro_batches(
 
 
 def half_rows(
-    asking: tuple[Flags, Sequence[int]], asked: tuple[Flags, Sequence[int]], working_places: NDArray[np.int32] | None,
+    asking: tuple[Flags, Sequence[int]],
+    asked: tuple[Flags, Sequence[int]],
+    working_places: NDArray[np.int32] | None,
     device: torch.device,
-) -> HalfRows:  # fmt: skip
+) -> HalfRows:
     """asking, asked: flags and counts by rank, of what this rank asks for and of what it is asked for."""
     return HalfRows(
         _crossings(*asked, working_places, device), _crossings(*asking, None, device), (asking[0], asked[0])

@@ -47,9 +47,13 @@ class SourceKeys:
 
 
 def deduplicate(
-    micro_batches: Sequence[FeatureKeys], tables: Sequence[TableConfig], num_shards: int, device: torch.device, *,
+    micro_batches: Sequence[FeatureKeys],
+    tables: Sequence[TableConfig],
+    num_shards: int,
+    device: torch.device,
+    *,
     window_cache: bool,
-) -> SourceKeys:  # fmt: skip
+) -> SourceKeys:
     """Local; a mistake is not raised here but told to all ranks by the exchange.
 
     device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
@@ -69,17 +73,22 @@ def deduplicate(
 
 
 def _source(
-    micro_batches: Sequence[FeatureKeys], found: list[list[Deduplicated]], plans: list[WindowPlan] | None,
-    half: list[list[Flags]] | None, error: list[int],
-) -> SourceKeys:  # fmt: skip
+    micro_batches: Sequence[FeatureKeys],
+    found: list[list[Deduplicated]],
+    plans: list[WindowPlan] | None,
+    half: list[list[Flags]] | None,
+    error: list[int],
+) -> SourceKeys:
     shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in micro_batches]
     return SourceKeys([SourceMicroBatch(s, f) for s, f in zip(shapes, found, strict=True)], plans, half, error)
 
 
 def _half(
-    flat: Sequence[dict[str, NDArray[np.int64]]], tables: Sequence[TableConfig], found: list[list[Deduplicated]],
+    flat: Sequence[dict[str, NDArray[np.int64]]],
+    tables: Sequence[TableConfig],
+    found: list[list[Deduplicated]],
     plans: list[WindowPlan] | None,
-) -> list[list[Flags]] | None:  # fmt: skip
+) -> list[list[Flags]] | None:
     if not any(table.half_features for table in tables):
         return None
     by_table = []

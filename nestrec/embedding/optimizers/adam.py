@@ -32,9 +32,12 @@ def corrected_rate(step: RowStep) -> float:
 def _rule(step: RowStep, *, kind: str) -> RowRule:
     options = step.options
     return RowRule(
-        kind=kind, learning_rate=corrected_rate(step), eps=options.eps, decay1=1 - options.beta1,
+        kind=kind,
+        learning_rate=corrected_rate(step),
+        eps=options.eps,
+        decay1=1 - options.beta1,
         decay2=1 - options.beta2,
-    )  # fmt: skip
+    )
 
 
 def _host_loop(

@@ -19,9 +19,12 @@ def built_in(
         return ops.change_of(states, grad, rule(step))
 
     def kernel(
-        weight: torch.Tensor, states: Sequence[torch.Tensor], grad: torch.Tensor, places: torch.Tensor | None,
+        weight: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        places: torch.Tensor | None,
         step: RowStep,
-    ) -> None:  # fmt: skip
+    ) -> None:
         ops.update_rows(weight, states, grad, rule(step), places, draw_P=step.draws)
 
     return RowOptimizer(

@@ -72,8 +72,9 @@ class DiskStore(HostStore):
         self._num_missed += sum(misses)
         if min(misses) < 0:
             remedy = "check the disk and restart from the last checkpoint"
-            raise UserError("a row could not be read or written", field="store.folder", value=str(self._folder),
-                            remedy=remedy)  # fmt: skip
+            raise UserError(
+                "a row could not be read or written", field="store.folder", value=str(self._folder), remedy=remedy
+            )
 
 
 @njit(cache=True, nogil=True)
