@@ -103,9 +103,16 @@ def _layer(
         history_bias, candidate_bias = _biases(layer, segment, times[b], x_TD.dtype)
         q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))
         attended_THD[rows] = cached_attention(
-            q_HND, k_HND, v_HND, prefix(b), num_candidates=segment.num_candidates, normaliser=layer.normaliser,
-            history_bias=history_bias, candidate_bias_K=candidate_bias, rules=layer.rules,
-        ).transpose(0, 1)  # fmt: skip
+            q_HND,
+            k_HND,
+            v_HND,
+            prefix(b),
+            num_candidates=segment.num_candidates,
+            normaliser=layer.normaliser,
+            history_bias=history_bias,
+            candidate_bias_K=candidate_bias,
+            rules=layer.rules,
+        ).transpose(0, 1)
         first = rows.stop
     attended = attended_THD.flatten(1)
     gated = u * layer_norm(attended, attended.shape[1:], eps=NORM_EPS)

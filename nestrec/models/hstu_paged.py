@@ -62,9 +62,17 @@ class PagedHSTU:
         v, q, k = projected.parts
         store_in_pages(k, v, pool, batch.slot_T)
         attended = paged_attention(
-            q, k, v, pool, batch.blocks, batch.pages, workspace=self._workspace, page_tokens=self._page_tokens,
-            normaliser=layer.normaliser, rules=layer.rules,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            pool,
+            batch.blocks,
+            batch.pages,
+            workspace=self._workspace,
+            page_tokens=self._page_tokens,
+            normaliser=layer.normaliser,
+            rules=layer.rules,
+        )
         return projected.total, _gated(layer, attended, projected.gate)
 
     def _last_layer(
@@ -79,10 +87,18 @@ class PagedHSTU:
             return x_CD
         asking = norm_projection(x_CD, None, self._last_uq, (width, width), norm="layer", eps=NORM_EPS)
         attended = paged_attention(
-            asking.parts[0], k, v, pool, batch.last_blocks, batch.pages, workspace=self._workspace,
-            page_tokens=self._page_tokens, normaliser=layer.normaliser, are_candidates=True,
+            asking.parts[0],
+            k,
+            v,
+            pool,
+            batch.last_blocks,
+            batch.pages,
+            workspace=self._workspace,
+            page_tokens=self._page_tokens,
+            normaliser=layer.normaliser,
+            are_candidates=True,
             rules=layer.rules,
-        )  # fmt: skip
+        )
         return x_CD + _gated(layer, attended, asking.gate)
 
 

@@ -50,12 +50,20 @@ class AttentionReach:
         """Refuses what would do nothing in a model of so many layers."""
         if self.window is None and (self.prefix or self.full_layers):
             field = "prefix" if self.prefix else "full_layers"
-            raise UserError("means nothing without a window", field=f"attention.{field}", value=getattr(self, field),
-                            remedy="give attention.window")  # fmt: skip
+            raise UserError(
+                "means nothing without a window",
+                field=f"attention.{field}",
+                value=getattr(self, field),
+                remedy="give attention.window",
+            )
         for field, is_used in (("full_layers", self.window), ("keep_from", self.keep_last)):
             if is_used is not None and getattr(self, field) >= max(num_layers, 1):
-                raise UserError(f"leaves none of {num_layers} layers", field=f"attention.{field}",
-                                value=getattr(self, field), remedy=f"give less than {num_layers}")  # fmt: skip
+                raise UserError(
+                    f"leaves none of {num_layers} layers",
+                    field=f"attention.{field}",
+                    value=getattr(self, field),
+                    remedy=f"give less than {num_layers}",
+                )
 
     @property
     def is_full(self) -> bool:

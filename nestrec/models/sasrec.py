@@ -63,9 +63,12 @@ class SASRecLayer(nn.Module):
         heads = (x_TD.shape[0], self.cfg.num_heads, self.cfg.dim // self.cfg.num_heads)
         normed = self.query_norm(x_TD)
         attended = softmax_attention(
-            self.query(normed).view(heads), self.key(x_TD).view(heads), self.value(x_TD).view(heads),
-            info.offsets, max_length=info.max_length,
-        )  # fmt: skip
+            self.query(normed).view(heads),
+            self.key(x_TD).view(heads),
+            self.value(x_TD).view(heads),
+            info.offsets,
+            max_length=info.max_length,
+        )
         z = self.ffn_norm(normed + self.mix(attended.flatten(1)))
         hidden = dropout(self.activation(self.up(z)), info.token_key_T, self.site, p)
         out_TD: torch.Tensor = z + dropout(self.down(hidden), info.token_key_T, self.site + 1, p)

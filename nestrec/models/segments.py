@@ -46,9 +46,13 @@ class Segment:
     def behind_cut(self) -> "Segment":
         """What is left of it, as a segment whose history begins at the cut."""
         return replace(
-            self, prefix_length=max(0, self.prefix_length - self.cut), num_history=self.num_history - self.num_cut,
-            time_K=self.time_K[self.cut :], query_time_S=self.query_time_S[self.num_cut :], cut=0,
-        )  # fmt: skip
+            self,
+            prefix_length=max(0, self.prefix_length - self.cut),
+            num_history=self.num_history - self.num_cut,
+            time_K=self.time_K[self.cut :],
+            query_time_S=self.query_time_S[self.num_cut :],
+            cut=0,
+        )
 
 
 class KeptShape(Protocol):

@@ -36,9 +36,7 @@ def whole_forward(
     return torch.cat(found), []
 
 
-def _info(
-    places: Sequence[torch.Tensor], segments: Sequence[Segment], device: torch.device
-) -> SequenceInfo:  # fmt: skip
+def _info(places: Sequence[torch.Tensor], segments: Sequence[Segment], device: torch.device) -> SequenceInfo:
     lengths = torch.tensor([len(p) for p in places])
     times, asked = list[torch.Tensor](), list[torch.Tensor]()
     for segment in segments:
@@ -49,7 +47,11 @@ def _info(
     position = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
     cuts = torch.tensor([segment.cut for segment in segments for _ in range(max(segment.num_candidates, 1))])
     return SequenceInfo(
-        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device), max_length=int(lengths.max()),
-        position_T=position, token_key_T=torch.zeros_like(position), time_T=torch.cat(times),
-        query_time_T=torch.cat(asked), cut_B=cuts.to(device),
-    )  # fmt: skip
+        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device),
+        max_length=int(lengths.max()),
+        position_T=position,
+        token_key_T=torch.zeros_like(position),
+        time_T=torch.cat(times),
+        query_time_T=torch.cat(asked),
+        cut_B=cuts.to(device),
+    )

@@ -38,11 +38,15 @@ def workload_of(cfg: RunConfig) -> Workload:
     linear, squared = (3.0 * flops for flops in cost.flops.of_length(lengths))
     number_bytes = 2.0 if cfg.training.precision == "bf16" else 4.0
     return Workload(
-        name=cfg.name, batch_samples=_batch_samples(cfg, float(tokens.mean())), lengths=tuple(map(float, lengths)),
-        tables=tuple(_table_loads(task, len(tokens), cfg.training.seed)), dense_parameters=parameters,
-        flops_a_token=linear, flops_a_token_squared=squared,
+        name=cfg.name,
+        batch_samples=_batch_samples(cfg, float(tokens.mean())),
+        lengths=tuple(map(float, lengths)),
+        tables=tuple(_table_loads(task, len(tokens), cfg.training.seed)),
+        dense_parameters=parameters,
+        flops_a_token=linear,
+        flops_a_token_squared=squared,
         activation_bytes_a_token=cost.activations * number_bytes,
-    )  # fmt: skip
+    )
 
 
 def cost_of(cfg: RunConfig, task: Task) -> TrainingCost:
@@ -77,10 +81,15 @@ def _table_load(table: TableConfig, batches: list[MicroBatch]) -> TableLoad:
     distinct = [max(1.0, float(len(np.unique(k)))) for k in keys]
     rows = table.num_rows if table.num_rows is not None else table.store.max_rows or int(distinct[-1])
     return TableLoad(
-        name=table.name, rows=rows, row_bytes=layout.row_bytes, weight_bytes=table.dim * table.weight_dtype.itemsize,
-        gradient_bytes=table.dim * table.state_dtype.itemsize, seen_keys=tuple(seen), distinct_keys=tuple(distinct),
+        name=table.name,
+        rows=rows,
+        row_bytes=layout.row_bytes,
+        weight_bytes=table.dim * table.weight_dtype.itemsize,
+        gradient_bytes=table.dim * table.state_dtype.itemsize,
+        seen_keys=tuple(seen),
+        distinct_keys=tuple(distinct),
         keys_a_token=seen[-1] / max(1, batches[-1].num_tokens),
-    )  # fmt: skip
+    )
 
 
 def _keys_of(batch: MicroBatch, table: TableConfig) -> NDArray[np.int64]:

@@ -201,9 +201,11 @@ def _check_shares(cfg: BalanceConfig, world: int) -> None:
     for name, tuning in given:
         if tuning is not None and len(tuning.shares) != world:
             raise UserError(
-                f"has shares of {len(tuning.shares)} ranks, and there are {world}", field=f"balance.{name}",
-                value=tuning.shares, remedy="run on as many ranks, or leave it out",
-            )  # fmt: skip
+                f"has shares of {len(tuning.shares)} ranks, and there are {world}",
+                field=f"balance.{name}",
+                value=tuning.shares,
+                remedy="run on as many ranks, or leave it out",
+            )
 
 
 def _groups(topology: Topology) -> dict[str, list[list[int]]]:

@@ -27,9 +27,15 @@ def silu_columns_backward(grad: torch.Tensor, z: torch.Tensor, grad_z: torch.Ten
     check_strided(grad)
     last = first + grad.shape[1]
     silu_backward_kernel[part_grid(grad)](
-        grad, z[:, first:last], grad_z[:, first:last], len(z), grad.stride(0), z.stride(0), grad_z.stride(0),
+        grad,
+        z[:, first:last],
+        grad_z[:, first:last],
+        len(z),
+        grad.stride(0),
+        z.stride(0),
+        grad_z.stride(0),
         **part_tile(grad.shape[1]),
-    )  # fmt: skip
+    )
 
 
 @kernel_op("swiglu", fake=lambda z: z.new_empty(z.shape[0], z.shape[1] // 2))

@@ -25,9 +25,14 @@ from nestrec.ops.layers.norm_rows import add_norm_rows, norm_rows_again, norm_ro
 
 
 def feed_forward_reference(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor, up_D2F: torch.Tensor, down_FD: torch.Tensor, drop: Dropout, *,
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor,
+    up_D2F: torch.Tensor,
+    down_FD: torch.Tensor,
+    drop: Dropout,
+    *,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition: (total, new delta)."""
     total = x_TD + delta_TD
     a, b = (drop(normed(total, "rms", eps)) @ up_D2F).chunk(2, dim=1)
@@ -35,9 +40,15 @@ def feed_forward_reference(
 
 
 def feed_forward(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor, up_D2F: torch.Tensor, down_FD: torch.Tensor, drop: Dropout, *,
-    eps: float, recompute: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor,
+    up_D2F: torch.Tensor,
+    down_FD: torch.Tensor,
+    drop: Dropout,
+    *,
+    eps: float,
+    recompute: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by kernels, where there are any."""
     if not runs_kernels(x_TD):
         return feed_forward_reference(x_TD, delta_TD, up_D2F, down_FD, drop, eps=eps)

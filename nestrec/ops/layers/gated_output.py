@@ -24,18 +24,32 @@ from nestrec.ops.layers.row_tiles import like
 
 
 def gated_output_reference(
-    attended: Sequence[torch.Tensor], gate_TU: torch.Tensor, weight_DU: torch.Tensor, bias_D: torch.Tensor,
-    drop: Dropout, *, norm: NormKind, eps: float,
-) -> torch.Tensor:  # fmt: skip
+    attended: Sequence[torch.Tensor],
+    gate_TU: torch.Tensor,
+    weight_DU: torch.Tensor,
+    bias_D: torch.Tensor,
+    drop: Dropout,
+    *,
+    norm: NormKind,
+    eps: float,
+) -> torch.Tensor:
     """The definition. attended: matrices that are side by side as wide as the gate."""
     together = attended[0] if len(attended) == 1 else torch.cat(list(attended), dim=1)
     return linear(drop(silu(gate_TU) * normed(together, norm, eps)), weight_DU, bias_D)
 
 
 def gated_output(
-    attended: Sequence[torch.Tensor], gate_TU: torch.Tensor, weight_DU: torch.Tensor, bias_D: torch.Tensor,
-    drop: Dropout, *, norm: NormKind, eps: float, recompute: bool = False, packed: PackedGradient | None = None,
-) -> torch.Tensor:  # fmt: skip
+    attended: Sequence[torch.Tensor],
+    gate_TU: torch.Tensor,
+    weight_DU: torch.Tensor,
+    bias_D: torch.Tensor,
+    drop: Dropout,
+    *,
+    norm: NormKind,
+    eps: float,
+    recompute: bool = False,
+    packed: PackedGradient | None = None,
+) -> torch.Tensor:
     """The same by kernels, where there are any; one to three parts of one width.
 
     packed: that of the projection the gate comes from; without it the gradient of the gate is copied once more.
@@ -77,9 +91,17 @@ class _GatedOutput(torch.autograd.Function):
         grad_parts = [like(part) for part in parts]
         again = None if gated is not None else like(gate)
         gate_rows_backward(
-            grad @ cast, parts, gate, mean, rstd, grad_gate, grad_parts, again, options.centred,
+            grad @ cast,
+            parts,
+            gate,
+            mean,
+            rstd,
+            grad_gate,
+            grad_parts,
+            again,
+            options.centred,
             *options.drop.arguments(),
-        )  # fmt: skip
+        )
         gated = again if again is not None else gated
         grad_weight = weight_gradient(grad, gated.to(options.dtype), ctx.types[0])
         grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.types[1])

@@ -99,9 +99,14 @@ def without_keeping(projected: Projection) -> contextlib.AbstractContextManager[
 
 
 def norm_projection_reference(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor | None, weight_DZ: torch.Tensor, widths: Sequence[int], *,
-    norm: NormKind, eps: float,
-) -> Projection:  # fmt: skip
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor | None,
+    weight_DZ: torch.Tensor,
+    widths: Sequence[int],
+    *,
+    norm: NormKind,
+    eps: float,
+) -> Projection:
     """The definition."""
     total = x_TD if delta_TD is None else x_TD + delta_TD
     gate, *parts = (normed(total, norm, eps) @ weight_DZ).split(list(widths), dim=1)
@@ -109,9 +114,15 @@ def norm_projection_reference(
 
 
 def norm_projection(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor | None, weight_DZ: torch.Tensor, widths: Sequence[int], *,
-    norm: NormKind, eps: float, recompute: bool = False,
-) -> Projection:  # fmt: skip
+    x_TD: torch.Tensor,
+    delta_TD: torch.Tensor | None,
+    weight_DZ: torch.Tensor,
+    widths: Sequence[int],
+    *,
+    norm: NormKind,
+    eps: float,
+    recompute: bool = False,
+) -> Projection:
     """The same by kernels, where there are any."""
     if not runs_kernels(x_TD):
         return norm_projection_reference(x_TD, delta_TD, weight_DZ, widths, norm=norm, eps=eps)

@@ -41,10 +41,25 @@ def _mean_of_parts(x0, x1, x2, WIDTH: tl.constexpr, PARTS: tl.constexpr):  # typ
 
 @triton.jit
 def norm_forward_kernel(  # type: ignore[no-untyped-def]
-    x, delta, total, out, mean, rstd, key, num_rows, eps, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    CENTRED: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    total,
+    out,
+    mean,
+    rstd,
+    key,
+    num_rows,
+    eps,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """total = x + delta (where given);  out = dropout(norm(total))."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -71,9 +86,21 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def norm_again_kernel(  # type: ignore[no-untyped-def]
-    x, out, mean, rstd, key, num_rows, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    mean,
+    rstd,
+    key,
+    num_rows,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """out = dropout(norm(x)) with the statistics of the forward pass."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -91,10 +118,24 @@ def norm_again_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def norm_backward_kernel(  # type: ignore[no-untyped-def]
-    grad, grad_total, x, mean, rstd, grad_x, key, num_rows, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    CENTRED: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    grad,
+    grad_total,
+    x,
+    mean,
+    rstd,
+    grad_x,
+    key,
+    num_rows,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """dx = d total + rstd * (g - mean(g) - n * mean(g * n)),  g = gradient of the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -139,9 +180,17 @@ def _silu_gradient(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def silu_backward_kernel(  # type: ignore[no-untyped-def]
-    grad, z, grad_z, num_rows, grad_stride, z_stride, grad_z_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    grad,
+    z,
+    grad_z,
+    num_rows,
+    grad_stride,
+    z_stride,
+    grad_z_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dz = d out * silu'(z); all three point at their first channel."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -182,11 +231,30 @@ def _gate_part(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gate_forward_kernel(  # type: ignore[no-untyped-def]
-    a0, a1, a2, gate, out, mean, rstd, key, num_rows, stride0, stride1, stride2, gate_stride,
-    eps, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, CENTRED: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    a0,
+    a1,
+    a2,
+    gate,
+    out,
+    mean,
+    rstd,
+    key,
+    num_rows,
+    stride0,
+    stride1,
+    stride2,
+    gate_stride,
+    eps,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """out = dropout(silu(gate) * norm([a0, a1, a2])), each part WIDTH wide, one norm over all of them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -225,9 +293,26 @@ def gate_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gate_part_backward(  # type: ignore[no-untyped-def]
-    normed, grad, gate, grad_gate, again, key, row, has_row, channel, mask, offset, gate_stride, grad_gate_stride,
-    out_stride, site, threshold, scale, HAS_DROPOUT: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
+    normed,
+    grad,
+    gate,
+    grad_gate,
+    again,
+    key,
+    row,
+    has_row,
+    channel,
+    mask,
+    offset,
+    gate_stride,
+    grad_gate_stride,
+    out_stride,
+    site,
+    threshold,
+    scale,
+    HAS_DROPOUT: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
     """Gradient of the norm of a part; writes that of its gate and, where asked, the output of the forward pass."""
     g = _load_part(grad, row, out_stride, channel + offset, mask)
     value = _load_part(gate, row, gate_stride, channel + offset, mask)
@@ -254,11 +339,36 @@ def _store_part(x, row, channel, value, mask, WIDTH: tl.constexpr):  # type: ign
 
 @triton.jit
 def gate_backward_kernel(  # type: ignore[no-untyped-def]
-    grad, a0, a1, a2, gate, mean, rstd, d0, d1, d2, grad_gate, again, key, num_rows,
-    stride0, stride1, stride2, gate_stride, grad_gate_stride, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, CENTRED: tl.constexpr, HAS_DROPOUT: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
+    grad,
+    a0,
+    a1,
+    a2,
+    gate,
+    mean,
+    rstd,
+    d0,
+    d1,
+    d2,
+    grad_gate,
+    again,
+    key,
+    num_rows,
+    stride0,
+    stride1,
+    stride2,
+    gate_stride,
+    grad_gate_stride,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
     """Gradients of the parts (packed each) and of the gate before its SiLU."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -270,18 +380,74 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
         centre = tl.load(mean + row, mask=has_row, other=0.0)[:, None]
     out_stride = PARTS * WIDTH
     n0 = tl.where(mask, (_load_part(a0, row, stride0, channel, mask) - centre) * scaled, 0.0)
-    g0 = _gate_part_backward(n0, grad, gate, grad_gate, again, key, row, has_row, channel, mask, 0, gate_stride,
-                             grad_gate_stride, out_stride, site, threshold, scale, HAS_DROPOUT, AGAIN)  # fmt: skip
+    g0 = _gate_part_backward(
+        n0,
+        grad,
+        gate,
+        grad_gate,
+        again,
+        key,
+        row,
+        has_row,
+        channel,
+        mask,
+        0,
+        gate_stride,
+        grad_gate_stride,
+        out_stride,
+        site,
+        threshold,
+        scale,
+        HAS_DROPOUT,
+        AGAIN,
+    )
     n1, g1, n2, g2 = n0, g0, n0, g0
     if PARTS >= 2:
         n1 = tl.where(mask, (_load_part(a1, row, stride1, channel, mask) - centre) * scaled, 0.0)
-        g1 = _gate_part_backward(n1, grad, gate, grad_gate, again, key, row, has_row, channel, mask, WIDTH, gate_stride,
-                                 grad_gate_stride, out_stride, site, threshold, scale, HAS_DROPOUT, AGAIN)  # fmt: skip
+        g1 = _gate_part_backward(
+            n1,
+            grad,
+            gate,
+            grad_gate,
+            again,
+            key,
+            row,
+            has_row,
+            channel,
+            mask,
+            WIDTH,
+            gate_stride,
+            grad_gate_stride,
+            out_stride,
+            site,
+            threshold,
+            scale,
+            HAS_DROPOUT,
+            AGAIN,
+        )
     if PARTS == 3:
         n2 = tl.where(mask, (_load_part(a2, row, stride2, channel, mask) - centre) * scaled, 0.0)
-        g2 = _gate_part_backward(n2, grad, gate, grad_gate, again, key, row, has_row, channel, mask, 2 * WIDTH,
-                                 gate_stride, grad_gate_stride, out_stride, site, threshold, scale, HAS_DROPOUT,
-                                 AGAIN)  # fmt: skip
+        g2 = _gate_part_backward(
+            n2,
+            grad,
+            gate,
+            grad_gate,
+            again,
+            key,
+            row,
+            has_row,
+            channel,
+            mask,
+            2 * WIDTH,
+            gate_stride,
+            grad_gate_stride,
+            out_stride,
+            site,
+            threshold,
+            scale,
+            HAS_DROPOUT,
+            AGAIN,
+        )
     along = _mean_of_parts(g0 * n0, g1 * n1, g2 * n2, WIDTH, PARTS)
     level = tl.zeros_like(along)
     if CENTRED:
@@ -308,9 +474,8 @@ def swiglu_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
-    grad, z, grad_z, again, num_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
+    grad, z, grad_z, again, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr
+):
     """da = g * b * silu'(a),  db = g * silu(a)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -327,9 +492,21 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def embed_forward_kernel(  # type: ignore[no-untyped-def]
-    x, position, table, out, key, num_rows, factor, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    x,
+    position,
+    table,
+    out,
+    key,
+    num_rows,
+    factor,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """out = dropout(x * factor + table[position])."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -344,9 +521,19 @@ def embed_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def embed_backward_kernel(  # type: ignore[no-untyped-def]
-    grad, grad_x, key, num_rows, factor, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    grad,
+    grad_x,
+    key,
+    num_rows,
+    factor,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """Gradient of x."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
@@ -360,9 +547,20 @@ def embed_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def position_gradient_kernel(  # type: ignore[no-untyped-def]
-    grad, offsets, order, longer, key, grad_table, site, threshold, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
+    grad,
+    offsets,
+    order,
+    longer,
+    key,
+    grad_table,
+    site,
+    threshold,
+    scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+):
     """Row p of the table's gradient: the gradients of every sequence's token p, the longest sequence first.
 
     order: sequences by length. longer: how many of them reach position p.

@@ -44,9 +44,11 @@ def check_rows(*rows: torch.Tensor | None) -> None:
     for x in rows:
         if x is not None and (x.dim() != 2 or not x.is_contiguous()):
             raise UserError(
-                "the kernel reads packed (tokens, channels) matrices", field="shape, strides",
-                value=(tuple(x.shape), x.stride()), remedy="call .contiguous() first",
-            )  # fmt: skip
+                "the kernel reads packed (tokens, channels) matrices",
+                field="shape, strides",
+                value=(tuple(x.shape), x.stride()),
+                remedy="call .contiguous() first",
+            )
 
 
 def check_strided(*rows: torch.Tensor) -> None:
@@ -54,9 +56,11 @@ def check_strided(*rows: torch.Tensor) -> None:
     for x in rows:
         if x.dim() != 2 or (x.shape[1] > 1 and x.stride(1) != 1):
             raise UserError(
-                "the channels of a token must lie side by side", field="shape, strides",
-                value=(tuple(x.shape), x.stride()), remedy="call .contiguous() first",
-            )  # fmt: skip
+                "the channels of a token must lie side by side",
+                field="shape, strides",
+                value=(tuple(x.shape), x.stride()),
+                remedy="call .contiguous() first",
+            )
 
 
 def check_parts(parts: Sequence[torch.Tensor], gate: torch.Tensor) -> None:

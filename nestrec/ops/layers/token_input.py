@@ -27,9 +27,14 @@ def token_input_reference(
 
 
 def token_input(
-    vector_TD: torch.Tensor, table_ND: torch.Tensor, position_T: torch.Tensor, offsets: torch.Tensor, *,
-    factor: float, drop: Dropout,
-) -> torch.Tensor:  # fmt: skip
+    vector_TD: torch.Tensor,
+    table_ND: torch.Tensor,
+    position_T: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    factor: float,
+    drop: Dropout,
+) -> torch.Tensor:
     """The same by kernels, where there are any; there `position_T` must count from 0 in each sequence of `offsets`.
 
     Under autocast the result has autocast's type: it is the residual stream of the encoder.
@@ -50,9 +55,13 @@ class _Options:
 class _TokenInput(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, vector: torch.Tensor, table: torch.Tensor, position: torch.Tensor, offsets: torch.Tensor,
+        ctx: Any,
+        vector: torch.Tensor,
+        table: torch.Tensor,
+        position: torch.Tensor,
+        offsets: torch.Tensor,
         options: _Options,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         ctx.options, ctx.types, ctx.table_rows = options, (vector.dtype, table.dtype), len(table)
         ctx.save_for_backward(offsets)
         return embed_rows(

@@ -14,9 +14,20 @@ from nestrec.ops.layers.row_tiles import part_grid, part_tile
 
 @triton.jit
 def _token_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    content, actions, vectors, position, tokens, positions, out, num_rows, factor,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    content,
+    actions,
+    vectors,
+    position,
+    tokens,
+    positions,
+    out,
+    num_rows,
+    factor,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_row, is_channel = row < num_rows, channel < WIDTH
@@ -36,14 +47,29 @@ def _token_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
 
 
 def token_rows(  # noqa: PLR0917
-    content_RD: torch.Tensor, action_R: torch.Tensor, vector_BD: torch.Tensor, position_PD: torch.Tensor,
-    token_T: torch.Tensor, position_T: torch.Tensor, *, factor: float,
-) -> torch.Tensor:  # fmt: skip
+    content_RD: torch.Tensor,
+    action_R: torch.Tensor,
+    vector_BD: torch.Tensor,
+    position_PD: torch.Tensor,
+    token_T: torch.Tensor,
+    position_T: torch.Tensor,
+    *,
+    factor: float,
+) -> torch.Tensor:
     """(T, D). action_R: int32 bits. vector_BD: of each bit. token_T: twice a row's record, one more for the action
     token of an event."""
     out = content_RD.new_empty(len(token_T), content_RD.shape[1])
     _token_rows_kernel[part_grid(out)](
-        content_RD, action_R, vector_BD, position_PD, token_T, position_T, out, len(out), factor,
-        BITS=len(vector_BD), **part_tile(out.shape[1]),
-    )  # fmt: skip
+        content_RD,
+        action_R,
+        vector_BD,
+        position_PD,
+        token_T,
+        position_T,
+        out,
+        len(out),
+        factor,
+        BITS=len(vector_BD),
+        **part_tile(out.shape[1]),
+    )
     return out

@@ -40,9 +40,13 @@ def fused_loss(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None,
+        ctx: Any,
+        query_TD: torch.Tensor,
+        row_UD: torch.Tensor,
+        index_TN: torch.Tensor,
+        bias_TN: torch.Tensor | None,
         kind: SampledKind,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         loss_T, total_T = fused_forward(query_TD, row_UD, index_TN, bias_TN, kind)
         ctx.save_for_backward(query_TD, row_UD, index_TN, total_T, *([] if bias_TN is None else [bias_TN]))
         ctx.kind = kind
@@ -75,17 +79,27 @@ def fused_forward(
 
 
 def _fake_backward(
-    query: torch.Tensor, row: torch.Tensor, index: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor,
-    grad_loss: torch.Tensor, kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: torch.Tensor,
+    row: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    total: torch.Tensor,
+    grad_loss: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape, dtype=total.dtype), row.new_empty(index.shape, dtype=total.dtype)
 
 
 @kernel_op("sampled_loss_backward", fake=_fake_backward)
 def fused_backward(
-    query: torch.Tensor, row: torch.Tensor, index: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor,
-    grad_loss: torch.Tensor, kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: torch.Tensor,
+    row: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    total: torch.Tensor,
+    grad_loss: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, D) gradients of the queries and (T, N) of the logits."""
     from nestrec.ops.losses.sampled_kernels import backward_kernel
 

@@ -20,9 +20,14 @@ from nestrec.ops.rows.gather import deal_rows, gather_rows
 
 
 def grouped_loss(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, positive_T: torch.Tensor, token_GS: torch.Tensor, kind: SampledKind,
-    *, bias_T: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query_TD: torch.Tensor,
+    row_UD: torch.Tensor,
+    positive_T: torch.Tensor,
+    token_GS: torch.Tensor,
+    kind: SampledKind,
+    *,
+    bias_T: torch.Tensor | None = None,
+) -> torch.Tensor:
     """(G, S) losses, 0 where a group has no token.
 
     positive_T: places of the targets among the rows. token_GS: the groups, each token once, -1 behind a group's last.
@@ -42,9 +47,14 @@ class _GroupedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, q_GSD: torch.Tensor, p_GSD: torch.Tensor, place_GS: torch.Tensor, is_there_GS: torch.Tensor,
-        bias_GS: torch.Tensor | None, kind: SampledKind,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        q_GSD: torch.Tensor,
+        p_GSD: torch.Tensor,
+        place_GS: torch.Tensor,
+        is_there_GS: torch.Tensor,
+        bias_GS: torch.Tensor | None,
+        kind: SampledKind,
+    ) -> torch.Tensor:
         logit_GSS = _products(q_GSD, p_GSD)
         own_GS = logit_GSS.diagonal(dim1=1, dim2=2)
         positive_GS = own_GS.clone()

@@ -21,9 +21,14 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
 def sampled_loss(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: LossCandidates, kind: SampledKind, *,
-    variant: Variant = "plain", segment_tokens: int = 512,
-) -> torch.Tensor:  # fmt: skip
+    query_TD: torch.Tensor,
+    row_UD: torch.Tensor,
+    candidates: LossCandidates,
+    kind: SampledKind,
+    *,
+    variant: Variant = "plain",
+    segment_tokens: int = 512,
+) -> torch.Tensor:
     """(T,) losses of tokens over their candidates. All variants but `plain` compute in the type of the rows."""
     if variant == "plain":
         return plain_sampled_loss(query_TD, row_UD, candidates, kind)

@@ -40,9 +40,20 @@ def _tile_logits(row, index, bias, query, positive, t, n, channel, N, D, HAS_BIA
 
 @triton.jit
 def _forward(
-    query, row, index, bias, loss, total, N, D, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    query,
+    row,
+    index,
+    bias,
+    loss,
+    total,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     q = tl.load(query + t * D + channel, mask=channel < D, other=0.0).to(WIDE)
@@ -74,9 +85,22 @@ def _forward(
 
 @triton.jit
 def _backward(
-    query, row, index, bias, total, grad_loss, slope, grad_query, N, D,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    query,
+    row,
+    index,
+    bias,
+    total,
+    grad_loss,
+    slope,
+    grad_query,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     q = tl.load(query + t * D + channel, mask=channel < D, other=0.0).to(WIDE)
@@ -117,9 +141,18 @@ def _outer_tile(
 
 @triton.jit
 def _sum_outer(
-    slope, query, order, starts, out, N, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, RUN_SIZE: tl.constexpr,
+    slope,
+    query,
+    order,
+    starts,
+    out,
+    N,
+    D,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RUN_SIZE: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     u = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     start, stop = tl.load(starts + u), tl.load(starts + u + 1)
@@ -130,9 +163,20 @@ def _sum_outer(
 
 @triton.jit
 def _sum_outer_runs(
-    slope, query, rows, order, starts, partial, num_positions, N, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-    RUN_SIZE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    slope,
+    query,
+    rows,
+    order,
+    starts,
+    partial,
+    num_positions,
+    N,
+    D,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RUN_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     start, length, at = run_of_block(rows, starts, tl.program_id(0), tl.program_id(1), num_positions, RUN_SIZE)
     if length > 0:
         channel = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -141,34 +185,59 @@ def _sum_outer_runs(
 
 
 def forward_kernel(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None,
-    kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,) losses and (T,) log-sum-exp; inputs are contiguous."""
     (num_tokens, num_candidates), dim, wide = index_TN.shape, row_UD.shape[1], _wide(row_UD)
     loss_T, total_T = (torch.empty(num_tokens, dtype=wide, device=row_UD.device) for _ in range(2))
     if num_tokens:
         _forward[(num_tokens,)](
-            query_TD, row_UD, index_TN, index_TN if bias_TN is None else bias_TN, loss_T, total_T, num_candidates, dim,
-            **_tile(dim), IS_SOFTMAX=kind == "sampled_softmax", HAS_BIAS=bias_TN is not None, WIDE=_TYPES[wide],
-        )  # fmt: skip
+            query_TD,
+            row_UD,
+            index_TN,
+            index_TN if bias_TN is None else bias_TN,
+            loss_T,
+            total_T,
+            num_candidates,
+            dim,
+            **_tile(dim),
+            IS_SOFTMAX=kind == "sampled_softmax",
+            HAS_BIAS=bias_TN is not None,
+            WIDE=_TYPES[wide],
+        )
     return loss_T, total_T
 
 
 def backward_kernel(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None,
-    total_T: torch.Tensor, grad_loss_T: torch.Tensor, kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query_TD: torch.Tensor,
+    row_UD: torch.Tensor,
+    index_TN: torch.Tensor,
+    bias_TN: torch.Tensor | None,
+    total_T: torch.Tensor,
+    grad_loss_T: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, D) gradients of the queries and (T, N) of the logits."""
     (num_tokens, num_candidates), dim, wide = index_TN.shape, row_UD.shape[1], _wide(row_UD)
     grad_query_TD = torch.empty(query_TD.shape, dtype=wide, device=row_UD.device)
     slope_TN = torch.empty(index_TN.shape, dtype=wide, device=row_UD.device)
     if num_tokens:
         _backward[(num_tokens,)](
-            query_TD, row_UD, index_TN, index_TN if bias_TN is None else bias_TN, total_T, grad_loss_T, slope_TN,
-            grad_query_TD, num_candidates, dim, **_tile(dim), IS_SOFTMAX=kind == "sampled_softmax",
-            HAS_BIAS=bias_TN is not None, WIDE=_TYPES[wide],
-        )  # fmt: skip
+            query_TD,
+            row_UD,
+            index_TN,
+            index_TN if bias_TN is None else bias_TN,
+            total_T,
+            grad_loss_T,
+            slope_TN,
+            grad_query_TD,
+            num_candidates,
+            dim,
+            **_tile(dim),
+            IS_SOFTMAX=kind == "sampled_softmax",
+            HAS_BIAS=bias_TN is not None,
+            WIDE=_TYPES[wide],
+        )
     return grad_query_TD, slope_TN
 
 

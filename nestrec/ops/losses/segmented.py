@@ -77,9 +77,13 @@ def gathered(row_UD: torch.Tensor, index_SN: torch.Tensor) -> torch.Tensor:
 class _Segmented(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None,
+        ctx: Any,
+        query_TD: torch.Tensor,
+        row_UD: torch.Tensor,
+        index_TN: torch.Tensor,
+        bias_TN: torch.Tensor | None,
         options: tuple[SampledKind, int, bool],
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         kind, segment_tokens, offload = options
         vectors: Vectors = (OffloadedVectors if offload else GatheredVectors)(row_UD, index_TN, segment_tokens)
         candidates = LossCandidates(index_TN, bias_TN)

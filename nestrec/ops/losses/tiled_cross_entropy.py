@@ -22,9 +22,13 @@ TILE_TOKENS, TILE_ITEMS = 4096, 8192
 
 
 def tiled_cross_entropy(
-    query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor, *, tile_tokens: int = TILE_TOKENS,
+    query_TD: torch.Tensor,
+    row_ID: torch.Tensor,
+    target_T: torch.Tensor,
+    *,
+    tile_tokens: int = TILE_TOKENS,
     tile_items: int = TILE_ITEMS,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """(T,) losses: `full_cross_entropy` (its definition) in the memory of a tile, in the type of the queries."""
     return _Tiled.apply(query_TD, row_ID.to(query_TD.dtype), target_T, tile_tokens, tile_items)  # type: ignore[no-any-return]
 
@@ -32,9 +36,13 @@ def tiled_cross_entropy(
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor, tile_tokens: int,
+        ctx: Any,
+        query_TD: torch.Tensor,
+        row_ID: torch.Tensor,
+        target_T: torch.Tensor,
+        tile_tokens: int,
         tile_items: int,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         num_tokens, wide = len(query_TD), torch.promote_types(query_TD.dtype, torch.float32)
         highest_T = torch.full((num_tokens,), -torch.inf, dtype=wide, device=query_TD.device)
         summed_T, first_T = torch.zeros_like(highest_T), torch.zeros_like(highest_T)
@@ -61,9 +69,12 @@ class _Tiled(torch.autograd.Function):
 
 
 def add_tile(
-    logit_SJ: torch.Tensor, target_S: torch.Tensor, highest_S: torch.Tensor, summed_S: torch.Tensor,
+    logit_SJ: torch.Tensor,
+    target_S: torch.Tensor,
+    highest_S: torch.Tensor,
+    summed_S: torch.Tensor,
     first_S: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Bring the running maximum, sum and target logit of each token up to date, in place."""
     if runs_triton(logit_SJ):
         _add_tile_on_device(logit_SJ, target_S, highest_S, summed_S, first_S)

@@ -41,15 +41,26 @@ def _to_slopes(logit, target, total, upstream, J, stride, BLOCK: tl.constexpr, W
 
 
 def add_tile_kernel(
-    logit_SJ: torch.Tensor, target_S: torch.Tensor, highest_S: torch.Tensor, summed_S: torch.Tensor,
+    logit_SJ: torch.Tensor,
+    target_S: torch.Tensor,
+    highest_S: torch.Tensor,
+    summed_S: torch.Tensor,
     first_S: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Running maximum, sum and target logit of each token, in place."""
     num_tokens, num_items = logit_SJ.shape
     _add_tile[(num_tokens,)](
-        logit_SJ, target_S.contiguous(), highest_S, summed_S, first_S, num_items, logit_SJ.stride(0), BLOCK=_BLOCK,
-        WIDE=_TYPES[highest_S.dtype], num_warps=8,
-    )  # fmt: skip
+        logit_SJ,
+        target_S.contiguous(),
+        highest_S,
+        summed_S,
+        first_S,
+        num_items,
+        logit_SJ.stride(0),
+        BLOCK=_BLOCK,
+        WIDE=_TYPES[highest_S.dtype],
+        num_warps=8,
+    )
 
 
 def to_slopes_kernel(
@@ -58,9 +69,16 @@ def to_slopes_kernel(
     """Logits to slopes, in place."""
     num_tokens, num_items = logit_SJ.shape
     _to_slopes[(num_tokens, triton.cdiv(num_items, _BLOCK))](
-        logit_SJ, target_S.contiguous(), total_S.contiguous(), upstream_S.contiguous(), num_items, logit_SJ.stride(0),
-        BLOCK=_BLOCK, WIDE=_TYPES[total_S.dtype], num_warps=8,
-    )  # fmt: skip
+        logit_SJ,
+        target_S.contiguous(),
+        total_S.contiguous(),
+        upstream_S.contiguous(),
+        num_items,
+        logit_SJ.stride(0),
+        BLOCK=_BLOCK,
+        WIDE=_TYPES[total_S.dtype],
+        num_warps=8,
+    )
 
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}

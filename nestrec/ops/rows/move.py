@@ -48,9 +48,11 @@ def move_rows_reference(
 
 
 def _num_moved(
-    source_NW: torch.Tensor, target_MW: torch.Tensor, source_index_P: torch.Tensor | None,
+    source_NW: torch.Tensor,
+    target_MW: torch.Tensor,
+    source_index_P: torch.Tensor | None,
     target_index_P: torch.Tensor | None,
-) -> int:  # fmt: skip
+) -> int:
     if source_index_P is not None:
         return len(source_index_P)
     return len(target_index_P) if target_index_P is not None else min(len(source_NW), len(target_MW))
@@ -66,9 +68,11 @@ def _check(source_NW: torch.Tensor, target_MW: torch.Tensor, indices: list[torch
 
 @kernel_op("move_rows", fake=lambda *_: None, mutates=("target_MW",))
 def _run(
-    source_NW: torch.Tensor, target_MW: torch.Tensor, source_index_P: torch.Tensor | None,
+    source_NW: torch.Tensor,
+    target_MW: torch.Tensor,
+    source_index_P: torch.Tensor | None,
     target_index_P: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     _check(source_NW, target_MW, [i for i in (source_index_P, target_index_P) if i is not None])
     if runs_triton(source_NW):
         _launch(source_NW, target_MW, source_index_P, target_index_P)
@@ -77,9 +81,11 @@ def _run(
 
 
 def _launch(
-    source_NW: torch.Tensor, target_MW: torch.Tensor, source_index_P: torch.Tensor | None,
+    source_NW: torch.Tensor,
+    target_MW: torch.Tensor,
+    source_index_P: torch.Tensor | None,
     target_index_P: torch.Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     count, width = _num_moved(source_NW, target_MW, source_index_P, target_index_P), source_NW.shape[1]
     if count == 0 or width == 0:
         return
@@ -89,10 +95,19 @@ def _launch(
     rows_a_block = block // (width // piece)
     with torch.cuda.device_of(source_NW):
         _move_kernel[(triton.cdiv(count, rows_a_block),)](
-            source_NW, target_MW, source_index_P, target_index_P, count,
-            SOURCE_STRIDE=source_NW.stride(0), TARGET_STRIDE=target_MW.stride(0), PIECES=width // piece, PIECE=piece,
-            ROWS=rows_a_block, BLOCK=block, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+            source_NW,
+            target_MW,
+            source_index_P,
+            target_index_P,
+            count,
+            SOURCE_STRIDE=source_NW.stride(0),
+            TARGET_STRIDE=target_MW.stride(0),
+            PIECES=width // piece,
+            PIECE=piece,
+            ROWS=rows_a_block,
+            BLOCK=block,
+            num_warps=_NUM_WARPS,
+        )
 
 
 def _word_offsets(rows: torch.Tensor) -> tuple[int, int]:
@@ -106,10 +121,18 @@ if HAS_TRITON:
 
     @triton.jit
     def _move_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        source, target, source_index, target_index, count,
-        SOURCE_STRIDE: tl.constexpr, TARGET_STRIDE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        source,
+        target,
+        source_index,
+        target_index,
+        count,
+        SOURCE_STRIDE: tl.constexpr,
+        TARGET_STRIDE: tl.constexpr,
+        PIECES: tl.constexpr,
+        PIECE: tl.constexpr,
+        ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         piece = tl.arange(0, BLOCK)
         place = piece // PIECES
         row = tl.program_id(0) * ROWS + place

@@ -156,9 +156,19 @@ def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torc
     tile_rows = max(1, _TILE_ELEMENTS // block)
     with torch.cuda.device_of(grad_PD):
         _rows_kernel[(triton.cdiv(num_rows, tile_rows),)](
-            grad_PD, order_P, starts, out_UD, num_rows, D=dim, STRIDE=grad_PD.stride(0), BLOCK=block, ROWS=tile_rows,
-            RUN_SIZE=RUN, num_warps=_NUM_WARPS, maxnreg=MAX_REGISTERS,
-        )  # fmt: skip
+            grad_PD,
+            order_P,
+            starts,
+            out_UD,
+            num_rows,
+            D=dim,
+            STRIDE=grad_PD.stride(0),
+            BLOCK=block,
+            ROWS=tile_rows,
+            RUN_SIZE=RUN,
+            num_warps=_NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
+        )
         if num_positions > RUN:
             add_long_runs(sum_long_runs(grad_PD, rows_P, order_P, starts), rows_P, starts, out_UD)
     return out_UD
@@ -172,9 +182,18 @@ def sum_long_runs(
     blocks = triton.cdiv(num_positions, RUN)
     partial = grad_PD.new_empty(2 * blocks, dim, dtype=sum_type(grad_PD.dtype))
     _runs_kernel[(blocks, 2)](
-        grad_PD, rows_P, order_P, starts, partial, num_positions, D=dim, STRIDE=grad_PD.stride(0),
-        BLOCK=triton.next_power_of_2(dim), RUN_SIZE=RUN, num_warps=1,
-    )  # fmt: skip
+        grad_PD,
+        rows_P,
+        order_P,
+        starts,
+        partial,
+        num_positions,
+        D=dim,
+        STRIDE=grad_PD.stride(0),
+        BLOCK=triton.next_power_of_2(dim),
+        RUN_SIZE=RUN,
+        num_warps=1,
+    )
     return partial
 
 
@@ -182,9 +201,16 @@ def add_long_runs(partial: torch.Tensor, rows_P: torch.Tensor, starts: torch.Ten
     """Sums of runs, placed as by `sum_long_runs`, into the rows that have several."""
     num_positions, dim = len(rows_P), out_UD.shape[1]
     _finish_kernel[(triton.cdiv(num_positions, RUN),)](
-        partial, rows_P, starts, out_UD, num_positions, D=dim, BLOCK=triton.next_power_of_2(dim), RUN_SIZE=RUN,
+        partial,
+        rows_P,
+        starts,
+        out_UD,
+        num_positions,
+        D=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        RUN_SIZE=RUN,
         num_warps=1,
-    )  # fmt: skip
+    )
 
 
 if HAS_TRITON:
@@ -205,9 +231,16 @@ if HAS_TRITON:
 
     @triton.jit
     def sum_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        grad, order, first, length, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+        grad,
+        order,
+        first,
+        length,
+        D: tl.constexpr,
+        STRIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
         TYPE: tl.constexpr,
-    ):  # fmt: skip
+    ):
         """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other.
 
         Four at a time, the next positions before these rows before the sums: else the compiler waits for each in turn.
@@ -265,9 +298,17 @@ if HAS_TRITON:
 
     @triton.jit
     def _rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        grad, order, starts, out, num_rows, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-        ROWS: tl.constexpr, RUN_SIZE: tl.constexpr,
-    ):  # fmt: skip
+        grad,
+        order,
+        starts,
+        out,
+        num_rows,
+        D: tl.constexpr,
+        STRIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        RUN_SIZE: tl.constexpr,
+    ):
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = row < num_rows
         first = tl.load(starts + row, mask=inside, other=0)
@@ -280,9 +321,17 @@ if HAS_TRITON:
 
     @triton.jit
     def _runs_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        grad, rows, order, starts, partial, num_positions, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+        grad,
+        rows,
+        order,
+        starts,
+        partial,
+        num_positions,
+        D: tl.constexpr,
+        STRIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
         RUN_SIZE: tl.constexpr,
-    ):  # fmt: skip
+    ):
         first, length, at = run_of_block(rows, starts, tl.program_id(0), tl.program_id(1), num_positions, RUN_SIZE)
         if length > 0:
             one = tl.zeros([1], tl.int32)
@@ -292,9 +341,16 @@ if HAS_TRITON:
 
     @triton.jit
     def _finish_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        partial, rows, starts, out, num_positions, D: tl.constexpr, BLOCK: tl.constexpr, RUN_SIZE: tl.constexpr,
+        partial,
+        rows,
+        starts,
+        out,
+        num_positions,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RUN_SIZE: tl.constexpr,
         UNROLL: tl.constexpr = 8,
-    ):  # fmt: skip
+    ):
         row, start, end = long_row_of_block(rows, starts, tl.program_id(0), num_positions, RUN_SIZE)
         if end > 0:
             total = sum_partial(partial, start, end, D, BLOCK, RUN_SIZE, UNROLL)

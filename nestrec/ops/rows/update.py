@@ -72,9 +72,12 @@ def update_rows(
 
 
 def update_rows_reference(
-    weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule,
+    weight_ND: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    grad_PD: torch.Tensor,
+    rule: RowRule,
     draw_P: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The definition, on rows in order."""
     store_weight(weight_ND, weight_ND.to(grad_PD.dtype) - change_of(states, grad_PD, rule), draw_P)
 
@@ -151,9 +154,14 @@ def can_launch(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], sum_dtyp
 
 @kernel_op("update_rows", fake=lambda *_: None, mutates=("weight_ND", "states"))
 def _run(  # noqa: PLR0917
-    weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor | None,
-    draw_P: torch.Tensor | None, kind: str, numbers: list[float],
-) -> None:  # fmt: skip
+    weight_ND: torch.Tensor,
+    states: list[torch.Tensor],
+    grad_PD: torch.Tensor,
+    index_P: torch.Tensor | None,
+    draw_P: torch.Tensor | None,
+    kind: str,
+    numbers: list[float],
+) -> None:
     rule = rule_of(kind, numbers)
     if can_launch(weight_ND, states, grad_PD.dtype):
         _launch(weight_ND, states, with_whole_rows(grad_PD), index_P, draw_P, rule)
@@ -172,9 +180,13 @@ def rule_of(kind: str, numbers: Sequence[float]) -> RowRule:
 
 
 def _update_some(  # noqa: PLR0917
-    weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor,
-    draw_P: torch.Tensor | None, rule: RowRule,
-) -> None:  # fmt: skip
+    weight_ND: torch.Tensor,
+    states: list[torch.Tensor],
+    grad_PD: torch.Tensor,
+    index_P: torch.Tensor,
+    draw_P: torch.Tensor | None,
+    rule: RowRule,
+) -> None:
     moved = index_P >= 0
     places, columns = index_P[moved].long(), [weight_ND, *states]
     picked = [c[places] for c in columns]
@@ -195,18 +207,33 @@ def kernel_columns(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], rule
     first, second = (*states, weight_ND, weight_ND)[:2]  # a rule with fewer states never touches the others
     learning_rate, eps, decay1, decay2, inverse_scale = rule.numbers
     return {
-        "weight": weight_ND, "first": first, "second": second, "learning_rate": learning_rate, "eps": eps,
-        "decay1": decay1, "decay2": decay2, "inverse_scale": inverse_scale, "inverse_dim": 1 / weight_ND.shape[1],
-        "KIND": KINDS.index(rule.kind), "D": weight_ND.shape[1], "BLOCK": triton.next_power_of_2(weight_ND.shape[1]),
-        "WEIGHT_STRIDE": weight_ND.stride(0), "FIRST_STRIDE": first.stride(0), "SECOND_STRIDE": second.stride(0),
+        "weight": weight_ND,
+        "first": first,
+        "second": second,
+        "learning_rate": learning_rate,
+        "eps": eps,
+        "decay1": decay1,
+        "decay2": decay2,
+        "inverse_scale": inverse_scale,
+        "inverse_dim": 1 / weight_ND.shape[1],
+        "KIND": KINDS.index(rule.kind),
+        "D": weight_ND.shape[1],
+        "BLOCK": triton.next_power_of_2(weight_ND.shape[1]),
+        "WEIGHT_STRIDE": weight_ND.stride(0),
+        "FIRST_STRIDE": first.stride(0),
+        "SECOND_STRIDE": second.stride(0),
         "IS_BFLOAT16": weight_ND.dtype == torch.bfloat16,
-    }  # fmt: skip
+    }
 
 
 def _launch(  # noqa: PLR0917
-    weight_ND: torch.Tensor, states: list[torch.Tensor], grad_PD: torch.Tensor, index_P: torch.Tensor | None,
-    draw_P: torch.Tensor | None, rule: RowRule,
-) -> None:  # fmt: skip
+    weight_ND: torch.Tensor,
+    states: list[torch.Tensor],
+    grad_PD: torch.Tensor,
+    index_P: torch.Tensor | None,
+    draw_P: torch.Tensor | None,
+    rule: RowRule,
+) -> None:
     check_columns(weight_ND, states, grad_PD, rule.kind)
     count, dim = grad_PD.shape
     if count == 0 or dim == 0:
@@ -214,9 +241,16 @@ def _launch(  # noqa: PLR0917
     tile_rows = max(1, _TILE_ELEMENTS // triton.next_power_of_2(dim))
     with torch.cuda.device_of(weight_ND):
         _update_kernel[(triton.cdiv(count, tile_rows),)](
-            grad_PD, index_P, draw_P, count, **kernel_columns(weight_ND, states, rule), GRAD_STRIDE=grad_PD.stride(0),
-            ROWS=tile_rows, num_warps=_NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+            grad_PD,
+            index_P,
+            draw_P,
+            count,
+            **kernel_columns(weight_ND, states, rule),
+            GRAD_STRIDE=grad_PD.stride(0),
+            ROWS=tile_rows,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 if HAS_TRITON:
@@ -246,10 +280,30 @@ if HAS_TRITON:
 
     @triton.jit
     def update_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        gradient, value, row, moved, draws, place, weight, first, second, learning_rate, eps, decay1, decay2,
-        inverse_scale, inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-        WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
-    ):  # fmt: skip
+        gradient,
+        value,
+        row,
+        moved,
+        draws,
+        place,
+        weight,
+        first,
+        second,
+        learning_rate,
+        eps,
+        decay1,
+        decay2,
+        inverse_scale,
+        inverse_dim,
+        KIND: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        WEIGHT_STRIDE: tl.constexpr,
+        FIRST_STRIDE: tl.constexpr,
+        SECOND_STRIDE: tl.constexpr,
+        IS_BFLOAT16: tl.constexpr,
+    ):
         """Update (ROWS,) int64 rows where moved, given their (ROWS, BLOCK) float32 gradient and weight `value`.
 
         draws: int64 keys of random bits, those of these rows at (ROWS,) `place`, or none to round to nearest.
@@ -305,11 +359,29 @@ if HAS_TRITON:
 
     @triton.jit
     def _update_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        grad, index, draws, count, weight, first, second, learning_rate, eps, decay1, decay2, inverse_scale,
-        inverse_dim, KIND: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-        GRAD_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, FIRST_STRIDE: tl.constexpr, SECOND_STRIDE: tl.constexpr,
+        grad,
+        index,
+        draws,
+        count,
+        weight,
+        first,
+        second,
+        learning_rate,
+        eps,
+        decay1,
+        decay2,
+        inverse_scale,
+        inverse_dim,
+        KIND: tl.constexpr,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        GRAD_STRIDE: tl.constexpr,
+        WEIGHT_STRIDE: tl.constexpr,
+        FIRST_STRIDE: tl.constexpr,
+        SECOND_STRIDE: tl.constexpr,
         IS_BFLOAT16: tl.constexpr,
-    ):  # fmt: skip
+    ):
         place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = place < count
         if index is None:
@@ -320,6 +392,27 @@ if HAS_TRITON:
         value = load_weight(weight, row, moved, D, BLOCK, WEIGHT_STRIDE)
         gradient = load_weight(grad, place.to(tl.int64), moved, D, BLOCK, GRAD_STRIDE)
         update_tile(
-            gradient, value, row, moved, draws, place, weight, first, second, learning_rate, eps, decay1, decay2,
-            inverse_scale, inverse_dim, KIND, D, BLOCK, ROWS, WEIGHT_STRIDE, FIRST_STRIDE, SECOND_STRIDE, IS_BFLOAT16,
-        )  # fmt: skip
+            gradient,
+            value,
+            row,
+            moved,
+            draws,
+            place,
+            weight,
+            first,
+            second,
+            learning_rate,
+            eps,
+            decay1,
+            decay2,
+            inverse_scale,
+            inverse_dim,
+            KIND,
+            D,
+            BLOCK,
+            ROWS,
+            WEIGHT_STRIDE,
+            FIRST_STRIDE,
+            SECOND_STRIDE,
+            IS_BFLOAT16,
+        )
