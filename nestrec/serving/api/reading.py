@@ -270,9 +270,11 @@ def _kept(given: HistoryFields, is_kept: NDArray[np.bool_]) -> HistoryFields:
 
     features = {name: of(values, f"history.features.{name}") for name, values in (given.features or {}).items()}
     return HistoryFields(
-        items=of(given.items, "history.items"), times_ms=of(given.times_ms, "history.times_ms"),
-        actions=of(given.actions, "history.actions"), features=features,
-    )  # fmt: skip
+        items=of(given.items, "history.items"),
+        times_ms=of(given.times_ms, "history.times_ms"),
+        actions=of(given.actions, "history.actions"),
+        features=features,
+    )
 
 
 def _check_names(given: Mapping[str, Any], known: Mapping[str, Any], field: str) -> None:

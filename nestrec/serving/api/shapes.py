@@ -99,8 +99,13 @@ def _bare_schema(hint: Any, metadata: tuple[Any, ...], limits: LimitsConfig, nam
 
 
 _PLAIN: Mapping[Any, str] = {
-    Any: "any", str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null",
-}  # fmt: skip
+    Any: "any",
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
 
 
 def _sort(hint: Any) -> str:

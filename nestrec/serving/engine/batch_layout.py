@@ -81,9 +81,16 @@ class Room:
     def sizes(self) -> tuple[int, ...]:
         """of token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records_FR"""
         return (
-            self.num_rows, self.num_rows, self.num_rows, self.num_blocks * FIELDS, self.num_last_blocks * FIELDS,
-            self.num_pages, self.num_candidates, self.num_candidates, self.num_records * self.num_fields,
-        )  # fmt: skip
+            self.num_rows,
+            self.num_rows,
+            self.num_rows,
+            self.num_blocks * FIELDS,
+            self.num_last_blocks * FIELDS,
+            self.num_pages,
+            self.num_candidates,
+            self.num_candidates,
+            self.num_records * self.num_fields,
+        )
 
     @property
     def num_indices(self) -> int:
@@ -125,9 +132,7 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part], to: Sectio
     for part in parts:
         stored, asked = max(part.first, min(part.store_until, part.end)), part.num_candidates
         rows.append((part.first, part.end, stored, asked, len(pages), -(-part.first // pool.page_tokens)))
-        segments.append(
-            PagedSegment(part.first, part.end - part.first, asked, row, candidate_row, prefix_pages)
-        )  # fmt: skip
+        segments.append(PagedSegment(part.first, part.end - part.first, asked, row, candidate_row, prefix_pages))
         pages += part.pages
         row, candidate_row, prefix_pages = (
             row + part.end - part.first,
@@ -135,9 +140,16 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part], to: Sectio
             prefix_pages + rows[-1][5],
         )
     _write_rows(
-        np.array(rows, np.int64), np.array(pages, np.int64), pool.page_tokens, to.token_T, to.position_T, to.slot_T,
-        to.pages, to.row_C, to.record_C,
-    )  # fmt: skip
+        np.array(rows, np.int64),
+        np.array(pages, np.int64),
+        pool.page_tokens,
+        to.token_T,
+        to.position_T,
+        to.slot_T,
+        to.pages,
+        to.row_C,
+        to.record_C,
+    )
     heads, table = form.servable.kept.num_heads, segment_array(segments)
     rules = cast(HSTU, form.encoder).cfg.attention.rules(0)
     seen = (rules.max_attention_length or 0, rules.num_context)
@@ -160,9 +172,16 @@ def _fill(to: Indices, *values: NDArray[np.integer]) -> None:
 
 @njit(cache=True, nogil=True)
 def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by position
-    parts: NDArray[np.int64], pages: NDArray[np.int64], page_tokens: int, token_T: Indices, position_T: Indices,
-    slot_T: Indices, used_pages: Indices, row_C: Indices, record_C: Indices,
-) -> None:  # fmt: skip
+    parts: NDArray[np.int64],
+    pages: NDArray[np.int64],
+    page_tokens: int,
+    token_T: Indices,
+    position_T: Indices,
+    slot_T: Indices,
+    used_pages: Indices,
+    row_C: Indices,
+    record_C: Indices,
+) -> None:
     """parts: (first, end, end of what is kept, candidates, first page, pages of the prefix) of each."""
     row, page = 0, 0
     for i in range(len(parts)):

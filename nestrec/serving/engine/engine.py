@@ -55,9 +55,14 @@ class Engine:
     """Submit from any thread. `close` ends the thread."""
 
     def __init__(
-        self, form: Form, cfg: EngineConfig, *, keyed: KeyedHash | None = None, clock: Clock | None = None,
+        self,
+        form: Form,
+        cfg: EngineConfig,
+        *,
+        keyed: KeyedHash | None = None,
+        clock: Clock | None = None,
         runner: BatchRunner | None = None,
-    ):  # fmt: skip
+    ):
         """runner: one of an engine that has been closed, with its memory and graphs."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
         self._version, self._slide = form.servable.version, f"slide={form.slide_events}"
@@ -69,16 +74,30 @@ class Engine:
         self.recent = RecentRequests()
         self.costs = EngineCostModel(most_seen=form.servable.cached.most_seen(form.servable.encoder_config))
         self.tiers = PrefixTiers(
-            form, cfg.tiers, keyed=self.keyed, clock=self.clock, costs=self.costs, post=self._post, count=self._count,
+            form,
+            cfg.tiers,
+            keyed=self.keyed,
+            clock=self.clock,
+            costs=self.costs,
+            post=self._post,
+            count=self._count,
             pool=runner.pool if runner is not None else None,
-        )  # fmt: skip
+        )
         self._runner = runner or make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
         self._planner = Planner(
-            cfg, self.tiers, self.clock, costs=self.costs, tokens_an_event=form.tokens_an_event,
-            appends_candidates=form.appends_candidates, row_step=self._runner.row_step, end=self._finish,
-            signal_done=self._signal_done, count=self._count, queued_s=lambda: self.queued_s,
-        )  # fmt: skip
+            cfg,
+            self.tiers,
+            self.clock,
+            costs=self.costs,
+            tokens_an_event=form.tokens_an_event,
+            appends_candidates=form.appends_candidates,
+            row_step=self._runner.row_step,
+            end=self._finish,
+            signal_done=self._signal_done,
+            count=self._count,
+            queued_s=lambda: self.queued_s,
+        )
         self._condition = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
@@ -125,9 +144,15 @@ class Engine:
         return OverloadedError("more work waits than can be done in time", max(0.05, self.queued_s))
 
     def preinfer(
-        self, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float,
+        self,
+        user: str,
+        history: History,
+        now_ms: int,
+        num_candidates: int,
+        *,
+        timeout_s: float,
         sender: Sender = NOBODY,
-    ) -> tuple[Decision, Work | None]:  # fmt: skip
+    ) -> tuple[Decision, Work | None]:
         """Decide on a signal, and queue it where it is admitted."""
         tokens = self.form.tokens(history, now_ms)
         work = self._work(user, tokens, None, timeout_s, sender)
@@ -135,10 +160,13 @@ class Engine:
         with self._condition:
             self._check_open()
             decision = self.trigger.decide(
-                work.key, tail=self.costs.tail, wait_s=self.queued_s, preinfer_s=work.estimate_s,
+                work.key,
+                tail=self.costs.tail,
+                wait_s=self.queued_s,
+                preinfer_s=work.estimate_s,
                 full_rank_s=self.costs.predict_s(*self.costs.work(0, tokens.length, num_candidates)),
                 num_bytes=cached * self.tiers.bytes_a_token,
-            )  # fmt: skip
+            )
             self._count(f"signal_{decision.reason}")
             if not decision.is_admitted or not cached or not self.cfg.tiers.keeps_prefix:
                 return decision, None
@@ -201,9 +229,13 @@ class Engine:
         )
 
         return Work(
-            key=key, tokens=tokens, candidates=candidates, deadline_s=self.clock.now_s() + timeout_s,
-            estimate_s=self.costs.share_s(*work), client=sender.client,
-        )  # fmt: skip
+            key=key,
+            tokens=tokens,
+            candidates=candidates,
+            deadline_s=self.clock.now_s() + timeout_s,
+            estimate_s=self.costs.share_s(*work),
+            client=sender.client,
+        )
 
     def _key(self, user: str) -> CacheKey:
         return CacheKey(user, self._version, self._slide)

@@ -73,13 +73,21 @@ class Captured:
         records_FR = records.view(self.room.num_fields, -1)
         content_RD = form.content(records_FR.long().T) if self._content_RD is None else self._content_RD
         x_TD = token_rows(
-            content_RD, records_FR[1], form.action_vectors, encoder.position, token_T, position_T,
+            content_RD,
+            records_FR[1],
+            form.action_vectors,
+            encoder.position,
+            token_T,
+            position_T,
             factor=encoder.cfg.dim**0.5,
-        )  # fmt: skip
+        )
         batch = PagedBatch(
-            slot_T=slot_T, blocks=blocks.view(-1, FIELDS), last_blocks=last_blocks.view(-1, FIELDS), pages=pages,
+            slot_T=slot_T,
+            blocks=blocks.view(-1, FIELDS),
+            last_blocks=last_blocks.view(-1, FIELDS),
+            pages=pages,
             row_C=row_C,
-        )  # fmt: skip
+        )
         state_CD = self._encoder.forward(x_TD, batch)
         return form.logits(state_CD, content_RD.index_select(0, record_C))
 

@@ -32,19 +32,35 @@ class Planner:
     """
 
     def __init__(
-        self, cfg: EngineConfig, tiers: PrefixTiers, clock: Clock, *, costs: EngineCostModel, tokens_an_event: int,
-        appends_candidates: bool, row_step: int, end: End, signal_done: Callable[[Work, Entry], None],
-        count: Callable[[str], None], queued_s: Callable[[], float],
-    ):  # fmt: skip
+        self,
+        cfg: EngineConfig,
+        tiers: PrefixTiers,
+        clock: Clock,
+        *,
+        costs: EngineCostModel,
+        tokens_an_event: int,
+        appends_candidates: bool,
+        row_step: int,
+        end: End,
+        signal_done: Callable[[Work, Entry], None],
+        count: Callable[[str], None],
+        queued_s: Callable[[], float],
+    ):
         self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
         self._costs, self._row_step = costs, row_step
         chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
         self._chunk_s = chunk_ms / 1e3 or math.inf
         self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
         self._ranks = RankPlanner(
-            cfg, tiers, costs=costs, chunk_s=self._chunk_s, tokens_an_event=tokens_an_event,
-            appends_candidates=appends_candidates, is_wanted=self._is_wanted, resume=self._resume,
-        )  # fmt: skip
+            cfg,
+            tiers,
+            costs=costs,
+            chunk_s=self._chunk_s,
+            tokens_an_event=tokens_an_event,
+            appends_candidates=appends_candidates,
+            is_wanted=self._is_wanted,
+            resume=self._resume,
+        )
         self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
 
     @property

@@ -56,9 +56,11 @@ def check_probe(runner: BatchRunner) -> None:
     if recorded.shape == found.shape and bool((np.abs(found - recorded) <= allowed).all()):
         return
     raise DamagedError(
-        "does not score the request of its export as it did then", field="model",
-        value=runner.form.servable.version[:12], remedy="export the run again with the version that serves it",
-    )  # fmt: skip
+        "does not score the request of its export as it did then",
+        field="model",
+        value=runner.form.servable.version[:12],
+        remedy="export the run again with the version that serves it",
+    )
 
 
 def _scores(runner: BatchRunner, probe: Probe) -> NDArray[np.float32]:
@@ -71,14 +73,17 @@ def _scores(runner: BatchRunner, probe: Probe) -> NDArray[np.float32]:
 def _part(form: Form, probe: Probe) -> Part:
     servable = form.servable
     history = History(
-        items=servable.ids_of(probe.items), times_ms=np.array(probe.times_ms, np.int64),
-        actions=np.array(probe.actions, np.int64), features=_features(servable, len(probe.items)),
-    )  # fmt: skip
+        items=servable.ids_of(probe.items),
+        times_ms=np.array(probe.times_ms, np.int64),
+        actions=np.array(probe.actions, np.int64),
+        features=_features(servable, len(probe.items)),
+    )
     tokens = form.tokens(history, probe.now_ms)
     candidates = Candidates(
-        items=servable.ids_of(probe.candidates), now_ms=probe.now_ms,
+        items=servable.ids_of(probe.candidates),
+        now_ms=probe.now_ms,
         features=_features(servable, len(probe.candidates)),
-    )  # fmt: skip
+    )
     return Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
 
 

@@ -50,9 +50,17 @@ class RankPlanner:
     """
 
     def __init__(
-        self, cfg: EngineConfig, tiers: PrefixTiers, *, costs: EngineCostModel, chunk_s: float, tokens_an_event: int,
-        appends_candidates: bool, is_wanted: Callable[[Work], bool], resume: Callable[[Work], None],
-    ):  # fmt: skip
+        self,
+        cfg: EngineConfig,
+        tiers: PrefixTiers,
+        *,
+        costs: EngineCostModel,
+        chunk_s: float,
+        tokens_an_event: int,
+        appends_candidates: bool,
+        is_wanted: Callable[[Work], bool],
+        resume: Callable[[Work], None],
+    ):
         self._cfg, self._tiers, self._costs, self._chunk_s = cfg, tiers, costs, chunk_s
         self._tokens_an_event, self._appends_candidates = tokens_an_event, appends_candidates
         self._is_wanted, self._resume = is_wanted, resume

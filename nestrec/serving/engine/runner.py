@@ -117,9 +117,11 @@ class Runner:
         if bounds[-1]:
             segments = [self._segment(part, count) for part, count in zip(parts, counts, strict=True)]
             state_TD, made = self._forward(
-                self.form.encoder, torch.cat([self._vectors(part) for part in parts]), segments,
+                self.form.encoder,
+                torch.cat([self._vectors(part) for part in parts]),
+                segments,
                 lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
-            )  # fmt: skip
+            )
         results = []
         for part, start, end in zip(parts, bounds[:-1], bounds[1:], strict=True):
             self._store(part, start, made)
@@ -136,12 +138,14 @@ class Runner:
         device = self.form.servable.device
         num_history = part.end - part.first
         return Segment(
-            prefix_length=part.first, num_history=num_history, num_candidates=num_tokens - num_history,
+            prefix_length=part.first,
+            num_history=num_history,
+            num_candidates=num_tokens - num_history,
             time_K=part.tokens.time_T[: part.end].to(device),
             query_time_S=part.tokens.query_time_T[part.first : part.end].to(device),
             candidate_time_s=part.candidates.now_ms / 1000.0 if part.candidates is not None else 0.0,
             cut=part.tokens.cut,
-        )  # fmt: skip
+        )
 
     def _store(self, part: Part, start: int, made: list[KeysAndValues]) -> None:
         count = min(part.store_until, part.end) - part.first

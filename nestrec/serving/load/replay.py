@@ -194,11 +194,17 @@ async def send_load(url: str, load: Load, signal_s: float) -> Trial:
 def row_of(trial: Trial, cfg: ReplayConfig, length: int) -> dict[str, Any]:
     percentiles = {f"p{q}_ms": _rounded(trial.percentile_ms(q)) for q in (50, 90, 99)}
     return {
-        "rate": round(trial.rate, 2), "requests": len(trial.latency_ms), "refused": trial.num_refused,
-        "history": length, "candidates": cfg.candidates, **percentiles, "slo_ms": cfg.slo_ms,
-        "meets": trial.meets(cfg.slo_ms), "goodput": round(trial.goodput(cfg.slo_ms), 2),
+        "rate": round(trial.rate, 2),
+        "requests": len(trial.latency_ms),
+        "refused": trial.num_refused,
+        "history": length,
+        "candidates": cfg.candidates,
+        **percentiles,
+        "slo_ms": cfg.slo_ms,
+        "meets": trial.meets(cfg.slo_ms),
+        "goodput": round(trial.goodput(cfg.slo_ms), 2),
         "generator_late_p99_ms": _rounded(trial.lateness_ms),
-    }  # fmt: skip
+    }
 
 
 def _rounded(value: float) -> float | None:

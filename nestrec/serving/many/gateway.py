@@ -70,9 +70,16 @@ class Gateway:
     """An ASGI application over instances on ports of this machine; slot i is whatever listens on ports[i]."""
 
     def __init__(
-        self, ports: list[int], limits: LimitsConfig, *, shares_histories: bool = False, bound: float = 1.25,
-        supervisor: Supervisor | None = None, folders: Sequence[str] = (), drain_s: float = 30.0,
-    ):  # fmt: skip
+        self,
+        ports: list[int],
+        limits: LimitsConfig,
+        *,
+        shares_histories: bool = False,
+        bound: float = 1.25,
+        supervisor: Supervisor | None = None,
+        folders: Sequence[str] = (),
+        drain_s: float = 30.0,
+    ):
         """shares_histories: any instance has the events of any user. supervisor: who has started the instances.
         folders: of the models that `ask_reload` loads anew."""
         self._upstreams, self._limits = [Upstream(port) for port in ports], limits
@@ -198,9 +205,12 @@ class Gateway:
         """Loads and what went another way than a user's own."""
         router = self.router
         return {
-            "alive": list(router.is_alive), "loads": list(router.loads), "diverted": router.num_diverted,
-            "leaked": router.num_leaked, "failed_over": self.metrics.num_failed_over,
-        }  # fmt: skip
+            "alive": list(router.is_alive),
+            "loads": list(router.loads),
+            "diverted": router.num_diverted,
+            "leaked": router.num_leaked,
+            "failed_over": self.metrics.num_failed_over,
+        }
 
     async def _routed(self, method: str, path: str, target: bytes, body: bytes, client: str) -> Answered:
         about = Addressed(unquote(path), self._limits.default_timeout_ms / 1000.0, False)

@@ -34,9 +34,15 @@ class Instance:
     """A slot: its port, and whichever process listens there."""
 
     def __init__(
-        self, slot: int, models: Sequence[str], arguments: Sequence[str], tie: Tie, *, start_timeout_s: float,
+        self,
+        slot: int,
+        models: Sequence[str],
+        arguments: Sequence[str],
+        tie: Tie,
+        *,
+        start_timeout_s: float,
         stop_timeout_s: float,
-    ):  # fmt: skip
+    ):
         self.slot, self.port = slot, free_port()
         self.models = list(models)
         """folders that a process serves which is started from now on"""
@@ -127,9 +133,14 @@ class Instances:
     """Slots of `nestrec serve` processes on ports of this machine. A context: they have all ended after it."""
 
     def __init__(
-        self, models: Sequence[str], arguments: Sequence[str], count: int, *, start_timeout_s: float = 300.0,
+        self,
+        models: Sequence[str],
+        arguments: Sequence[str],
+        count: int,
+        *,
+        start_timeout_s: float = 300.0,
         stop_timeout_s: float,
-    ):  # fmt: skip
+    ):
         """arguments: of `nestrec serve`, without models, host and port."""
         self._tie, self._arguments = Tie(), arguments
         self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
@@ -183,9 +194,13 @@ class Instances:
 
     def _made(self, slot: int, models: Sequence[str]) -> Instance:
         return Instance(
-            slot, models, self._arguments, self._tie, start_timeout_s=self._start_timeout_s,
+            slot,
+            models,
+            self._arguments,
+            self._tie,
+            start_timeout_s=self._start_timeout_s,
             stop_timeout_s=self._stop_timeout_s,
-        )  # fmt: skip
+        )
 
 
 def asked(port: int, path: str, *, timeout_s: float) -> dict[str, Any] | None:

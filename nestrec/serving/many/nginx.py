@@ -110,9 +110,17 @@ _WAIT = """\
 
 
 def nginx_config(
-    ports: Sequence[int], *, front_port: int, host: str, port: int, folder: Path, max_body_bytes: int,
-    longest_ms: int, default_ms: int, shares_histories: bool = False,
-) -> str:  # fmt: skip
+    ports: Sequence[int],
+    *,
+    front_port: int,
+    host: str,
+    port: int,
+    folder: Path,
+    max_body_bytes: int,
+    longest_ms: int,
+    default_ms: int,
+    shares_histories: bool = False,
+) -> str:
     """Configuration over instances on ports of this machine; `folder` takes nginx's own files.
 
     front_port: of the front process. longest_ms: longest deadline of a request, default_ms: of one that names none.
@@ -121,13 +129,19 @@ def nginx_config(
     waits = _waits_ms(longest_ms)
     servers = "\n".join(f"        server 127.0.0.1:{p} max_fails=1 fail_timeout=1s;" for p in ports)
     return _TEMPLATE.format(
-        folder=folder, servers=servers, address=f"[{host}]" if ":" in host else host or "0.0.0.0", port=port,
-        max_body_bytes=max_body_bytes, tries=len(ports), front_port=front_port,
-        longest_ms=longest_ms + 5 * _GRACE_MS, default_ms=default_ms + _GRACE_MS,
+        folder=folder,
+        servers=servers,
+        address=f"[{host}]" if ":" in host else host or "0.0.0.0",
+        port=port,
+        max_body_bytes=max_body_bytes,
+        tries=len(ports),
+        front_port=front_port,
+        longest_ms=longest_ms + 5 * _GRACE_MS,
+        default_ms=default_ms + _GRACE_MS,
         events_need="" if shares_histories else '            if ($http_x_nestrec_user = "") { return 400; }',
         waits="\n".join(f'        "~^{pattern}$" {ms};' for ms, pattern in waits.items()),
         locations="\n".join(_WAIT.format(ms=ms, until_ms=ms + _GRACE_MS) for ms in waits),
-    )  # fmt: skip
+    )
 
 
 def _waits_ms(longest_ms: int) -> dict[int, str]:
@@ -145,9 +159,12 @@ def _waits_ms(longest_ms: int) -> dict[int, str]:
 
 @contextlib.contextmanager
 def running_nginx(
-    configured: Callable[[Path, list[int]], str], ports: list[int], host: str, port: int,
+    configured: Callable[[Path, list[int]], str],
+    ports: list[int],
+    host: str,
+    port: int,
     is_stopping: Callable[[], bool],
-) -> "Iterator[tuple[subprocess.Popen[bytes], Callable[[list[int]], None]]]":  # fmt: skip
+) -> "Iterator[tuple[subprocess.Popen[bytes], Callable[[list[int]], None]]]":
     """The process, once it listens, and what gives it other instances; ended gracefully at the end, and when this
     process is gone.
 

@@ -41,9 +41,10 @@ class RayInstance:
         torch.set_num_threads(cfg.threads)
         device = chosen_device(cfg.device)
         self._app = App(
-            Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables), cfg.limits,
+            Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables),
+            cfg.limits,
             make_store(cfg.histories),
-        )  # fmt: skip
+        )
         self._slot = int(serve.get_replica_context().rank.rank)
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.instances)
         self._num_slots, self._num_leaked = cfg.instances, 0

@@ -72,9 +72,15 @@ class Router:
     """Routes of users over time, under one lock of the caller."""
 
     def __init__(
-        self, ring: Ring, keyed: KeyedHash, clock: Clock, *, bound: float = 1.25, free_load: int = 8,
+        self,
+        ring: Ring,
+        keyed: KeyedHash,
+        clock: Clock,
+        *,
+        bound: float = 1.25,
+        free_load: int = 8,
         sticky_s: float = 2.0,
-    ):  # fmt: skip
+    ):
         self._ring, self._keyed, self._clock, self._sticky_s = ring, keyed, clock, sticky_s
         self._bound, self._free_load = bound, free_load
         self._num_slots = num_slots = max(ring.slots) + 1

@@ -44,7 +44,7 @@ from nestrec.serving.model.spec import (
     ServableManifest,
     ServableSpec,
     table_file,
-)  # fmt: skip
+)
 from nestrec.serving.model.tables import ResidentTable, ServedTable
 from nestrec.training.identity import Identity, check_restored, identity_of
 from nestrec.training.run_folder import RunFolder
@@ -114,18 +114,25 @@ def _servable(session: Session, step: int, scratch: Path) -> Servable:
         for c in serving.columns(task, dataset.card)
     )
     spec = ServableSpec(
-        name=session.cfg.name, step=step, task=task, num_items=dataset.num_items, columns=columns,
+        name=session.cfg.name,
+        step=step,
+        task=task,
+        num_items=dataset.num_items,
+        columns=columns,
         action_bits=dict(dataset.card.action_bits),
-    )  # fmt: skip
+    )
     tables = {name: ResidentTable(_table(session, name, scratch)) for name in session.engine.tables}
     of_items = [c.name for c in columns if c.name.startswith("item_")]
     return Servable(
-        spec=spec, version="", model=model.eval().requires_grad_(False), tables=tables,
+        spec=spec,
+        version="",
+        model=model.eval().requires_grad_(False),
+        tables=tables,
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
         item_titles=tuple(dataset.item_texts()),
         index=None if serving.index is None else _index(partial(serving.index, model), tables["items"].weight, scratch),
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
-    )  # fmt: skip
+    )
 
 
 def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:

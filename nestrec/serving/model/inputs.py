@@ -28,9 +28,12 @@ class History:
         """A copy without the first events: whatever its owner does with the arrays, a prefix is kept as it was read."""
         features = {name: values[first:].copy() for name, values in self.features.items()}
         return replace(
-            self, items=self.items[first:].copy(), times_ms=self.times_ms[first:].copy(),
-            actions=self.actions[first:].copy(), features=features,
-        )  # fmt: skip
+            self,
+            items=self.items[first:].copy(),
+            times_ms=self.times_ms[first:].copy(),
+            actions=self.actions[first:].copy(),
+            features=features,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

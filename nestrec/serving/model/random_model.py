@@ -28,9 +28,14 @@ def random_retrieval(
     items = _table(num_items + 1, encoder.dim, device)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits={})
     return Servable(
-        spec=spec, version=_version(spec, seed), model=_ready(model, device), tables={"items": ResidentTable(items)},
-        item_keys=_keys(num_items), index=ResidentTable(model.item_vectors(items[1:])), item_columns={},
-    )  # fmt: skip
+        spec=spec,
+        version=_version(spec, seed),
+        model=_ready(model, device),
+        tables={"items": ResidentTable(items)},
+        item_keys=_keys(num_items),
+        index=ResidentTable(model.item_vectors(items[1:])),
+        item_columns={},
+    )
 
 
 def random_ranking(
@@ -53,9 +58,14 @@ def random_ranking(
         for name, num_rows in (("items", num_items + 1), ("event_tab", 3))
     }
     return Servable(
-        spec=spec, version=_version(spec, seed), model=_ready(model, device).to(dtype), tables=tables,
-        item_keys=_keys(num_items), index=None, item_columns={},
-    )  # fmt: skip
+        spec=spec,
+        version=_version(spec, seed),
+        model=_ready(model, device).to(dtype),
+        tables=tables,
+        item_keys=_keys(num_items),
+        index=None,
+        item_columns={},
+    )
 
 
 def _ready(model: RetrievalModel | RankingModel, device: torch.device | str) -> RetrievalModel | RankingModel:

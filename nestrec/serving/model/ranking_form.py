@@ -45,10 +45,14 @@ class RankingForm:
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._given]
         return Tokens(
-            history=history, columns=(history.items, history.actions, times, *given), times_ms=times, asked_ms=times,
-            num_cacheable=2 * len(history), tokens_an_event=self.tokens_an_event,
+            history=history,
+            columns=(history.items, history.actions, times, *given),
+            times_ms=times,
+            asked_ms=times,
+            num_cacheable=2 * len(history),
+            tokens_an_event=self.tokens_an_event,
             cut=self.servable.cut(2 * len(history) + 2),
-        )  # fmt: skip
+        )
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
         records = self.records(

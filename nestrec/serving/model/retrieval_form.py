@@ -46,10 +46,14 @@ class RetrievalForm:
             asked = np.empty_like(times)
             asked[:-1], asked[-1:] = times[1:], now_ms
         return Tokens(
-            history=history, columns=(history.items, times, asked), times_ms=times, asked_ms=asked,
-            num_cacheable=max(len(history) - 1, 0), tokens_an_event=self.tokens_an_event,
+            history=history,
+            columns=(history.items, times, asked),
+            times_ms=times,
+            asked_ms=asked,
+            num_cacheable=max(len(history) - 1, 0),
+            tokens_an_event=self.tokens_an_event,
             cut=self.servable.cut(len(history)),
-        )  # fmt: skip
+        )
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
         return self._rows(tokens.history.items[first:end])

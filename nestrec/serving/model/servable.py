@@ -35,7 +35,7 @@ from nestrec.serving.model.spec import (
     ServableManifest,
     ServableSpec,
     table_file,
-)  # fmt: skip
+)
 from nestrec.serving.model.tables import ResidentTable, ServedTable, TablesConfig, open_table
 
 
@@ -166,11 +166,17 @@ class Servable:
         columns = {} if has_index else load_file(folder / COLUMNS_FILE)
         index = open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True) if has_index else None
         servable = Servable(
-            spec=spec, version=manifest.version, model=model, index=index, item_columns=columns,
+            spec=spec,
+            version=manifest.version,
+            model=model,
+            index=index,
+            item_columns=columns,
             tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
-            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())), probe=_probe(folder),
-            item_titles=_titles(folder), exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
-        )  # fmt: skip
+            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
+            probe=_probe(folder),
+            item_titles=_titles(folder),
+            exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
+        )
         place = servable.lookup_device
         return replace(servable, item_columns={name: column.to(place) for name, column in columns.items()})
 

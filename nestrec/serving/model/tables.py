@@ -94,9 +94,11 @@ class CachedTable:
     def statistics(self) -> dict[str, int]:
         with self._lock:
             return {
-                "rows": self.num_rows, "device_rows": self._slots.num_keys, "asked": self._num_asked,
+                "rows": self.num_rows,
+                "device_rows": self._slots.num_keys,
+                "asked": self._num_asked,
                 "missed": self._num_missed,
-            }  # fmt: skip
+            }
 
     def _distinct(self, keys: NDArray[np.int64]) -> torch.Tensor:
         with self._lock:

@@ -53,8 +53,12 @@ class PrefixCache:
         self, *, num_pages: int, page_tokens: int, slot_of: Callable[[CacheKey], bytes], clock: Clock, ttl_s: float
     ):
         self.num_pages, self.page_tokens, self._slot_of, self._clock, self._ttl_s = (
-            num_pages, page_tokens, slot_of, clock, ttl_s,
-        )  # fmt: skip
+            num_pages,
+            page_tokens,
+            slot_of,
+            clock,
+            ttl_s,
+        )
         self._free = list(range(num_pages - 1, -1, -1))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
         self._lingering: set[Entry] = set()

@@ -51,9 +51,17 @@ class PrefixTiers:
     """Finds, makes, keeps, spills and reloads the prefixes of works."""
 
     def __init__(
-        self, form: Form, cfg: TiersConfig, *, keyed: KeyedHash, clock: Clock, costs: EngineCostModel, post: Post,
-        count: Callable[[str], None], pool: PagePool | None = None,
-    ):  # fmt: skip
+        self,
+        form: Form,
+        cfg: TiersConfig,
+        *,
+        keyed: KeyedHash,
+        clock: Clock,
+        costs: EngineCostModel,
+        post: Post,
+        count: Callable[[str], None],
+        pool: PagePool | None = None,
+    ):
         """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""
         self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
         servable = form.servable
@@ -61,20 +69,28 @@ class PrefixTiers:
         self._longest = servable.encoder_config.max_length
         num_pages = max(1, cfg.cache_bytes // (self.bytes_a_token * cfg.page_tokens)) if cfg.keeps_prefix else 1
         self.pool = pool or PagePool(
-            servable.kept, num_pages=num_pages, page_tokens=cfg.page_tokens, device=servable.device,
+            servable.kept,
+            num_pages=num_pages,
+            page_tokens=cfg.page_tokens,
+            device=servable.device,
             dtype=servable.dtype,
-        )  # fmt: skip
+        )
         num_pages = min(num_pages, self.pool.num_pages)
         self.num_bytes = num_pages * self.bytes_a_token * self.pool.page_tokens
         self.device = PrefixCache(
-            num_pages=num_pages, page_tokens=self.pool.page_tokens, clock=clock, ttl_s=cfg.cache_ttl_s,
+            num_pages=num_pages,
+            page_tokens=self.pool.page_tokens,
+            clock=clock,
+            ttl_s=cfg.cache_ttl_s,
             slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
-        )  # fmt: skip
+        )
         self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes if cfg.keeps_prefix else 0)
         self.dram: Expander[list[int]] = Expander(
-            max_bytes=self._host.num_pages * self._host.page_bytes, ttl_s=cfg.dram_ttl_s, clock=clock,
+            max_bytes=self._host.num_pages * self._host.page_bytes,
+            ttl_s=cfg.dram_ttl_s,
+            clock=clock,
             give=self._host.give,
-        )  # fmt: skip
+        )
         self._out, self._in = (Copier(servable.device, cfg.dram_link_gb_per_s) for _ in range(2))
         self._reloading: dict[CacheKey, list[Work]] = {}
 

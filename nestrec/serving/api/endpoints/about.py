@@ -76,12 +76,17 @@ def _model(fleet: Fleet) -> ModelAnswer:
     reads = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
     reads += [f"history.features.{name}" for name in features] + [f"context.{name}" for name in features]
     return {
-        "version": servable.version[:12], "name": servable.spec.name, "outputs": list(form.outputs),
-        "items": servable.spec.num_items, "max_events": form.max_events,
+        "version": servable.version[:12],
+        "name": servable.spec.name,
+        "outputs": list(form.outputs),
+        "items": servable.spec.num_items,
+        "max_events": form.max_events,
         "reads": reads + [f"user_features.{name}" for name in user_features],
         "actions": dict(servable.spec.action_bits) if servable.reads_actions else {},
-        "features": features, "user_features": user_features, "defaults": to_plain(servable.spec.defaults),
-    }  # fmt: skip
+        "features": features,
+        "user_features": user_features,
+        "defaults": to_plain(servable.spec.defaults),
+    }
 
 
 PAGE_LIVE = Endpoint(

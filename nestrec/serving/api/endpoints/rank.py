@@ -52,9 +52,11 @@ async def rank(front: Front, request: RankRequest) -> RankAnswer:
     scored = await score(front, fleet, asked, wanted, notes)
     said = notes.said()
     answer: RankAnswer = {
-        "scores": columns(fleet, scored.scores), "model": fleet.servable.version[:12], "unknown": said["unknown"],
+        "scores": columns(fleet, scored.scores),
+        "model": fleet.servable.version[:12],
+        "unknown": said["unknown"],
         "defaults": said["defaults"],
-    }  # fmt: skip
+    }
     if front.limits.tells_prefix:
         answer["prefix"] = scored.prefix
     if notes.policy == "drop":

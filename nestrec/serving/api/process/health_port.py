@@ -30,15 +30,23 @@ class WithHealthPort:
 
     def __init__(
         self, app: Any, host: str, port: int, hosts: HostNames, *, safety: Safety, endpoints: Collection[Guarded]
-    ):  # fmt: skip
+    ):
         self._app, self._state, self._certificates = app, ServerState(), safety.certificates
         self._admins = Access(endpoints) if safety.cfg.admin_on_health_port else None
         protocol = protocol_with(_LIMITS, hosts, safety.gate(endpoints, of_health=True))
         self._config = uvicorn.Config(
-            self._watched, http=protocol, ws="none", interface="asgi3", lifespan="off",
-            access_log=False, log_config=None, log_level="error", server_header=False, proxy_headers=False,
+            self._watched,
+            http=protocol,
+            ws="none",
+            interface="asgi3",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="error",
+            server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=5,
-        )  # fmt: skip
+        )
         self._socket = _bound(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._server: asyncio.Server | None = None
