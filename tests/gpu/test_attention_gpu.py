@@ -69,8 +69,9 @@ def random_bias(draw, option, lengths):
         position_table=table(2 * longest + 9) if has("position") else None,
         time_table=table(65) if has("time") else None,
         time_function=torch.tensor([0.7, 10.0, -0.7], device="cuda") if option == "function" else None,
-        time_T=time, query_time_T=time + wait,
-    )  # fmt: skip
+        time_T=time,
+        query_time_T=time + wait,
+    )
 
 
 def results(attend, vectors, bias, dtype):
@@ -81,9 +82,12 @@ def results(attend, vectors, bias, dtype):
     given = (bias.position_table, bias.time_table, bias.time_function)
     tables = [None if t is None else t.detach().to(wide).requires_grad_() for t in given]
     own = RelativeBias(
-        position_table=tables[0], time_table=tables[1], time_function=tables[2], time_T=bias.time_T,
+        position_table=tables[0],
+        time_table=tables[1],
+        time_function=tables[2],
+        time_T=bias.time_T,
         query_time_T=bias.query_time_T,
-    )  # fmt: skip
+    )
     out = attend(*inputs, own)
     wanted = inputs + [t for t in tables if t is not None]
     return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(dtype))]

@@ -14,8 +14,15 @@ pytestmark = pytest.mark.gpu
 def test_a_run_on_a_gpu_measures_what_its_samples_cost(tmp_path):
     make_datasets(tmp_path)
     wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0}
-    given = {**wrong, "balance.policy": "refined", "balance.fit_every_steps": 40, "training.device": "cuda",
-             "training.max_steps": 80, "training.epochs": 1000, "training.evaluate_every_epochs": 0}  # fmt: skip
+    given = {
+        **wrong,
+        "balance.policy": "refined",
+        "balance.fit_every_steps": 40,
+        "training.device": "cuda",
+        "training.max_steps": 80,
+        "training.epochs": 1000,
+        "training.evaluate_every_epochs": 0,
+    }
     trainer = Trainer(config_of("hstu", tmp_path, given), tmp_path / "run", Topology.single("cuda"))
     seen = []
     decide = trainer.balancing.decide

@@ -51,8 +51,17 @@ def train_with_times(  # noqa: PLR0917
     def watched(batch):
         duration_ns = round((TRUTH.step + TRUTH.of(batch.tokens).sum()) * factor * 1e9)
         times.append(duration_ns * 1e-9)
-        spans.append(Span(id=0, name="train.compute", kind="compute", lane="compute", start_ns=0, end_ns=duration_ns,
-                          step=trainer.state.step))  # fmt: skip
+        spans.append(
+            Span(
+                id=0,
+                name="train.compute",
+                kind="compute",
+                lane="compute",
+                start_ns=0,
+                end_ns=duration_ns,
+                step=trainer.state.step,
+            )
+        )
         watch(batch)
 
     trainer.balancing.watch = watched

@@ -115,8 +115,10 @@ def test_a_number_and_its_text_are_one_user(service):
             written = await client.post("/v1/events", json={"user": str(user), "history": again})
             assert written.json()["events"] == 3, "it has found the events that were written by number"
             assert (await client.post("/v1/recommend", json={"user": user, "k": 2})).status_code == 200
-        return {(await client.post("/v1/rank", json={"user": u, "candidates": ["1"]})).headers["x-nestrec-slot"]
-                for u in range(8)}  # fmt: skip
+        return {
+            (await client.post("/v1/rank", json={"user": u, "candidates": ["1"]})).headers["x-nestrec-slot"]
+            for u in range(8)
+        }
 
     assert through_gateway(service, use) == {"0", "1"}
 

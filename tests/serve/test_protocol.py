@@ -107,9 +107,19 @@ def answers(received):
 
 
 BODIES = [
-    BODY, {**BODY, "candidates": []}, {**BODY, "more": 1}, {**BODY, "user": "x" * 257}, {"user": "a"}, [], b"{", b"",
-    b"\xff", {**BODY, "candidates": ["none", 1, "2"]}, {**BODY, "timeout_ms": 0}, {**BODY, "candidates": [True]},
-]  # fmt: skip
+    BODY,
+    {**BODY, "candidates": []},
+    {**BODY, "more": 1},
+    {**BODY, "user": "x" * 257},
+    {"user": "a"},
+    [],
+    b"{",
+    b"",
+    b"\xff",
+    {**BODY, "candidates": ["none", 1, "2"]},
+    {**BODY, "timeout_ms": 0},
+    {**BODY, "candidates": [True]},
+]
 
 
 @pytest.mark.parametrize("path", [b"/v1/rank", b"/v1/recommend", b"/v1/preinfer", b"/v1/events"])
@@ -126,12 +136,19 @@ def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
 @pytest.mark.parametrize(
     "unusual",
     [
-        request(head=b"expect: 100-continue\r\n"), request(kind=b"content-type: application/json; charset=utf-8\r\n"),
-        request(path=b"/v1/rank?a=1"), request(path=b"http://t/v1/rank"), request(path=b"/v1%2frank"),
-        request().replace(b"HTTP/1.1", b"HTTP/1.0"), request(is_chunked=True), request(head=b"upgrade: x\r\n"),
-        request(kind=b""), request(host=b"elsewhere.example"), request(head=b"host: localhost\r\n"),
+        request(head=b"expect: 100-continue\r\n"),
+        request(kind=b"content-type: application/json; charset=utf-8\r\n"),
+        request(path=b"/v1/rank?a=1"),
+        request(path=b"http://t/v1/rank"),
+        request(path=b"/v1%2frank"),
+        request().replace(b"HTTP/1.1", b"HTTP/1.0"),
+        request(is_chunked=True),
+        request(head=b"upgrade: x\r\n"),
+        request(kind=b""),
+        request(host=b"elsewhere.example"),
+        request(head=b"host: localhost\r\n"),
     ],
-)  # fmt: skip
+)
 def test_unusual_requests_take_the_usual_way(front, short, unusual):
     assert re.match(rb"HTTP/1.1 (200|100|400|415|421) ", talk(front, unusual))
     assert not short
@@ -417,9 +434,15 @@ def test_whoever_says_no_more_after_a_complete_request_is_answered(front):
 def test_names_of_others_and_bodies_of_no_type_are_refused_on_loopback(front, is_chunked):
     """What a web page can send after its name was made to point to this machine."""
     for host, status in (
-        (b"localhost", 200), (b"127.0.0.1:8000", 200), (b"[::1]:8000", 200), (b"evil.example", 421), (b"evil", 421),
-        (b"127.0.0.1.evil.example:8000", 421), (b"localhost:8000", 200), (b"", 421),
-    ):  # fmt: skip
+        (b"localhost", 200),
+        (b"127.0.0.1:8000", 200),
+        (b"[::1]:8000", 200),
+        (b"evil.example", 421),
+        (b"evil", 421),
+        (b"127.0.0.1.evil.example:8000", 421),
+        (b"localhost:8000", 200),
+        (b"", 421),
+    ):
         assert answers(talk(front, request(host=host, is_chunked=is_chunked)))[0][0] == status
     assert answers(talk(front, request(kind=b"", is_chunked=is_chunked)))[0][0] == 415
     assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\nhost: evil.example\r\n\r\n"))[0][0] == 421

@@ -334,9 +334,12 @@ def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who
     tiers = engine.tiers
     monkeypatch.setattr(engine.costs, "predict_s", lambda *_: 1e-3)
     for copy_s, ahead_s, behind, is_worth in (
-        (9e-4, 0.0, 0, True), (3e-3, 0.0, 0, False), (3e-3, 2.5e-3, 0, True), (3e-3, 0.0, 3, True),
+        (9e-4, 0.0, 0, True),
+        (3e-3, 0.0, 0, False),
+        (3e-3, 2.5e-3, 0, True),
+        (3e-3, 0.0, 3, True),
         (3e-3, 0.0, 1, False),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(tiers._in, "copy_s", lambda num_bytes, copy_s=copy_s: copy_s * (num_bytes > 0))
         assert tiers._is_copy_worth(8, ahead_s, behind) == is_worth
     engine.close()

@@ -34,10 +34,14 @@ def make_model(**changes):
 
 def full(model, x, time, query_time, cut=None):
     info = SequenceInfo(
-        offsets=torch.tensor([0, len(x)]), max_length=len(x), position_T=torch.arange(len(x)),
-        token_key_T=torch.zeros(len(x), dtype=torch.int64), time_T=time, query_time_T=query_time,
+        offsets=torch.tensor([0, len(x)]),
+        max_length=len(x),
+        position_T=torch.arange(len(x)),
+        token_key_T=torch.zeros(len(x), dtype=torch.int64),
+        time_T=time,
+        query_time_T=query_time,
         cut_B=None if cut is None else torch.tensor([cut]),
-    )  # fmt: skip
+    )
     return model(x, info)
 
 
@@ -54,9 +58,13 @@ def draw_users(seed, lengths):
 def segment(model, user, prefix, end, **candidates):
     _, time, query_time = user
     return Segment(
-        prefix_length=prefix, num_history=end - prefix, time_K=time[:end], query_time_S=query_time[prefix:end],
-        cut=model.cfg.attention.cut(len(time)), **({"num_candidates": 0} | candidates),
-    )  # fmt: skip
+        prefix_length=prefix,
+        num_history=end - prefix,
+        time_K=time[:end],
+        query_time_S=query_time[prefix:end],
+        cut=model.cfg.attention.cut(len(time)),
+        **({"num_candidates": 0} | candidates),
+    )
 
 
 BUCKETS, FUNCTION = {"time_bias": True}, {"time_bias": True, "time_encoding": "functional"}
@@ -107,9 +115,12 @@ def test_each_candidate_equals_a_full_pass_that_ends_with_it(time, reach):
     now = torch.tensor([now_s], dtype=torch.float64)
     for c in range(5):
         whole = full(
-            model, torch.cat([user[0], candidates[c : c + 1]]), torch.cat([user[1], now]), torch.cat([user[2], now]),
+            model,
+            torch.cat([user[0], candidates[c : c + 1]]),
+            torch.cat([user[1], now]),
+            torch.cat([user[2], now]),
             cut=model.cfg.attention.cut(20),
-        )  # fmt: skip
+        )
         torch.testing.assert_close(state[20 + c], whole[-1], rtol=0, atol=1e-5)
 
 

@@ -36,14 +36,20 @@ def info_of(lengths, users, *, epoch=0):
     times = torch.cat([torch.arange(n, dtype=torch.float64) * 100 + u for n, u in zip(lengths, users, strict=True)])
     keys = token_keys(sample_keys(1, epoch, np.array(users)), offsets)
     return SequenceInfo(
-        offsets=torch.from_numpy(offsets), max_length=max(lengths), position_T=torch.from_numpy(positions(offsets)),
-        token_key_T=as_int64(keys), time_T=times, query_time_T=times + 50,
-    )  # fmt: skip
+        offsets=torch.from_numpy(offsets),
+        max_length=max(lengths),
+        position_T=torch.from_numpy(positions(offsets)),
+        token_key_T=as_int64(keys),
+        time_T=times,
+        query_time_T=times + 50,
+    )
 
 
 def vectors_of(lengths, users, dim=8):
-    rows = [torch.randn(n, dim, generator=torch.Generator().manual_seed(u), dtype=torch.float64)
-            for n, u in zip(lengths, users, strict=True)]  # fmt: skip
+    rows = [
+        torch.randn(n, dim, generator=torch.Generator().manual_seed(u), dtype=torch.float64)
+        for n, u in zip(lengths, users, strict=True)
+    ]
     return torch.cat(rows)
 
 
@@ -89,9 +95,12 @@ def test_hstu_follows_the_published_recipe():
     layer = HSTU(HSTUConfig(time_bias=True)).layers[0]
     names = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert names == {
-        "uvqk": (50, 200), "output.weight": (50, 50), "output.bias": (50,),
-        "position_table": (421,), "time_table": (129,),
-    }  # fmt: skip
+        "uvqk": (50, 200),
+        "output.weight": (50, 50),
+        "output.bias": (50,),
+        "position_table": (421,),
+        "time_table": (129,),
+    }
 
 
 def test_hstu_without_attention_weights_is_the_residual_plus_the_bias():

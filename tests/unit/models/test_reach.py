@@ -34,9 +34,14 @@ def info_of(lengths, first=0, **more):
     position = torch.cat([torch.arange(first, first + n) for n in lengths])
     time = position.double() * 1000.0
     return SequenceInfo(
-        offsets=torch.tensor([0, *np.cumsum(lengths)]), max_length=max(lengths), position_T=position,
-        token_key_T=position, time_T=time, query_time_T=time + 7.0, **more,
-    )  # fmt: skip
+        offsets=torch.tensor([0, *np.cumsum(lengths)]),
+        max_length=max(lengths),
+        position_T=position,
+        token_key_T=position,
+        time_T=time,
+        query_time_T=time + 7.0,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)

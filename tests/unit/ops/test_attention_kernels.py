@@ -127,17 +127,28 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
     draw = np.random.default_rng(6)
     table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).float()  # noqa: E731
     bias = RelativeBias(
-        position_table=table(2 * 129 + 1), time_table=table(60) if kind == "buckets" else None,
-        time_function=torch.tensor([0.7, 10.0, -0.7]) if kind == "function" else None, time_T=seen, query_time_T=asked,
-    )  # fmt: skip
+        position_table=table(2 * 129 + 1),
+        time_table=table(60) if kind == "buckets" else None,
+        time_function=torch.tensor([0.7, 10.0, -0.7]) if kind == "function" else None,
+        time_T=seen,
+        query_time_T=asked,
+    )
     targets = torch.tensor([3, 0, 70, 1])
     rules = AttentionRules(num_targets_B=targets, num_context=4 if is_square else 0)
     plan = plan_tiles(offsets, sum(lengths), 129, is_square=is_square)
     buckets = pair_buckets(seen, asked, offsets, plan, 59) if kind == "buckets" else None
     found = write_bias(
-        bias, buckets, offsets, sum(lengths), 129, plan, targets, is_square=is_square, is_reversed=is_reversed,
+        bias,
+        buckets,
+        offsets,
+        sum(lengths),
+        129,
+        plan,
+        targets,
+        is_square=is_square,
+        is_reversed=is_reversed,
         dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     exact_BNN = bias.dense(offsets, 129, rules)
     n = torch.arange(2048)
     thread, u, k, h = n // 4 % 128, n // 512, n // 2 % 2, n % 2
@@ -162,9 +173,10 @@ def test_sums_over_kept_gradients_are_those_of_the_definition(option):
     offsets, asked, seen = tile_of_pairs(7, lengths)
     draw, is_square = np.random.default_rng(8), option == "looks ahead"
     rules = AttentionRules(
-        num_context=9 if option in ("window", "looks ahead") else 0, looks_ahead=is_square,
+        num_context=9 if option in ("window", "looks ahead") else 0,
+        looks_ahead=is_square,
         max_attention_length=40 if option == "window" else None,
-    )  # fmt: skip
+    )
     learned = [torch.zeros(141), torch.zeros(60), torch.tensor([0.7, 10.0, -0.7])]
     learned[1 if option == "function" else 2] = None
     plan = plan_tiles(offsets, sum(lengths), 70, is_square=is_square)
@@ -180,8 +192,9 @@ def test_sums_over_kept_gradients_are_those_of_the_definition(option):
             name: None if x is None else x.detach().to(dtype).requires_grad_()
             for name, x in zip(("position_table", "time_table", "time_function"), values, strict=True)
         },
-        time_T=seen, query_time_T=asked,
-    )  # fmt: skip
+        time_T=seen,
+        query_time_T=asked,
+    )
     own = bias(learned, torch.float32)
     buckets = None if own.time_table is None else pair_buckets(seen, asked, offsets, plan, 59)
     sums = TableSums(AttentionInputs(offsets, 70, NORMALISER, own, rules), sum(lengths), plan, buckets)

@@ -46,9 +46,14 @@ def test_cached_attention_equals_its_definition(prefix, history, candidates, has
     )
     rows = (lambda first, end, keys: history_bias[first:end, keys]) if has_bias else None
     found = cached_attention(
-        *new, old, num_candidates=candidates, normaliser=7.0, history_bias=rows,
-        candidate_bias_K=candidate_bias if has_bias else None, rules=rules,
-    )  # fmt: skip
+        *new,
+        old,
+        num_candidates=candidates,
+        normaliser=7.0,
+        history_bias=rows,
+        candidate_bias_K=candidate_bias if has_bias else None,
+        rules=rules,
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -67,9 +72,11 @@ def test_history_after_a_prefix_equals_one_causal_pass():
 def test_a_candidate_does_not_see_the_others():
     new, old, history_bias, candidate_bias = random_case(3, prefix=4, history=2, candidates=3)
     arguments = {
-        "num_candidates": 3, "normaliser": 2.0, "candidate_bias_K": candidate_bias,
+        "num_candidates": 3,
+        "normaliser": 2.0,
+        "candidate_bias_K": candidate_bias,
         "history_bias": lambda first, end, keys: history_bias[first:end, keys],
-    }  # fmt: skip
+    }
     before = cached_attention(*new, old, **arguments)
     for tensor in new:
         tensor[:, 3] += 1.0

@@ -65,19 +65,33 @@ def test_each_order_of_exchanges_has_its_own_time():
 def measured_spans(first_step: int, num_micro_batches: int) -> list[Span]:
     """Steps of 100 ms of computation and 80 ms of exchanges, however they are cut, one after another."""
     spans: list[Span] = []
-    parts = [("train.embedding.vectors", "communication", 40), ("train.compute", "compute", 100),
-             ("train.embedding.gradients", "communication", 40)]  # fmt: skip
+    parts = [
+        ("train.embedding.vectors", "communication", 40),
+        ("train.compute", "compute", 100),
+        ("train.embedding.gradients", "communication", 40),
+    ]
     for step in range(first_step, first_step + 12):
         start = now = step * 1_000_000_000
         for part in range(num_micro_batches):
             for name, kind, whole_ms in parts:
                 end = now + whole_ms * 1_000_000 // num_micro_batches
                 lane = "compute" if kind == "compute" else "communication"
-                spans.append(Span(id=len(spans), name=name, kind=kind, lane=lane, start_ns=now, end_ns=end, step=step,
-                                  micro_batch=part))  # fmt: skip
+                spans.append(
+                    Span(
+                        id=len(spans),
+                        name=name,
+                        kind=kind,
+                        lane=lane,
+                        start_ns=now,
+                        end_ns=end,
+                        step=step,
+                        micro_batch=part,
+                    )
+                )
                 now = end
-        spans.append(Span(id=len(spans), name="train.step", kind="step", lane="compute", start_ns=start, end_ns=now,
-                          step=step))  # fmt: skip
+        spans.append(
+            Span(id=len(spans), name="train.step", kind="step", lane="compute", start_ns=start, end_ns=now, step=step)
+        )
     return spans
 
 
