@@ -134,9 +134,12 @@ class BalanceJob:
         )
         task = RetrievalTaskConfig(encoder=encoder, history=HistoryConfig(max_length=length), num_negatives=8)
         cfg = RunConfig(
-            name="balance", task=task, data=DataConfig(folder=data), training=TrainingConfig(seed=bench.seed),
+            name="balance",
+            task=task,
+            data=DataConfig(folder=data),
+            training=TrainingConfig(seed=bench.seed),
             batch=BatchConfig(batch_samples=bench.ranks * bench.batch, workers=1, prefetch=2),
-        )  # fmt: skip
+        )
         session = Session.open(cfg, topology)
         compute = TimedCompute(compute_of(session.task, topology.device, "fp32"))
         pipeline = TrainingPipeline(compute, session.engine, dense_optimizer=session.dense, tracer=Tracer())
@@ -168,10 +171,15 @@ class BalanceJob:
         compute_s, cpu_s = self.compute.take()
         tokens = batch.tokens.astype(np.float64)
         return {
-            "step_s": step_s, "compute_s": compute_s, "cpu_s": cpu_s, "data_wait_s": data_wait_s,
-            "tokens": float(tokens.sum()), "tokens_squared": float(tokens @ tokens), **batch.figures,
+            "step_s": step_s,
+            "compute_s": compute_s,
+            "cpu_s": cpu_s,
+            "data_wait_s": data_wait_s,
+            "tokens": float(tokens.sum()),
+            "tokens_squared": float(tokens @ tokens),
+            **batch.figures,
             "durations_ns": {name: topology.log.take_durations_ns(name) for name in COMMUNICATORS},
-        }  # fmt: skip
+        }
 
     def fitted(self, steps: Sequence[Mapping[str, Any]]) -> CostModel:
         """The cost model that explains the processor times of all ranks in these steps."""

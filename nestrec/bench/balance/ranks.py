@@ -59,18 +59,29 @@ def _row(bench: MeasuredBench, policy: str, ranks: Sequence[Mapping[str, Any]], 
     speedup_cpu = baseline["cpu_s"].max(axis=0) / cpu_max
     idle = [straggler(busy, float(whole)) for busy, whole in zip(table["compute_s"].T, step_s, strict=True)]
     return {
-        "policy": policy, "lengths": bench.lengths, "ranks": bench.ranks, "batch": bench.batch, "measured": True,
-        "noise": "real", "cores": len(os.sched_getaffinity(0)), "mode": bench.mode, "rounds": bench.rounds,
-        "cost": first["cost"], **_spread("imbalance", table["waited_s"] / step_s), **_spread("straggler", idle),
+        "policy": policy,
+        "lengths": bench.lengths,
+        "ranks": bench.ranks,
+        "batch": bench.batch,
+        "measured": True,
+        "noise": "real",
+        "cores": len(os.sched_getaffinity(0)),
+        "mode": bench.mode,
+        "rounds": bench.rounds,
+        "cost": first["cost"],
+        **_spread("imbalance", table["waited_s"] / step_s),
+        **_spread("straggler", idle),
         **_spread("cpu_imbalance", [imbalance(busy) for busy in table["cpu_s"].T]),
-        **_spread("step_ms", step_s * 1e3), **_spread("compute_cpu_max_ms", cpu_max * 1e3),
-        **_spread("speedup", speedup), **_spread("speedup_cpu", speedup_cpu),
+        **_spread("step_ms", step_s * 1e3),
+        **_spread("compute_cpu_max_ms", cpu_max * 1e3),
+        **_spread("speedup", speedup),
+        **_spread("speedup_cpu", speedup_cpu),
         **_spread("data_wait_ms", table["data_wait_s"].mean(axis=0) * 1e3),
         "max_token_gap": float(np.mean([step["max_token_gap"] for step in steps])),
         "predicted_imbalance": float(np.mean([step["predicted_imbalance"] for step in steps])),
         "moved_bytes": float(np.mean([step["moved_bytes"] for step in steps])),
         **first["data"][policy],
-    }  # fmt: skip
+    }
 
 
 def _spread(name: str, values: Sequence[float] | Floats) -> Row:

@@ -94,9 +94,11 @@ def _bias(batch: AttentionBatch, position: bool, time: str) -> RelativeBias:
     function = torch.tensor([0.1, 11.4, -0.7], device=batch.q.device, requires_grad=True)
     bias = RelativeBias(
         position_table=table(2 * batch.longest - 1) if position else None,
-        time_table=table(129) if time == "table" else None, time_function=function if time == "function" else None,
-        time_T=time_T, query_time_T=time_T,
-    )  # fmt: skip
+        time_table=table(129) if time == "table" else None,
+        time_function=function if time == "function" else None,
+        time_T=time_T,
+        query_time_T=time_T,
+    )
     return replace(bias, buckets=batch_buckets(batch.q.flatten(1), batch.offsets, batch.longest, bias))
 
 

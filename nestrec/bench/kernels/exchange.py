@@ -108,10 +108,11 @@ def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[d
     transport = type(under_test.vectors.transport).__name__
     common: dict[str, Any] = {
         "transport": _NAMES.get(transport, "collectives"),
-        "ranks": under_test.num_shards, "device": under_test.device.type,
+        "ranks": under_test.num_shards,
+        "device": under_test.device.type,
         "equal_to_gloo": all(_equals_gloo(reference, under_test, seed) for seed in range(4)),
         "latency_us": round(1e6 * _seconds(hosts, under_test, _SMALL_BYTES, bench.rounds), 1),
-    }  # fmt: skip
+    }
     rows = []
     for size in bench.bytes:
         seconds = _seconds(hosts, under_test, size, bench.rounds)

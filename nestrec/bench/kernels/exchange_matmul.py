@@ -44,11 +44,20 @@ def ways_to_copy(transport: str, vectors: Communicator, bench: _PaceOptions) -> 
         wanted = min(bench.paced_gb_per_s, unpaced) if name != "sm_copy" else rows[0]["beside_gb_per_s"]
         slowdown, achieved = _slowdown(copy, wanted, bench)
         rows.append(
-            {"transport": name, "ranks": vectors.size, "device": "cuda", "equal_to_gloo": None, "latency_us": None,
-             "bytes": _CHUNK_BYTES, "gb_per_s": round(unpaced, 1), "beside": transport,
-             "beside_gb_per_s": round(achieved, 1),
-             "matmul_slowdown": round(slowdown, 4), "device_work": _device_work(copy)}
-        )  # fmt: skip
+            {
+                "transport": name,
+                "ranks": vectors.size,
+                "device": "cuda",
+                "equal_to_gloo": None,
+                "latency_us": None,
+                "bytes": _CHUNK_BYTES,
+                "gb_per_s": round(unpaced, 1),
+                "beside": transport,
+                "beside_gb_per_s": round(achieved, 1),
+                "matmul_slowdown": round(slowdown, 4),
+                "device_work": _device_work(copy),
+            }
+        )
     return rows
 
 

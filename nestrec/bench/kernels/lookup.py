@@ -86,9 +86,13 @@ def measure_lookup(bench: LookupBench) -> Iterator[dict[str, Any]]:
             keys = [_keys(bench, exponent, num_keys, device) for _ in range(_KEY_SETS)]
             distinct = [torch.unique(k) for k in keys]
             common = {
-                "keys": num_keys, "distinct": len(distinct[0]), "zipf": exponent, "dim": bench.dim,
-                "table_rows": bench.num_rows, "copy_gb_per_s": round(copy_gb_per_s, 1),
-            }  # fmt: skip
+                "keys": num_keys,
+                "distinct": len(distinct[0]),
+                "zipf": exponent,
+                "dim": bench.dim,
+                "table_rows": bench.num_rows,
+                "copy_gb_per_s": round(copy_gb_per_s, 1),
+            }
             for make in (_gathers, _learning, _updates, _row_moves, _parts):
                 rows = [_row(operation, bench, device) for operation in make(tables, keys, distinct)]
                 yield from (_compared({**row, **common}, rows) for row in rows)
@@ -103,9 +107,13 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _row(operation: _Operation, bench: LookupBench, device: torch.device) -> dict[str, Any]:
     seconds = _median_s(operation.call, bench.rounds, device)
     return {
-        "op": operation.name, "store": operation.store, "dtype": operation.dtype,
-        "gb_per_s": round(operation.num_bytes / seconds / 1e9, 1), "ms": round(1e3 * seconds, 4), **operation.also,
-    }  # fmt: skip
+        "op": operation.name,
+        "store": operation.store,
+        "dtype": operation.dtype,
+        "gb_per_s": round(operation.num_bytes / seconds / 1e9, 1),
+        "ms": round(1e3 * seconds, 4),
+        **operation.also,
+    }
 
 
 def _compared(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

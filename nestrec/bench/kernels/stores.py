@@ -176,14 +176,22 @@ def _rows(operations: list[_Operation], seconds: list[float], bench: StoresBench
     copy, index_select = rates[:2]
     rows: list[dict[str, Any]] = [
         {
-            "op": o.name, "store": o.store, "keys": o.num_rows, "dim": bench.dim, "dtype": "float32",
-            "gb_per_s": round(rate, 3), "copy_gb_per_s": round(copy, 3),
-            "of_index_select": round(rate / index_select, 3), "ms": round(1e3 * s, 3),
-            "threads": torch.get_num_threads(), "zipf": bench.zipf, "device": bench.device,
+            "op": o.name,
+            "store": o.store,
+            "keys": o.num_rows,
+            "dim": bench.dim,
+            "dtype": "float32",
+            "gb_per_s": round(rate, 3),
+            "copy_gb_per_s": round(copy, 3),
+            "of_index_select": round(rate / index_select, 3),
+            "ms": round(1e3 * s, 3),
+            "threads": torch.get_num_threads(),
+            "zipf": bench.zipf,
+            "device": bench.device,
             "table_rows": bench.disk_rows if o.store == "disk" else bench.num_rows,
         }
         for o, s, rate in zip(operations, seconds, rates, strict=True)
-    ]  # fmt: skip
+    ]
     _add_hidden_copy(rows)
     return rows
 

@@ -30,9 +30,7 @@ from nestrec.planning.counted_loads import counted_loads
 from nestrec.planning.fit import Observed, fit_line, fit_profile, stage_times
 from nestrec.planning.profile import ComputeRates, Profile, Rate
 
-_UNITS = {
-    "deduplicate": "key", "arrange": "key", "intersect": "row", "compute": "operation", "exchange": "byte",
-}  # fmt: skip
+_UNITS = {"deduplicate": "key", "arrange": "key", "intersect": "row", "compute": "operation", "exchange": "byte"}
 
 
 @config
@@ -69,26 +67,38 @@ def calibrate(bench: CalibrateBench) -> tuple[list[dict[str, Any]], Profile]:
 
 
 _RATES = (
-    "deduplicate", "arrange", "exchange_vectors", "exchange_gradients", "update_rows", "intersect", "copy",
+    "deduplicate",
+    "arrange",
+    "exchange_vectors",
+    "exchange_gradients",
+    "update_rows",
+    "intersect",
+    "copy",
     "dense_apply",
-)  # fmt: skip
+)
 
 
 def _row(name: str, rate: Rate) -> dict[str, Any]:
     unit = _UNITS.get(name.split(",", maxsplit=1)[0], "byte")
     speed = {"gb_per_s": round(1e-9 / rate.unit_s, 3)} if unit == "byte" and rate.unit_s > 0 else {}
     return {
-        "operation": name, "fixed_us": round(rate.fixed_s * 1e6, 2), "unit": unit,
-        "unit_ps": round(rate.unit_s * 1e12, 4), **speed,
-    }  # fmt: skip
+        "operation": name,
+        "fixed_us": round(rate.fixed_s * 1e6, 2),
+        "unit": unit,
+        "unit_ps": round(rate.unit_s * 1e12, 4),
+        **speed,
+    }
 
 
 def _stages(bench: CalibrateBench) -> Profile:
     """Lines through the stages of the small job, rows on the device and in DRAM."""
     profile = Profile()
     for store in ("dram", "device"):
-        observed = [_observed(bench, samples, store, schedule)
-                    for samples in bench.samples for schedule in ("serial", "dual_buffer")]  # fmt: skip
+        observed = [
+            _observed(bench, samples, store, schedule)
+            for samples in bench.samples
+            for schedule in ("serial", "dual_buffer")
+        ]
         fitted = fit_profile(observed, profile, by_medians=True)
         profile = fitted if store == "dram" else replace(fitted, dram=profile.dram, device=fitted.dram)
         crossing = [_line(observed, stage) for stage in ("train.embedding.vectors", "train.embedding.gradients")]
@@ -144,8 +154,11 @@ def _compute(bench: CalibrateBench) -> ComputeRates:
             lengths.append(batch)
     fitted = fit_cost(times, lengths)
     unit = hstu_cost(dim=cfg.dim, num_heads=cfg.num_heads, head_dim=cfg.head_dim, num_layers=cfg.num_layers)
-    return ComputeRates(fixed_s=fitted.step, flop_s=fitted.token / unit.token,
-                        attention_flop_s=fitted.token_squared / unit.token_squared)  # fmt: skip
+    return ComputeRates(
+        fixed_s=fitted.step,
+        flop_s=fitted.token / unit.token,
+        attention_flop_s=fitted.token_squared / unit.token_squared,
+    )
 
 
 def _forward_backward(model: HSTU, lengths: np.ndarray[Any, Any], device: torch.device) -> None:
@@ -153,9 +166,11 @@ def _forward_backward(model: HSTU, lengths: np.ndarray[Any, Any], device: torch.
     total = int(lengths.sum())
     position = torch.cat([torch.arange(int(n)) for n in lengths])
     info = SequenceInfo(
-        offsets=offsets.to(device), max_length=int(lengths.max()), position_T=position.to(device),
+        offsets=offsets.to(device),
+        max_length=int(lengths.max()),
+        position_T=position.to(device),
         token_key_T=torch.arange(total, device=device),
-    )  # fmt: skip
+    )
     leaf = torch.randn(total, model.cfg.dim, device=device, requires_grad=True)
     model(leaf, info).square().sum().backward()
 

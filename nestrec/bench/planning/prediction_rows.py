@@ -32,10 +32,13 @@ def predict_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
     errors = [abs(row["error"]) for row in found]
     within = statistics.median(errors) <= BOUND_MEDIAN and all(abs(row["error"]) <= row["bound"] for row in found)
     summary = {
-        "configurations": len(found) + len(serial), "used_to_fit": len(serial), "tested": len(found),
-        "median_error": round(statistics.median(errors), 4), "largest_error": round(max(errors), 4),
+        "configurations": len(found) + len(serial),
+        "used_to_fit": len(serial),
+        "tested": len(found),
+        "median_error": round(statistics.median(errors), 4),
+        "largest_error": round(max(errors), 4),
         "is_within": within,
-    }  # fmt: skip
+    }
     return found, summary
 
 
@@ -48,10 +51,14 @@ def _row(row: Mapping[str, Any], serial: Mapping[str, Any]) -> dict[str, Any]:
     low, high = row.get("step_ms_spread", (row["step_ms"], row["step_ms"]))
     spread = (high - low) / 2 / row["step_ms"]
     return {
-        "schedule": row["schedule"], **{name: row.get(name) for name in _SAME}, "measured_ms": row["step_ms"],
-        "predicted_ms": round(predicted, 3), "error": round(predicted / row["step_ms"] - 1.0, 4),
-        "spread": round(spread, 4), "bound": round(max(BOUND_WORST, 2 * spread), 4),
-    }  # fmt: skip
+        "schedule": row["schedule"],
+        **{name: row.get(name) for name in _SAME},
+        "measured_ms": row["step_ms"],
+        "predicted_ms": round(predicted, 3),
+        "error": round(predicted / row["step_ms"] - 1.0, 4),
+        "spread": round(spread, 4),
+        "bound": round(max(BOUND_WORST, 2 * spread), 4),
+    }
 
 
 def _predicted_ms(row: Mapping[str, Any], serial: Mapping[str, Any]) -> float:
@@ -61,9 +68,15 @@ def _predicted_ms(row: Mapping[str, Any], serial: Mapping[str, Any]) -> float:
     exchange, lookup = serial["raw_comm_ms"] / (2 * parts), serial["raw_lookup_ms"]
     loaded, keys, read, written = (lookup * part for part in LOOKUP_STAGES)
     seconds = {
-        "forward_backward": compute / parts, "exchange_vectors": exchange, "exchange_gradients": exchange,
-        "deduplicate": loaded, "exchange_keys": keys, "fetch": read, "read_ahead": read, "write_back": written,
-    }  # fmt: skip
+        "forward_backward": compute / parts,
+        "exchange_vectors": exchange,
+        "exchange_gradients": exchange,
+        "deduplicate": loaded,
+        "exchange_keys": keys,
+        "fetch": read,
+        "read_ahead": read,
+        "write_back": written,
+    }
     options = PipelineConfig(schedule=row["schedule"], window_cache=bool(row.get("window_cache")))
     program = rehearse(options, micro_batches=parts, steps=_STEPS)
     return float(replay(program, SameOnEveryRank(seconds), Mesh(1, max(1, row["ranks"]))).step_s()[0])

@@ -46,8 +46,16 @@ def measure_simulator(bench: SimulatorBench) -> list[dict[str, Any]]:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds = time.perf_counter() - start
         found = json.loads(done.stdout.splitlines()[-1])
-        rows.append({"schedule": schedule, "ranks": bench.ranks, "steps": bench.steps,
-                     "micro_batches": bench.micro_batches, "process_s": round(seconds, 2), **found})  # fmt: skip
+        rows.append(
+            {
+                "schedule": schedule,
+                "ranks": bench.ranks,
+                "steps": bench.steps,
+                "micro_batches": bench.micro_batches,
+                "process_s": round(seconds, 2),
+                **found,
+            }
+        )
     return rows
 
 
@@ -62,9 +70,11 @@ def simulate_once(schedule: str, ranks: int, steps: int, micro_batches: int, rep
     end = time.perf_counter()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
-        "rehearsal_s": round(rehearsed - start, 2), "replay_s": round(end - rehearsed, 2),
-        "peak_gib": round(peak_gib, 3), "stages": len(program.stages),
-    }  # fmt: skip
+        "rehearsal_s": round(rehearsed - start, 2),
+        "replay_s": round(end - rehearsed, 2),
+        "peak_gib": round(peak_gib, 3),
+        "stages": len(program.stages),
+    }
 
 
 class _Varied:

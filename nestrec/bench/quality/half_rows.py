@@ -52,9 +52,7 @@ def _measure(bench: HalfRowsBench) -> Generator[Row, None, More]:
             yield {"recipe": bench.recipe, "dtype": dtype, "seed": seed, **_trained(bench, dtype, seed, run)}
             runs.append(run)
     pairs = [(_name(bench, dtype), _name(bench, bench.types[0])) for dtype in bench.types[1:]]
-    return {
-        "quality": quality_rows(runs), "comparisons": comparison_rows(runs, pairs), "hardware": trained_on(runs)
-    }  # fmt: skip
+    return {"quality": quality_rows(runs), "comparisons": comparison_rows(runs, pairs), "hardware": trained_on(runs)}
 
 
 def _name(bench: HalfRowsBench, dtype: str) -> str:
@@ -64,10 +62,12 @@ def _name(bench: HalfRowsBench, dtype: str) -> str:
 def _trained(bench: HalfRowsBench, dtype: str, seed: int, run: Path) -> Row:
     """Train and test a run where that has not been done; its score and bytes."""
     given: dict[str, Any] = {
-        "name": _name(bench, dtype), f"tables.{bench.table}.dtype": dtype, "training.seed": seed,
+        "name": _name(bench, dtype),
+        f"tables.{bench.table}.dtype": dtype,
+        "training.seed": seed,
         **({} if bench.epochs is None else {"training.epochs": bench.epochs}),
         **({} if bench.folder is None else {"data.folder": bench.folder}),
-    }  # fmt: skip
+    }
     counted = run / COUNTERS_FILE
     if not counted.exists():
         cfg = configured(bench.recipe, given)
@@ -85,11 +85,13 @@ def _counters(trainer: Trainer, table: str) -> Row:
     store, seen, layout = engine.store_statistics()[table], engine.statistics, engine.shards[table].layout
     rows = max(1, seen.vectors.rows)
     return {
-        "row_bytes": layout.row_bytes, "weight_bytes": layout.weight.width * layout.weight.dtype.itemsize,
+        "row_bytes": layout.row_bytes,
+        "weight_bytes": layout.weight.width * layout.weight.dtype.itemsize,
         "table_bytes": store["device_bytes"] + store["host_bytes"],
-        "vector_bytes_a_row": seen.vector_bytes / rows, "vectors_looked_up": seen.vectors.rows,
+        "vector_bytes_a_row": seen.vector_bytes / rows,
+        "vectors_looked_up": seen.vectors.rows,
         "gradient_bytes_a_row": engine.tables[table].dim * engine.tables[table].state_dtype.itemsize,
-    }  # fmt: skip
+    }
 
 
 def _show(rows: Sequence[Row], more: More) -> list[Shown]:

@@ -132,9 +132,13 @@ def make_engine(
 ) -> PacedEngine:
     """The job's table."""
     table = TableConfig(
-        name=TABLE, dim=cfg.dim, num_rows=cfg.num_rows, seed=cfg.seed,
-        store=StoreConfig(kind=cfg.store), optimizer=RowOptimizerConfig(kind=cfg.optimizer),  # type: ignore[arg-type]
-    )  # fmt: skip
+        name=TABLE,
+        dim=cfg.dim,
+        num_rows=cfg.num_rows,
+        seed=cfg.seed,
+        store=StoreConfig(kind=cfg.store),  # type: ignore[arg-type]
+        optimizer=RowOptimizerConfig(kind=cfg.optimizer),
+    )
     engine = PacedEngine([table], topology, pace or Pace(), replica_sync)
     if cfg.is_filled:
         create_all_rows(engine.shards[TABLE])

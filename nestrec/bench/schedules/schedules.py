@@ -60,9 +60,7 @@ class SchedulesBench:
     """numbers of micro-batches that are compared"""
     auto: bool = False
     """compare also the number that batch.micro_batches=auto would take"""
-    schedules: tuple[str, ...] = (
-        "serial", "stale", "semi_async", "dual_buffer", "frozen_window", "nested", "priority",
-    )  # fmt: skip
+    schedules: tuple[str, ...] = ("serial", "stale", "semi_async", "dual_buffer", "frozen_window", "nested", "priority")
     """which schedules"""
     others_at: int | None = None
     """number of micro-batches at which schedules other than serial and nested run, without the window cache; none: at
@@ -149,13 +147,20 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What fits a terminal; lookup and communication are exposed/raw milliseconds."""
     return [
         {
-            "schedule": row["schedule"], "N": row["micro_batches"], "cache": row["window_cache"],
-            "step": row["step_ms"], "compute": row["compute_ms"],
-            "lookup": _exposed(row, "lookup"), "comm": _exposed(row, "comm"), "idle": row["idle_ms"],
-            "speedup": row["speedup"], "bound": row["step_over_bound"], "diff": row["max_abs_diff"],
+            "schedule": row["schedule"],
+            "N": row["micro_batches"],
+            "cache": row["window_cache"],
+            "step": row["step_ms"],
+            "compute": row["compute_ms"],
+            "lookup": _exposed(row, "lookup"),
+            "comm": _exposed(row, "comm"),
+            "idle": row["idle_ms"],
+            "speedup": row["speedup"],
+            "bound": row["step_over_bound"],
+            "diff": row["max_abs_diff"],
         }
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def _exposed(row: Mapping[str, Any], kind: str) -> str:
@@ -289,17 +294,24 @@ def _row(entry: Entry, bench: SchedulesBench, conditions: Conditions, measured: 
     times = sorted(part["step_ms"] for part in rounds)
     added_ms = sum(getattr(conditions.pace, name) for name in _PACED)
     return {
-        "schedule": entry[0], "ranks": max(bench.ranks if bench.fabric_ranks == 1 else 1, bench.fabric_ranks),
-        "replicas": bench.replicas, "micro_batches": entry[1], "window_cache": entry[2], "device": bench.device,
-        "link_mbit": round(conditions.link.mbit, 1), "link": "emulated" if is_emulated(bench) else "namespaces",
-        "emulated_lookup_ms": round(added_ms, 2), **medians,
-        "rounds": len(rounds), "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
+        "schedule": entry[0],
+        "ranks": max(bench.ranks if bench.fabric_ranks == 1 else 1, bench.fabric_ranks),
+        "replicas": bench.replicas,
+        "micro_batches": entry[1],
+        "window_cache": entry[2],
+        "device": bench.device,
+        "link_mbit": round(conditions.link.mbit, 1),
+        "link": "emulated" if is_emulated(bench) else "namespaces",
+        "emulated_lookup_ms": round(added_ms, 2),
+        **medians,
+        "rounds": len(rounds),
+        "step_ms_spread": [round(times[0], 2), round(times[-1], 2)],
         "sent_mb": round(measured.bytes_sent[entry] * 1e-6, 3),
         "on_link_mb": round(measured.bytes_on_link[entry] * 1e-6, 3),
         "replica_mb": round(measured.replica_bytes[entry] * 1e-6, 3),
         "collision_rate": round(measured.collision_rate, 4),
         "max_abs_diff": measured.difference[entry],
-    }  # fmt: skip
+    }
 
 
 def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Shown]:

@@ -56,21 +56,26 @@ def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
 
     def milliseconds(first: int, end: int, *, ranks: bool, batch: int = 1) -> float:
         part = Part(
-            tokens=tokens, first=first, end=end, pages=pages, store_until=min(end, tokens.num_cacheable),
+            tokens=tokens,
+            first=first,
+            end=end,
+            pages=pages,
+            store_until=min(end, tokens.num_cacheable),
             candidates=candidates if ranks else None,
-        )  # fmt: skip
+        )
         return round(_median_ms(lambda: runner.launch([part] * batch).wait()[1]) / batch, 4)
 
     host = HostPages(pool, max_bytes=len(pages) * pool.page_bytes)
     held = host.take(host.bytes_of(last))
     host.copy_out(pages, held)
     return RequestCosts(
-        full_ms=milliseconds(0, last, ranks=True), prefix_ms=milliseconds(0, last, ranks=False),
+        full_ms=milliseconds(0, last, ranks=True),
+        prefix_ms=milliseconds(0, last, ranks=False),
         rank_ms=milliseconds(last, last, ranks=True, batch=_BATCH),
         extend_ms=milliseconds(last, tokens.length, ranks=False, batch=_BATCH),
         reload_ms=_median_ms(lambda: _seconds_of(lambda: host.copy_in(pages, held))),
         prefix_mb=host.bytes_of(last) / 1e6,
-    )  # fmt: skip
+    )
 
 
 def _seconds_of(action: Callable[[], None]) -> float:

@@ -86,9 +86,11 @@ class Requests:
         first = user * 7919 % (_BANK // 2)  # whatever the length: a user who returns has the same events and more
         events = slice(first, first + length)
         history = History(
-            items=self._items[events], times_ms=self._times[events], actions=self._actions[events],
+            items=self._items[events],
+            times_ms=self._times[events],
+            actions=self._actions[events],
             features={"event_tab": self._tabs[events]},
-        )  # fmt: skip
+        )
         asked = slice(first // 2, first // 2 + load.candidates)
         candidates = Candidates(items=self._items[asked], now_ms=_NOW_MS, features={"event_tab": self._tabs[asked]})
         return history, candidates
@@ -139,8 +141,10 @@ def run_trial(engine: Engine, mode: Mode, load: RelayLoad, rate: float) -> Relay
         work = works.pop(number)
         if future.exception() is None:
             ended_s[number], planned_s[number], launched_s[number] = (
-                time.perf_counter(), work.planned_s, work.launched_s,
-            )  # fmt: skip
+                time.perf_counter(),
+                work.planned_s,
+                work.launched_s,
+            )
 
     for moment_s, is_rank, number in moments:
         wait_until(start_s + moment_s)

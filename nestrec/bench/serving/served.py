@@ -79,10 +79,14 @@ def serve_load(
     cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)
     is_refused = np.isin(outcome.status, (429, 503))
     return Served(
-        at_s=at_s, trial=_trial(at_s, outcome), rss_before=before, rss_after=process.memory_info().rss,
+        at_s=at_s,
+        trial=_trial(at_s, outcome),
+        rss_before=before,
+        rss_after=process.memory_info().rss,
         refusal_ms=np.where(is_refused, (outcome.ended_s - outcome.sent_s) * 1e3, np.nan),
-        num_without_retry=int((is_refused & ~outcome.says_when).sum()), server_cores=cores,
-    )  # fmt: skip
+        num_without_retry=int((is_refused & ~outcome.says_when).sum()),
+        server_cores=cores,
+    )
 
 
 def _trial(at_s: Floats, outcome: LoadOutcome) -> Trial:
@@ -93,9 +97,17 @@ def _trial(at_s: Floats, outcome: LoadOutcome) -> Trial:
 
 
 def made_up_load(
-    rate: float, duration_s: float, *, first_user: int, history: int, candidates: int, items: int, timeout_ms: int,
-    seed: int, reads: Reads,
-) -> tuple[Floats, list[bytes]]:  # fmt: skip
+    rate: float,
+    duration_s: float,
+    *,
+    first_user: int,
+    history: int,
+    candidates: int,
+    items: int,
+    timeout_ms: int,
+    seed: int,
+    reads: Reads,
+) -> tuple[Floats, list[bytes]]:
     """Poisson arrivals of users of whom none returns."""
     at_s = poisson_arrivals(rate, duration_s, seed)
     cfg = ReplayConfig(candidates=candidates, items=items, seed=seed)

@@ -32,22 +32,32 @@ def write_step_data(folder: Path, lengths: NDArray[np.int64], *, num_batches: in
     times = START_MS + np.cumsum(draw.exponential(MEAN_GAP_MS, total)).astype(np.int64)
     ids, counts = np.arange(len(events)), np.bincount(items, minlength=num_items + 1)
     scalars = {
-        schema.USER_ID: pa.array(ids), schema.USER_KEY: pa.array(ids).cast(pa.string()),
+        schema.USER_ID: pa.array(ids),
+        schema.USER_KEY: pa.array(ids).cast(pa.string()),
         schema.LENGTH: pa.array(events.astype(np.int32)),
-    }  # fmt: skip
+    }
     lists = {schema.ITEM_IDS: items, schema.TIMESTAMPS_MS: times, schema.ACTIONS: draw.integers(0, 8, total, np.int32)}
     fields = schema.sequence_fields(has_timestamps=True, has_actions=True, features={})
     with whole_folder(folder, force=False) as made:
         writer = UsersWriter(made, fields)
         writer.append(UserBlock(events.astype(np.int32), scalars, lists))
         numbers = np.arange(1, num_items + 1)
-        table = pa.table({"item_id": pa.array(numbers), "item_key": pa.array(numbers).cast(pa.string()),
-                          "count": pa.array(counts[1:])})  # fmt: skip
+        table = pa.table(
+            {
+                "item_id": pa.array(numbers),
+                "item_key": pa.array(numbers).cast(pa.string()),
+                "count": pa.array(counts[1:]),
+            }
+        )
         files = [*writer.close(), write_items(made, iter([table]))]
         card = Card(
-            kind="sequences", name="step", source_format="synthetic", has_timestamps=True, action_bits=ACTION_BITS,
+            kind="sequences",
+            name="step",
+            source_format="synthetic",
+            has_timestamps=True,
+            action_bits=ACTION_BITS,
             counts=Counts(users=len(events), items=num_items, events=total, rows_read=total),
-        )  # fmt: skip
+        )
         finish_sequences(made, card, events.astype(np.int32), counts[1:], files)
 
 
@@ -56,6 +66,9 @@ def fixed_batch(assembler: Assembler, number: int, batch_samples: int) -> Batch:
     samples = np.arange(number * batch_samples, (number + 1) * batch_samples)
     part = assembler.assemble(samples, assembler.read(samples), number)
     return Batch(
-        position=Position(number, 0), weight=assembler.weight(samples, number), global_samples=samples,
-        micro_batches=(part,), tokens=assembler.tokens_in(samples, number),
-    )  # fmt: skip
+        position=Position(number, 0),
+        weight=assembler.weight(samples, number),
+        global_samples=samples,
+        micro_batches=(part,),
+        tokens=assembler.tokens_in(samples, number),
+    )

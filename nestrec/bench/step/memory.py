@@ -31,14 +31,19 @@ def measure_memory(cfg: HSTUConfig, device: str) -> Iterator[dict[str, Any]]:
     lengths = np.array([round(share * cfg.max_length) for share in SHARES])
     padded = np.full_like(lengths, cfg.max_length)
     runs = {
-        "jagged": (cfg, lengths), "jagged recompute": (replace(cfg, recompute=True), lengths),
-        "padded kernels": (cfg, padded), "padded torch": (cfg, padded),
-    }  # fmt: skip
+        "jagged": (cfg, lengths),
+        "jagged recompute": (replace(cfg, recompute=True), lengths),
+        "padded kernels": (cfg, padded),
+        "padded torch": (cfg, padded),
+    }
     for impl, (own, tokens_of) in runs.items():
         row = {
-            "model": f"hstu-{cfg.num_heads}x{cfg.head_dim}", "impl": impl, "longest": cfg.max_length,
-            "valid_tokens": int(lengths.sum()), "computed_tokens": int(tokens_of.sum()),
-        }  # fmt: skip
+            "model": f"hstu-{cfg.num_heads}x{cfg.head_dim}",
+            "impl": impl,
+            "longest": cfg.max_length,
+            "valid_tokens": int(lengths.sum()),
+            "computed_tokens": int(tokens_of.sum()),
+        }
         try:
             row["peak_gib"] = round(_peak_bytes(own, tokens_of, device, plain=impl == "padded torch") / 2**30, 2)
         except torch.OutOfMemoryError:

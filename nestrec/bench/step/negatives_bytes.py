@@ -30,10 +30,17 @@ def measure_bytes(
         for lookup in LOOKUPS:
             mine = total[number, lookup] - total[0, lookup]
             yield {
-                "variant": "bytes", "negatives": number, "lookup": lookup, "ranks": ranks, "items": num_items,
-                "dim": dim, "tokens": tokens, "looked_up_bytes": int(mine[0]), "sent_bytes": int(mine[1]),
+                "variant": "bytes",
+                "negatives": number,
+                "lookup": lookup,
+                "ranks": ranks,
+                "items": num_items,
+                "dim": dim,
+                "tokens": tokens,
+                "looked_up_bytes": int(mine[0]),
+                "sent_bytes": int(mine[1]),
                 "of_full": [round(share, 4) for share in (mine / whole).tolist()],
-            }  # fmt: skip
+            }
 
 
 def count_all(
