@@ -13,6 +13,7 @@ import torch
 
 from nestrec.bench.kernels.layer import info_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
+from nestrec.models.reach import AttentionReach
 from nestrec.ops.attention import bias_products
 from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_padded
 from nestrec.ops.attention.relative_bias import RelativeBias
@@ -162,16 +163,16 @@ CHANNELS = [(40, torch.float32), (40, HALF)] if IS_INTERPRETED else [(40, torch.
 
 
 @pytest.mark.parametrize(("width", "dtype"), CHANNELS)
-@pytest.mark.parametrize("has_times", [True, False])
+@pytest.mark.parametrize("times", ["table", "function", "none"])
 @pytest.mark.parametrize("lengths", BATCHES)
-def test_attention_by_bias_alone(lengths, has_times, width, dtype):
-    check_bias_attention(lengths, has_times, width, dtype)
+def test_attention_by_bias_alone(lengths, times, width, dtype):
+    check_bias_attention(lengths, times, width, dtype)
 
 
 def test_attention_by_bias_alone_with_few_weights_at_a_time_and_many_buckets(monkeypatch):
     """One block of rows after the other; buckets that are no bytes."""
     monkeypatch.setattr(bias_products, "MAX_WEIGHTS", 1)
-    check_bias_attention([130, 0, 5], True, 40, HALF, num_buckets=300)
+    check_bias_attention([130, 0, 5], "table", 40, HALF, num_buckets=300)
 
 
 @contextmanager
@@ -182,20 +183,24 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def check_bias_attention(lengths, has_times, width, dtype, num_buckets=40):
+def check_bias_attention(lengths, times, width, dtype, num_buckets=40):
     torch.manual_seed(sum(lengths))
     torch.set_float32_matmul_precision("highest")
     tokens, longest = sum(lengths), max(lengths)
     offsets = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
     time = torch.cat([torch.rand(n, dtype=torch.float64).cumsum(0) * 1e4 for n in lengths]).to(DEVICE)
-    leaves = drawn((tokens, width + 32), (2 * longest + 21,), *([(num_buckets + 1,)] if has_times else []))
+    sizes = {"table": [(num_buckets + 1,)], "function": [(3,)], "none": []}
+    leaves = drawn((tokens, width + 32), (2 * longest + 21,), *sizes[times])
 
-    def run(attend, wide, position, table=None):
+    def run(attend, wide, position, learned=None):
+        # A function that falls within the times of the batch.
+        function = learned + learned.new_tensor([0.0, 9.0, -0.5]) if times == "function" else None
         bias = RelativeBias(
             position_table=position,
-            time_table=table,
-            time_T=time if has_times else None,
-            query_time_T=time + 10.0 if has_times else None,
+            time_table=learned if times == "table" else None,
+            time_function=function,
+            time_T=None if times == "none" else time,
+            query_time_T=None if times == "none" else time + 10.0,
         )
         return attend(wide[:, :width], offsets, bias, max_length=longest)
 
@@ -226,9 +231,27 @@ def info_with_times(lengths):
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_on_a_gpu_are_those_of_a_cpu_with_dropout_on(kind, recompute):
     """In float32 to rounding: the same masks, the same sums."""
+    check_model(kind, recompute=recompute)
+
+
+LONG_HISTORIES = {
+    "function of time": {"time_encoding": "functional"},
+    "semi-local": {"attention": AttentionReach(window=20, prefix=9)},
+    "cut": {"num_layers": 3, "attention": AttentionReach(window=30, keep_last=20, keep_step=16)},
+}
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="too slow there; the pieces are tested above")
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("options", LONG_HISTORIES)
+def test_models_for_long_histories_on_a_gpu_are_those_of_a_cpu(kind, options):
+    check_model(kind, **LONG_HISTORIES[options], **({"time_bias": True} if kind == "hstu" else {}))
+
+
+def check_model(kind, **options):
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
-    model, lengths = MODELS[kind](recompute=recompute), np.array([7, 0, 160, 33, 1])
+    model, lengths = MODELS[kind](**options), np.array([7, 0, 160, 33, 1])
     info, x = info_with_times(lengths), torch.randn(201, 64)
     found = model.cuda()(x.cuda(), info)
     found.square().sum().backward()

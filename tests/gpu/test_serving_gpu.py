@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
+from nestrec.models.reach import AttentionReach
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
@@ -24,6 +25,7 @@ from nestrec.serving.prefix.trigger import TriggerConfig
 pytestmark = pytest.mark.gpu
 BIASED = HSTUConfig(dim=64, num_layers=3, num_heads=2, head_dim=32, max_length=1026, time_bias=True)
 ENCODERS = {"biased": BIASED, "plain": replace(BIASED, time_bias=False, position_bias=False)}
+LOCAL = replace(ENCODERS["plain"], attention=AttentionReach(window=200, prefix=64))
 TIERS = TiersConfig(cache_bytes=1 << 26)
 
 
@@ -54,10 +56,10 @@ def scores_of(encoder, device, dtype, tiers=TIERS):
     return np.stack(answers), sources
 
 
-@pytest.mark.parametrize("kind", list(ENCODERS))
+@pytest.mark.parametrize("kind", [*ENCODERS, "local"])
 def test_cached_scores_on_a_gpu_equal_uncached_ones(kind):
     torch.set_float32_matmul_precision("highest")
-    encoder = ENCODERS[kind]
+    encoder = ENCODERS.get(kind, LOCAL)
     full, _ = scores_of(encoder, "cuda", torch.float32, replace(TIERS, keeps_prefix=False))
     cached, sources = scores_of(encoder, "cuda", torch.float32)
     assert sources["device"] >= 32

@@ -155,7 +155,8 @@ def error_of(attend: Attention, batch: AttentionBatch, name: str) -> float:
 
 
 def _exact_bias(bias: RelativeBias, rows: slice) -> RelativeBias:
-    given = {name: x.detach().double() for name in RelativeBias.__slots__ if (x := getattr(bias, name)) is not None}
+    known = [name for name in RelativeBias.__slots__ if name != "buckets"]
+    given = {name: x.detach().double() for name in known if (x := getattr(bias, name)) is not None}
     return RelativeBias(**{name: x[rows] if name.endswith("_T") else x for name, x in given.items()})
 
 

@@ -1,9 +1,10 @@
 """Triton kernels of attention by bias alone. Imported only where CUDA or Triton's interpreter is used.
 
-weights          values of a time table, for blocks of rows and all tokens these see, written to memory
+weights          values of a time table or function, for blocks of rows and all tokens these see, written to memory
 product          sums of rows by such weights and by those of a strip: a program owns BM rows and BW channels
 position, time   gradients of the tables, sums over tiles of pairs: a program owns tiles at one distance in blocks, or
                  tiles of one block of queries
+function         gradients of a time function's numbers, alike
 
 Rows are queries and see earlier tokens, or, where it is reversed, keys and see later ones. Every sum is made by one
 program in a fixed order, so that runs agree to the bit.
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from nestrec.ops.attention.time_buckets import time_bucket
+from nestrec.ops.attention.time_function_triton import time_function
 
 
 @triton.jit
@@ -34,9 +36,9 @@ def _block_of(schedule, item, BM: tl.constexpr, REVERSED: tl.constexpr):
 @triton.jit(do_not_specialize=["first_item", "num_buckets", "num_splits"])
 def bias_weights_kernel(
     out, table, schedule, state, query_time, time, edges, first_item, columns, num_buckets, num_splits,
-    BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr, IS_FUNCTION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y."""
+    """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y; or the function that table holds."""
     slot = tl.program_id(0)
     item = first_item + slot
     if item >= tl.load(state):
@@ -56,7 +58,15 @@ def bias_weights_kernel(
         else:
             delta = own[:, None] - other[None, :]
             seen = (y[None, :] <= x[:, None]) & (x < length)[:, None]
-        value = tl.load(table + tl.where(seen, time_bucket(delta, edges, num_buckets), num_buckets + 1))
+        if IS_FUNCTION:
+            if REVERSED:
+                value, _, _ = time_function(table, own, other, FAST)
+            else:
+                value, _, _ = time_function(table, other, own, FAST)
+                value = value.T
+            value = tl.where(seen, tl.load(table).to(tl.float32) * value, 0.0)
+        else:
+            value = tl.load(table + tl.where(seen, time_bucket(delta, edges, num_buckets), num_buckets + 1))
         tl.store(place + y[None, :], value.to(out.dtype.element_ty))
 
 
@@ -142,6 +152,37 @@ def bias_time_kernel(
             bucket = tl.load(buckets + slot * BM * columns + j0 + (row[:, None] * columns + row[None, :]))
             total += _by_bucket(products, bucket.to(tl.int32), unseen, SLOTS)
     tl.store(out + (item * SPLITS + split) * SLOTS + tl.arange(0, SLOTS), total)
+
+
+@triton.jit
+def bias_function_kernel(
+    grad, v, scalars, out, schedule, state, query_time, time, v_step,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """out[item, split, 0..2] = sums of grad[i] . v[j] by e, e u and e u x of `time_function`, i of an item."""
+    item, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    row, column, channel, slot = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BW), tl.arange(0, 4)
+    total = tl.zeros((4,), tl.float32)
+    if item < tl.load(state):
+        start, length, i0, _, end = _block_of(schedule, item, BM, False)
+        i = i0 + row
+        asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
+        for j0 in range(split * BN, end, SPLITS * BN):
+            products = tl.zeros((BM, BN), tl.float32)
+            for low in range(0, WIDTH, BW):
+                left = _rows(grad, start, i0, row, length, WIDTH, low, channel, WIDTH)
+                right = _rows(v, start, j0, column, length, v_step, low, channel, WIDTH)
+                products = tl.dot(left, right.T, products, input_precision=PRECISION)
+            j = j0 + column
+            seen_at = tl.load(time + start + j, mask=j < length, other=0.0)
+            value, steep, exponent = time_function(scalars, seen_at, asked, FAST)
+            seen = (j[:, None] <= i[None, :]) & (i < length)[None, :]
+            by_key = tl.where(seen, products.T, 0.0)
+            total += tl.where(slot == 0, tl.sum(by_key * value), 0.0)
+            total += tl.where(slot == 1, tl.sum(by_key * steep), 0.0)
+            total += tl.where(slot == 2, tl.sum(by_key * steep * exponent), 0.0)
+    tl.store(out + (item * SPLITS + split) * 4 + slot, total)
 
 
 @triton.jit

@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-from nestrec.ops.attention.bias_products import BLOCK, bias_position_gradient, bias_product, bias_time_gradient
+from nestrec.ops.attention.bias_products import (
+    BLOCK,
+    bias_function_gradient,
+    bias_position_gradient,
+    bias_product,
+    bias_time_gradient,
+)
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.kernel_op import runs_kernels
@@ -67,13 +73,10 @@ def bias_attention(
     assert bias.position_table is not None
     if not runs_kernels(v_TW) or not rules.is_plain:
         return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
-    if bias.time_function is not None:
-        by_position, by_time = _channels(bias)
-        return [*bias_attention(v_TW, offsets, by_position, max_length=max_length),
-                _channel_padded(v_TW, offsets, by_time, max_length)]  # fmt: skip
     found = _BiasAttention.apply(
-        v_TW, bias.position_table, bias.time_table, offsets, bias.time_T, bias.query_time_T, max_length
-    )
+        v_TW, bias.position_table, bias.time_table, bias.time_function, offsets, bias.time_T, bias.query_time_T,
+        max_length,
+    )  # fmt: skip
     return list(found)
 
 
@@ -91,29 +94,33 @@ def _of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
 class _BiasAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, v: torch.Tensor, position: torch.Tensor, time_table: torch.Tensor | None, offsets: torch.Tensor,
-        time: torch.Tensor | None, query_time: torch.Tensor | None, max_length: int,
+        ctx: Any, v: torch.Tensor, position: torch.Tensor, time_table: torch.Tensor | None,
+        time_function: torch.Tensor | None, offsets: torch.Tensor, time: torch.Tensor | None,
+        query_time: torch.Tensor | None, max_length: int,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(v, position, time_table, offsets, time, query_time)
+        ctx.save_for_backward(v, position, time_table, time_function, offsets, time, query_time)
         ctx.max_length = max_length
-        shared = (position, time_table, offsets, time, query_time, max_length, False)
+        shared = (position, time_table, time_function, offsets, time, query_time, max_length, False)
         by_position = bias_product(v, None, *shared)
-        return (by_position,) if time_table is None else (by_position, bias_product(None, v, *shared))
+        has_time = time_table is not None or time_function is not None
+        return (by_position, bias_product(None, v, *shared)) if has_time else (by_position,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        v, position, time_table, offsets, time, query_time = ctx.saved_tensors
+        v, position, time_table, time_function, offsets, time, query_time = ctx.saved_tensors
         by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
         own_time = by_time[0] if by_time else None
         grad_v = bias_product(
-            by_position, own_time, position, time_table, offsets, time, query_time, ctx.max_length, True
+            by_position, own_time, position, time_table, time_function, offsets, time, query_time, ctx.max_length, True
         )
         grad_position = _position_gradient(by_position, v, position, offsets, ctx.max_length)
-        grad_time = None
-        if own_time is not None:
+        grad_time, grad_function = None, None
+        if own_time is not None and time_function is not None:
+            grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time)
+        elif own_time is not None:
             found = bias_time_gradient(own_time, v, offsets, time, query_time, ctx.max_length, len(time_table))
             grad_time = found.to(time_table.dtype)
-        return grad_v, grad_position, grad_time, None, None, None, None
+        return grad_v, grad_position, grad_time, grad_function, None, None, None, None
 
 
 def _position_gradient(

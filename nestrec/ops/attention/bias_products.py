@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from nestrec.ops.attention.relative_bias import bucket_edges
 from nestrec.ops.kernel_op import kernel_op, power_of_two
 from nestrec.ops.layers.row_tiles import check_rows, check_strided, like
+from nestrec.ops.registry import IS_INTERPRETED
 
 if TYPE_CHECKING:
     from nestrec.ops.attention.work_order import WorkOrder
@@ -41,12 +42,13 @@ def _rows_of(by_position: torch.Tensor | None, by_time: torch.Tensor | None) -> 
 @kernel_op("bias_product", fake=lambda by_position, by_time, *_: like(_rows_of(by_position, by_time)))
 def bias_product(
     by_position: torch.Tensor | None, by_time: torch.Tensor | None, position: torch.Tensor,
-    time_table: torch.Tensor | None, offsets: torch.Tensor, time: torch.Tensor | None,
-    query_time: torch.Tensor | None, max_length: int, is_reversed: bool,
+    time_table: torch.Tensor | None, time_function: torch.Tensor | None, offsets: torch.Tensor,
+    time: torch.Tensor | None, query_time: torch.Tensor | None, max_length: int, is_reversed: bool,
 ) -> torch.Tensor:  # fmt: skip
     """(T, W) sums of (T, W) rows by the weights of distances and of times, whichever rows are given.
 
-    is_reversed: over later tokens, for the gradients of values, instead of over earlier ones.
+    Times have a table or a function. is_reversed: over later tokens, for the gradients of values, instead of over
+    earlier ones.
     """
     from nestrec.ops.attention.bias_channel_kernels import bias_product_kernel
     from nestrec.ops.attention.work_order import make_schedule
@@ -65,6 +67,8 @@ def bias_product(
     for first in range(0, items, chunk):
         if by_time is not None and time_table is not None:
             _fill(weights, pad(time_table, (0, 1)), schedule, time, query_time, first, is_reversed=is_reversed)
+        elif by_time is not None and time_function is not None:
+            _fill(weights, time_function, schedule, time, query_time, first, is_reversed=is_reversed, is_function=True)
         bias_product_kernel[(chunk * -(-rows.shape[1] // tile["BW"]),)](
             given[0], given[-1], out, strip, weights, *schedule, first, origin, columns,
             given[0].stride(0), given[-1].stride(0), **tile, HAS_POSITION=by_position is not None,
@@ -92,16 +96,47 @@ def position_strip(table: torch.Tensor, max_length: int, *, is_reversed: bool) -
 
 def _fill(
     out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", time: torch.Tensor | None,
-    query_time: torch.Tensor | None, first: int, *, is_reversed: bool,
+    query_time: torch.Tensor | None, first: int, *, is_reversed: bool, is_function: bool = False,
 ) -> None:  # fmt: skip
-    """table: values of the buckets, and one of pairs that do not see each other."""
+    """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
     from nestrec.ops.attention.bias_channel_kernels import bias_weights_kernel
 
     num_buckets, splits = len(table) - 2, min(8, out.shape[1] // OTHERS)
     bias_weights_kernel[len(out) // BLOCK, splits](
         out, table, *schedule, query_time, time, bucket_edges(num_buckets, out.device), first, out.shape[1],
-        num_buckets, splits, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, num_warps=8,
+        num_buckets, splits, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, IS_FUNCTION=is_function, FAST=_is_fast(out),
+        num_warps=8,
     )  # fmt: skip
+
+
+def _is_fast(x: torch.Tensor) -> bool:
+    """Whether logarithms may be those of one instruction."""
+    return not IS_INTERPRETED and x.dtype != torch.float32
+
+
+@kernel_op("bias_function_gradient", fake=lambda grad, v, scalars, *_: torch.empty_like(scalars))
+def bias_function_gradient(
+    grad: torch.Tensor, v: torch.Tensor, scalars: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor,
+    query_time: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of a time function's numbers."""
+    from nestrec.ops.attention.bias_channel_kernels import bias_function_kernel
+    from nestrec.ops.attention.work_order import make_schedule
+
+    check_rows(grad)
+    check_strided(v)
+    schedule = make_schedule(offsets, len(grad), BLOCK)
+    items = schedule.table.shape[0]
+    sums = torch.empty(items, SPLITS, 4, dtype=torch.float32, device=grad.device)
+    bias_function_kernel[(items * SPLITS,)](
+        grad, v, scalars, sums, *schedule, query_time, time, v.stride(0), **pairs_tile(grad.shape[1]), BN=OTHERS,
+        SPLITS=SPLITS, FAST=_is_fast(grad),
+    )  # fmt: skip
+    by_value, by_slope, by_exponent, _ = sums.double().sum((0, 1)).unbind()
+    amplitude, _, log_power = scalars.double().unbind()
+    # b = amplitude e, e = exp(-u): its slopes are e, amplitude power e u and -amplitude e u x.
+    found = torch.stack([by_value, amplitude * log_power.exp() * by_slope, -amplitude * by_exponent])
+    return found.to(scalars.dtype)
 
 
 @kernel_op("bias_time_gradient", fake=lambda grad, *rest: grad.new_empty(rest[-1], dtype=torch.float32))

@@ -10,7 +10,7 @@ from nestrec.ops.attention.relative_bias import RelativeBias
 SHARED_BYTES = 232_448
 """that one program may have on an H100 or H200"""
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-INTEGERS = {"schedule": "i32", "state": "i32", "offsets": "i64", "buckets": "u8"}
+KINDS = {"schedule": "i32", "state": "i32", "offsets": "i64", "buckets": "u8", "time": "fp64", "query_time": "fp64"}
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
@@ -52,7 +52,7 @@ def test_channels_and_their_gradients_are_those_of_the_definition(has_times):
 
 
 def shared_bytes(kernel, dtype, tile, **constants):
-    """Arguments that are no constants are pointers, or integers where their names say so."""
+    """Arguments that are no constants are pointers to `dtype` or to what their names say, or integers."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -63,7 +63,7 @@ def shared_bytes(kernel, dtype, tile, **constants):
     numbers = {"first_item", "origin", "columns", "unseen", "num_sequences", "num_splits"}
     numbers |= {"position_step", "time_step", "v_step"}
     names = kernel.arg_names
-    signature = {name: "i32" if name in numbers else f"*{INTEGERS.get(name, NAMES[dtype])}" for name in names}
+    signature = {name: "i32" if name in numbers else f"*{KINDS.get(name, NAMES[dtype])}" for name in names}
     signature |= dict.fromkeys(fixed, "constexpr")
     source = ASTSource(
         fn=kernel,
@@ -77,12 +77,18 @@ def shared_bytes(kernel, dtype, tile, **constants):
 @pytest.mark.parametrize("dtype", NAMES)
 def test_the_largest_tiles_fit_shared_memory(dtype):
     pytest.importorskip("triton")
-    from nestrec.ops.attention.bias_channel_kernels import bias_position_kernel, bias_product_kernel, bias_time_kernel
+    from nestrec.ops.attention.bias_channel_kernels import (
+        bias_function_kernel,
+        bias_position_kernel,
+        bias_product_kernel,
+        bias_time_kernel,
+    )
 
     both = {"HAS_POSITION": True, "HAS_TIME": True, "REVERSED": True}
     found = [
         shared_bytes(bias_product_kernel, dtype, product_tile(1024, dtype), **both),
         shared_bytes(bias_time_kernel, dtype, pairs_tile(1024), SLOTS=256, SPLITS=4),
         shared_bytes(bias_position_kernel, dtype, pairs_tile(1024)),
+        shared_bytes(bias_function_kernel, dtype, pairs_tile(1024), BN=OTHERS, SPLITS=4, FAST=True),
     ]
     assert all(0 < each <= SHARED_BYTES for each in found), found
