@@ -11,6 +11,7 @@ from nestrec.base.config import config
 from nestrec.models.backbones import EncoderConfig, make_encoder
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.layers.unit_rows import unit_rows
+from nestrec.ops.rows.stored import Rows
 
 UNIT_EPS = 1e-6
 
@@ -39,6 +40,10 @@ class RetrievalModel(nn.Module):
     def item_vectors(self, row_UD: torch.Tensor) -> torch.Tensor:
         """Rows of the item table as the similarity sees them."""
         return self._scaled(row_UD, 1.0)
+
+    def compared_rows(self, row_UD: Rows) -> Rows:
+        """The same for losses that read rows of 16 bits as they are stored."""
+        return unit_rows(row_UD, 1.0, UNIT_EPS) if self.similarity.normalise else row_UD
 
     def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         if self.similarity.normalise:

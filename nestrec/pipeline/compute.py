@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from nestrec.base.transfer import sent_to_device
 from nestrec.data.batches import MicroBatch
-from nestrec.ops.rows.round import whole
+from nestrec.ops.rows.round import HALF_TYPES, whole
+from nestrec.ops.rows.stored import Rows, StoredRows
 from nestrec.pipeline.stages import Coupling
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -22,9 +23,17 @@ class LossCompute:
     """Runs a loss on the device. The caller owns the rows; dense gradients add up in the parameters."""
 
     def __init__(
-        self, loss: Loss, device: torch.device, precision: Precision = "fp32", couples_samples: Coupling = "micro_batch"
+        self,
+        loss: Loss,
+        device: torch.device,
+        precision: Precision = "fp32",
+        couples_samples: Coupling = "micro_batch",
+        *,
+        reads_stored_rows: bool = False,
     ) -> None:
+        """reads_stored_rows: the loss takes `StoredRows` where rows have 16 bits; else it is given them as float32."""
         self._loss, self._device, self.couples_samples = loss, device, couples_samples
+        self._reads_stored_rows = reads_stored_rows
         self._half = precision == "bf16" and device.type == "cuda"
         if device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
@@ -35,14 +44,19 @@ class LossCompute:
     def forward_backward(
         self, micro_batch: MicroBatch, rows: Tensors, index: Tensors, weight: float
     ) -> tuple[torch.Tensor, Tensors]:
-        leaves = {name: whole(row.detach()).requires_grad_() for name, row in rows.items()}
+        leaves = {name: self._leaf(row.detach()) for name, row in rows.items()}
         if micro_batch.num_tokens == 0:
-            return torch.zeros((), device=self._device), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            return torch.zeros((), device=self._device), {name: _gradient(leaf) for name, leaf in leaves.items()}
         with torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext():
-            loss = self._loss(micro_batch, leaves, index)
+            loss = self._loss(micro_batch, cast(Tensors, leaves), index)
         loss = loss / weight
         loss.backward()
         return loss.detach(), {name: _gradient(leaf) for name, leaf in leaves.items()}
+
+    def _leaf(self, row: torch.Tensor) -> Rows:
+        if row.dtype in HALF_TYPES and self._reads_stored_rows:
+            return StoredRows.of(row)
+        return whole(row).requires_grad_()
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -53,5 +67,6 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(batch.sample_ids, batch.keys, moved, batch.max_length, batch.num_tokens, batch.others)
 
 
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+def _gradient(leaf: Rows) -> torch.Tensor:
+    source = leaf.anchor if isinstance(leaf, StoredRows) else leaf
+    return source.new_zeros(source.shape) if source.grad is None else source.grad

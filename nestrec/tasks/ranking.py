@@ -30,6 +30,7 @@ from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.ranking import HeadConfig, RankingModel
 from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.logistic import LogisticBaseline
 from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy
@@ -62,6 +63,7 @@ class RankingTaskConfig:
 
 
 class RankingTask(Task):
+    reads_stored_rows = True
     remedy_if_empty = "cut where there are events on both sides: --task.split.valid_from, --task.split.test_from"
 
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
@@ -102,9 +104,7 @@ class RankingTask(Task):
             activations=activations_of(self.cfg.encoder) + sum(widths) / 2,
         )
 
-    def loss(
-        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         vectors = [gather_rows(rows["items"], index["item"])]
         vectors += [gather_rows(rows[c.name], index[c.name]) for c in self._inputs.columns]
         logit_EK = self.model(torch.stack(vectors).sum(0), batch.tensors["action"], sequence_info(batch))

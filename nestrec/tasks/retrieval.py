@@ -28,6 +28,7 @@ from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
 from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.stored import Rows
 from nestrec.tasks.baselines import LastItem, Popularity
 from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
 from nestrec.tasks.metrics import bootstrap, ranking_metrics
@@ -75,6 +76,7 @@ class RetrievalTaskConfig:
 
 class RetrievalTask(Task):
     model: RetrievalModel
+    reads_stored_rows = True
     remedy_if_empty = "give it users with three events and more: two are held out (nestrec prepare ... --user_core 3)"
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
@@ -136,9 +138,7 @@ class RetrievalTask(Task):
         self.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
         return self.variant, measured_ms
 
-    def loss(
-        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         row_UD = rows["items"]
         query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
         if self.cfg.loss == "full":
@@ -147,11 +147,11 @@ class RetrievalTask(Task):
             return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
         if self.cfg.negatives.sampler == "groups":
             return grouped_loss(
-                query_TD, self.model.item_vectors(row_UD), index["positive"], batch.tensors["group_token"],
+                query_TD, self.model.compared_rows(row_UD), index["positive"], batch.tensors["group_token"],
                 self.cfg.loss, bias_T=batch.tensors.get("target_bias"),
             ).sum()  # fmt: skip
         return sampled_loss(
-            query_TD, self.model.item_vectors(row_UD), candidates_of(index, batch.tensors), self.cfg.loss,
+            query_TD, self.model.compared_rows(row_UD), candidates_of(index, batch.tensors), self.cfg.loss,
             variant=self.variant, segment_tokens=self.cfg.negatives.segment_tokens,
         ).sum()  # fmt: skip
 

@@ -20,6 +20,7 @@ from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, S
 from nestrec.models.backbone import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
 from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.metrics import Interval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
 from nestrec.tasks.spec import TaskSpec
@@ -56,6 +57,7 @@ class RowsTaskConfig:
 
 
 class RowsTask(Task):
+    reads_stored_rows = True
     remedy_if_empty = "give it more rows, or other shares: --task.valid_share, --task.test_share"
 
     def __init__(self, cfg: RowsTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
@@ -102,9 +104,7 @@ class RowsTask(Task):
         kept = sum(m.in_features + m.out_features for m in linears) + num_vectors * (cfg.dim + num_vectors)
         return TrainingCost(flops=ForwardFlops(token=2.0 * products), activations=float(kept))
 
-    def loss(
-        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         category_BCD = gather_rows(rows["categories"], index["category"])
         logit_B = self.model(batch.tensors["dense"].to(category_BCD.dtype), category_BCD)
         return binary_cross_entropy_with_logits(logit_B, batch.tensors["label"].to(logit_B.dtype), reduction="sum")

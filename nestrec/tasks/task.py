@@ -65,6 +65,9 @@ class Task(ABC):
     couples_samples: Coupling = "micro_batch"
     """`batch` where the loss of a sample depends on all others of a rank's batch: it is then never cut into several
     micro-batches"""
+    reads_stored_rows: bool = False
+    """whether its loss asks `gather_rows` and `unit_rows` alone for rows, and so takes 16-bit ones as they are stored
+    (nestrec.ops.rows.stored); others are given float32 copies"""
     remedy_if_empty: str
     """what to do about a dataset that gives no samples, or none to measure by"""
 
@@ -116,7 +119,7 @@ def sequence_info(batch: MicroBatch) -> SequenceInfo:
 
 def compute_of(task: Task, device: torch.device, precision: Precision) -> LossCompute:
     """Forward and backward of a task's loss, as schedules call them."""
-    return LossCompute(task.loss, device, precision, task.couples_samples)
+    return LossCompute(task.loss, device, precision, task.couples_samples, reads_stored_rows=task.reads_stored_rows)
 
 
 def share_of_ranks(users: NDArray[np.int64], batch_users: int, rank: int, world: int) -> list[NDArray[np.int64]]:

@@ -24,6 +24,7 @@ from nestrec.ops.layers.norm_projection import norm_projection, norm_projection_
 from nestrec.ops.layers.token_input import token_input, token_input_reference
 from nestrec.ops.layers.unit_rows import unit_rows, unit_rows_reference
 from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.rows.stored import StoredRows
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -154,6 +155,19 @@ def test_rows_of_one_length_also_where_they_are_almost_nothing():
     x[3] = 0.0
     x[4] *= 1e-9
     compare(lambda x: [unit_rows(x, 20.0, 1e-6)], lambda x: [unit_rows_reference(x, 20.0, 1e-6)], [x], torch.float32)
+
+
+def test_unit_rows_of_16_bits_are_read_as_they_are_stored():
+    """To the bit what a float32 copy of them gives, with gradients in float32."""
+    torch.manual_seed(0)
+    values, weight = torch.randn(50, 20, device=DEVICE).to(HALF), torch.randn(50, 20, device=DEVICE)
+    stored, copied = StoredRows.of(values), values.float().requires_grad_()
+    outputs = [unit_rows(rows, 20.0, 1e-6) for rows in (stored, copied)]
+    for output in outputs:
+        (output * weight).sum().backward()
+    assert torch.equal(*outputs)
+    assert stored.anchor.grad.dtype == torch.float32
+    assert torch.equal(stored.anchor.grad, copied.grad)
 
 
 BATCHES = [[3, 0, 1, 40], [130, 5]] if IS_INTERPRETED else [[3, 0, 1, 40], [130, 5, 300, 128], [1000, 17], [64] * 9]

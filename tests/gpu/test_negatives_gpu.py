@@ -9,8 +9,29 @@ from nestrec.ops.losses.sampled import sampled_loss
 from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.sum_outer import sum_outer
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
+from nestrec.ops.rows.stored import StoredRows
 
 pytestmark = pytest.mark.gpu
+STORED_ROWS, WIDTH = 1 << 18, 64
+
+
+@pytest.mark.parametrize("variant", ["segments", "fused"])
+def test_rows_of_16_bits_take_half_the_memory_of_float32_ones_in_the_loss(variant):
+    """Beside the gradient, which is float32 either way."""
+    peaks = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.randn(STORED_ROWS, WIDTH, device="cuda").to(dtype)
+        index = torch.randint(STORED_ROWS, (256, 8), device="cuda", dtype=torch.int32)
+        candidates, query = make_candidates(index[:, 0], index), torch.randn(256, WIDTH, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        rows = values.requires_grad_() if dtype == torch.float32 else StoredRows.of(values)
+        sampled_loss(query, rows, candidates, "sampled_softmax", variant=variant).sum().backward()
+        peaks[dtype] = torch.cuda.max_memory_allocated()
+        del values, rows
+    saved = peaks[torch.float32] - peaks[torch.bfloat16]
+    assert saved > 0.9 * STORED_ROWS * WIDTH * 2
+
+
 CASES = [
     ((0, 3, 5, 50), "sampled_softmax", 0, False),
     ((1, 1, 1, 50), "sampled_softmax", 0, False),

@@ -31,6 +31,7 @@ from nestrec.models.retrieval import SimilarityConfig
 from nestrec.ops.losses.sampled import VARIANTS, Variant
 from nestrec.pipeline import PipelineConfig
 from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
+from nestrec.tasks.table_options import TableOptions
 from nestrec.tasks.variant_choice import LossShape, loss_milliseconds
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 
@@ -50,6 +51,8 @@ class NegativesBench:
     """how the loss is computed"""
     lookups: tuple[Lookup, ...] = ("full",)
     """types in which rows that are only negatives are looked up"""
+    rows: Literal["float32", "bfloat16", "float16"] = "float32"
+    """type of the rows of the item table"""
     sharing: int = 1
     """tokens whose negatives one meets"""
     batch: int = 6
@@ -59,7 +62,7 @@ class NegativesBench:
     num_layers: int = 16
     """layers of HSTU"""
     dim: int = 1024
-    """width of the model and of the rows, which are float32"""
+    """width of the model and of the rows"""
     num_heads: int = 4
     """attention heads; a head is as wide as leaves the model its width"""
     num_items: int = 131_072
@@ -111,7 +114,7 @@ def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Ite
         runner.take_from(task.assembler_of(number))
         variants, plain = bench.variants if number else bench.variants[:1], dict[str, Any]()
         for variant, measured in zip(variants, _by_turns(bench, runner, task, variants), strict=True):
-            row = {"variant": variant, "negatives": number, "lookup": lookup, **measured}
+            row = {"variant": variant, "negatives": number, "lookup": lookup, "rows": bench.rows, **measured}
             row["loss_ms"] = round(
                 loss_milliseconds(variant, _loss_shape(bench, number), runner.session.engine.device), 3
             )
@@ -184,6 +187,7 @@ def _run_config(bench: NegativesBench, data: Path, lookup: Lookup) -> RunConfig:
             similarity=SimilarityConfig(normalise=False, temperature=1.0), num_negatives=max(bench.negatives),
             item_optimizer=RowOptimizerConfig(kind="rowwise_adagrad"),
         ),
+        tables={"items": TableOptions(dtype=bench.rows)},
         data=DataConfig(folder=str(data)),
         pipeline=PipelineConfig(schedule=bench.schedule),
         training=TrainingConfig(precision=bench.precision, device=bench.device),
@@ -210,7 +214,8 @@ def _beside(bench: NegativesBench, row: dict[str, Any]) -> dict[str, Any]:
     if published is not None and row["variant"] in ("plain", "offload"):
         found["turbogr_gb"] = published[row["variant"] == "offload"]
     if row["variant"] == "offload":
-        moved = 2 * bench.batch * bench.length * (1 + row["negatives"] * bench.sharing) * bench.dim * 4
+        number_bytes = 4 if bench.rows == "float32" else 2
+        moved = 2 * bench.batch * bench.length * (1 + row["negatives"] * bench.sharing) * bench.dim * number_bytes
         found["bus_floor_ms"] = round(1e3 * moved / BUS_BYTES_PER_S, 2)
     return found
 

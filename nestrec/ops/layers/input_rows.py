@@ -87,14 +87,14 @@ def scale_rows(x: torch.Tensor, out_type: torch.dtype, factor: float, eps: float
     return out, inverse
 
 
-@kernel_op("scale_rows_backward", fake=lambda grad, x, *_: like(x))
+@kernel_op("scale_rows_backward", fake=lambda grad, x, inverse, out_type, *_: like(x, out_type))
 def scale_rows_backward(
-    grad: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, factor: float, eps: float
+    grad: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, out_type: torch.dtype, factor: float, eps: float
 ) -> torch.Tensor:
     """Gradient of x."""
     from nestrec.ops.layers.row_kernels import unit_backward_kernel
 
     check_rows(grad, x)
-    out = like(x)
+    out = like(x, out_type)
     unit_backward_kernel[row_grid(x)](grad, x, inverse, out, len(x), eps, factor, **row_tile(x.shape[1]))
     return out

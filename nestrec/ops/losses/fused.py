@@ -20,20 +20,20 @@ from nestrec.ops.losses.segmented import segmented_loss
 from nestrec.ops.losses.softmax import SampledKind
 from nestrec.ops.losses.sum_outer import sum_outer
 from nestrec.ops.registry import runs_triton
+from nestrec.ops.rows.stored import Rows, leaf_and_values
 
 _CACHED_TOKENS = 16
 """Segment of a CPU."""
 
 
-def fused_loss(
-    query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: LossCandidates, kind: SampledKind
-) -> torch.Tensor:
+def fused_loss(query_TD: torch.Tensor, row_UD: Rows, candidates: LossCandidates, kind: SampledKind) -> torch.Tensor:
     """(T,) losses."""
-    if not runs_triton(row_UD):
+    leaf_UD, value_UD = leaf_and_values(row_UD)
+    if not runs_triton(value_UD):
         return segmented_loss(query_TD, row_UD, candidates, kind, segment_tokens=_CACHED_TOKENS)
     bias_TN = None if candidates.bias_TN is None else candidates.bias_TN.contiguous()
     return _Fused.apply(  # type: ignore[no-any-return]
-        query_TD.contiguous(), row_UD.contiguous(), candidates.index_TN.contiguous(), bias_TN, kind
+        query_TD.contiguous(), leaf_UD, value_UD.detach().contiguous(), candidates.index_TN.contiguous(), bias_TN, kind
     )
 
 
@@ -42,6 +42,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any,
         query_TD: torch.Tensor,
+        leaf_UD: torch.Tensor,
         row_UD: torch.Tensor,
         index_TN: torch.Tensor,
         bias_TN: torch.Tensor | None,
@@ -58,7 +59,7 @@ class _Fused(torch.autograd.Function):
         grad_query_TD, slope_TN = fused_backward(
             query_TD, row_UD, index_TN, bias[0] if bias else None, total_T, grads[0].contiguous(), ctx.kind
         )
-        return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, len(row_UD)), None, None, None
+        return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, len(row_UD)), None, None, None, None
 
 
 def _fake_forward(

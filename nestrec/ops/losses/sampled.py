@@ -15,6 +15,7 @@ from nestrec.ops.losses.candidates import LossCandidates
 from nestrec.ops.losses.fused import fused_loss
 from nestrec.ops.losses.segmented import segmented_loss
 from nestrec.ops.losses.softmax import SampledKind, plain_sampled_loss
+from nestrec.ops.rows.stored import Rows, StoredRows
 
 Variant = Literal["plain", "segments", "fused", "offload"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -22,17 +23,19 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 def sampled_loss(
     query_TD: torch.Tensor,
-    row_UD: torch.Tensor,
+    row_UD: Rows,
     candidates: LossCandidates,
     kind: SampledKind,
     *,
     variant: Variant = "plain",
     segment_tokens: int = 512,
 ) -> torch.Tensor:
-    """(T,) losses of tokens over their candidates. All variants but `plain` compute in the type of the rows."""
+    """(T,) losses of tokens over their candidates. All variants but `plain` compute in the type of the rows, and read
+    those of 16 bits as they are stored."""
     if variant == "plain":
-        return plain_sampled_loss(query_TD, row_UD, candidates, kind)
-    with torch.autocast(row_UD.device.type, enabled=False):
+        whole_UD = row_UD.whole() if isinstance(row_UD, StoredRows) else row_UD
+        return plain_sampled_loss(query_TD, whole_UD, candidates, kind)
+    with torch.autocast(query_TD.device.type, enabled=False):
         if variant == "fused":
             return fused_loss(query_TD, row_UD, candidates, kind)
         return segmented_loss(

@@ -18,6 +18,7 @@ from nestrec.ops.losses.candidates import LossCandidates, masked_logits
 from nestrec.ops.losses.offloaded_vectors import OffloadedVectors
 from nestrec.ops.losses.softmax import SampledKind, loss_of_logits, slopes
 from nestrec.ops.losses.sum_outer import sum_outer
+from nestrec.ops.rows.stored import Rows, leaf_and_values
 
 Segment = tuple[int, int, torch.Tensor]
 """First token, end, and (S, N, D) vectors, valid until the next segment is asked for."""
@@ -48,7 +49,7 @@ class GatheredVectors:
 
 def segmented_loss(
     query_TD: torch.Tensor,
-    row_UD: torch.Tensor,
+    row_UD: Rows,
     candidates: LossCandidates,
     kind: SampledKind,
     *,
@@ -56,10 +57,11 @@ def segmented_loss(
     offload: bool = False,
 ) -> torch.Tensor:
     """(T,) losses."""
-    query_TD = query_TD.to(torch.promote_types(row_UD.dtype, torch.float32))
+    leaf_UD, value_UD = leaf_and_values(row_UD)
+    query_TD = query_TD.to(torch.promote_types(leaf_UD.dtype, torch.float32))
     options = (kind, segment_tokens, offload)
     return _Segmented.apply(  # type: ignore[no-any-return]
-        query_TD, row_UD, candidates.index_TN, candidates.bias_TN, options
+        query_TD, leaf_UD, value_UD.detach(), candidates.index_TN, candidates.bias_TN, options
     )
 
 
@@ -79,6 +81,7 @@ class _Segmented(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any,
         query_TD: torch.Tensor,
+        leaf_UD: torch.Tensor,
         row_UD: torch.Tensor,
         index_TN: torch.Tensor,
         bias_TN: torch.Tensor | None,
@@ -106,7 +109,7 @@ class _Segmented(torch.autograd.Function):
             grad_query_TD[start:stop] = torch.bmm(slope_SN[:, None], vector_SND.to(slope_SN.dtype))[:, 0]
             slope_TN[start:stop] = slope_SN
         ctx.vectors = None
-        return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, ctx.num_rows), None, None, None
+        return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, ctx.num_rows), None, None, None, None
 
 
 def _logits(query_SD: torch.Tensor, vector_SND: torch.Tensor, candidates: LossCandidates) -> torch.Tensor:

@@ -16,14 +16,17 @@ import torch
 from nestrec.ops.kernel_op import kernel_op
 from nestrec.ops.registry import runs_triton
 from nestrec.ops.rows.move import move_rows
+from nestrec.ops.rows.stored import Rows, StoredRows
 from nestrec.ops.rows.sum import sum_by_index
 
 _WORD_BYTES = 4
 
 
-def gather_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+def gather_rows(rows_UD: Rows, index_P: torch.Tensor) -> torch.Tensor:
     """rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in a fixed order."""
-    return _GatherRows.apply(rows_UD, index_P)  # type: ignore[no-any-return]
+    if isinstance(rows_UD, StoredRows):
+        return _GatherRows.apply(rows_UD.anchor, index_P, rows_UD.values)  # type: ignore[no-any-return]
+    return _GatherRows.apply(rows_UD, index_P, None)  # type: ignore[no-any-return]
 
 
 def deal_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
@@ -57,16 +60,19 @@ def _has_words(rows_UD: torch.Tensor) -> bool:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor, stored_UD: torch.Tensor | None) -> torch.Tensor:
+        """stored: the values, where `rows` is the anchor of `StoredRows`."""
         ctx.save_for_backward(index_P)
         ctx.num_rows, ctx.dtype = rows_UD.shape[0], rows_UD.dtype
-        return take_rows(rows_UD, index_P.reshape(-1)).view(*index_P.shape, rows_UD.shape[1])
+        read_UD = rows_UD if stored_UD is None else stored_UD
+        taken_PD = take_rows(read_UD, index_P.reshape(-1)).to(rows_UD.dtype)
+        return taken_PD.view(*index_P.shape, rows_UD.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (index_P,) = ctx.saved_tensors
         grad_PD = grads[0].reshape(-1, grads[0].shape[-1])
-        return sum_by_index(grad_PD, index_P.reshape(-1), ctx.num_rows).to(ctx.dtype), None
+        return sum_by_index(grad_PD, index_P.reshape(-1), ctx.num_rows).to(ctx.dtype), None, None
 
 
 class _DealRows(torch.autograd.Function):

@@ -1,0 +1,67 @@
+"""Rows of 16 bits read as they are stored: the values and gradients of a float32 leaf, without its memory."""
+
+import pytest
+import torch
+
+from nestrec.ops.layers.unit_rows import unit_rows
+from nestrec.ops.losses.candidates import make_candidates
+from nestrec.ops.losses.offloaded_vectors import OffloadedVectors
+from nestrec.ops.losses.sampled import VARIANTS, sampled_loss
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.round import HALF_TYPES
+from nestrec.ops.rows.stored import StoredRows
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
+    torch.manual_seed(0)
+    values, index, weight = torch.randn(20, 6).to(dtype), torch.randint(0, 20, (9, 5)), torch.randn(9, 5, 6)
+    gathered, scaled = [], []
+    for rows in (StoredRows.of(values), values.float().requires_grad_()):
+        leaf = rows.anchor if isinstance(rows, StoredRows) else rows
+        vectors = gather_rows(rows, index)
+        (vectors * weight).sin().sum().backward()
+        assert vectors.dtype == leaf.grad.dtype == torch.float32
+        gathered.append((vectors.detach(), leaf.grad.clone()))
+        leaf.grad = None
+        unit = unit_rows(rows, 3.0, 1e-6)
+        (unit * weight[0, 0]).sin().sum().backward()
+        scaled.append((unit.detach(), leaf.grad.clone()))
+    for ours, expected in (*zip(*gathered, strict=True), *zip(*scaled, strict=True)):
+        assert torch.equal(ours, expected)
+
+
+def test_an_anchor_is_one_number_in_memory_and_a_gather_keeps_no_row_for_its_gradient():
+    stored, kept = StoredRows.of(torch.zeros(1000, 64, dtype=torch.bfloat16)), []
+    assert stored.anchor.untyped_storage().nbytes() == 4
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gather_rows(stored, torch.tensor([3, 4])).sum().backward()
+    assert max(kept) <= 2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_every_variant_of_the_loss_reads_them_and_gives_what_a_float32_leaf_gives(variant, dtype):
+    torch.manual_seed(1)
+    values, query = torch.randn(300, 8).to(dtype), torch.randn(11, 8)
+    candidates = make_candidates(torch.randint(300, (11,)).int(), torch.randint(300, (11, 3)).int())
+    results = []
+    for rows in (StoredRows.of(values), values.float().requires_grad_()):
+        leaf, asked = (rows.anchor if isinstance(rows, StoredRows) else rows), query.clone().requires_grad_()
+        loss = sampled_loss(asked, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=4)
+        loss.sum().backward()
+        results.append((loss.detach(), asked.grad, leaf.grad))
+    assert all(torch.equal(ours, expected) for ours, expected in zip(*results, strict=True))
+    assert results[0][2].dtype == torch.float32
+
+
+def test_vectors_of_negatives_on_the_host_take_half_the_bytes():
+    index = torch.zeros(5, 7, dtype=torch.int32)
+    tables = torch.zeros(9, 4, dtype=torch.float16), torch.zeros(9, 4)
+    sizes = [OffloadedVectors(rows, index, 2).num_bytes for rows in tables]
+    assert 2 * sizes[0] == sizes[1] == 5 * 7 * 4 * 4
