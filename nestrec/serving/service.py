@@ -117,22 +117,28 @@ class Service:
         """The engines in service now; work that began on older ones ends there."""
         return self.fleets[role]
 
-    def ranking_fleet(self, user: str) -> Fleet:
-        """The engines for a ranking request of this user: those that were told of it by `expect`, though newer ones may
-        have taken over meanwhile. Once a user was served by the newer ones it is by them alone."""
+    def announced_fleet(self, user: str) -> Fleet:
+        """The engines that are told of a ranking request of this user to come, which then belongs to them for a while.
+        Chosen and remembered at once: a swap comes before or after it."""
         with self._lock:
-            fleet, until_s = self._expected.pop(user, (None, 0.0))
-        return fleet if fleet is not None and until_s > self._clock.now_s() else self.fleets[self.ranker]
-
-    def expect(self, user: str, fleet: Fleet | None) -> None:
-        """A ranking request of this user belongs to these engines for a while; none: to those in service."""
-        with self._lock:
+            fleet, now_s = self.fleets[self.ranker], self._clock.now_s()
             self._expected.pop(user, None)
-            now_s = self._clock.now_s()
             while self._expected and next(iter(self._expected.values()))[1] <= now_s:
                 self._expected.popitem(last=False)
-            if fleet is not None:
-                self._expected[user] = (fleet, now_s + self.cfg.session_s)
+            self._expected[user] = (fleet, now_s + self.cfg.session_s)
+            return fleet
+
+    def ranking_fleet(self, user: str) -> Fleet:
+        """The engines for a ranking request of this user: those that were told of it, though newer ones may have taken
+        over meanwhile."""
+        with self._lock:
+            fleet, until_s = self._expected.get(user, (None, 0.0))
+        return fleet if fleet is not None and until_s > self._clock.now_s() else self.fleets[self.ranker]
+
+    def _came(self, user: str) -> None:
+        """Who was expected has come; whoever served the user, newer engines do from now on."""
+        with self._lock:
+            self._expected.pop(user, None)
 
     @property
     def ranker(self) -> str:
@@ -156,7 +162,9 @@ class Service:
             try:
                 engine, sender = fleet.engines[slot], current_sender.get()
                 work = engine.rank(user, history, candidates, timeout_s=timeout_s, sender=sender)
+                self._came(user)
             except UnavailableError:
+                self._came(user)
                 if fleet not in self.fleets.values():
                     raise SwappedError from None
                 raise
@@ -175,6 +183,10 @@ class Service:
             engine = fleet.engines[slot]
             sender = current_sender.get()
             return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s, sender=sender)[0]
+        except UnavailableError:
+            if fleet not in self.fleets.values():
+                raise SwappedError from None
+            raise
         finally:
             self._end(slot)
 

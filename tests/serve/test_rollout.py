@@ -27,7 +27,7 @@ from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
-CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9), session_s=0.2)
+CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9), session_s=10.0)
 BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3", "4"], "now_ms": 9}
 
 
@@ -110,6 +110,8 @@ class Load:
             told = await self._client.post("/v1/preinfer", json={"user": user, "history": BODY["history"]})
             ranked = await self._client.post("/v1/rank", json={"user": user, **BODY})
             self.answers.append((user, told.status_code, ranked.status_code, ranked.json()))
+            if ranked.status_code == 200:
+                assert told.json()["model"] == ranked.json()["model"], "what was announced is kept"
 
     async def over(self):
         self._is_over = True

@@ -78,6 +78,8 @@ class PreinferAnswer(TypedDict):
     """it is"""
     reason: str
     """why, or why not"""
+    model: str
+    """version of the model; the ranking request of this user that follows soon is answered by the same"""
     unknown: list[UnknownIds]
     """ids that the model does not know, and what was done with them"""
     defaults: list[UsedDefault]

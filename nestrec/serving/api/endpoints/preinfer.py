@@ -5,21 +5,26 @@ from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader, check_feature_names
 from nestrec.serving.api.requests import PreinferRequest
+from nestrec.serving.api.schema import parse_user
 
 _USUAL_CANDIDATES = 256
 
 
 async def preinfer(front: Front, request: PreinferRequest) -> PreinferAnswer:
     """The history is computed ahead where ranking would be late otherwise."""
-    fleet, notes = front.service.fleet(front.service.ranker), Notes(request.unknown)
+    fleet, notes = front.service.announced_fleet(parse_user(request.user, front.limits)), Notes(request.unknown)
     check_feature_names(request, fleet.servable)
     asked = Reader(fleet.servable, front.limits, notes).user(request)
     decision = front.service.preinfer(
         fleet, asked.user, asked.history, asked.now_ms, request.num_candidates or _USUAL_CANDIDATES,
         timeout_s=asked.timeout_s,
     )  # fmt: skip
-    front.service.expect(asked.user, fleet)
-    return {"admitted": decision.is_admitted, "reason": decision.reason, **notes.said()}
+    return {
+        "admitted": decision.is_admitted,
+        "reason": decision.reason,
+        "model": fleet.servable.version[:12],
+        **notes.said(),
+    }
 
 
 PREINFER = Endpoint(

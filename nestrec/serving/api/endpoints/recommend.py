@@ -11,7 +11,7 @@ from nestrec.serving.api.endpoints.rank import Wanted, columns, prefix_of, score
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader, check_feature_names, unknown_of
 from nestrec.serving.api.requests import ItemId, RecommendRequest
-from nestrec.serving.api.schema import BadRequestError, parse_user
+from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.service import Fleet
 
 _USUAL_K = 10
@@ -25,7 +25,6 @@ async def recommend(front: Front, request: RecommendRequest) -> RecommendAnswer:
     check_feature_names(request, service.fleet(service.ranker).servable)
     fleets = service.fleets  # one look: a swap of both models lies before or after it
     retrieval, ranking = fleets["retrieval"], fleets.get("ranking")
-    service.expect(parse_user(request.user, front.limits), None)  # it is served by these from here on
     recommending = _Recommending(front, request, retrieval)
     return await recommending.found() if ranking is None else await recommending.ranked_by(ranking)
 
