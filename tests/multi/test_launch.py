@@ -27,6 +27,7 @@ def test_a_mistake_ends_with_its_code_and_is_told_once() -> None:
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == exit_codes.USER_ERROR
     assert "Traceback" not in errors
+    assert "torch" not in errors, "nor a log of its launcher's"
     assert errors.count("error: training.epochs = 0: must be 1 or more") == 1
     assert errors.splitlines()[-1].endswith("ended with code 2: a mistake that its message names")
 
