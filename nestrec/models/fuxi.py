@@ -111,7 +111,7 @@ class FuXiBlock(nn.Module):
                 q, k, v, info.offsets, max_length=info.max_length, normaliser=self.normaliser, rules=rules
             ).flatten(1)
             others = bias_attention(
-                projected.parts[0], info.offsets, self._bias(info), max_length=info.max_length, rules=rules
+                projected.parts[0], info.offsets, self.bias(info), max_length=info.max_length, rules=rules
             )
         p = cfg.dropout if self.training else 0.0
         first = gated_output(
@@ -122,11 +122,12 @@ class FuXiBlock(nn.Module):
         drop = Dropout(info.token_key_T, self.site + 1, p)
         return feed_forward(projected.total, first, self.up, self.down, drop, eps=NORM_EPS, recompute=cfg.recompute)
 
-    def _bias(self, info: SequenceInfo) -> RelativeBias:
+    def bias(self, info: SequenceInfo) -> RelativeBias:
+        """What weighs the values in its further channels."""
         return RelativeBias(
             position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
             time_T=info.time_T if self.cfg.time_channel else None,
-            query_time_T=info.query_time_T if self.cfg.time_channel else None,
+            query_time_T=info.query_time_T if self.cfg.time_channel else None, buckets=info.buckets,
         )  # fmt: skip
 
 

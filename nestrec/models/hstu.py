@@ -9,8 +9,7 @@ The norms have no parameters, scores are not scaled, and the attention weights a
 Legend: T tokens, D model width, H heads.
 """
 
-from dataclasses import replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from nestrec.models.reach import FULL, AttentionReach
 from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
-from nestrec.ops.attention.hstu_op import batch_buckets
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.gated_output import gated_output
@@ -123,12 +121,6 @@ class HSTU(ResidualEncoder):
     def __init__(self, cfg: HSTUConfig):
         super().__init__(cfg, (HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers)))
         self.cfg = cfg
-
-    def _prepared(self, x_TD: torch.Tensor, info: SequenceInfo) -> SequenceInfo:
-        if len(self.layers) == 0:
-            return info
-        bias = cast(HSTULayer, self.layers[0]).bias(info)
-        return replace(info, buckets=batch_buckets(x_TD, info.offsets, info.max_length, bias))
 
 
 def _flops(cfg: HSTUConfig) -> ForwardFlops:

@@ -6,14 +6,16 @@ Legend: T tokens, D model width.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import nn
 
 from nestrec.models.reach import AttentionReach, cut_sequences
 from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.attention.hstu_op import batch_buckets
 from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.attention.time_function import initial_time_function
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.token_input import token_input
@@ -47,6 +49,10 @@ def with_targets(rules: AttentionRules, info: SequenceInfo) -> AttentionRules:
     return rules if info.num_targets_B is None else replace(rules, num_targets_B=info.num_targets_B)
 
 
+class _Layer(Protocol):
+    def bias(self, info: SequenceInfo) -> RelativeBias: ...
+
+
 class ResidualEncoder(nn.Module):
     """Encoder: (T, D) input vectors to (T, D) states. Layers are made after the positions, which draw first."""
 
@@ -67,12 +73,12 @@ class ResidualEncoder(nn.Module):
         kept, info = cut_sequences(self._reach, info)
         return x_TD.index_copy(0, kept, self._through(self.layers[first:], x_TD.index_select(0, kept), info))
 
-    def _prepared(self, x_TD: torch.Tensor, info: SequenceInfo) -> SequenceInfo:
-        """With what layers would otherwise each find for themselves."""
-        return info
-
-    def _through(self, layers: Iterable[nn.Module], x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        info = self._prepared(x_TD, info)
+    @staticmethod
+    def _through(layers: nn.ModuleList, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        if len(layers) > 0:
+            # What every layer would otherwise find for itself.
+            bias = cast(_Layer, layers[0]).bias(info)
+            info = replace(info, buckets=batch_buckets(x_TD, info.offsets, info.max_length, bias))
         delta_TD: torch.Tensor | None = None
         for layer in layers:
             x_TD, delta_TD = layer(x_TD, delta_TD, info)

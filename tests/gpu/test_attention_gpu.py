@@ -107,7 +107,9 @@ def compare(lengths, vectors, bias, rules, dtype):
     found, usual = results(ours, vectors, bias, dtype), results(eager, vectors, bias, dtype)
     names = ["out", "dq", "dk", "dv", "table", "second table"]
     for name, a, b, c in zip(names, found, usual, exact, strict=False):
-        assert error(a, c) <= 2 * error(b, c) + 1e-7, (name, error(a, c), error(b, c), lengths)
+        # Three sums over all pairs: how close either comes is luck, below a unit of the type that is summed.
+        least = torch.finfo(dtype).eps if a.numel() == 3 else 1e-7
+        assert error(a, c) <= 2 * error(b, c) + least, (name, error(a, c), error(b, c), lengths)
 
 
 @pytest.mark.timeout(300)

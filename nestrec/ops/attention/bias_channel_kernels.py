@@ -33,9 +33,32 @@ def _block_of(schedule, item, BM: tl.constexpr, REVERSED: tl.constexpr):
         return start, length, first, 0, tl.minimum(first + BM, length)
 
 
+@triton.jit
+def _tile_bytes(buckets, tile, asks, sees, length):
+    """(keys, queries) of one tile; those of another where it is behind the diagonal or the end."""
+    one = tl.arange(0, 64)
+    asks = tl.minimum(asks, tl.cdiv(length, 64) - 1)
+    number = tile + asks * (asks + 1) // 2 + tl.minimum(sees, asks)
+    return tl.load(buckets + number.to(tl.int64) * 4096 + one[:, None] * 64 + one[None, :])
+
+
+@triton.jit
+def _found_before(buckets, tile, first, low, length, BM: tl.constexpr, REVERSED: tl.constexpr):
+    """(BM, 64) buckets of rows from `first` on with tokens from `low` on, out of tiles of pair_tiles.py."""
+    tl.static_assert(BM == 128)
+    if REVERSED:
+        upper = _tile_bytes(buckets, tile, low // 64, first // 64, length)
+        lower = _tile_bytes(buckets, tile, low // 64, first // 64 + 1, length)
+    else:
+        upper = _tile_bytes(buckets, tile, first // 64, low // 64, length).T
+        lower = _tile_bytes(buckets, tile, first // 64 + 1, low // 64, length).T
+    return tl.join(upper, lower).permute((2, 0, 1)).reshape((BM, 64)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["first_item", "num_buckets", "num_splits"])
 def bias_weights_kernel(
-    out, table, schedule, state, query_time, time, edges, first_item, columns, num_buckets, num_splits,
+    out, table, schedule, state, query_time, time, buckets, first_tile, edges, first_item, columns, num_buckets,
+    num_splits,
     BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr, IS_FUNCTION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y; or the function that table holds."""
@@ -49,6 +72,9 @@ def bias_weights_kernel(
     x = first + row
     own = tl.load((time if REVERSED else query_time) + start + x, mask=x < length, other=0.0)
     place = out + (slot * BM + row)[:, None] * columns
+    tile = 0
+    if buckets is not None:
+        tile = tl.load(first_tile + tl.load(schedule + 4 * item + 3))
     for low in range(begin + tl.program_id(1) * BN, end, num_splits * BN):
         y = low + tl.arange(0, BN)
         other = tl.load((query_time if REVERSED else time) + start + y, mask=y < length, other=0.0)
@@ -66,7 +92,11 @@ def bias_weights_kernel(
                 value = value.T
             value = tl.where(seen, tl.load(table).to(tl.float32) * value, 0.0)
         else:
-            value = tl.load(table + tl.where(seen, time_bucket(delta, edges, num_buckets), num_buckets + 1))
+            if buckets is None:
+                bucket = time_bucket(delta, edges, num_buckets)
+            else:
+                bucket = _found_before(buckets, tile, first, low, length, BM, REVERSED)
+            value = tl.load(table + tl.where(seen, bucket, num_buckets + 1))
         tl.store(place + y[None, :], value.to(out.dtype.element_ty))
 
 

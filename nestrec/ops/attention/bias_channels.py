@@ -75,7 +75,7 @@ def bias_attention(
         return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
     found = _BiasAttention.apply(
         v_TW, bias.position_table, bias.time_table, bias.time_function, offsets, bias.time_T, bias.query_time_T,
-        max_length,
+        bias.buckets, max_length,
     )  # fmt: skip
     return list(found)
 
@@ -96,31 +96,32 @@ class _BiasAttention(torch.autograd.Function):
     def forward(
         ctx: Any, v: torch.Tensor, position: torch.Tensor, time_table: torch.Tensor | None,
         time_function: torch.Tensor | None, offsets: torch.Tensor, time: torch.Tensor | None,
-        query_time: torch.Tensor | None, max_length: int,
+        query_time: torch.Tensor | None, buckets: torch.Tensor | None, max_length: int,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        ctx.save_for_backward(v, position, time_table, time_function, offsets, time, query_time)
+        ctx.save_for_backward(v, position, time_table, time_function, offsets, time, query_time, buckets)
         ctx.max_length = max_length
-        shared = (position, time_table, time_function, offsets, time, query_time, max_length, False)
+        shared = (position, time_table, time_function, offsets, time, query_time, buckets, max_length, False)
         by_position = bias_product(v, None, *shared)
         has_time = time_table is not None or time_function is not None
         return (by_position, bias_product(None, v, *shared)) if has_time else (by_position,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        v, position, time_table, time_function, offsets, time, query_time = ctx.saved_tensors
+        v, position, time_table, time_function, offsets, time, query_time, buckets = ctx.saved_tensors
         by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
         own_time = by_time[0] if by_time else None
         grad_v = bias_product(
-            by_position, own_time, position, time_table, time_function, offsets, time, query_time, ctx.max_length, True
-        )
+            by_position, own_time, position, time_table, time_function, offsets, time, query_time, buckets,
+            ctx.max_length, True,
+        )  # fmt: skip
         grad_position = _position_gradient(by_position, v, position, offsets, ctx.max_length)
         grad_time, grad_function = None, None
         if own_time is not None and time_function is not None:
             grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time)
         elif own_time is not None:
-            found = bias_time_gradient(own_time, v, offsets, time, query_time, ctx.max_length, len(time_table))
+            found = bias_time_gradient(own_time, v, offsets, time, query_time, buckets, ctx.max_length, len(time_table))
             grad_time = found.to(time_table.dtype)
-        return grad_v, grad_position, grad_time, grad_function, None, None, None, None
+        return grad_v, grad_position, grad_time, grad_function, None, None, None, None, None
 
 
 def _position_gradient(

@@ -8,12 +8,13 @@ Legend: T tokens, W channels of all heads, B sequences.
 
 # ruff: noqa: PLR0917 - operators of torch take their arguments by position
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from nestrec.ops.attention.relative_bias import bucket_edges
+from nestrec.ops.attention.time_function import function_gradient
 from nestrec.ops.kernel_op import kernel_op, power_of_two
 from nestrec.ops.layers.row_tiles import check_rows, check_strided, like
 from nestrec.ops.registry import IS_INTERPRETED
@@ -43,7 +44,8 @@ def _rows_of(by_position: torch.Tensor | None, by_time: torch.Tensor | None) -> 
 def bias_product(
     by_position: torch.Tensor | None, by_time: torch.Tensor | None, position: torch.Tensor,
     time_table: torch.Tensor | None, time_function: torch.Tensor | None, offsets: torch.Tensor,
-    time: torch.Tensor | None, query_time: torch.Tensor | None, max_length: int, is_reversed: bool,
+    time: torch.Tensor | None, query_time: torch.Tensor | None, buckets: torch.Tensor | None, max_length: int,
+    is_reversed: bool,
 ) -> torch.Tensor:  # fmt: skip
     """(T, W) sums of (T, W) rows by the weights of distances and of times, whichever rows are given.
 
@@ -59,16 +61,16 @@ def bias_product(
     out, tile = like(rows), product_tile(rows.shape[1], rows.dtype)
     schedule = make_schedule(offsets, len(rows), BLOCK)
     columns, items, chunk = _chunks(schedule, max_length)
-    strip, origin, weights = rows, 0, rows
+    strip, origin, weights, times = rows, 0, rows, _Times.of(offsets, time, query_time, buckets, max_length)
     if by_position is not None:
         strip, origin = position_strip(position.to(rows.dtype), max_length, is_reversed=is_reversed)
     if by_time is not None:
         weights = rows.new_empty(chunk * BLOCK, columns)
     for first in range(0, items, chunk):
         if by_time is not None and time_table is not None:
-            _fill(weights, pad(time_table, (0, 1)), schedule, time, query_time, first, is_reversed=is_reversed)
+            _fill(weights, pad(time_table, (0, 1)), schedule, times, first, is_reversed=is_reversed)
         elif by_time is not None and time_function is not None:
-            _fill(weights, time_function, schedule, time, query_time, first, is_reversed=is_reversed, is_function=True)
+            _fill(weights, time_function, schedule, times, first, is_reversed=is_reversed, is_function=True)
         bias_product_kernel[(chunk * -(-rows.shape[1] // tile["BW"]),)](
             given[0], given[-1], out, strip, weights, *schedule, first, origin, columns,
             given[0].stride(0), given[-1].stride(0), **tile, HAS_POSITION=by_position is not None,
@@ -94,17 +96,41 @@ def position_strip(table: torch.Tensor, max_length: int, *, is_reversed: bool) -
     return line.unfold(0, OTHERS, 1).flip(1).contiguous(), reach - OTHERS + 1
 
 
+class _Times(NamedTuple):
+    """Of the tokens of a batch, and the time buckets of its pairs (pair_tiles.py), where they have been found."""
+
+    query_time: torch.Tensor | None
+    time: torch.Tensor | None
+    buckets: torch.Tensor | None
+    first_tile_B: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        offsets: torch.Tensor,
+        time: torch.Tensor | None,
+        query_time: torch.Tensor | None,
+        buckets: torch.Tensor | None,
+        max_length: int,
+    ) -> "_Times":
+        from nestrec.ops.attention.pair_tiles import plan_tiles
+
+        if buckets is None or time is None:
+            return cls(query_time, time, None, None)
+        return cls(query_time, time, buckets, plan_tiles(offsets, len(time), max_length, is_square=False).first_B)
+
+
 def _fill(
-    out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", time: torch.Tensor | None,
-    query_time: torch.Tensor | None, first: int, *, is_reversed: bool, is_function: bool = False,
+    out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", times: _Times, first: int, *, is_reversed: bool,
+    is_function: bool = False,
 ) -> None:  # fmt: skip
     """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
     from nestrec.ops.attention.bias_channel_kernels import bias_weights_kernel
 
     num_buckets, splits = len(table) - 2, min(8, out.shape[1] // OTHERS)
     bias_weights_kernel[len(out) // BLOCK, splits](
-        out, table, *schedule, query_time, time, bucket_edges(num_buckets, out.device), first, out.shape[1],
-        num_buckets, splits, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, IS_FUNCTION=is_function, FAST=_is_fast(out),
+        out, table, *schedule, *times, bucket_edges(num_buckets, out.device), first, out.shape[1], num_buckets,
+        splits, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, IS_FUNCTION=is_function, FAST=_is_fast(out),
         num_warps=8,
     )  # fmt: skip
 
@@ -132,17 +158,13 @@ def bias_function_gradient(
         grad, v, scalars, sums, *schedule, query_time, time, v.stride(0), **pairs_tile(grad.shape[1]), BN=OTHERS,
         SPLITS=SPLITS, FAST=_is_fast(grad),
     )  # fmt: skip
-    by_value, by_slope, by_exponent, _ = sums.double().sum((0, 1)).unbind()
-    amplitude, _, log_power = scalars.double().unbind()
-    # b = amplitude e, e = exp(-u): its slopes are e, amplitude power e u and -amplitude e u x.
-    found = torch.stack([by_value, amplitude * log_power.exp() * by_slope, -amplitude * by_exponent])
-    return found.to(scalars.dtype)
+    return function_gradient(scalars, sums.double().sum((0, 1)))
 
 
 @kernel_op("bias_time_gradient", fake=lambda grad, *rest: grad.new_empty(rest[-1], dtype=torch.float32))
 def bias_time_gradient(
     grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor, query_time: torch.Tensor,
-    max_length: int, num_slots: int,
+    given: torch.Tensor | None, max_length: int, num_slots: int,
 ) -> torch.Tensor:  # fmt: skip
     """(num_slots,) float32: the gradient of a time table."""
     from nestrec.ops.attention.bias_channel_kernels import bias_time_kernel
@@ -154,10 +176,10 @@ def bias_time_gradient(
     columns, items, chunk = _chunks(schedule, max_length)
     number = torch.arange(num_slots + 1, device=grad.device).to(torch.uint8 if num_slots < 256 else torch.int16)
     buckets = number.new_empty(chunk * BLOCK, columns)
-    slots = power_of_two(num_slots)
+    slots, times = power_of_two(num_slots), _Times.of(offsets, time, query_time, given, max_length)
     sums = torch.empty(-(-items // chunk) * chunk, SPLITS, slots, dtype=torch.float32, device=grad.device)
     for first in range(0, items, chunk):
-        _fill(buckets, number, schedule, time, query_time, first, is_reversed=False)
+        _fill(buckets, number, schedule, times, first, is_reversed=False)
         bias_time_kernel[(chunk * SPLITS,)](
             grad, v, buckets, sums, *schedule, first, columns, v.stride(0), num_slots,
             **pairs_tile(grad.shape[1]), SLOTS=slots, SPLITS=SPLITS,

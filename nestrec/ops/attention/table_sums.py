@@ -21,6 +21,7 @@ import triton.language as tl
 
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.pair_tiles import SIDE, TilePlan
+from nestrec.ops.attention.time_function import function_gradient
 from nestrec.ops.attention.time_function_triton import time_function
 from nestrec.ops.attention.work_order import make_schedule
 from nestrec.ops.registry import IS_INTERPRETED
@@ -113,9 +114,7 @@ class TableSums:
         if time is not None and bias.time_table is not None:
             return position, time[: bias.time_table.numel()].to(bias.time_table.dtype), None
         if time is not None and bias.time_function is not None:
-            amplitude, _, log_power = bias.time_function.detach().float().unbind()
-            scaled = torch.stack([time[0], amplitude * log_power.exp() * time[1], -amplitude * time[2]])
-            return position, None, scaled.to(bias.time_function.dtype)
+            return position, None, function_gradient(bias.time_function, time)
         return position, None, None
 
 

@@ -42,3 +42,10 @@ def time_function_values(scalars: torch.Tensor, log_s: torch.Tensor) -> torch.Te
 def functional_time_bias(scalars: torch.Tensor, query_time_BN: torch.Tensor, time_BN: torch.Tensor) -> torch.Tensor:
     """(B, N, N) bias of the time between query i and key j; times in seconds."""
     return time_function_values(scalars, log_seconds(query_time_BN[:, :, None] - time_BN[:, None, :]))
+
+
+def function_gradient(scalars: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Of the scalars, from sums over pairs of g e, g e u and g e u x: b = amplitude e, e = exp(-u), u = exp(x)."""
+    amplitude, _, log_power = scalars.detach().to(sums.dtype).unbind()
+    found = torch.stack([sums[0], amplitude * log_power.exp() * sums[1], -amplitude * sums[2]])
+    return found.to(scalars.dtype)

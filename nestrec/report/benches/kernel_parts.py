@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from nestrec.models.step_flops import StepFlops
 
 PARTS = {
-    "attention": r"stream_kernel|pair_kernel|schedule_kernel|_tiles_kernel|_tables_kernel|attention|attend"
-    r"|bias_(product|weights|time|position)",
+    "attention": r"stream_kernel|pair_kernel|product_kernel|schedule_kernel|_(first|buckets|words|distances)_kernel"
+    r"|_(tables|sums|splits|diagonals)_kernel|attention|attend|bias_(product|weights|time|function|position)",
     "matmul": r"gemm|nvjet|cutlass|xmma|splitK",
     "loss": r"^_forward|^_backward|_sum_outer|_tile_logits|_add_tile|_to_slopes|logsumexp|unit_",
     "rows": r"norm_forward|norm_again|norm_backward|silu_|gate_|swiglu_|embed_|position_gradient",

@@ -134,13 +134,13 @@ def _consumer(dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules,
                 do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
                 dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
-                buffer = _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C)
                 last = ys
                 ys, yp = next_stage(ys, yp, STAGES)
                 # The next scores start before these products end; for more than that the registers do not reach.
                 mbarrier.wait(q_full.index(ys), yp)
                 q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
                 s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                buffer = _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C)
                 dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
                 mbarrier.arrive(q_empty.index(last), count=1)
                 mbarrier.arrive(do_empty.index(last), count=1)

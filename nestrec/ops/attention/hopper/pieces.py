@@ -288,7 +288,8 @@ def silu_and_gradient(half, FAST: gl.constexpr):
     """SiLU and its derivative of twice `half`, from one special-function instruction, or exactly from two."""
     if FAST:
         t = _tanh(half)
-        return half * t + half, (0.5 * t + 0.5) * ((half + 1.0) - half * t)
+        silu, sigmoid = half * t + half, 0.5 * t + 0.5
+        return silu, silu * (0.5 - 0.5 * t) + sigmoid
     else:
         s = half + half
         sigmoid = 1.0 / (1.0 + gl.exp2(s * -1.4426950408889634))
