@@ -6,7 +6,6 @@ lazy: a row moves only in steps that use it.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -19,14 +18,12 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.parallel import for_parts
 from nestrec.base.seam import Seam
-from nestrec.ops.rows.round import HALF_TYPES, store_rounded
+from nestrec.embedding.half_update import update_half_rows
+from nestrec.ops.rows.round import HALF_TYPES
 from nestrec.ops.rows.update import store_weight
 
 if TYPE_CHECKING:
     from nestrec.embedding.table import RowLayout
-
-_WIDENED_ROWS = 512
-"""16-bit rows that a host loop has at a time as float32: few enough for a core's own cache"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +192,8 @@ def update_rows_on_host(
     if dtype in HALF_TYPES:
 
         def update(first: int, end: int) -> None:
-            for start in range(first, end, _WIDENED_ROWS):
-                part = slice(start, min(start + _WIDENED_ROWS, end))
-                _update_half(rows[part], grad[part], layout, step, None if step.draws is None else step.draws[part])
+            draws = None if step.draws is None else step.draws[first:end]
+            update_half_rows(rows[first:end], grad[first:end], layout, draws, lambda a, b, c: loop(a, b, c, step))
     else:
         values, gradients = rows.view(dtype).numpy(), grad.numpy()
         columns = [column.offset_bytes // dtype.itemsize for column in layout.columns[1:]]
@@ -206,23 +202,6 @@ def update_rows_on_host(
             loop(values[first:end], gradients[first:end], columns, step)
 
     for_parts(len(rows), len(rows), update, num_threads)
-
-
-def _update_half(
-    rows: torch.Tensor, grad: torch.Tensor, layout: "RowLayout", step: RowStep, draws: torch.Tensor | None
-) -> None:
-    """The host loop on float32 copies of some rows, whose weights are then rounded."""
-    views = [layout.view(rows, column.name) for column in layout.columns]
-    wide = torch.cat([view.to(torch.float32) for view in views], dim=1)
-    ends = list(itertools.accumulate(column.width for column in layout.columns))
-    assert step.options.spec.host_loop is not None
-    step.options.spec.host_loop(wide.numpy(), grad.numpy(), ends[:-1], step)
-    if draws is None:
-        views[0].copy_(wide[:, : ends[0]])
-    else:
-        store_rounded(wide[:, : ends[0]], draws, views[0])
-    for view, first, end in zip(views[1:], ends, ends[1:], strict=False):
-        view.copy_(wide[:, first:end])
 
 
 def update_rows(

@@ -15,6 +15,7 @@ Shapes: P rows, D elements of a row.
 import numpy as np
 import torch
 from numba import njit
+from numpy.typing import NDArray
 
 from nestrec.base.compiled_random import draw24
 from nestrec.base.random import draws24
@@ -25,6 +26,12 @@ _SIGN, _INFINITY = 0x8000, 0x7F800000
 _FRACTION, _ONE = 0x7FFFFF, 1 << 23
 _BIAS, _FIRST_NORMAL, _FIRST_TOO_LARGE = 112, 113, 143
 """float16: how far its exponents lie below those of float32; those of its smallest and of no normal number"""
+
+
+_0, _8, _11, _13, _16, _23 = (np.uint32(n) for n in (0, 8, 11, 13, 16, 23))
+_SIZE, _INFINITE, _QUIET, _SIGN_16 = (np.uint32(n) for n in (0x7FFFFFFF, _INFINITY, 0x40, _SIGN))
+_FRACTION_BITS, _ONE_BIT, _REBIAS = np.uint32(_FRACTION), np.uint32(_ONE), np.uint32(_BIAS * _ONE)
+_INFINITY_16, _NAN_16 = np.uint32(0x7C00), np.uint32(0x7E00)
 
 
 def whole(rows: torch.Tensor) -> torch.Tensor:
@@ -59,44 +66,50 @@ def _rounded_float16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Te
     return torch.where(exponent_PD < _FIRST_TOO_LARGE, finite_PD, other_PD)
 
 
-def store_rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, out_PD: torch.Tensor) -> None:
-    """`rounded` into (P, D) elements of a 16-bit type, which may be strided, by a loop on a CPU."""
-    is_bfloat16 = out_PD.dtype == torch.bfloat16
+def store_rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, out_PD: torch.Tensor, dim: int | None = None) -> None:
+    """`rounded` into (P, D) elements of a 16-bit type, by a loop on a CPU.
+
+    dim: only the first so many of each row; rows that are whole in memory are quicker than columns cut out of them.
+    """
     bits, out = value_PD.view(torch.int32).numpy().view(np.uint32), out_PD.view(torch.int16).numpy().view(np.uint16)
-    _store(bits, draw_P.view(torch.int32).view(-1, 2).numpy().view(np.uint32), out, is_bfloat16)
+    store = _store_bfloat16 if out_PD.dtype == torch.bfloat16 else _store_float16
+    draws = draw_P.view(torch.int32).view(-1, 2).numpy().view(np.uint32)
+    store(bits, draws, out, out_PD.shape[1] if dim is None else dim)
 
 
-@njit(cache=True, nogil=True)
-def _store(bits, draws, out, is_bfloat16):  # type: ignore[no-untyped-def]
+# numba computes with 64 bits unless it is told: every step says that it has 32, and the loops become vector code.
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _store_bfloat16(bits: NDArray[np.uint32], draws: NDArray[np.uint32], out: NDArray[np.uint16], dim: int) -> None:
     for i in range(len(bits)):
         low, high = draws[i, 0], draws[i, 1]
-        for j in range(bits.shape[1]):
-            size = np.int32(bits[i, j] & np.uint32(0x7FFFFFFF))
-            random = np.int32(draw24(low, high, np.uint32(j)))
-            if is_bfloat16:
-                half = _to_bfloat16(size, random)
-            else:
-                half = _to_float16(size, random)
-            out[i, j] = np.uint16(half | np.int32((bits[i, j] >> np.uint32(16)) & np.uint32(_SIGN)))
+        for j in range(dim):
+            size = np.uint32(bits[i, j] & _SIZE)
+            random = np.uint32(draw24(low, high, np.uint32(j)) >> _8)
+            added = random if size < _INFINITE else _0
+            nan = _QUIET if size > _INFINITE else _0
+            out[i, j] = np.uint16(np.uint32(np.uint32(bits[i, j] + added) >> _16) | nan)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _to_bfloat16(size, random):  # type: ignore[no-untyped-def]
-    if size < _INFINITY:
-        return (size + (random >> 8)) >> 16
-    return (size >> 16) | (0x40 if size > _INFINITY else 0)
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _to_float16(size, random):  # type: ignore[no-untyped-def]
-    exponent = size >> 23
-    if exponent >= _FIRST_TOO_LARGE:
-        return 0x7C00 | (0x200 if size > _INFINITY else 0)
-    if exponent >= _FIRST_NORMAL:
-        return (size - _BIAS * _ONE + (random >> 11)) >> 13
-    shift = min(126 - exponent, 24)
-    significand = ((size & _FRACTION) | _ONE) >> min(126 - exponent - shift, 31)
-    return (significand + (random >> (24 - shift))) >> shift
+@njit(cache=True, nogil=True, error_model="numpy")
+def _store_float16(bits: NDArray[np.uint32], draws: NDArray[np.uint32], out: NDArray[np.uint16], dim: int) -> None:
+    for i in range(len(bits)):
+        low, high = draws[i, 0], draws[i, 1]
+        for j in range(dim):
+            size = np.uint32(bits[i, j] & _SIZE)
+            random = draw24(low, high, np.uint32(j))
+            exponent = np.int32(size >> _23)
+            normal = np.uint32(np.uint32(size - _REBIAS + np.uint32(random >> _11)) >> _13)
+            shift = min(max(np.int32(126) - exponent, np.int32(0)), np.int32(24))
+            lost = min(max(np.int32(126) - exponent - shift, np.int32(0)), np.int32(31))
+            significand = np.uint32(np.uint32(np.uint32(size & _FRACTION_BITS) | _ONE_BIT) >> np.uint32(lost))
+            added = np.uint32(random >> np.uint32(np.int32(24) - shift))
+            small = np.uint32(np.uint32(significand + added) >> np.uint32(shift))
+            finite = small if exponent < _FIRST_NORMAL else normal
+            other = _NAN_16 if size > _INFINITE else _INFINITY_16
+            half = finite if exponent < _FIRST_TOO_LARGE else other
+            out[i, j] = np.uint16(half | np.uint32(np.uint32(bits[i, j] >> _16) & _SIGN_16))
 
 
 if HAS_TRITON:
