@@ -46,6 +46,11 @@ def make_log(folder: Path, *, shuffled: bool) -> Path:
     return output
 
 
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    return make_log(tmp_path_factory.mktemp("log"), shuffled=False)
+
+
 def ranking_run(data: Path) -> RunConfig:
     return RunConfig(
         name="ranking",
@@ -68,23 +73,23 @@ def trained_auc(data: Path, run: Path) -> tuple[float, float, float]:
     return interval.mean, interval.low, interval.high
 
 
-def test_true_labels_are_learned_and_shuffled_ones_are_not(tmp_path):
+def test_true_labels_are_learned_and_shuffled_ones_are_not(log, tmp_path):
     """With labels dealt at random over all events nothing can be predicted: a higher AUC would be a leak."""
-    auc, low, _ = trained_auc(make_log(tmp_path, shuffled=False), tmp_path / "true")
+    auc, low, _ = trained_auc(log, tmp_path / "true")
     assert low > 0.55, auc
     auc, low, high = trained_auc(make_log(tmp_path, shuffled=True), tmp_path / "shuffled-run")
     assert low < 0.5 < high, (auc, low, high)
 
 
-def test_the_reaction_to_an_event_cannot_be_a_feature_of_its_content(tmp_path):
-    dataset = Dataset.open(make_log(tmp_path, shuffled=False))
+def test_the_reaction_to_an_event_cannot_be_a_feature_of_its_content(log, tmp_path):
+    dataset = Dataset.open(log)
     inputs = RankingInputConfig(labels=("click",), event_features=("rating",))
     with pytest.raises(UserError, match="known before the user reacts"):
         RankingInputs(dataset, inputs, seed=0)
 
 
-def test_an_unknown_label_is_refused_with_the_known_ones(tmp_path):
-    dataset = Dataset.open(make_log(tmp_path, shuffled=False))
+def test_an_unknown_label_is_refused_with_the_known_ones(log, tmp_path):
+    dataset = Dataset.open(log)
     with pytest.raises(UserError, match="did you mean 'click'"):
         RankingInputs(dataset, RankingInputConfig(labels=("clikc",)), seed=0)
 
@@ -98,15 +103,15 @@ def test_an_unknown_label_is_refused_with_the_known_ones(tmp_path):
     ],
     ids=["times out of order", "no such category", "nothing to predict"],
 )
-def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(tmp_path, field, changes):
-    cfg = ranking_run(make_log(tmp_path, shuffled=False))
+def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(log, tmp_path, field, changes):
+    cfg = ranking_run(log)
     with pytest.raises(UserError) as refused:
         RankingTask(replace(cfg.task, **changes), Dataset.open(cfg.data.folder), seed=0, dtype="float32")
     assert refused.value.field == field
 
 
-def test_all_that_a_dataset_cannot_give_is_told_at_once(tmp_path):
-    cfg = with_overrides(recipe("kuairand_ranking"), {"data.folder": str(make_log(tmp_path, shuffled=False))})
+def test_all_that_a_dataset_cannot_give_is_told_at_once(log, tmp_path):
+    cfg = with_overrides(recipe("kuairand_ranking"), {"data.folder": str(log)})
     with pytest.raises(UserErrors) as refused:
         RankingTask(
             replace(cfg.task, inputs=replace(cfg.task.inputs, labels=("clik", "buy"))),
@@ -136,7 +141,7 @@ def test_without_dates_the_last_events_are_held_out():
     assert TimeSplitConfig(test_from=iso_moment(5000)).cuts_ms(times) == (4000, 5000)
 
 
-def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(tmp_path):
+def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(log, tmp_path):
     small = {
         "task.encoder.dim": "8",
         "task.encoder.head_dim": "4",
@@ -145,7 +150,7 @@ def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(tmp_path):
         "training.epochs": "1",
         "training.device": "cpu",
     }
-    cfg = with_overrides(recipe("ranking"), {"data.folder": str(make_log(tmp_path, shuffled=False)), **small})
+    cfg = with_overrides(recipe("ranking"), {"data.folder": str(log), **small})
     trainer = Trainer(cfg, tmp_path / "run", Topology.single())
     trainer.train()
     evaluation = trainer.evaluate("test")
