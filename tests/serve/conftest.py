@@ -13,6 +13,7 @@ from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
 from nestrec.serving.model.export import export_run
 from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.tasks.table_options import TableOptions
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
@@ -67,3 +68,11 @@ def retrieval(tmp_path_factory, dataset_folder) -> Exported:
 @pytest.fixture(scope="session")
 def ranking(tmp_path_factory, dataset_folder) -> Exported:
     return train_and_export(ranking_recipe(dataset_folder), tmp_path_factory.mktemp("ranking"))
+
+
+@pytest.fixture(scope="session")
+def half_ranking(tmp_path_factory, dataset_folder) -> Exported:
+    """Rows of 16 bits, of both kinds."""
+    tables = {"items": TableOptions(dtype="bfloat16"), "item_topic": TableOptions(dtype="float16")}
+    cfg = replace(ranking_recipe(dataset_folder), tables=tables)
+    return train_and_export(cfg, tmp_path_factory.mktemp("half_ranking"))

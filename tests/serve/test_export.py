@@ -70,7 +70,9 @@ def test_exported_retrieval_ranks_the_catalogue_as_eval_does(retrieval):
         assert (rank if rank <= k else 0) == expected[b]
 
 
-def test_exported_ranking_gives_the_logits_of_eval(ranking):
+@pytest.mark.parametrize("model", ["ranking", "half_ranking"])
+def test_exported_ranking_gives_the_logits_of_eval(request, model):
+    ranking = request.getfixturevalue(model)
     evaluation = ranking.trainer.evaluate("test")
     dataset, task = ranking.trainer.session.dataset, ranking.trainer.session.task
     runner = make_runner(ranking.folder)
