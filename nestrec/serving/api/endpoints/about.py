@@ -8,7 +8,7 @@ from nestrec.serving.api.answers import HealthAnswer, LiveAnswer, ModelAnswer, M
 from nestrec.serving.api.docs_page import docs_page
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.openapi import openapi
-from nestrec.serving.api.page import PAGE
+from nestrec.serving.api.page import PAGE, PAGE_POLICY
 from nestrec.serving.api.protocol.http import Answered, as_json, problem, retry_after
 from nestrec.serving.service import Fleet
 
@@ -18,8 +18,8 @@ _HTML, _PROMETHEUS = "text/html; charset=utf-8", "text/plain; version=0.0.4; cha
 
 
 async def live_page(front: Front, _: Any) -> Answered:
-    """Latency, caches and admissions, once a second."""
-    return Answered(200, PAGE, _HTML.encode(), *_SECURITY)
+    """How the server fares, once a second, and a place to try requests."""
+    return Answered(200, PAGE, _HTML.encode(), _SECURITY[0], PAGE_POLICY)
 
 
 async def describe_page(front: Front, _: Any) -> Answered:

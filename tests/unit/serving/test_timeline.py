@@ -1,0 +1,64 @@
+"""What the live page draws: samples over time, and the last requests of an engine."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.timeline import ServingTimeline
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+
+EVENTS = {"items": [str(i) for i in range(1, 13)], "times_ms": list(range(12))}
+
+
+@pytest.fixture(scope="module")
+def service():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()
+
+
+def asked(app, *requests):
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return [await client.request(method, path, json=body) for method, path, body in requests]
+
+    return asyncio.run(run())
+
+
+def test_a_sample_has_what_happened_since_the_one_before_it(service):
+    timeline = ServingTimeline(service)
+    for seconds in (0.001, 0.002, 0.003):
+        timeline.observe("answered", seconds)
+    timeline.observe("refused", 0.0)
+    timeline.observe("rejected", 0.0)
+    timeline.sample(1000.0)
+    timeline.sample(1001.0)
+    columns = timeline.columns()
+    assert columns["at_s"] == [1000.0, 1001.0]
+    assert (columns["answered"], columns["refused"], columns["failed"]) == ([3, 0], [1, 0], [1, 0])
+    assert columns["p50_ms"] == [pytest.approx(2.0), None]
+    assert columns["versions"] == [service.fleet("retrieval").servable.version[:12]] * 2
+    for second in range(700):
+        timeline.sample(1002.0 + second)
+    assert len(timeline.columns()["at_s"]) == 600, "ten minutes"
+
+
+def test_the_relay_tells_where_prefixes_were_and_nothing_of_who_asked(service):
+    app = App(service, LimitsConfig(default_timeout_ms=5000))
+    body = {"user": "someone-secret", "history": EVENTS}
+    rank = ("POST", "/v1/rank", {**body, "candidates": ["3", "4"]})
+    *_, live = asked(app, rank, rank, ("GET", "/v1/live", None))
+    first, second = live.json()["relay"]["retrieval"][-2:]
+    assert (first["prefix"], first["cached"]) == ("none", 0)
+    assert second["prefix"] == "device"
+    assert second["cached"] > 0
+    assert first["came_s"] < first["ended_s"] <= second["ended_s"] < 0.0
+    assert (first["kind"], first["candidates"], first["signal"]) == ("rank", 2, None)
+    assert 0.0 < first["computed_s"] <= first["ended_s"] - first["came_s"] + 1e-6
+    assert "someone-secret" not in live.text
