@@ -69,10 +69,10 @@ def steady_steps(training: Training, feed: Feed, first: int, last: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the debug mode and the profiler say that they are prototypes
 @pytest.mark.parametrize("window_cache", [False, True])
-@pytest.mark.parametrize("store", ["device", "dram"])
+@pytest.mark.parametrize(("store", "dtype"), [("device", "float32"), ("device", "bfloat16"), ("dram", "float32")])
 @pytest.mark.parametrize("schedule", ["frozen_window", "dual_buffer", "nested"])
-def test_no_lane_synchronises_with_the_device_in_steady_state(schedule, store, window_cache):
-    job = Job(store=store, window_cache=window_cache, num_steps=40, device="cuda")
+def test_no_lane_synchronises_with_the_device_in_steady_state(schedule, store, dtype, window_cache):
+    job = Job(store=store, dtype=dtype, window_cache=window_cache, num_steps=40, device="cuda")
     training = Training(Topology.single("cuda"), schedule, job)
     feed = Feed(batches_of(job, training.topology, 1))
     steady_steps(training, feed, 1, 10)
