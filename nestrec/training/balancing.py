@@ -25,7 +25,7 @@ from nestrec.data.order import Position
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.pipeline.schedule_spec import MOST_AHEAD
-from nestrec.tasks.task import Task
+from nestrec.tasks.task import Task, TrainingCost
 from nestrec.trace import Span, Tracer
 
 COMPUTE_SPAN = "train.compute"
@@ -189,11 +189,19 @@ def settled(cfg: BalanceConfig, task: Task) -> BalanceConfig:
 
     Which rank computes a sample changes no result, so what a task does not tell is no reason to refuse it.
     """
-    told = task.cost() if cfg.cost is None else None
+    told = _told(task) if cfg.cost is None else None
     if told is None:
         return replace(cfg, cost=cfg.known_cost)
     token, token_squared = told.flops.of_length(task.assembler.tokens)
     return replace(cfg, cost=CostModel(token=token, token_squared=token_squared))
+
+
+def _told(task: Task) -> TrainingCost | None:
+    """What a task tells of its cost; a backbone that does not tell its operations refuses to answer."""
+    try:
+        return task.cost()
+    except UserError:
+        return None
 
 
 def _check_shares(cfg: BalanceConfig, world: int) -> None:

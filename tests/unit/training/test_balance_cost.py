@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from nestrec.balance import TOKENS, BalanceConfig, CostModel
+from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
+from nestrec.tasks.retrieval import RetrievalTask
 from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.trace import Span, Tracer
 from nestrec.training.balancing import Balancing, settled
@@ -35,14 +37,18 @@ def test_samples_are_dealt_by_the_operations_of_the_model_unless_a_cost_is_given
     assert settled(given.balance, trainer.session.task).cost == given.balance.cost
 
 
-def test_a_task_that_does_not_tell_its_operations_is_dealt_by_tokens(tmp_path):
+def refuses(task: RetrievalTask) -> None:
+    """As where a backbone does not tell."""
+    raise UserError("its operations are not known", field="backbone", value="mine", remedy="let it answer")
+
+
+@pytest.mark.parametrize("cost", [lambda task: None, refuses], ids=["none", "a backbone that does not tell"])
+def test_a_task_that_does_not_tell_its_operations_is_dealt_by_tokens(tmp_path, monkeypatch, cost):
     make_datasets(tmp_path)
-    task = Trainer(config_of("hstu", tmp_path, {}), tmp_path / "run", Topology.single()).session.task
-    type(task).cost, told = (lambda task: None), type(task).cost
-    try:
-        assert settled(BalanceConfig(policy="refined"), task).cost == TOKENS
-    finally:
-        type(task).cost = told
+    monkeypatch.setattr(RetrievalTask, "cost", cost)
+    trainer = Trainer(config_of("hstu", tmp_path, {"balance.policy": "refined"}), tmp_path / "run", Topology.single())
+    assert trainer.balancing._costs.newest == TOKENS
+    assert settled(BalanceConfig(policy="refined"), trainer.session.task).cost == TOKENS
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
