@@ -3,8 +3,8 @@
 Only the owner of a shard sees which keys two batches have in common, over all sources, so it is found there and told to
 the sources: a byte for each asked key, in the order in which the keys came. With it every exchange of a batch falls
 into two portions: of exclusive rows, and of shared rows. Each row belongs to one portion of the vectors of a batch
-(shared with the batch before?) and to one half of its gradients (shared with the batch after?), so its sums keep their
-order (order of sums).
+(shared with the batch before?) and to one of its gradients (shared with the batch after?), so its sums keep their order
+(order of sums).
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ def rehearse(
     table = TableConfig(name="toy", dim=_DIM, num_rows=_ROWS)
     engine = EmbeddingEngine([table], topology, replica_sync=replica_sync)
     for name in ENGINE_OPERATIONS:
-        setattr(engine, name, recorder.noting(name, getattr(engine, name), _HALVES.get(name)))
+        setattr(engine, name, recorder.noting(name, getattr(engine, name), _PORTIONS.get(name)))
     pipeline = TrainingPipeline(
         _Compute(recorder), engine, dense_optimizer=_Dense(recorder), schedule=options, tracer=recorder
     )
@@ -58,7 +58,7 @@ def rehearse(
     return recorder.program(options.schedule, micro_batches)
 
 
-def _half(keys: Iterable[int]) -> str:
+def _portion(keys: Iterable[int]) -> str:
     """Row 0 is shared by all batches, the others by none."""
     is_shared = [key == 0 for key in keys]
     if any(is_shared) == (not all(is_shared)):
@@ -66,28 +66,28 @@ def _half(keys: Iterable[int]) -> str:
     return SHARED if is_shared[0] else EXCLUSIVE
 
 
-def _half_of_vectors(routed: Routed, working: WorkingSet, part: int = 0) -> str:
-    return _half(routed.micro_batches[part].tables["toy"].keys.tolist())
+def _portion_of_vectors(routed: Routed, working: WorkingSet, micro_batch: int = 0) -> str:
+    return _portion(routed.micro_batches[micro_batch].tables["toy"].keys.tolist())
 
 
-def _half_of_gradients(routed: Routed, gradients: Any, part: int) -> str:
-    return _half(routed.micro_batches[part].gradients["toy"].keys.tolist())
+def _portion_of_gradients(routed: Routed, gradients: Any, micro_batch: int) -> str:
+    return _portion(routed.micro_batches[micro_batch].gradients["toy"].keys.tolist())
 
 
-def _half_of_sums(routed: Routed, working: WorkingSet, received: Any, part: int) -> str:
-    return _half(routed.micro_batches[part].gradients["toy"].keys.tolist())
+def _portion_of_sums(routed: Routed, working: WorkingSet, received: Any, micro_batch: int) -> str:
+    return _portion(routed.micro_batches[micro_batch].gradients["toy"].keys.tolist())
 
 
-def _half_of_rows(working: WorkingSet, *, learning_rate: float, places: Any = None) -> str:
+def _portion_of_rows(working: WorkingSet, *, learning_rate: float, places: Any = None) -> str:
     keys = working.tables["toy"].fetched.keys
-    return "" if places is None else _half(keys[np.asarray(places["toy"])].tolist())
+    return "" if places is None else _portion(keys[np.asarray(places["toy"])].tolist())
 
 
-_HALVES: dict[str, Callable[..., str]] = {
-    "exchange_vectors": _half_of_vectors,
-    "exchange_gradients": _half_of_gradients,
-    "add_gradients": _half_of_sums,
-    "update_rows": _half_of_rows,
+_PORTIONS: dict[str, Callable[..., str]] = {
+    "exchange_vectors": _portion_of_vectors,
+    "exchange_gradients": _portion_of_gradients,
+    "add_gradients": _portion_of_sums,
+    "update_rows": _portion_of_rows,
 }
 
 
@@ -107,11 +107,15 @@ class _Compute:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def transfer(self, part: MicroBatch) -> MicroBatch:
-        return part
+    def transfer(self, micro_batch: MicroBatch) -> MicroBatch:
+        return micro_batch
 
     def forward_backward(
-        self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
+        self,
+        micro_batch: MicroBatch,
+        rows: Mapping[str, torch.Tensor],
+        index: Mapping[str, torch.Tensor],
+        weight: float,
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         self._recorder.note("forward_backward")
         return torch.zeros(()), {name: vectors.clone() for name, vectors in rows.items()}

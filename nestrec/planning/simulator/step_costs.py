@@ -57,20 +57,20 @@ class StepCosts:
         }
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
-        name, _, half = operation.partition(":")
+        name, _, portion = operation.partition(":")
         if name not in self._operations:
             return Cost()
         place = (operation, self._loads.place(step), micro_batch)
         if place not in self._known:
             whole = self._operations[name](place[1], micro_batch)
-            self._known[place] = self._part_of(whole, place[1], half) if half else whole
+            self._known[place] = self._portion_of(whole, place[1], portion) if portion else whole
         return self._known[place]
 
-    def _part_of(self, cost: Cost, p: int, half: str) -> Cost:
+    def _portion_of(self, cost: Cost, p: int, portion: str) -> Cost:
         """Of the rows that the neighbouring batch shares, or of the others."""
         shared = self._loads.shared_rows[p] / np.maximum(self._loads.rows[p], 1e-9)
-        part = shared if half == "shared" else 1.0 - shared
-        return replace(cost, busy_s=cost.busy_s * part, wire_s=cost.wire_s * part)
+        share = shared if portion == "shared" else 1.0 - shared
+        return replace(cost, busy_s=cost.busy_s * share, wire_s=cost.wire_s * share)
 
     @staticmethod
     def _work(rate: Rate, amount: Any) -> Cost:
