@@ -68,9 +68,11 @@ class BalanceConfig:
         for name in ("tuning", "tune_every_steps"):
             if self.policy != "power" and getattr(self, name) is not None:
                 raise UserError(
-                    f"the policy {self.policy} has no shares to tune", field=f"balance.{name}",
-                    value=getattr(self, name), remedy="take --balance.policy power, or leave it out",
-                )  # fmt: skip
+                    f"the policy {self.policy} has no shares to tune",
+                    field=f"balance.{name}",
+                    value=getattr(self, name),
+                    remedy="take --balance.policy power, or leave it out",
+                )
 
     @property
     def known_cost(self) -> CostModel:
@@ -79,9 +81,13 @@ class BalanceConfig:
 
 
 def partition(
-    policy: str, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None,
+    policy: str,
+    cost: NDArray[np.float64],
+    num_ranks: int,
+    *,
+    lengths: NDArray[Any] | None = None,
     tuning: PowerTuning | None = None,
-) -> Groups:  # fmt: skip
+) -> Groups:
     """The samples of each rank under a policy, or those of `fixed` where its most loaded rank has less to do.
 
     tuning: of `power`; it was made from measured times, so the cost model is not asked whether it is better.

@@ -94,11 +94,13 @@ def launch(
 
     if not context.args:
         raise UserError("has nothing to run", field="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
-    known = [command.name or (command.callback.__name__ if command.callback else "") for command in
-             app.registered_commands]  # fmt: skip
+    known = [
+        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
+    ]
     if context.args[0] not in known:
-        raise UserError("is no command", field="launch", value=context.args[0],
-                        remedy=did_you_mean(context.args[0], known))  # fmt: skip
+        raise UserError(
+            "is no command", field="launch", value=context.args[0], remedy=did_you_mean(context.args[0], known)
+        )
     sys.exit(run_ranks(ranks, context.args))
 
 

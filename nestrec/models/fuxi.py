@@ -115,20 +115,29 @@ class FuXiBlock(nn.Module):
             )
         p = cfg.dropout if self.training else 0.0
         first = gated_output(
-            (semantic, *others), projected.gate, self.output.weight, self.output.bias,
-            Dropout(info.token_key_T, self.site, p), norm="rms", eps=NORM_EPS, recompute=cfg.recompute,
+            (semantic, *others),
+            projected.gate,
+            self.output.weight,
+            self.output.bias,
+            Dropout(info.token_key_T, self.site, p),
+            norm="rms",
+            eps=NORM_EPS,
+            recompute=cfg.recompute,
             packed=projected.packed,
-        )  # fmt: skip
+        )
         drop = Dropout(info.token_key_T, self.site + 1, p)
         return feed_forward(projected.total, first, self.up, self.down, drop, eps=NORM_EPS, recompute=cfg.recompute)
 
     def bias(self, info: SequenceInfo) -> RelativeBias:
         """What weighs the values in its further channels."""
         return RelativeBias(
-            position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
+            position_table=self.position_table,
+            time_table=self.time_table,
+            time_function=self.time_function,
             time_T=info.time_T if self.cfg.time_channel else None,
-            query_time_T=info.query_time_T if self.cfg.time_channel else None, buckets=info.buckets,
-        )  # fmt: skip
+            query_time_T=info.query_time_T if self.cfg.time_channel else None,
+            buckets=info.buckets,
+        )
 
 
 class FuXi(ResidualEncoder):
@@ -144,9 +153,12 @@ def _flops(cfg: FuXiConfig) -> ForwardFlops:
     width, others = cfg.num_heads * cfg.head_dim, 2 if cfg.time_channel else 1
     weights = cfg.dim * ((4 + others) * width + (1 + others) * width + 3 * cfg.ffn_dim)
     return ForwardFlops(
-        token=2.0 * weights * cfg.num_layers, pair=4.0 * width * cfg.num_layers,
-        channel_pair=2.0 * others * width * cfg.num_layers, reach=cfg.attention, num_layers=cfg.num_layers,
-    )  # fmt: skip
+        token=2.0 * weights * cfg.num_layers,
+        pair=4.0 * width * cfg.num_layers,
+        channel_pair=2.0 * others * width * cfg.num_layers,
+        reach=cfg.attention,
+        num_layers=cfg.num_layers,
+    )
 
 
 def _activations(cfg: FuXiConfig) -> float:
@@ -155,6 +167,4 @@ def _activations(cfg: FuXiConfig) -> float:
     return cfg.num_layers * (5.0 * cfg.dim + (6.0 + 5.0 * channels) * width + 3.0 * cfg.ffn_dim)
 
 
-BACKBONE = Backbone(
-    config=FuXiConfig, build=FuXi, flops=_flops, activations=_activations, times_field="time_channel"
-)  # fmt: skip
+BACKBONE = Backbone(config=FuXiConfig, build=FuXi, flops=_flops, activations=_activations, times_field="time_channel")

@@ -97,22 +97,39 @@ class HSTULayer(nn.Module):
         v, q, k = (part.reshape(heads) for part in projected.parts)
         with without_keeping(projected):
             attended = hstu_attention(
-                q, k, v, info.offsets, max_length=info.max_length, normaliser=self.normaliser, bias=self.bias(info),
+                q,
+                k,
+                v,
+                info.offsets,
+                max_length=info.max_length,
+                normaliser=self.normaliser,
+                bias=self.bias(info),
                 rules=with_targets(self.rules, info),
-            )  # fmt: skip
+            )
         drop = Dropout(info.token_key_T, self.site, cfg.dropout if self.training else 0.0)
         added = gated_output(
-            (attended.flatten(1),), projected.gate, self.output.weight, self.output.bias, drop, norm="layer",
-            eps=NORM_EPS, recompute=cfg.recompute, packed=projected.packed,
-        )  # fmt: skip
+            (attended.flatten(1),),
+            projected.gate,
+            self.output.weight,
+            self.output.bias,
+            drop,
+            norm="layer",
+            eps=NORM_EPS,
+            recompute=cfg.recompute,
+            packed=projected.packed,
+        )
         return projected.total, added
 
     def bias(self, info: SequenceInfo) -> RelativeBias:
         """What its attention adds to the scores of such sequences."""
         return RelativeBias(
-            position_table=self.position_table, time_table=self.time_table, time_function=self.time_function,
-            time_T=info.time_T, query_time_T=info.query_time_T, buckets=info.buckets,
-        )  # fmt: skip
+            position_table=self.position_table,
+            time_table=self.time_table,
+            time_function=self.time_function,
+            time_T=info.time_T,
+            query_time_T=info.query_time_T,
+            buckets=info.buckets,
+        )
 
 
 class HSTU(ResidualEncoder):
@@ -127,9 +144,11 @@ def _flops(cfg: HSTUConfig) -> ForwardFlops:
     """U, V, Q, K and the output; two products of attention."""
     width = cfg.num_heads * cfg.head_dim
     return ForwardFlops(
-        token=2.0 * 5 * cfg.dim * width * cfg.num_layers, pair=4.0 * width * cfg.num_layers, reach=cfg.attention,
+        token=2.0 * 5 * cfg.dim * width * cfg.num_layers,
+        pair=4.0 * width * cfg.num_layers,
+        reach=cfg.attention,
         num_layers=cfg.num_layers,
-    )  # fmt: skip
+    )
 
 
 def _activations(cfg: HSTUConfig) -> float:
@@ -137,6 +156,10 @@ def _activations(cfg: HSTUConfig) -> float:
 
 
 BACKBONE = Backbone(
-    config=HSTUConfig, build=HSTU, flops=_flops, activations=_activations, times_field="time_bias",
+    config=HSTUConfig,
+    build=HSTU,
+    flops=_flops,
+    activations=_activations,
+    times_field="time_bias",
     cached="nestrec.models.hstu_cached:CACHED",
-)  # fmt: skip
+)

@@ -45,9 +45,11 @@ class ScheduleSpec:
         for name, usual in own.items():
             if name not in self.options and getattr(options, name) != usual:
                 raise UserError(
-                    f"means nothing to the schedule {self.name}", field=f"pipeline.{name}",
-                    value=getattr(options, name), remedy=f"leave it at {usual}, or take another --pipeline.schedule",
-                )  # fmt: skip
+                    f"means nothing to the schedule {self.name}",
+                    field=f"pipeline.{name}",
+                    value=getattr(options, name),
+                    remedy=f"leave it at {usual}, or take another --pipeline.schedule",
+                )
 
     def check_tables(self, engine: "EmbeddingEngine") -> None:
         """Refuse tables that this schedule cannot train."""

@@ -78,15 +78,24 @@ class RankingTask(Task):
         num_bits = max(dataset.card.action_bits.values()).bit_length()
         self.model = RankingModel(cfg.encoder, cfg.head, num_tasks=len(cfg.inputs.labels), num_action_bits=num_bits)
         items = TableConfig(
-            name="items", dim=cfg.encoder.dim, num_rows=dataset.card.counts.items + 1, features=("item",), dtype=dtype,
-            seed=seed, init=cfg.table_init, optimizer=cfg.table_optimizer, store=cfg.item_store,
-        )  # fmt: skip
+            name="items",
+            dim=cfg.encoder.dim,
+            num_rows=dataset.card.counts.items + 1,
+            features=("item",),
+            dtype=dtype,
+            seed=seed,
+            init=cfg.table_init,
+            optimizer=cfg.table_optimizer,
+            store=cfg.item_store,
+        )
         category = replace(items, features=(), store=StoreConfig())
         self.tables = (
             items,
-            *(replace(category, name=c.name, num_rows=c.vocabulary_size, seed=seed + 1 + i)
-              for i, c in enumerate(self._inputs.columns)),
-        )  # fmt: skip
+            *(
+                replace(category, name=c.name, num_rows=c.vocabulary_size, seed=seed + 1 + i)
+                for i, c in enumerate(self._inputs.columns)
+            ),
+        )
         self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
         self._baseline: dict[Part, dict[str, Interval]] = {}
 
@@ -174,9 +183,14 @@ class RankingTask(Task):
                 np.int64
             )
             model = LogisticBaseline(
-                item[train], user[train], category[train], label[train], num_items=self._dataset.card.counts.items + 1,
-                num_users=len(first), num_categories=int(category.max()) + 1,
-            )  # fmt: skip
+                item[train],
+                user[train],
+                category[train],
+                label[train],
+                num_items=self._dataset.card.counts.items + 1,
+                num_users=len(first),
+                num_categories=int(category.max()) + 1,
+            )
             logit = model.logits(item[held], user[held], category[held])
             result[f"auc/{name}"] = bootstrap_auc(label[held], logit, user[held])
             entropy = normalised_entropy(label[held], logit)
@@ -190,9 +204,11 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     with mistakes.noted():
         if not card.has_timestamps or not card.action_bits:
             raise UserError(
-                "ranking needs timestamps and actions", field="data.folder", value=str(dataset.folder),
+                "ranking needs timestamps and actions",
+                field="data.folder",
+                value=str(dataset.folder),
                 remedy="prepare the data from a log that has both (--log.time, --log.actions)",
-            )  # fmt: skip
+            )
         if not cfg.inputs.labels:
             remedy = did_you_mean("", card.action_bits)
             raise UserError(
@@ -205,19 +221,25 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     with mistakes.noted():
         if cfg.baseline_category and cfg.baseline_category not in categories:
             raise UserError(
-                "is no category of the dataset's events", field="task.baseline_category", value=cfg.baseline_category,
+                "is no category of the dataset's events",
+                field="task.baseline_category",
+                value=cfg.baseline_category,
                 remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' does without one",
-            )  # fmt: skip
+            )
     with mistakes.noted():
         if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
             raise UserError(
-                f"must be twice task.inputs.max_events = {cfg.inputs.max_events}", field="task.encoder.max_length",
-                value=cfg.encoder.max_length, remedy="an event gives two tokens",
-            )  # fmt: skip
+                f"must be twice task.inputs.max_events = {cfg.inputs.max_events}",
+                field="task.encoder.max_length",
+                value=cfg.encoder.max_length,
+                remedy="an event gives two tokens",
+            )
     mistakes.raise_all()
 
 
 TASK = TaskSpec(
-    config=RankingTaskConfig, make=RankingTask, store_field="item_store",
+    config=RankingTaskConfig,
+    make=RankingTask,
+    store_field="item_store",
     serving="nestrec.serving.model.ranking_form:SERVING",
-)  # fmt: skip
+)

@@ -69,9 +69,10 @@ class RetrievalTaskConfig:
             if getattr(self.negatives, name) != usual:
                 raise UserError(
                     "means nothing to task.loss = 'full', which meets the whole catalogue",
-                    field=f"task.negatives.{name}", value=getattr(self.negatives, name),
+                    field=f"task.negatives.{name}",
+                    value=getattr(self.negatives, name),
                     remedy=f"leave it at {usual}, or take --task.loss sampled_softmax",
-                )  # fmt: skip
+                )
 
 
 class RetrievalTask(Task):
@@ -90,10 +91,18 @@ class RetrievalTask(Task):
         """how the loss is computed; where the config says auto, set when a run begins"""
         self.tables = (
             TableConfig(
-                name="items", dim=cfg.encoder.dim, num_rows=dataset.num_items + 1, features=_features(cfg), dtype=dtype,
-                seed=seed, init=cfg.item_init, optimizer=cfg.item_optimizer, store=cfg.item_store, **_half(cfg),
+                name="items",
+                dim=cfg.encoder.dim,
+                num_rows=dataset.num_items + 1,
+                features=_features(cfg),
+                dtype=dtype,
+                seed=seed,
+                init=cfg.item_init,
+                optimizer=cfg.item_optimizer,
+                store=cfg.item_store,
+                **_half(cfg),
             ),
-        )  # fmt: skip
+        )
         self._seed = seed
         if _meets_others(cfg):
             self.couples_samples = cfg.negatives.reach
@@ -102,9 +111,14 @@ class RetrievalTask(Task):
     def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
         """Samples with so many negatives a token."""
         return RetrievalAssembler(
-            self._dataset, self._split, self.cfg.history, seed=self._seed, use_times=self._use_times,
-            sampler=self._sampler(num_negatives), sharing=self.cfg.negatives.sharing,
-        )  # fmt: skip
+            self._dataset,
+            self._split,
+            self.cfg.history,
+            seed=self._seed,
+            use_times=self._use_times,
+            sampler=self._sampler(num_negatives),
+            sharing=self.cfg.negatives.sharing,
+        )
 
     def num_held_out(self, part: Part) -> int:
         return len(self._split.users_with(part))
@@ -131,10 +145,15 @@ class RetrievalTask(Task):
             return saved, {}
         tokens, negatives = mean_micro_batch(self.assembler, batch, topology.world), self.cfg.num_negatives
         shape = LossShape(
-            tokens=tokens, negatives=negatives, sharing=options.sharing, dim=self.cfg.encoder.dim, kind=self.cfg.loss,
-            rows=min(items.num_rows or 1, tokens * (negatives + 2)), segment_tokens=options.segment_tokens,
+            tokens=tokens,
+            negatives=negatives,
+            sharing=options.sharing,
+            dim=self.cfg.encoder.dim,
+            kind=self.cfg.loss,
+            rows=min(items.num_rows or 1, tokens * (negatives + 2)),
+            segment_tokens=options.segment_tokens,
             dtype="float32" if items.is_half else items.dtype,
-        )  # fmt: skip
+        )
         self.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
         return self.variant, measured_ms
 
@@ -147,13 +166,21 @@ class RetrievalTask(Task):
             return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
         if self.cfg.negatives.sampler == "groups":
             return grouped_loss(
-                query_TD, self.model.compared_rows(row_UD), index["positive"], batch.tensors["group_token"],
-                self.cfg.loss, bias_T=batch.tensors.get("target_bias"),
-            ).sum()  # fmt: skip
+                query_TD,
+                self.model.compared_rows(row_UD),
+                index["positive"],
+                batch.tensors["group_token"],
+                self.cfg.loss,
+                bias_T=batch.tensors.get("target_bias"),
+            ).sum()
         return sampled_loss(
-            query_TD, self.model.compared_rows(row_UD), candidates_of(index, batch.tensors), self.cfg.loss,
-            variant=self.variant, segment_tokens=self.cfg.negatives.segment_tokens,
-        ).sum()  # fmt: skip
+            query_TD,
+            self.model.compared_rows(row_UD),
+            candidates_of(index, batch.tensors),
+            self.cfg.loss,
+            variant=self.variant,
+            segment_tokens=self.cfg.negatives.segment_tokens,
+        ).sum()
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         queries = RetrievalQueries(self._dataset, self._split, self.cfg.history, part, use_times=self._use_times)
@@ -235,9 +262,11 @@ def _half(cfg: RetrievalTaskConfig) -> dict[str, Any]:
 def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
     if num_items <= num_negatives:
         raise UserError(
-            f"needs more than so many {what} to draw from, and there are {num_items}", field="task.num_negatives",
-            value=num_negatives, remedy="take fewer negatives, or the whole catalogue with task.loss=full",
-        )  # fmt: skip
+            f"needs more than so many {what} to draw from, and there are {num_items}",
+            field="task.num_negatives",
+            value=num_negatives,
+            remedy="take fewer negatives, or the whole catalogue with task.loss=full",
+        )
 
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
@@ -247,19 +276,25 @@ def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
             name = backbone_of(cfg.encoder).times_field or "kind"
             field, other = f"task.encoder.{name}", "take another backbone" if name == "kind" else "set it to false"
             raise UserError(
-                "needs timestamps, and the dataset has none", field=field, value=getattr(cfg.encoder, name),
+                "needs timestamps, and the dataset has none",
+                field=field,
+                value=getattr(cfg.encoder, name),
                 remedy=f"{other}, or prepare the data from files with timestamps",
-            )  # fmt: skip
+            )
     with mistakes.noted():
         if cfg.history.max_length != cfg.encoder.max_length:
             raise UserError(
-                f"differs from task.encoder.max_length = {cfg.encoder.max_length}", field="task.history.max_length",
-                value=cfg.history.max_length, remedy="give both the same value",
-            )  # fmt: skip
+                f"differs from task.encoder.max_length = {cfg.encoder.max_length}",
+                field="task.history.max_length",
+                value=cfg.history.max_length,
+                remedy="give both the same value",
+            )
     mistakes.raise_all()
 
 
 TASK = TaskSpec(
-    config=RetrievalTaskConfig, make=RetrievalTask, store_field="item_store",
+    config=RetrievalTaskConfig,
+    make=RetrievalTask,
+    store_field="item_store",
     serving="nestrec.serving.model.retrieval_form:SERVING",
-)  # fmt: skip
+)

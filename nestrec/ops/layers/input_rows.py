@@ -10,35 +10,65 @@ from nestrec.ops.layers.row_tiles import check_rows, column, like, row_grid, row
 
 @kernel_op("embed_rows", fake=lambda x, table, position, out_type, *_: like(x, out_type))
 def embed_rows(
-    x: torch.Tensor, table: torch.Tensor, position: torch.Tensor, out_type: torch.dtype, factor: float,
-    key: torch.Tensor | None, site: int, threshold: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    table: torch.Tensor,
+    position: torch.Tensor,
+    out_type: torch.dtype,
+    factor: float,
+    key: torch.Tensor | None,
+    site: int,
+    threshold: int,
+    scale: float,
+) -> torch.Tensor:
     """dropout(factor * x + table[position])."""
     from nestrec.ops.layers.row_kernels import embed_forward_kernel
 
     check_rows(x, table)
     out = like(x, out_type)
     embed_forward_kernel[row_grid(x)](
-        x, position, table, out, x if key is None else key, len(x), factor, site, threshold, scale,
-        **row_tile(x.shape[1]), HAS_DROPOUT=key is not None,
-    )  # fmt: skip
+        x,
+        position,
+        table,
+        out,
+        x if key is None else key,
+        len(x),
+        factor,
+        site,
+        threshold,
+        scale,
+        **row_tile(x.shape[1]),
+        HAS_DROPOUT=key is not None,
+    )
     return out
 
 
 @kernel_op("embed_rows_backward", fake=lambda grad, out_type, *_: like(grad, out_type))
 def embed_rows_backward(
-    grad: torch.Tensor, out_type: torch.dtype, factor: float,
-    key: torch.Tensor | None, site: int, threshold: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
+    grad: torch.Tensor,
+    out_type: torch.dtype,
+    factor: float,
+    key: torch.Tensor | None,
+    site: int,
+    threshold: int,
+    scale: float,
+) -> torch.Tensor:
     """Gradient of x."""
     from nestrec.ops.layers.row_kernels import embed_backward_kernel
 
     check_rows(grad)
     out = like(grad, out_type)
     embed_backward_kernel[row_grid(grad)](
-        grad, out, grad if key is None else key, len(grad), factor, site, threshold, scale, **row_tile(grad.shape[1]),
+        grad,
+        out,
+        grad if key is None else key,
+        len(grad),
+        factor,
+        site,
+        threshold,
+        scale,
+        **row_tile(grad.shape[1]),
         HAS_DROPOUT=key is not None,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -48,9 +78,14 @@ def _positions(grad: torch.Tensor, num_positions: int) -> torch.Tensor:
 
 @kernel_op("position_gradient", fake=lambda grad, offsets, num_positions, *_: _positions(grad, num_positions))
 def position_gradient(
-    grad: torch.Tensor, offsets: torch.Tensor, num_positions: int,
-    key: torch.Tensor | None, site: int, threshold: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
+    grad: torch.Tensor,
+    offsets: torch.Tensor,
+    num_positions: int,
+    key: torch.Tensor | None,
+    site: int,
+    threshold: int,
+    scale: float,
+) -> torch.Tensor:
     """(num_positions, width) float32 gradient of the table."""
     from nestrec.ops.layers.row_kernels import position_gradient_kernel
 
@@ -60,9 +95,21 @@ def position_gradient(
     out = _positions(grad, num_positions)
     order, longer = _by_length(offsets, num_positions)
     position_gradient_kernel[num_positions, -(-width // block)](
-        grad, offsets, order, longer, grad if key is None else key, out, site, threshold, scale,
-        WIDTH=width, BLOCK=block, BATCH=8, HAS_DROPOUT=key is not None, num_warps=4,
-    )  # fmt: skip
+        grad,
+        offsets,
+        order,
+        longer,
+        grad if key is None else key,
+        out,
+        site,
+        threshold,
+        scale,
+        WIDTH=width,
+        BLOCK=block,
+        BATCH=8,
+        HAS_DROPOUT=key is not None,
+        num_warps=4,
+    )
     return out
 
 

@@ -30,9 +30,12 @@ _OF_FRONT = (
 
 
 def serve_many(
-    folders: Sequence[Path], cfg: ServeConfig, overrides: dict[str, str], signals: Signals,
+    folders: Sequence[Path],
+    cfg: ServeConfig,
+    overrides: dict[str, str],
+    signals: Signals,
     announce: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Serve until SIGTERM or SIGINT; SIGHUP lets every instance load its models anew, one after the other.
 
     overrides: the options as they were typed. announce: told the address when somebody listens there.
@@ -79,31 +82,52 @@ def _check_offered(cfg: ServeConfig) -> None:
 
 
 def _serve_gateway(
-    instances: Instances, cfg: ServeConfig, safety: Safety, *, sockets: list[socket], signals: Signals,
-    announce: Callable[[], None], when_resized: Callable[[list[int]], None] = lambda _: None,
-) -> None:  # fmt: skip
+    instances: Instances,
+    cfg: ServeConfig,
+    safety: Safety,
+    *,
+    sockets: list[socket],
+    signals: Signals,
+    announce: Callable[[], None],
+    when_resized: Callable[[list[int]], None] = lambda _: None,
+) -> None:
     gateway = Gateway(
-        instances.ports, cfg.limits, shares_histories=cfg.histories.is_shared, supervisor=instances,
-        folders=instances.slots[0].models, drain_s=cfg.service.drain_s,
-    )  # fmt: skip
+        instances.ports,
+        cfg.limits,
+        shares_histories=cfg.histories.is_shared,
+        supervisor=instances,
+        folders=instances.slots[0].models,
+        drain_s=cfg.service.drain_s,
+    )
     gateway.rollout.on_resized = when_resized
     signals.when_reloaded(gateway.ask_reload)
     run_server(uvicorn_config(gateway, cfg, safety=safety), sockets, signals, announce)
 
 
 def _serve_nginx(
-    instances: Instances, cfg: ServeConfig, safety: Safety, *, sockets: list[socket], signals: Signals,
+    instances: Instances,
+    cfg: ServeConfig,
+    safety: Safety,
+    *,
+    sockets: list[socket],
+    signals: Signals,
     announce: Callable[[], None],
-) -> None:  # fmt: skip
+) -> None:
     """nginx at the address, and a gateway behind it for what concerns all instances."""
     inner, port, limits = bound_sockets("127.0.0.1", 0), port_of(sockets), cfg.limits
 
     def configured(folder: Path, ports: list[int]) -> str:
         return nginx_config(
-            ports, front_port=port_of(inner), host=cfg.host, port=port, folder=folder,
-            max_body_bytes=limits.max_body_bytes, longest_ms=limits.max_timeout_ms,
-            default_ms=limits.default_timeout_ms, shares_histories=cfg.histories.is_shared,
-        )  # fmt: skip
+            ports,
+            front_port=port_of(inner),
+            host=cfg.host,
+            port=port,
+            folder=folder,
+            max_body_bytes=limits.max_body_bytes,
+            longest_ms=limits.max_timeout_ms,
+            default_ms=limits.default_timeout_ms,
+            shares_histories=cfg.histories.is_shared,
+        )
 
     close_all(sockets)  # nginx opens its own
     is_stopping = lambda: signals.is_stopping  # noqa: E731

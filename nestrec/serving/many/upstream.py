@@ -36,9 +36,15 @@ class Upstream:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(
-        self, method: str, target: bytes, body: bytes = b"", *, client: str = "", is_repeatable: bool = True,
+        self,
+        method: str,
+        target: bytes,
+        body: bytes = b"",
+        *,
+        client: str = "",
+        is_repeatable: bool = True,
         timeout_s: float = _LONGEST_S,
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         """client: whom the request comes from, by address.
 
         Raises OSError or EOFError where the instance does not answer, TimeoutError where not in time.
@@ -48,10 +54,16 @@ class Upstream:
         """
         with tracing.sending(self.port) as trace:
             head = (
-                f"{method} ".encode() + target + f" HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n".encode()
-                + _named(client) + trace + b"%s: %s\r\n" % (front_secret.HEADER, front_secret.front_secret().encode())
-                + b"content-type: application/json\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
-            )  # fmt: skip
+                f"{method} ".encode()
+                + target
+                + f" HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n".encode()
+                + _named(client)
+                + trace
+                + b"%s: %s\r\n" % (front_secret.HEADER, front_secret.front_secret().encode())
+                + b"content-type: application/json\r\ncontent-length: "
+                + str(len(body)).encode()
+                + b"\r\n\r\n"
+            )
             async with asyncio.timeout(timeout_s):  # wait_for could swallow a cancellation that meets an error
                 return await self._exchange(method, head + body, is_repeatable)
 

@@ -71,8 +71,9 @@ def test_told_to_stop_in_a_full_pipeline_it_resumes_exactly(tiny_data, tmp_path,
 @pytest.mark.parametrize("schedule", ["stale", "semi_async"])
 def test_told_to_stop_at_a_step_that_is_saved_anyway_it_reads_anew_as_without_a_stop(tiny_data, tmp_path, schedule):
     expected = run("rows", tiny_data, tmp_path / "whole", schedule)
-    trainer = Trainer(config_of("rows", tiny_data, {**RUN, "pipeline.schedule": schedule}), tmp_path / "cut",
-                      Topology.single())  # fmt: skip
+    trainer = Trainer(
+        config_of("rows", tiny_data, {**RUN, "pipeline.schedule": schedule}), tmp_path / "cut", Topology.single()
+    )
     with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=5), pytest.raises(Interrupted):
         trainer.train()
     assert trainer.state.step == 8

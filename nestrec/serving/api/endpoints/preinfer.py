@@ -16,9 +16,13 @@ async def preinfer(front: Front, request: PreinferRequest) -> PreinferAnswer:
     check_feature_names(request, fleet.servable)
     asked = Reader(fleet.servable, front.limits, notes).user(request)
     decision = front.service.preinfer(
-        fleet, asked.user, asked.history, asked.now_ms, request.num_candidates or _USUAL_CANDIDATES,
+        fleet,
+        asked.user,
+        asked.history,
+        asked.now_ms,
+        request.num_candidates or _USUAL_CANDIDATES,
         timeout_s=asked.timeout_s,
-    )  # fmt: skip
+    )
     return {
         "admitted": decision.is_admitted,
         "reason": decision.reason,

@@ -43,16 +43,23 @@ class _Recommending:
         asked, request, servable = self._asked, self._request, self._retrieval.servable
         seen = np.unique(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
         found = await self._front.service.retrieve(
-            self._retrieval, asked.user, asked.history, count=max(self._k, least), now_ms=asked.now_ms,
+            self._retrieval,
+            asked.user,
+            asked.history,
+            count=max(self._k, least),
+            now_ms=asked.now_ms,
             excluded=np.union1d(seen, self._listed(request.exclude or (), "exclude")),
-            allowed=None if request.allow is None else self._listed(request.allow, "allow"), timeout_s=asked.timeout_s,
-        )  # fmt: skip
+            allowed=None if request.allow is None else self._listed(request.allow, "allow"),
+            timeout_s=asked.timeout_s,
+        )
         said = self._notes.said()
         answer: RecommendAnswer = {
             "items": [servable.item_keys[i - 1] for i in found.items.tolist()],
-            "scores": columns(self._retrieval, found.scores), "model": found.version[:12], "unknown": said["unknown"],
+            "scores": columns(self._retrieval, found.scores),
+            "model": found.version[:12],
+            "unknown": said["unknown"],
             "defaults": said["defaults"],
-        }  # fmt: skip
+        }
         return self._with_prefix(answer, prefix_of(found))
 
     async def ranked_by(self, ranking: Fleet) -> RecommendAnswer:
@@ -68,9 +75,12 @@ class _Recommending:
         order = np.argsort(-scored.scores[:, 0], kind="stable")[: self._k]
         said = notes.said()
         answer: RecommendAnswer = {
-            "items": [str(scored.keys[i]) for i in order], "scores": columns(ranking, scored.scores[order]),
-            "model": ranking.servable.version[:12], "unknown": said["unknown"], "defaults": said["defaults"],
-        }  # fmt: skip
+            "items": [str(scored.keys[i]) for i in order],
+            "scores": columns(ranking, scored.scores[order]),
+            "model": ranking.servable.version[:12],
+            "unknown": said["unknown"],
+            "defaults": said["defaults"],
+        }
         return self._with_prefix(answer, scored.prefix)
 
     def _with_prefix(self, answer: RecommendAnswer, prefix: Prefix) -> RecommendAnswer:
