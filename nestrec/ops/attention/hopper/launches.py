@@ -68,8 +68,8 @@ BACKWARD_WEIGHTS = Tiles(2, 64, 2, 1, False)
 """For heads wider than 128, whose d k and d v do not fit the registers together."""
 PAIR_BLOCK, PAIR_STAGES = 64, 3
 PRODUCT_STAGES = 5
-MAX_KEPT = 8 << 30
-"""bytes of gradients of scores that are kept at a time; heads are taken in groups that fit"""
+KEPT_SHARE = 8
+"""Gradients of scores that are kept at a time take an eighth of the device's memory; heads are taken in groups."""
 
 
 class HopperGradients(NamedTuple):
@@ -230,7 +230,9 @@ class _Pairs:
         tiles = most_tiles(
             self._num_tokens, inputs.offsets.numel() - 1, inputs.max_length, is_square=inputs.is_square
         )  # fmt: skip
-        return min(q.shape[1], MAX_KEPT // (tiles * SIDE * SIDE * 2))
+        heads = q.shape[1]
+        most = _memory(q) // KEPT_SHARE // (tiles * SIDE * SIDE * 2)
+        return -(-heads // -(-heads // most)) if most > 0 else 0  # groups of one size, or nearly
 
 
 def launch_stream(
@@ -301,6 +303,10 @@ def _tiles_of(kept: torch.Tensor) -> TensorDescriptor:
     """Kept gradients of scores, as the copy engine moves them: a tile at a time."""
     layout = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], _GL_TYPES[kept.dtype])
     return TensorDescriptor(kept, [kept.numel() // SIDE, SIDE], [SIDE, 1], [SIDE, SIDE], layout)
+
+
+def _memory(x: torch.Tensor) -> int:
+    return int(torch.cuda.get_device_properties(x.device).total_memory)
 
 
 def _programs(x: torch.Tensor) -> int:
