@@ -16,6 +16,7 @@ from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
 from nestrec.models.reach import AttentionReach
 from nestrec.ops.attention import bias_products
 from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_padded
+from nestrec.ops.attention.mask import PLAIN, semi_local
 from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.layers.dropout import Dropout
@@ -184,6 +185,16 @@ def test_attention_by_bias_alone(lengths, times, width, dtype):
     check_bias_attention(lengths, times, width, dtype)
 
 
+SEEN = [("found before", 50, 3), ("function", 200, 130)]
+MORE_SEEN = [("table", 1, 0), ("table", 200, 130), ("function", 128, 256), ("found before", 500, 7)]
+
+
+@pytest.mark.parametrize(("times", "window", "prefix"), SEEN if IS_INTERPRETED else SEEN + MORE_SEEN)
+def test_attention_by_bias_alone_in_windows(times, window, prefix):
+    lengths = [270, 0, 129] if IS_INTERPRETED else [130, 5, 1000, 128, 0]
+    check_bias_attention(lengths, times, 24, torch.float32, rules=semi_local(window, prefix))
+
+
 def test_attention_by_bias_alone_with_few_weights_at_a_time_and_many_buckets(monkeypatch):
     """One block of rows after the other; buckets that are no bytes."""
     monkeypatch.setattr(bias_products, "MAX_WEIGHTS", 1)
@@ -198,7 +209,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def check_bias_attention(lengths, times, width, dtype, num_buckets=40):
+def check_bias_attention(lengths, times, width, dtype, num_buckets=40, rules=PLAIN):
     torch.manual_seed(sum(lengths))
     torch.set_float32_matmul_precision("highest")
     tokens, longest = sum(lengths), max(lengths)
@@ -222,7 +233,7 @@ def check_bias_attention(lengths, times, width, dtype, num_buckets=40):
             query_time_T=None if times == "none" else time + 10.0,
             buckets=buckets,
         )
-        return attend(wide[:, :width], offsets, bias, max_length=longest)
+        return attend(wide[:, :width], offsets, bias, max_length=longest, rules=rules)
 
     with poisoned_memory():
         compare(

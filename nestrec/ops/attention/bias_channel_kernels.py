@@ -6,12 +6,13 @@ position, time   gradients of the tables, sums over tiles of pairs: a program ow
                  tiles of one block of queries
 function         gradients of a time function's numbers, alike
 
-Rows are queries and see earlier tokens, or, where it is reversed, keys and see later ones. Every sum is made by one
-program in a fixed order, so that runs agree to the bit.
+Rows are queries and see earlier tokens, or, where it is reversed, keys and see later ones. With a window and a prefix
+that all see (mask.py), blocks outside of both are left out. Every sum is made by one program in a fixed order, so that
+runs agree to the bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0917
+# ruff: noqa: PLR0912, PLR0917
 
 import triton
 import triton.language as tl
@@ -55,11 +56,41 @@ def _found_before(buckets, tile, first, low, length, BM: tl.constexpr, REVERSED:
     return tl.join(upper, lower).permute((2, 0, 1)).reshape((BM, 64)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["first_item", "num_buckets", "num_splits"])
+@triton.jit
+def _blocks_met(first, begin, end, window, context, BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr,
+                HAS_RULES: tl.constexpr):  # fmt: skip
+    """(blocks of BN tokens that rows from `first` on meet, how many of them are the prefix, the first of the others)
+
+    In whole blocks of BM, whatever BN is: what one kernel writes, another reads.
+    """
+    if HAS_RULES:
+        if REVERSED:
+            end = tl.where(first < context, end, tl.minimum(end, first + BM - 1 + window))
+            low = begin
+            prefix = 0
+        else:
+            low = tl.maximum(0, first - window + 1) // BM * BM
+            prefix = tl.minimum(tl.cdiv(context, BM) * BM, low)
+        return prefix // BN + tl.cdiv(end - low, BN), prefix // BN, low // BN
+    else:
+        return tl.cdiv(end - begin, BN), 0, begin // BN
+
+
+@triton.jit
+def _is_near(x, y, window, context, REVERSED: tl.constexpr):
+    """Of rows x and those that they meet: a query and a key not after it."""
+    if REVERSED:
+        return (y[None, :] - x[:, None] < window) | (x < context)[:, None]
+    else:
+        return (x[:, None] - y[None, :] < window) | (y < context)[None, :]
+
+
+@triton.jit(do_not_specialize=["first_item", "num_buckets", "num_splits", "window", "context"])
 def bias_weights_kernel(
     out, table, schedule, state, query_time, time, buckets, first_tile, edges, first_item, columns, num_buckets,
-    num_splits,
+    num_splits, window, context,
     BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr, IS_FUNCTION: tl.constexpr, FAST: tl.constexpr,
+    HAS_RULES: tl.constexpr,
 ):  # fmt: skip
     """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y; or the function that table holds."""
     slot = tl.program_id(0)
@@ -75,7 +106,11 @@ def bias_weights_kernel(
     tile = 0
     if buckets is not None:
         tile = tl.load(first_tile + tl.load(schedule + 4 * item + 3))
-    for low in range(begin + tl.program_id(1) * BN, end, num_splits * BN):
+    count, prefix, near = _blocks_met(first, begin, end, window, context, BM, BN, REVERSED, HAS_RULES)
+    if HAS_RULES:
+        count = prefix + tl.cdiv((count - prefix) * BN, BM) * (BM // BN)  # others read whole tiles
+    for number in range(tl.program_id(1), count, num_splits):
+        low = tl.where(number < prefix, number, near + number - prefix) * BN
         y = low + tl.arange(0, BN)
         other = tl.load((query_time if REVERSED else time) + start + y, mask=y < length, other=0.0)
         if REVERSED:
@@ -84,6 +119,8 @@ def bias_weights_kernel(
         else:
             delta = own[:, None] - other[None, :]
             seen = (y[None, :] <= x[:, None]) & (x < length)[:, None]
+        if HAS_RULES:
+            seen = seen & _is_near(x, y, window, context, REVERSED)
         if IS_FUNCTION:
             if REVERSED:
                 value, _, _ = time_function(table, own, other, FAST)
@@ -111,11 +148,13 @@ def _rows(x, start, first, row, length, step, low, channel, WIDTH: tl.constexpr)
     return tl.load(place + (row[:, None] * step + channel[None, :]), mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["first_item", "origin"])
+@triton.jit(do_not_specialize=["first_item", "origin", "window", "context"])
 def bias_product_kernel(
     by_position, by_time, out, strip, weights, schedule, state, first_item, origin, columns, position_step, time_step,
+    window, context,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, REVERSED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RULES: tl.constexpr,
 ):  # fmt: skip
     """out[x] = sum_y strip[x - y] by_position[y] + weights[x, y] by_time[y]."""
     chunks: tl.constexpr = (WIDTH + BW - 1) // BW
@@ -127,13 +166,22 @@ def bias_product_kernel(
     row, column = tl.arange(0, BM), tl.arange(0, BN)
     low_w, channel = tl.program_id(0) % chunks * BW, tl.arange(0, BW)
     total = tl.zeros((BM, BW), tl.float32)
+    count, prefix, near = _blocks_met(first, begin, end, window, context, BM, BN, REVERSED, HAS_RULES)
     if HAS_POSITION:
-        for low in range(begin, end, BN):
+        for number in range(0, count):
+            low = (near + number) * BN
+            if HAS_RULES:
+                low = tl.where(number < prefix, number, near + number - prefix) * BN
             left = tl.load(strip + (origin + first - low) * BN + (row[:, None] * BN + column[None, :]))
+            if HAS_RULES:
+                left = tl.where(_is_near(first + row, low + column, window, context, REVERSED), left, 0.0)
             right = _rows(by_position, start, low, column, length, position_step, low_w, channel, WIDTH)
             total = tl.dot(left, right, total, input_precision=PRECISION)
     if HAS_TIME:
-        for low in range(begin, end, BN):
+        for number in range(0, count):
+            low = (near + number) * BN
+            if HAS_RULES:
+                low = tl.where(number < prefix, number, near + number - prefix) * BN
             left = tl.load(weights + slot * BM * columns + low + (row[:, None] * columns + column[None, :]))
             right = _rows(by_time, start, low, column, length, time_step, low_w, channel, WIDTH)
             total = tl.dot(left, right, total, input_precision=PRECISION)
@@ -160,11 +208,11 @@ def _by_bucket(products, bucket, unseen, SLOTS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["first_item", "unseen"])
+@triton.jit(do_not_specialize=["first_item", "unseen", "window", "context"])
 def bias_time_kernel(
-    grad, v, buckets, out, schedule, state, first_item, columns, v_step, unseen,
+    grad, v, buckets, out, schedule, state, first_item, columns, v_step, unseen, window, context,
     WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_RULES: tl.constexpr,
 ):  # fmt: skip
     """out[item, split, bucket] = sums of grad[i] . v[j] over the pairs of a bucket, i of an item."""
     slot, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -173,7 +221,9 @@ def bias_time_kernel(
     total = tl.zeros((SLOTS,), tl.float32)
     if item < tl.load(state):
         start, length, i0, _, end = _block_of(schedule, item, BM, False)
-        for j0 in range(split * BM, end, SPLITS * BM):
+        count, prefix, near = _blocks_met(i0, 0, end, window, context, BM, BM, False, HAS_RULES)
+        for number in range(split, count, SPLITS):
+            j0 = tl.where(number < prefix, number, near + number - prefix) * BM
             products = tl.zeros((BM, BM), tl.float32)
             for low in range(0, WIDTH, BW):
                 products = _add_products(
@@ -184,11 +234,11 @@ def bias_time_kernel(
     tl.store(out + (item * SPLITS + split) * SLOTS + tl.arange(0, SLOTS), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "context"])
 def bias_function_kernel(
-    grad, v, scalars, out, schedule, state, query_time, time, v_step,
+    grad, v, scalars, out, schedule, state, query_time, time, v_step, window, context,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr, HAS_RULES: tl.constexpr,
 ):  # fmt: skip
     """out[item, split, 0..2] = sums of grad[i] . v[j] by e, e u and e u x of `time_function`, i of an item."""
     item, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -198,7 +248,9 @@ def bias_function_kernel(
         start, length, i0, _, end = _block_of(schedule, item, BM, False)
         i = i0 + row
         asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
-        for j0 in range(split * BN, end, SPLITS * BN):
+        count, prefix, near = _blocks_met(i0, 0, end, window, context, BM, BN, False, HAS_RULES)
+        for number in range(split, count, SPLITS):
+            j0 = tl.where(number < prefix, number, near + number - prefix) * BN
             products = tl.zeros((BM, BN), tl.float32)
             for low in range(0, WIDTH, BW):
                 left = _rows(grad, start, i0, row, length, WIDTH, low, channel, WIDTH)
@@ -208,6 +260,8 @@ def bias_function_kernel(
             seen_at = tl.load(time + start + j, mask=j < length, other=0.0)
             value, steep, exponent = time_function(scalars, seen_at, asked, FAST)
             seen = (j[:, None] <= i[None, :]) & (i < length)[None, :]
+            if HAS_RULES:
+                seen = seen & _is_near(j, i, window, context, True)
             by_key = tl.where(seen, products.T, 0.0)
             total += tl.where(slot == 0, tl.sum(by_key * value), 0.0)
             total += tl.where(slot == 1, tl.sum(by_key * steep), 0.0)
@@ -224,10 +278,32 @@ def _by_diagonal(products, BM: tl.constexpr):
     return tl.sum(tl.where(inside, skewed, 0.0), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
-def bias_position_kernel(
-    grad, v, out, offsets, num_sequences, num_splits, v_step,
+@triton.jit
+def _tiles_at(
+    grad, v, offsets, num_sequences, split, num_splits, distance, first, end, v_step,
     WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum of the tiles at a distance whose key blocks are those from `first` to `end`."""
+    chunks: tl.constexpr = (WIDTH + BW - 1) // BW
+    row, channel = tl.arange(0, BM), tl.arange(0, BW)
+    products = tl.zeros((BM, BM), tl.float32)
+    for sequence in range(split, num_sequences, num_splits):
+        start = tl.load(offsets + sequence)
+        length = (tl.load(offsets + sequence + 1) - start).to(tl.int32)
+        for step in range(first * chunks, tl.minimum(end, tl.cdiv(length, BM) - distance) * chunks):
+            j0 = step // chunks * BM
+            i0 = j0 + distance * BM
+            low = step % chunks * BW
+            products = _add_products(
+                products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH, PRECISION
+            )
+    return products
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "window", "context"])
+def bias_position_kernel(
+    grad, v, out, offsets, num_sequences, num_splits, v_step, window, context,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr, HAS_RULES: tl.constexpr,
 ):  # fmt: skip
     """Sums of grad[i] . v[j] over the tiles whose key block lies program_id(0) blocks before their queries.
 
@@ -235,19 +311,26 @@ def bias_position_kernel(
     have the same diagonals: they are added before these are.
     """
     distance, split = tl.program_id(0), tl.program_id(1)
-    chunks: tl.constexpr = (WIDTH + BW - 1) // BW
-    row, channel = tl.arange(0, BM), tl.arange(0, BW)
-    products = tl.zeros((BM, BM), tl.float32)
-    for sequence in range(split, num_sequences, num_splits):
-        start = tl.load(offsets + sequence)
-        length = (tl.load(offsets + sequence + 1) - start).to(tl.int32)
-        for step in range(0, (tl.cdiv(length, BM) - distance) * chunks):
-            j0 = step // chunks * BM
-            i0 = j0 + distance * BM
-            low = step % chunks * BW
-            products = _add_products(
-                products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH, PRECISION
-            )
+    many: tl.constexpr = 1 << 28
+    row = tl.arange(0, BM)
     seen = row[None, :] - distance * BM <= row[:, None]
-    total = _by_diagonal(tl.where(seen, products, 0.0), BM)
+    if HAS_RULES:
+        # Tiles of the prefix, the one in which it ends, and the others: each of these has one mask for all sequences.
+        near = distance * BM + row[:, None] - row[None, :] < window
+        inside = context // BM
+        edge = tl.cdiv(context, BM)
+        some = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, 0, inside, v_step,
+                         WIDTH, BM, BW, PRECISION)  # fmt: skip
+        total = _by_diagonal(tl.where(seen, some, 0.0), BM)
+        some = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, inside, edge, v_step,
+                         WIDTH, BM, BW, PRECISION)  # fmt: skip
+        total += _by_diagonal(tl.where(seen & (near | (row < context - inside * BM)[None, :]), some, 0.0), BM)
+        end = tl.where((distance - 1) * BM + 1 < window, many, 0)  # no pair of the tiles is in the window
+        some = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, edge, end, v_step,
+                         WIDTH, BM, BW, PRECISION)  # fmt: skip
+        total += _by_diagonal(tl.where(seen & near, some, 0.0), BM)
+    else:
+        products = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, 0, many, v_step,
+                             WIDTH, BM, BW, PRECISION)  # fmt: skip
+        total = _by_diagonal(tl.where(seen, products, 0.0), BM)
     tl.store(out + (split * tl.num_programs(0) + distance) * 2 * BM + tl.arange(0, 2 * BM), total)

@@ -4,8 +4,8 @@
     temporal[i]   = sum_{j seen by i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
                     or b(query_time[i] - time[j]) of time_function.py in place of the value of the bucket
 
-Plain causality sees j <= i; mask.py defines the rest, which kernels do not know. Weights are shared by the heads, so
-the values are taken as plain rows.
+Plain causality sees j <= i; mask.py defines the rest, of which kernels know windows and prefixes that do not look
+ahead. Weights are shared by the heads, so the values are taken as plain rows.
 
 Legend: T tokens, W channels of all heads, B sequences, N longest length.
 """
@@ -71,11 +71,11 @@ def bias_attention(
     bias: has a position table. max_length: the longest sequence of the batch or more, known on the host.
     """
     assert bias.position_table is not None
-    if not runs_kernels(v_TW) or not rules.is_plain:
+    if not runs_kernels(v_TW) or rules.is_square or rules.num_targets_B is not None:
         return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
     found = _BiasAttention.apply(
         v_TW, bias.position_table, bias.time_table, bias.time_function, offsets, bias.time_T, bias.query_time_T,
-        bias.buckets, max_length,
+        bias.buckets, (max_length, rules.max_attention_length or 0, rules.num_context),
     )  # fmt: skip
     return list(found)
 
@@ -96,11 +96,11 @@ class _BiasAttention(torch.autograd.Function):
     def forward(
         ctx: Any, v: torch.Tensor, position: torch.Tensor, time_table: torch.Tensor | None,
         time_function: torch.Tensor | None, offsets: torch.Tensor, time: torch.Tensor | None,
-        query_time: torch.Tensor | None, buckets: torch.Tensor | None, max_length: int,
+        query_time: torch.Tensor | None, buckets: torch.Tensor | None, sizes: tuple[int, int, int],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(v, position, time_table, time_function, offsets, time, query_time, buckets)
-        ctx.max_length = max_length
-        shared = (position, time_table, time_function, offsets, time, query_time, buckets, max_length, False)
+        ctx.sizes = sizes
+        shared = (position, time_table, time_function, offsets, time, query_time, buckets, *sizes, False)
         by_position = bias_product(v, None, *shared)
         has_time = time_table is not None or time_function is not None
         return (by_position, bias_product(None, v, *shared)) if has_time else (by_position,)
@@ -108,27 +108,30 @@ class _BiasAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         v, position, time_table, time_function, offsets, time, query_time, buckets = ctx.saved_tensors
+        sizes: tuple[int, int, int] = ctx.sizes
+        max_length, seen = sizes[0], sizes[1:]
         by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
         own_time = by_time[0] if by_time else None
         grad_v = bias_product(
             by_position, own_time, position, time_table, time_function, offsets, time, query_time, buckets,
-            ctx.max_length, True,
+            max_length, *seen, True,
         )  # fmt: skip
-        grad_position = _position_gradient(by_position, v, position, offsets, ctx.max_length)
+        grad_position = _position_gradient(by_position, v, position, offsets, sizes)
         grad_time, grad_function = None, None
         if own_time is not None and time_function is not None:
-            grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time)
+            grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time, *seen)
         elif own_time is not None:
-            found = bias_time_gradient(own_time, v, offsets, time, query_time, buckets, ctx.max_length, len(time_table))
+            shared = (own_time, v, offsets, time, query_time, buckets)
+            found = bias_time_gradient(*shared, max_length, *seen, len(time_table))
             grad_time = found.to(time_table.dtype)
         return grad_v, grad_position, grad_time, grad_function, None, None, None, None, None
 
 
 def _position_gradient(
-    grad: torch.Tensor, v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, max_length: int
+    grad: torch.Tensor, v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, sizes: tuple[int, int, int]
 ) -> torch.Tensor:
     """Diagonals of tiles to places of the table: that of distance d is centre - d."""
-    by_distance = bias_position_gradient(grad, v, offsets, max_length)
+    by_distance = bias_position_gradient(grad, v, offsets, *sizes)
     num_blocks = len(by_distance)
     upper = torch.zeros(num_blocks + 1, BLOCK, dtype=torch.float32, device=grad.device)
     # Slot BLOCK + e of block k is the distance k * BLOCK + e, for e from -BLOCK to BLOCK - 1.

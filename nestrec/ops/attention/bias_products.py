@@ -45,12 +45,12 @@ def bias_product(
     by_position: torch.Tensor | None, by_time: torch.Tensor | None, position: torch.Tensor,
     time_table: torch.Tensor | None, time_function: torch.Tensor | None, offsets: torch.Tensor,
     time: torch.Tensor | None, query_time: torch.Tensor | None, buckets: torch.Tensor | None, max_length: int,
-    is_reversed: bool,
+    window: int, context: int, is_reversed: bool,
 ) -> torch.Tensor:  # fmt: skip
     """(T, W) sums of (T, W) rows by the weights of distances and of times, whichever rows are given.
 
-    Times have a table or a function. is_reversed: over later tokens, for the gradients of values, instead of over
-    earlier ones.
+    Times have a table or a function. window, context: tokens that one sees, and first ones that all see; a window of 0
+    is none. is_reversed: over later tokens, for the gradients of values, instead of over earlier ones.
     """
     from nestrec.ops.attention.bias_channel_kernels import bias_product_kernel
     from nestrec.ops.attention.work_order import make_schedule
@@ -62,19 +62,20 @@ def bias_product(
     schedule = make_schedule(offsets, len(rows), BLOCK)
     columns, items, chunk = _chunks(schedule, max_length)
     strip, origin, weights, times = rows, 0, rows, _Times.of(offsets, time, query_time, buckets, max_length)
+    seen = (window, context)
     if by_position is not None:
         strip, origin = position_strip(position.to(rows.dtype), max_length, is_reversed=is_reversed)
     if by_time is not None:
         weights = rows.new_empty(chunk * BLOCK, columns)
     for first in range(0, items, chunk):
         if by_time is not None and time_table is not None:
-            _fill(weights, pad(time_table, (0, 1)), schedule, times, first, is_reversed=is_reversed)
+            _fill(weights, pad(time_table, (0, 1)), schedule, times, first, seen, is_reversed=is_reversed)
         elif by_time is not None and time_function is not None:
-            _fill(weights, time_function, schedule, times, first, is_reversed=is_reversed, is_function=True)
+            _fill(weights, time_function, schedule, times, first, seen, is_reversed=is_reversed, is_function=True)
         bias_product_kernel[(chunk * -(-rows.shape[1] // tile["BW"]),)](
             given[0], given[-1], out, strip, weights, *schedule, first, origin, columns,
-            given[0].stride(0), given[-1].stride(0), **tile, HAS_POSITION=by_position is not None,
-            HAS_TIME=by_time is not None, REVERSED=is_reversed,
+            given[0].stride(0), given[-1].stride(0), window, context, **tile, HAS_POSITION=by_position is not None,
+            HAS_TIME=by_time is not None, REVERSED=is_reversed, HAS_RULES=window > 0,
         )  # fmt: skip
     return out
 
@@ -121,8 +122,8 @@ class _Times(NamedTuple):
 
 
 def _fill(
-    out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", times: _Times, first: int, *, is_reversed: bool,
-    is_function: bool = False,
+    out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", times: _Times, first: int, seen: tuple[int, int], *,
+    is_reversed: bool, is_function: bool = False,
 ) -> None:  # fmt: skip
     """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
     from nestrec.ops.attention.bias_channel_kernels import bias_weights_kernel
@@ -130,8 +131,8 @@ def _fill(
     num_buckets, splits = len(table) - 2, min(8, out.shape[1] // OTHERS)
     bias_weights_kernel[len(out) // BLOCK, splits](
         out, table, *schedule, *times, bucket_edges(num_buckets, out.device), first, out.shape[1], num_buckets,
-        splits, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, IS_FUNCTION=is_function, FAST=_is_fast(out),
-        num_warps=8,
+        splits, *seen, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, IS_FUNCTION=is_function, FAST=_is_fast(out),
+        HAS_RULES=seen[0] > 0, num_warps=8,
     )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def _is_fast(x: torch.Tensor) -> bool:
 @kernel_op("bias_function_gradient", fake=lambda grad, v, scalars, *_: torch.empty_like(scalars))
 def bias_function_gradient(
     grad: torch.Tensor, v: torch.Tensor, scalars: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor,
-    query_time: torch.Tensor,
+    query_time: torch.Tensor, window: int, context: int,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of a time function's numbers."""
     from nestrec.ops.attention.bias_channel_kernels import bias_function_kernel
@@ -155,8 +156,8 @@ def bias_function_gradient(
     items = schedule.table.shape[0]
     sums = torch.empty(items, SPLITS, 4, dtype=torch.float32, device=grad.device)
     bias_function_kernel[(items * SPLITS,)](
-        grad, v, scalars, sums, *schedule, query_time, time, v.stride(0), **pairs_tile(grad.shape[1]), BN=OTHERS,
-        SPLITS=SPLITS, FAST=_is_fast(grad),
+        grad, v, scalars, sums, *schedule, query_time, time, v.stride(0), window, context, **pairs_tile(grad.shape[1]),
+        BN=OTHERS, SPLITS=SPLITS, FAST=_is_fast(grad), HAS_RULES=window > 0,
     )  # fmt: skip
     return function_gradient(scalars, sums.double().sum((0, 1)))
 
@@ -164,7 +165,7 @@ def bias_function_gradient(
 @kernel_op("bias_time_gradient", fake=lambda grad, *rest: grad.new_empty(rest[-1], dtype=torch.float32))
 def bias_time_gradient(
     grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor, query_time: torch.Tensor,
-    given: torch.Tensor | None, max_length: int, num_slots: int,
+    given: torch.Tensor | None, max_length: int, window: int, context: int, num_slots: int,
 ) -> torch.Tensor:  # fmt: skip
     """(num_slots,) float32: the gradient of a time table."""
     from nestrec.ops.attention.bias_channel_kernels import bias_time_kernel
@@ -179,17 +180,17 @@ def bias_time_gradient(
     slots, times = power_of_two(num_slots), _Times.of(offsets, time, query_time, given, max_length)
     sums = torch.empty(-(-items // chunk) * chunk, SPLITS, slots, dtype=torch.float32, device=grad.device)
     for first in range(0, items, chunk):
-        _fill(buckets, number, schedule, times, first, is_reversed=False)
+        _fill(buckets, number, schedule, times, first, (window, context), is_reversed=False)
         bias_time_kernel[(chunk * SPLITS,)](
-            grad, v, buckets, sums, *schedule, first, columns, v.stride(0), num_slots,
-            **pairs_tile(grad.shape[1]), SLOTS=slots, SPLITS=SPLITS,
+            grad, v, buckets, sums, *schedule, first, columns, v.stride(0), num_slots, window, context,
+            **pairs_tile(grad.shape[1]), SLOTS=slots, SPLITS=SPLITS, HAS_RULES=window > 0,
         )  # fmt: skip
     return sums.sum((0, 1))[:num_slots]
 
 
-@kernel_op("bias_position_gradient", fake=lambda grad, v, offsets, length: _diagonals(grad, offsets, length).sum(0))
+@kernel_op("bias_position_gradient", fake=lambda grad, v, offsets, length, *_: _diagonals(grad, offsets, length).sum(0))
 def bias_position_gradient(
-    grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, max_length: int
+    grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, max_length: int, window: int, context: int
 ) -> torch.Tensor:  # fmt: skip
     """(blocks, 2 BLOCK) float32: sums by the diagonals of the tiles at each distance in blocks."""
     from nestrec.ops.attention.bias_channel_kernels import bias_position_kernel
@@ -198,8 +199,9 @@ def bias_position_gradient(
     check_strided(v)
     out = _diagonals(grad, offsets, max_length)
     bias_position_kernel[out.shape[1], out.shape[0]](
-        grad, v, out, offsets, len(offsets) - 1, out.shape[0], v.stride(0), **pairs_tile(grad.shape[1])
-    )
+        grad, v, out, offsets, len(offsets) - 1, out.shape[0], v.stride(0), window, context,
+        **pairs_tile(grad.shape[1]), HAS_RULES=window > 0,
+    )  # fmt: skip
     return out.sum(0)
 
 

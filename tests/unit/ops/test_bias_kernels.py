@@ -61,7 +61,7 @@ def shared_bytes(kernel, dtype, tile, **constants):
     fixed = tile | constants | {"PRECISION": "tf32"}
     fixed = {name: value for name, value in fixed.items() if name not in options}
     numbers = {"first_item", "origin", "columns", "unseen", "num_sequences", "num_splits"}
-    numbers |= {"position_step", "time_step", "v_step"}
+    numbers |= {"position_step", "time_step", "v_step", "window", "context"}
     names = kernel.arg_names
     signature = {name: "i32" if name in numbers else f"*{KINDS.get(name, NAMES[dtype])}" for name in names}
     signature |= dict.fromkeys(fixed, "constexpr")
@@ -84,11 +84,12 @@ def test_the_largest_tiles_fit_shared_memory(dtype):
         bias_time_kernel,
     )
 
-    both = {"HAS_POSITION": True, "HAS_TIME": True, "REVERSED": True}
+    rules = {"HAS_RULES": True}
+    both = {"HAS_POSITION": True, "HAS_TIME": True, "REVERSED": True} | rules
     found = [
         shared_bytes(bias_product_kernel, dtype, product_tile(1024, dtype), **both),
-        shared_bytes(bias_time_kernel, dtype, pairs_tile(1024), SLOTS=256, SPLITS=4),
-        shared_bytes(bias_position_kernel, dtype, pairs_tile(1024)),
-        shared_bytes(bias_function_kernel, dtype, pairs_tile(1024), BN=OTHERS, SPLITS=4, FAST=True),
+        shared_bytes(bias_time_kernel, dtype, pairs_tile(1024), SLOTS=256, SPLITS=4, **rules),
+        shared_bytes(bias_position_kernel, dtype, pairs_tile(1024), **rules),
+        shared_bytes(bias_function_kernel, dtype, pairs_tile(1024), BN=OTHERS, SPLITS=4, FAST=True, **rules),
     ]
     assert all(0 < each <= SHARED_BYTES for each in found), found
