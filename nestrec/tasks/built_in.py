@@ -41,7 +41,8 @@ def make_task(
 ) -> Task:
     """A task on a dataset; draws the initial weights of its model. tables: what a run says of them, by name."""
     task = task_spec(cfg).make(cfg, dataset, seed=seed, dtype=dtype)
-    task.tables = with_options(task.tables, tables)
+    if tables:
+        task.tables = with_options(task.tables, tables)
     return task
 
 
