@@ -111,6 +111,10 @@ class Backbone:
     cached: CachedForward | str | None = None
     """how serving computes against kept prefixes, or `module:attribute` of it; none: such a model cannot be served"""
 
+    cut: Callable[[Any, int], int] = lambda cfg, length: 0
+    """(config, tokens of a sequence as training sees it) to the first of them that all layers compute; what is kept of
+    a prefix holds for sequences with the same one"""
+
     def reads_times(self, cfg: Any) -> bool:
         """Whether the states of a config depend on when events happened."""
         return self.times_field is not None and bool(getattr(cfg, self.times_field))

@@ -167,4 +167,11 @@ def _activations(cfg: FuXiConfig) -> float:
     return cfg.num_layers * (5.0 * cfg.dim + (6.0 + 5.0 * channels) * width + 3.0 * cfg.ffn_dim)
 
 
-BACKBONE = Backbone(config=FuXiConfig, build=FuXi, flops=_flops, activations=_activations, times_field="time_channel")
+BACKBONE = Backbone(
+    config=FuXiConfig,
+    build=FuXi,
+    flops=_flops,
+    activations=_activations,
+    times_field="time_channel",
+    cut=lambda cfg, length: cfg.attention.cut(length),
+)

@@ -162,4 +162,5 @@ BACKBONE = Backbone(
     activations=_activations,
     times_field="time_bias",
     cached="nestrec.models.hstu_cached:CACHED",
+    cut=lambda cfg, length: cfg.attention.cut(length),
 )

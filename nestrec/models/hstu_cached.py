@@ -202,7 +202,6 @@ def is_pageable(model: HSTU) -> bool:
 CACHED = CachedForward(
     kept=lambda cfg: cfg,
     forward=cached_forward,
-    cut=lambda cfg, length: cfg.attention.cut(length),
     most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
     is_pageable=is_pageable,
 )

@@ -80,9 +80,6 @@ class CachedForward:
     """of a config; a config with these three fields may be handed back as it is"""
     forward: Forward
     """a pass over new tokens"""
-    cut: Callable[[Any, int], int] = lambda cfg, length: 0
-    """(config, tokens of a history) to the first of them that all layers compute; what is kept of a prefix holds for
-    histories with the same one"""
     most_seen: Callable[[Any], Sequence[int]] = lambda cfg: ()
     """of a config: keys that a token meets at most in each layer; none: all"""
     is_pageable: Callable[[Any], bool] = lambda model: False

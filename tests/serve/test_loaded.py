@@ -5,13 +5,18 @@ import asyncio
 import httpx
 import numpy as np
 import pytest
+from serving_oracle import oracle_scores
+from serving_sequences import draw_candidates, draw_history
 
 import nestrec
 from nestrec.library.loaded import Recommender
+from nestrec.models import FuXiConfig
+from nestrec.models.reach import AttentionReach
 from nestrec.models.whole_forward import whole_forward
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.runner import Runner
+from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.service import Service, ServiceConfig
 
 NOW_MS = 1_642_300_000_000
@@ -87,6 +92,21 @@ def test_whole_passes_are_the_twin_of_the_cached_forward(request, kind):
             found, expected = (one.rank(asked, ["3", "4", "90"]) for one in (twin, model))
             for name in model.outputs:
                 np.testing.assert_allclose(found.scores[name], expected.scores[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make_model", [random_retrieval, random_ranking])
+def test_a_model_that_cuts_histories_and_cannot_be_served_scores_as_in_training(make_model):
+    reach = AttentionReach(window=9, prefix=2, keep_last=8, keep_step=6)
+    encoder = FuXiConfig(dim=16, num_layers=3, num_heads=2, head_dim=8, ffn_dim=8, max_length=32, attention=reach)
+    servable = make_model(encoder, num_items=200)
+    model, rng = Recommender(servable), np.random.default_rng(1)
+    for length in range(5, 15):
+        history = draw_history(rng, length)
+        candidates = draw_candidates(rng, history)
+        tokens = model._form.tokens(history, candidates.now_ms)
+        part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+        (found,) = model._runner.run([part])
+        np.testing.assert_allclose(found.scores, oracle_scores(servable, history, candidates, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_item_vectors_are_what_scores_are_products_with(retrieval):

@@ -96,7 +96,7 @@ class Servable:
 
     def cut(self, num_tokens: int) -> int:
         """First token that all layers compute of a sequence of so many, as training has it."""
-        return self.cached.cut(self.encoder_config, num_tokens) if backbone_of(self.encoder_config).cached else 0
+        return backbone_of(self.encoder_config).cut(self.encoder_config, num_tokens)
 
     @cached_property
     def device(self) -> torch.device:
