@@ -11,6 +11,7 @@ from nestrec.data.batches import MicroBatch
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.pool import pool_rows
+from nestrec.ops.rows.stored import Rows, StoredRows
 from nestrec.pipeline.samples import Samples, as_field, given_to_model, offsets_of_samples
 
 _TOLERANCE = 1e-6
@@ -35,7 +36,7 @@ class ModuleLoss:
         self._module, self._table_of, self._weight, self._pooled = module, table_of, weight, frozenset(pooled)
 
     def __call__(
-        self, micro_batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+        self, micro_batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         vectors = {
             feature: self._vectors(micro_batch, feature, rows[table], index[feature])
@@ -56,11 +57,10 @@ class ModuleLoss:
             self._check(weight, batch)
         return summed
 
-    def _vectors(
-        self, micro_batch: MicroBatch, feature: str, rows: torch.Tensor, index: torch.Tensor
-    ) -> torch.Tensor | Jagged:
+    def _vectors(self, micro_batch: MicroBatch, feature: str, rows: Rows, index: torch.Tensor) -> torch.Tensor | Jagged:
         if feature in self._pooled:
-            return pool_rows(rows, index.reshape(-1), offsets_of_samples(micro_batch, feature))
+            whole = rows.whole() if isinstance(rows, StoredRows) else rows
+            return pool_rows(whole, index.reshape(-1), offsets_of_samples(micro_batch, feature))
         return as_field(micro_batch, feature, gather_rows(rows, index))
 
     def _check(self, weight: Any, batch: Samples) -> None:

@@ -103,7 +103,7 @@ class TrainingPipeline:
         self.dense, self._rates = self._dense_of(model, dense_optimizer, table_learning_rate)
         if isinstance(model, nn.Module):
             loss = ModuleLoss(model, self._features, self._weight, pooled)
-            model = LossCompute(loss, self.engine.device, precision, couples_samples)
+            model = LossCompute(loss, self.engine.device, precision, couples_samples, reads_stored_rows=True)
         self.schedule = spec.build(self.engine, model, self.dense, self.tracer, self.options)
         self.number = 0
         """Steps made."""

@@ -48,7 +48,8 @@ def batches(num_steps: int = 6, num_samples: int = 7):
 
 
 def made(schedule: str | PipelineConfig = "serial", **options) -> nestrec.TrainingPipeline:
-    table = nestrec.Table("items", rows=30, dim=DIM, optimizer="adam", features=("history", "item"))
+    dtype = options.pop("dtype", "float32")
+    table = nestrec.Table("items", rows=30, dim=DIM, optimizer="adam", features=("history", "item"), dtype=dtype)
     options = {"micro_batches": 3, "topology": Topology.single(), "device": "cpu", **options}
     return nestrec.TrainingPipeline(options.pop("model", None) or Towers(), [table], schedule=schedule, **options)
 
@@ -67,6 +68,21 @@ def test_exact_schedules_give_the_bits_of_serial():
     for name in SCHEDULES:
         if SCHEDULES.find(name).is_exact:
             assert trained(name) == expected, name
+
+
+def test_rows_of_16_bits_train_a_module_of_ones_own_with_vectors_and_gradients_in_float32():
+    class Watching(Towers):
+        def forward(self, vectors, batch):
+            assert vectors["item"].dtype == vectors["history"].values.dtype == torch.float32
+            vectors["item"].register_hook(lambda grad: kinds.append(grad.dtype))
+            return super().forward(vectors, batch)
+
+    kinds: list[torch.dtype] = []
+    serial, nested = (trained(name, dtype="bfloat16", model=Watching()) for name in ("serial", "nested"))
+    assert nested == serial
+    assert set(kinds) == {torch.float32}
+    assert serial[0] == pytest.approx(trained("serial")[0], rel=0.05), "and nearly as float32 rows do"
+    assert serial != trained("serial")
 
 
 def test_clustering_and_the_window_cache_are_options_of_the_schedule():
