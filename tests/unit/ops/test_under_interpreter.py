@@ -32,7 +32,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     "kernels", [pytest.param(name, marks=[pytest.mark.slow] if "more" in name else []) for name in KERNELS]
@@ -42,6 +42,6 @@ def test_kernels_pass_their_tests_under_the_interpreter(kernels):
     tests = [str(TESTS / word) if word.endswith(".py") else word for word in KERNELS[kernels]]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *warns, *tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "TRITON_INTERPRET" not in done.stdout, "skipped for want of what was set"
