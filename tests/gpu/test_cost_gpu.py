@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 def test_a_run_on_a_gpu_measures_what_its_samples_cost(tmp_path):
     make_datasets(tmp_path)
     wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0}
+    wide = {"task.encoder.dim": 32, "task.encoder.head_dim": 16}
     given = {
+        **wide,
         **wrong,
         "balance.policy": "refined",
         "balance.fit_every_steps": 40,

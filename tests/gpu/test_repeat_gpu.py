@@ -18,10 +18,13 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_seed_gives_the_same_weights_twice(tmp_path: Path, family: str) -> None:
+HALF = {"tables.items.dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("family", "tables"), [*((family, {}) for family in FAMILIES), ("hstu", HALF)])
+def test_a_seed_gives_the_same_weights_twice(tmp_path: Path, family: str, tables: dict[str, str]) -> None:
     make_datasets(tmp_path / "data", num_topics=5)
-    more = {**WIDE[family], "training.device": "cuda", "training.max_steps": 40, "training.epochs": 100}
+    more = {**WIDE[family], **tables, "training.device": "cuda", "training.max_steps": 40, "training.epochs": 100}
     more |= {"training.evaluate_every_epochs": 0, "batch.batch_samples": 32}
     for name in ("a", "b"):
         Trainer(config_of(family, tmp_path / "data", more), tmp_path / name, Topology.single("cuda")).train()
