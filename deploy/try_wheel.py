@@ -108,6 +108,11 @@ def tried(wheel: Path, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wheel", type=Path, required=True)
@@ -119,8 +124,8 @@ def main() -> None:
         print(f"{row['step']:24}{row['extra']:8}{row['seconds']:8.1f} s")
     if chosen.json is not None:
         command = f"python deploy/try_wheel.py --wheel {chosen.wheel.name} --folder FOLDER --json {chosen.json.name}"
-        hardware = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-        date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        hardware = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         written = {"bench": "wheel", "command": command, "date": date, "hardware": hardware, "emulated": False}
         chosen.json.write_text(json.dumps({**written, "rows": rows}, indent=1) + "\n")
 

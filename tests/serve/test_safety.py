@@ -41,6 +41,7 @@ BODIES = {
     "/v1/rank": {"user": "u", "history": EVENTS, "candidates": ["3"]},
     "/v1/preinfer": {"user": "u", "history": EVENTS},
     "/v1/events": {"user": "u", "history": EVENTS},
+    "/v1/titles": {"items": ["1"]},
     "/v1/admin/drain": {"drain": False},
 }
 MAY_ASK = {
@@ -270,6 +271,15 @@ def test_an_instance_answers_nobody_but_its_front(service):
     words = instance_arguments(cfg, typed)
     assert words[words.index("--safety.behind") + 1] == "gateway"
     assert not {"--safety.keys", "--safety.certificate", "--safety.private_key", "--insecure"} & set(words)
+    words = instance_arguments(ServeConfig(front="nginx", safety=SafetyConfig(keys="k")), {"safety.keys": "k"})
+    assert words[words.index("--safety.keys") + 1] == "k", "nginx does not look at keys: its instances do"
+    assert words[words.index("--safety.behind") + 1] == "nginx"
+
+    async def behind_nginx(client, _):
+        assert (await client.post("/v1/rank", json=BODIES["/v1/rank"])).status_code == 200
+        assert (await client.post("/v1/admin/probe", json={})).status_code == 403, "only the front may"
+
+    asking(single, service, ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="nginx")), behind_nginx)
 
 
 @pytest.mark.parametrize("front", ["none", "gateway", "nginx", "ray"])

@@ -1,0 +1,48 @@
+"""What people call items travels with an exported model."""
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+
+from nestrec.data.card import Feature
+from nestrec.data.dataset import Dataset
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.service import Service, ServiceConfig
+
+
+def test_titles_are_written_read_found_and_searched(tmp_path):
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    made = random_retrieval(encoder, num_items=30)
+    write_servable(made, tmp_path / "plain")
+    assert Servable.load(tmp_path / "plain").item_titles == ()
+    write_servable(replace(made, item_titles=tuple(f"Title {i}" for i in range(1, 31))), tmp_path / "titled")
+    loaded = Servable.load(tmp_path / "titled")
+    service, keys = Service({"retrieval": loaded}, ServiceConfig()), loaded.item_keys
+    app = App(service, LimitsConfig())
+
+    async def asked(body):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return (await client.post("/v1/titles", json=body)).json()["titles"]
+
+    try:
+        assert asyncio.run(asked({"items": [keys[4], "no such item"]})) == {keys[4]: "Title 5"}
+        assert asyncio.run(asked({"items": [], "search": "TITLE 3"})) == {keys[2]: "Title 3", keys[29]: "Title 30"}
+    finally:
+        service.close()
+
+
+def test_a_dataset_has_the_first_text_of_its_items(dataset_folder, monkeypatch):
+    dataset = Dataset.open(dataset_folder)
+    assert dataset.item_texts() == [], "the synthetic logs have none"
+    named = dataset.items().append_column("item_title", [[f"Title {i}" for i in range(dataset.num_items - 1)] + [None]])
+    monkeypatch.setattr(Dataset, "items", lambda self: named)
+    features = (*dataset.card.item_features, Feature(name="title", kind="text"))
+    dataset.card = replace(dataset.card, item_features=features)
+    assert dataset.item_texts()[:2] == ["Title 0", "Title 1"]
+    assert dataset.item_texts()[-1] == "", "one without"
