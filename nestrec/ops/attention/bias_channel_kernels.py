@@ -57,8 +57,17 @@ def _found_before(buckets, tile, first, low, length, BM: tl.constexpr, REVERSED:
 
 
 @triton.jit
-def _blocks_met(first, begin, end, window, context, BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr,
-                HAS_RULES: tl.constexpr):  # fmt: skip
+def _blocks_met(
+    first,
+    begin,
+    end,
+    window,
+    context,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    REVERSED: tl.constexpr,
+    HAS_RULES: tl.constexpr,
+):
     """(blocks of BN tokens that rows from `first` on meet, how many of them are the prefix, the first of the others)
 
     In whole blocks of BM, whatever BN is: what one kernel writes, another reads.
@@ -87,11 +96,28 @@ def _is_near(x, y, window, context, REVERSED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_item", "num_buckets", "num_splits", "window", "context"])
 def bias_weights_kernel(
-    out, table, schedule, state, query_time, time, buckets, first_tile, edges, first_item, columns, num_buckets,
-    num_splits, window, context,
-    BM: tl.constexpr, BN: tl.constexpr, REVERSED: tl.constexpr, IS_FUNCTION: tl.constexpr, FAST: tl.constexpr,
+    out,
+    table,
+    schedule,
+    state,
+    query_time,
+    time,
+    buckets,
+    first_tile,
+    edges,
+    first_item,
+    columns,
+    num_buckets,
+    num_splits,
+    window,
+    context,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    REVERSED: tl.constexpr,
+    IS_FUNCTION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_RULES: tl.constexpr,
-):  # fmt: skip
+):
     """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y; or the function that table holds."""
     slot = tl.program_id(0)
     item = first_item + slot
@@ -150,12 +176,30 @@ def _rows(x, start, first, row, length, step, low, channel, WIDTH: tl.constexpr)
 
 @triton.jit(do_not_specialize=["first_item", "origin", "window", "context"])
 def bias_product_kernel(
-    by_position, by_time, out, strip, weights, schedule, state, first_item, origin, columns, position_step, time_step,
-    window, context,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, REVERSED: tl.constexpr, PRECISION: tl.constexpr,
+    by_position,
+    by_time,
+    out,
+    strip,
+    weights,
+    schedule,
+    state,
+    first_item,
+    origin,
+    columns,
+    position_step,
+    time_step,
+    window,
+    context,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    REVERSED: tl.constexpr,
+    PRECISION: tl.constexpr,
     HAS_RULES: tl.constexpr,
-):  # fmt: skip
+):
     """out[x] = sum_y strip[x - y] by_position[y] + weights[x, y] by_time[y]."""
     chunks: tl.constexpr = (WIDTH + BW - 1) // BW
     slot = tl.program_id(0) // chunks  # channels of one block are neighbours, and share its weights in the cache
@@ -191,8 +235,9 @@ def bias_product_kernel(
 
 
 @triton.jit
-def _add_products(products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH: tl.constexpr,
-                  PRECISION: tl.constexpr):  # fmt: skip
+def _add_products(
+    products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH: tl.constexpr, PRECISION: tl.constexpr
+):
     left = _rows(grad, start, i0, row, length, WIDTH, low, channel, WIDTH)
     right = _rows(v, start, j0, row, length, v_step, low, channel, WIDTH)
     return tl.dot(left, right.T, products, input_precision=PRECISION)
@@ -210,10 +255,26 @@ def _by_bucket(products, bucket, unseen, SLOTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_item", "unseen", "window", "context"])
 def bias_time_kernel(
-    grad, v, buckets, out, schedule, state, first_item, columns, v_step, unseen, window, context,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_RULES: tl.constexpr,
-):  # fmt: skip
+    grad,
+    v,
+    buckets,
+    out,
+    schedule,
+    state,
+    first_item,
+    columns,
+    v_step,
+    unseen,
+    window,
+    context,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_RULES: tl.constexpr,
+):
     """out[item, split, bucket] = sums of grad[i] . v[j] over the pairs of a bucket, i of an item."""
     slot, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     item = first_item + slot
@@ -236,10 +297,26 @@ def bias_time_kernel(
 
 @triton.jit(do_not_specialize=["window", "context"])
 def bias_function_kernel(
-    grad, v, scalars, out, schedule, state, query_time, time, v_step, window, context,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr, HAS_RULES: tl.constexpr,
-):  # fmt: skip
+    grad,
+    v,
+    scalars,
+    out,
+    schedule,
+    state,
+    query_time,
+    time,
+    v_step,
+    window,
+    context,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+    HAS_RULES: tl.constexpr,
+):
     """out[item, split, 0..2] = sums of grad[i] . v[j] by e, e u and e u x of `time_function`, i of an item."""
     item, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     row, column, channel, slot = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BW), tl.arange(0, 4)
@@ -280,9 +357,21 @@ def _by_diagonal(products, BM: tl.constexpr):
 
 @triton.jit
 def _tiles_at(
-    grad, v, offsets, num_sequences, split, num_splits, distance, first, end, v_step,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    grad,
+    v,
+    offsets,
+    num_sequences,
+    split,
+    num_splits,
+    distance,
+    first,
+    end,
+    v_step,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Sum of the tiles at a distance whose key blocks are those from `first` to `end`."""
     chunks: tl.constexpr = (WIDTH + BW - 1) // BW
     row, channel = tl.arange(0, BM), tl.arange(0, BW)
@@ -302,9 +391,21 @@ def _tiles_at(
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "window", "context"])
 def bias_position_kernel(
-    grad, v, out, offsets, num_sequences, num_splits, v_step, window, context,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr, HAS_RULES: tl.constexpr,
-):  # fmt: skip
+    grad,
+    v,
+    out,
+    offsets,
+    num_sequences,
+    num_splits,
+    v_step,
+    window,
+    context,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_RULES: tl.constexpr,
+):
     """Sums of grad[i] . v[j] over the tiles whose key block lies program_id(0) blocks before their queries.
 
     out[split, distance, :]: by the 2 BM diagonals of a tile, the one with i - j = distance * BM at BM. All such tiles
@@ -319,18 +420,22 @@ def bias_position_kernel(
         near = distance * BM + row[:, None] - row[None, :] < window
         inside = context // BM
         edge = tl.cdiv(context, BM)
-        some = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, 0, inside, v_step,
-                         WIDTH, BM, BW, PRECISION)  # fmt: skip
+        some = _tiles_at(
+            grad, v, offsets, num_sequences, split, num_splits, distance, 0, inside, v_step, WIDTH, BM, BW, PRECISION
+        )
         total = _by_diagonal(tl.where(seen, some, 0.0), BM)
-        some = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, inside, edge, v_step,
-                         WIDTH, BM, BW, PRECISION)  # fmt: skip
+        some = _tiles_at(
+            grad, v, offsets, num_sequences, split, num_splits, distance, inside, edge, v_step, WIDTH, BM, BW, PRECISION
+        )
         total += _by_diagonal(tl.where(seen & (near | (row < context - inside * BM)[None, :]), some, 0.0), BM)
         end = tl.where((distance - 1) * BM + 1 < window, many, 0)  # no pair of the tiles is in the window
-        some = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, edge, end, v_step,
-                         WIDTH, BM, BW, PRECISION)  # fmt: skip
+        some = _tiles_at(
+            grad, v, offsets, num_sequences, split, num_splits, distance, edge, end, v_step, WIDTH, BM, BW, PRECISION
+        )
         total += _by_diagonal(tl.where(seen & near, some, 0.0), BM)
     else:
-        products = _tiles_at(grad, v, offsets, num_sequences, split, num_splits, distance, 0, many, v_step,
-                             WIDTH, BM, BW, PRECISION)  # fmt: skip
+        products = _tiles_at(
+            grad, v, offsets, num_sequences, split, num_splits, distance, 0, many, v_step, WIDTH, BM, BW, PRECISION
+        )
         total = _by_diagonal(tl.where(seen, products, 0.0), BM)
     tl.store(out + (split * tl.num_programs(0) + distance) * 2 * BM + tl.arange(0, 2 * BM), total)

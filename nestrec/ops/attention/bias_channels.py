@@ -74,9 +74,16 @@ def bias_attention(
     if not runs_kernels(v_TW) or rules.is_square or rules.num_targets_B is not None:
         return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
     found = _BiasAttention.apply(
-        v_TW, bias.position_table, bias.time_table, bias.time_function, offsets, bias.time_T, bias.query_time_T,
-        bias.buckets, (max_length, rules.max_attention_length or 0, rules.num_context),
-    )  # fmt: skip
+        v_TW,
+        bias.position_table,
+        bias.time_table,
+        bias.time_function,
+        offsets,
+        bias.time_T,
+        bias.query_time_T,
+        bias.buckets,
+        (max_length, rules.max_attention_length or 0, rules.num_context),
+    )
     return list(found)
 
 
@@ -94,10 +101,17 @@ def _of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
 class _BiasAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, v: torch.Tensor, position: torch.Tensor, time_table: torch.Tensor | None,
-        time_function: torch.Tensor | None, offsets: torch.Tensor, time: torch.Tensor | None,
-        query_time: torch.Tensor | None, buckets: torch.Tensor | None, sizes: tuple[int, int, int],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        time_table: torch.Tensor | None,
+        time_function: torch.Tensor | None,
+        offsets: torch.Tensor,
+        time: torch.Tensor | None,
+        query_time: torch.Tensor | None,
+        buckets: torch.Tensor | None,
+        sizes: tuple[int, int, int],
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(v, position, time_table, time_function, offsets, time, query_time, buckets)
         ctx.sizes = sizes
         shared = (position, time_table, time_function, offsets, time, query_time, buckets, *sizes, False)
@@ -113,9 +127,19 @@ class _BiasAttention(torch.autograd.Function):
         by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
         own_time = by_time[0] if by_time else None
         grad_v = bias_product(
-            by_position, own_time, position, time_table, time_function, offsets, time, query_time, buckets,
-            max_length, *seen, True,
-        )  # fmt: skip
+            by_position,
+            own_time,
+            position,
+            time_table,
+            time_function,
+            offsets,
+            time,
+            query_time,
+            buckets,
+            max_length,
+            *seen,
+            True,
+        )
         grad_position = _position_gradient(by_position, v, position, offsets, sizes)
         grad_time, grad_function = None, None
         if own_time is not None and time_function is not None:

@@ -42,11 +42,20 @@ def _rows_of(by_position: torch.Tensor | None, by_time: torch.Tensor | None) -> 
 
 @kernel_op("bias_product", fake=lambda by_position, by_time, *_: like(_rows_of(by_position, by_time)))
 def bias_product(
-    by_position: torch.Tensor | None, by_time: torch.Tensor | None, position: torch.Tensor,
-    time_table: torch.Tensor | None, time_function: torch.Tensor | None, offsets: torch.Tensor,
-    time: torch.Tensor | None, query_time: torch.Tensor | None, buckets: torch.Tensor | None, max_length: int,
-    window: int, context: int, is_reversed: bool,
-) -> torch.Tensor:  # fmt: skip
+    by_position: torch.Tensor | None,
+    by_time: torch.Tensor | None,
+    position: torch.Tensor,
+    time_table: torch.Tensor | None,
+    time_function: torch.Tensor | None,
+    offsets: torch.Tensor,
+    time: torch.Tensor | None,
+    query_time: torch.Tensor | None,
+    buckets: torch.Tensor | None,
+    max_length: int,
+    window: int,
+    context: int,
+    is_reversed: bool,
+) -> torch.Tensor:
     """(T, W) sums of (T, W) rows by the weights of distances and of times, whichever rows are given.
 
     Times have a table or a function. window, context: tokens that one sees, and first ones that all see; a window of 0
@@ -73,10 +82,25 @@ def bias_product(
         elif by_time is not None and time_function is not None:
             _fill(weights, time_function, schedule, times, first, seen, is_reversed=is_reversed, is_function=True)
         bias_product_kernel[(chunk * -(-rows.shape[1] // tile["BW"]),)](
-            given[0], given[-1], out, strip, weights, *schedule, first, origin, columns,
-            given[0].stride(0), given[-1].stride(0), window, context, **tile, HAS_POSITION=by_position is not None,
-            HAS_TIME=by_time is not None, REVERSED=is_reversed, HAS_RULES=window > 0,
-        )  # fmt: skip
+            given[0],
+            given[-1],
+            out,
+            strip,
+            weights,
+            *schedule,
+            first,
+            origin,
+            columns,
+            given[0].stride(0),
+            given[-1].stride(0),
+            window,
+            context,
+            **tile,
+            HAS_POSITION=by_position is not None,
+            HAS_TIME=by_time is not None,
+            REVERSED=is_reversed,
+            HAS_RULES=window > 0,
+        )
     return out
 
 
@@ -122,18 +146,39 @@ class _Times(NamedTuple):
 
 
 def _fill(
-    out: torch.Tensor, table: torch.Tensor, schedule: "WorkOrder", times: _Times, first: int, seen: tuple[int, int], *,
-    is_reversed: bool, is_function: bool = False,
-) -> None:  # fmt: skip
+    out: torch.Tensor,
+    table: torch.Tensor,
+    schedule: "WorkOrder",
+    times: _Times,
+    first: int,
+    seen: tuple[int, int],
+    *,
+    is_reversed: bool,
+    is_function: bool = False,
+) -> None:
     """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
     from nestrec.ops.attention.bias_channel_kernels import bias_weights_kernel
 
     num_buckets, splits = len(table) - 2, min(8, out.shape[1] // OTHERS)
     bias_weights_kernel[len(out) // BLOCK, splits](
-        out, table, *schedule, *times, bucket_edges(num_buckets, out.device), first, out.shape[1], num_buckets,
-        splits, *seen, BM=BLOCK, BN=OTHERS, REVERSED=is_reversed, IS_FUNCTION=is_function, FAST=_is_fast(out),
-        HAS_RULES=seen[0] > 0, num_warps=8,
-    )  # fmt: skip
+        out,
+        table,
+        *schedule,
+        *times,
+        bucket_edges(num_buckets, out.device),
+        first,
+        out.shape[1],
+        num_buckets,
+        splits,
+        *seen,
+        BM=BLOCK,
+        BN=OTHERS,
+        REVERSED=is_reversed,
+        IS_FUNCTION=is_function,
+        FAST=_is_fast(out),
+        HAS_RULES=seen[0] > 0,
+        num_warps=8,
+    )
 
 
 def _is_fast(x: torch.Tensor) -> bool:
@@ -143,9 +188,15 @@ def _is_fast(x: torch.Tensor) -> bool:
 
 @kernel_op("bias_function_gradient", fake=lambda grad, v, scalars, *_: torch.empty_like(scalars))
 def bias_function_gradient(
-    grad: torch.Tensor, v: torch.Tensor, scalars: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor,
-    query_time: torch.Tensor, window: int, context: int,
-) -> torch.Tensor:  # fmt: skip
+    grad: torch.Tensor,
+    v: torch.Tensor,
+    scalars: torch.Tensor,
+    offsets: torch.Tensor,
+    time: torch.Tensor,
+    query_time: torch.Tensor,
+    window: int,
+    context: int,
+) -> torch.Tensor:
     """The gradient of a time function's numbers."""
     from nestrec.ops.attention.bias_channel_kernels import bias_function_kernel
     from nestrec.ops.attention.work_order import make_schedule
@@ -156,17 +207,38 @@ def bias_function_gradient(
     items = schedule.table.shape[0]
     sums = torch.empty(items, SPLITS, 4, dtype=torch.float32, device=grad.device)
     bias_function_kernel[(items * SPLITS,)](
-        grad, v, scalars, sums, *schedule, query_time, time, v.stride(0), window, context, **pairs_tile(grad.shape[1]),
-        BN=OTHERS, SPLITS=SPLITS, FAST=_is_fast(grad), HAS_RULES=window > 0,
-    )  # fmt: skip
+        grad,
+        v,
+        scalars,
+        sums,
+        *schedule,
+        query_time,
+        time,
+        v.stride(0),
+        window,
+        context,
+        **pairs_tile(grad.shape[1]),
+        BN=OTHERS,
+        SPLITS=SPLITS,
+        FAST=_is_fast(grad),
+        HAS_RULES=window > 0,
+    )
     return function_gradient(scalars, sums.double().sum((0, 1)))
 
 
 @kernel_op("bias_time_gradient", fake=lambda grad, *rest: grad.new_empty(rest[-1], dtype=torch.float32))
 def bias_time_gradient(
-    grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, time: torch.Tensor, query_time: torch.Tensor,
-    given: torch.Tensor | None, max_length: int, window: int, context: int, num_slots: int,
-) -> torch.Tensor:  # fmt: skip
+    grad: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    time: torch.Tensor,
+    query_time: torch.Tensor,
+    given: torch.Tensor | None,
+    max_length: int,
+    window: int,
+    context: int,
+    num_slots: int,
+) -> torch.Tensor:
     """(num_slots,) float32: the gradient of a time table."""
     from nestrec.ops.attention.bias_channel_kernels import bias_time_kernel
     from nestrec.ops.attention.work_order import make_schedule
@@ -182,16 +254,29 @@ def bias_time_gradient(
     for first in range(0, items, chunk):
         _fill(buckets, number, schedule, times, first, (window, context), is_reversed=False)
         bias_time_kernel[(chunk * SPLITS,)](
-            grad, v, buckets, sums, *schedule, first, columns, v.stride(0), num_slots, window, context,
-            **pairs_tile(grad.shape[1]), SLOTS=slots, SPLITS=SPLITS, HAS_RULES=window > 0,
-        )  # fmt: skip
+            grad,
+            v,
+            buckets,
+            sums,
+            *schedule,
+            first,
+            columns,
+            v.stride(0),
+            num_slots,
+            window,
+            context,
+            **pairs_tile(grad.shape[1]),
+            SLOTS=slots,
+            SPLITS=SPLITS,
+            HAS_RULES=window > 0,
+        )
     return sums.sum((0, 1))[:num_slots]
 
 
 @kernel_op("bias_position_gradient", fake=lambda grad, v, offsets, length, *_: _diagonals(grad, offsets, length).sum(0))
 def bias_position_gradient(
     grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, max_length: int, window: int, context: int
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """(blocks, 2 BLOCK) float32: sums by the diagonals of the tiles at each distance in blocks."""
     from nestrec.ops.attention.bias_channel_kernels import bias_position_kernel
 
@@ -199,9 +284,18 @@ def bias_position_gradient(
     check_strided(v)
     out = _diagonals(grad, offsets, max_length)
     bias_position_kernel[out.shape[1], out.shape[0]](
-        grad, v, out, offsets, len(offsets) - 1, out.shape[0], v.stride(0), window, context,
-        **pairs_tile(grad.shape[1]), HAS_RULES=window > 0,
-    )  # fmt: skip
+        grad,
+        v,
+        out,
+        offsets,
+        len(offsets) - 1,
+        out.shape[0],
+        v.stride(0),
+        window,
+        context,
+        **pairs_tile(grad.shape[1]),
+        HAS_RULES=window > 0,
+    )
     return out.sum(0)
 
 

@@ -53,13 +53,28 @@ def table_gradients(
     distances = blocks + before
     splits = max(8, min(64, 2048 // distances))
     _tables_kernel[distances, splits](
-        *tensors, *(t.stride(0) for t in tensors), *(t.stride(1) for t in tensors), *schedule,
-        *inputs.scalars(q_THD), *inputs.biases, *sums, quantum, before, splits,
-        HAS_TARGETS=rules.num_targets_B is not None, HAS_POSITION=tables[0] is not None, HAS_TIME=tables[1] is not None,
-        FAST=q_THD.dtype == torch.bfloat16, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
-        BM=tile.x, BN=tile.y, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        *tensors,
+        *(t.stride(0) for t in tensors),
+        *(t.stride(1) for t in tensors),
+        *schedule,
+        *inputs.scalars(q_THD),
+        *inputs.biases,
+        *sums,
+        quantum,
+        before,
+        splits,
+        HAS_TARGETS=rules.num_targets_B is not None,
+        HAS_POSITION=tables[0] is not None,
+        HAS_TIME=tables[1] is not None,
+        FAST=q_THD.dtype == torch.bfloat16,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        BM=tile.x,
+        BN=tile.y,
+        D=dim,
+        WIDTH=max(16, triton.next_power_of_2(dim)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     found = [
         None if total is None or table is None else (total.double() * quantum).to(table.dtype)
         for total, table in zip(sums, tables, strict=True)
@@ -108,12 +123,48 @@ def _slope(s, FAST: tl.constexpr):
     do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets", "before", "num_splits"]
 )
 def _tables_kernel(
-    q, k, grad, v, q_step, k_step, grad_step, v_step, q_head, k_head, grad_head, v_head,
-    schedule, state, heads, scale, targets, num_context, window, ahead, position_table, centre, time_table, edges,
-    num_buckets, query_time, key_time, position_grad, time_grad, quantum_ptr, before, num_splits,
-    HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    grad,
+    v,
+    q_step,
+    k_step,
+    grad_step,
+    v_step,
+    q_head,
+    k_head,
+    grad_head,
+    v_head,
+    schedule,
+    state,
+    heads,
+    scale,
+    targets,
+    num_context,
+    window,
+    ahead,
+    position_table,
+    centre,
+    time_table,
+    edges,
+    num_buckets,
+    query_time,
+    key_time,
+    position_grad,
+    time_grad,
+    quantum_ptr,
+    before,
+    num_splits,
+    HAS_TARGETS: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     apart = (tl.program_id(0) - before) * BN  # first query less first key of every tile
     total = tl.load(state)
     quantum = tl.load(quantum_ptr)

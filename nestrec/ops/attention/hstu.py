@@ -122,8 +122,9 @@ def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offset
             "queries, keys and values have one shape, (tokens, heads, head dimension)", field="q, k, v", value=shapes
         )
     if len({x.dtype for x in (q_THD, k_THD, v_THD)}) > 1:
-        raise UserError("queries, keys and values have one dtype", field="q, k, v",
-                        value=[x.dtype for x in (q_THD, k_THD, v_THD)])  # fmt: skip
+        raise UserError(
+            "queries, keys and values have one dtype", field="q, k, v", value=[x.dtype for x in (q_THD, k_THD, v_THD)]
+        )
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int64:
         raise UserError(
             "offsets are int64 bounds, one more than sequences", field="offsets", value=(offsets.shape, offsets.dtype)
@@ -134,9 +135,11 @@ def _check_table(bias: RelativeBias, max_length: int) -> None:
     table = bias.position_table
     if table is not None and table.numel() < 2 * max_length - 1:
         raise UserError(
-            f"the table has no value for distances of sequences of {max_length} tokens", field="position_table",
-            value=table.numel(), remedy=f"give at least {2 * max_length - 1} values",
-        )  # fmt: skip
+            f"the table has no value for distances of sequences of {max_length} tokens",
+            field="position_table",
+            value=table.numel(),
+            remedy=f"give at least {2 * max_length - 1} values",
+        )
 
 
 def _better_one_by_one(offsets: torch.Tensor, max_length: int) -> bool:

@@ -59,10 +59,23 @@ def hstu_attention_kernel(
 ) -> torch.Tensor:
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
     return _forward(
-        q_THD, k_THD, v_THD, offsets, bias.position_table, bias.time_table, bias.time_function, bias.time_T,
-        bias.query_time_T, bias.buckets, rules.num_targets_B, rules.num_context, rules.max_attention_length,
-        rules.looks_ahead, max_length, normaliser,
-    )  # fmt: skip
+        q_THD,
+        k_THD,
+        v_THD,
+        offsets,
+        bias.position_table,
+        bias.time_table,
+        bias.time_function,
+        bias.time_T,
+        bias.query_time_T,
+        bias.buckets,
+        rules.num_targets_B,
+        rules.num_context,
+        rules.max_attention_length,
+        rules.looks_ahead,
+        max_length,
+        normaliser,
+    )
 
 
 def _buckets_shape(
@@ -129,9 +142,17 @@ def _forward(  # noqa: PLR0917
     from nestrec.ops.attention.hstu_passes import forward_pass
 
     bias, rules = _options(
-        position_table, time_table, time_function, time_T, query_time_T, buckets, num_targets_B, num_context,
-        max_attention_length, looks_ahead,
-    )  # fmt: skip
+        position_table,
+        time_table,
+        time_function,
+        time_T,
+        query_time_T,
+        buckets,
+        num_targets_B,
+        num_context,
+        max_attention_length,
+        looks_ahead,
+    )
     with torch.cuda.device_of(q_THD):
         return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
 
@@ -159,9 +180,17 @@ def _backward(  # noqa: PLR0917
     from nestrec.ops.attention.hstu_passes import backward_pass
 
     bias, rules = _options(
-        position_table, time_table, time_function, time_T, query_time_T, buckets, num_targets_B, num_context,
-        max_attention_length, looks_ahead,
-    )  # fmt: skip
+        position_table,
+        time_table,
+        time_function,
+        time_T,
+        query_time_T,
+        buckets,
+        num_targets_B,
+        num_context,
+        max_attention_length,
+        looks_ahead,
+    )
     with torch.cuda.device_of(q_THD):
         inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
         found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
@@ -182,11 +211,17 @@ def _options(  # noqa: PLR0917
     looks_ahead: bool,
 ) -> tuple[RelativeBias, AttentionRules]:
     bias = RelativeBias(
-        position_table=position_table, time_table=time_table, time_function=time_function, time_T=time_T,
-        query_time_T=query_time_T, buckets=buckets,
-    )  # fmt: skip
+        position_table=position_table,
+        time_table=time_table,
+        time_function=time_function,
+        time_T=time_T,
+        query_time_T=query_time_T,
+        buckets=buckets,
+    )
     rules = AttentionRules(
-        num_targets_B=num_targets_B, num_context=num_context, max_attention_length=max_attention_length,
+        num_targets_B=num_targets_B,
+        num_context=num_context,
+        max_attention_length=max_attention_length,
         looks_ahead=looks_ahead,
-    )  # fmt: skip
+    )
     return bias, rules

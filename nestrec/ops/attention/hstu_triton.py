@@ -34,8 +34,9 @@ def sigmoid(s):
 
 
 @triton.jit
-def _blocks_of_y(x0, length, history, num_context, window, ahead, REVERSED: tl.constexpr, XB: tl.constexpr,
-                 YB: tl.constexpr):  # fmt: skip
+def _blocks_of_y(
+    x0, length, history, num_context, window, ahead, REVERSED: tl.constexpr, XB: tl.constexpr, YB: tl.constexpr
+):
     """Blocks [low, high) that a block of x may see or be seen by, and so many before them: the contextual prefix."""
     x1 = tl.minimum(x0 + XB, length)
     if REVERSED:
@@ -62,13 +63,45 @@ def seen_pairs(i, j, history, num_context, window, ahead):
 
 @triton.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets"])
 def _stream_kernel(
-    x0_ptr, x1_ptr, y0_ptr, y1_ptr, out_ptr, x0_step, x1_step, y0_step, y1_step, x0_head, x1_head, y0_head, y1_head,
-    schedule, state, heads, scale, targets, num_context, window, ahead,
-    position_table, centre, time_table, edges, num_buckets, query_time, key_time,
-    GRADIENT: tl.constexpr, REVERSED: tl.constexpr, HAS_TARGETS: tl.constexpr, HAS_POSITION: tl.constexpr,
-    HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
-    XB: tl.constexpr, YB: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x0_ptr,
+    x1_ptr,
+    y0_ptr,
+    y1_ptr,
+    out_ptr,
+    x0_step,
+    x1_step,
+    y0_step,
+    y1_step,
+    x0_head,
+    x1_head,
+    y0_head,
+    y1_head,
+    schedule,
+    state,
+    heads,
+    scale,
+    targets,
+    num_context,
+    window,
+    ahead,
+    position_table,
+    centre,
+    time_table,
+    edges,
+    num_buckets,
+    query_time,
+    key_time,
+    GRADIENT: tl.constexpr,
+    REVERSED: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    PRECISION: tl.constexpr,
+    XB: tl.constexpr,
+    YB: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     item = tl.program_id(0)
     if item >= tl.load(state) * heads:
         return
@@ -186,11 +219,24 @@ def _launch(
     bias = inputs.bias
     blocks = blocks_for(dim, out.dtype)
     _stream_kernel[(schedule.table.shape[0] * heads,)](
-        *tensors, out, *(t.stride(0) for t in tensors), *(t.stride(1) for t in tensors),
-        *schedule, *inputs.scalars(out), *inputs.biases,
-        GRADIENT=is_gradient, REVERSED=is_reversed, HAS_TARGETS=inputs.rules.num_targets_B is not None,
-        HAS_POSITION=bias.position_table is not None, HAS_TIME=bias.time_table is not None,
-        PRECISION="ieee" if out.dtype == torch.float32 else "tf32", XB=blocks.x, YB=blocks.y, D=dim,
-        WIDTH=max(16, triton.next_power_of_2(dim)), num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+        *tensors,
+        out,
+        *(t.stride(0) for t in tensors),
+        *(t.stride(1) for t in tensors),
+        *schedule,
+        *inputs.scalars(out),
+        *inputs.biases,
+        GRADIENT=is_gradient,
+        REVERSED=is_reversed,
+        HAS_TARGETS=inputs.rules.num_targets_B is not None,
+        HAS_POSITION=bias.position_table is not None,
+        HAS_TIME=bias.time_table is not None,
+        PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
+        XB=blocks.x,
+        YB=blocks.y,
+        D=dim,
+        WIDTH=max(16, triton.next_power_of_2(dim)),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
     return out

@@ -31,9 +31,13 @@ class AttentionInputs(NamedTuple):
         rules = self.rules
         tokens, heads, _ = x_THD.shape
         return (
-            heads, 1.0 / self.normaliser, rules.num_targets_B, rules.num_context,
-            rules.max_attention_length or tokens + 1, rules.num_context if rules.looks_ahead else 0,
-        )  # fmt: skip
+            heads,
+            1.0 / self.normaliser,
+            rules.num_targets_B,
+            rules.num_context,
+            rules.max_attention_length or tokens + 1,
+            rules.num_context if rules.looks_ahead else 0,
+        )
 
     @property
     def biases(self) -> tuple[Any, ...]:
@@ -41,7 +45,11 @@ class AttentionInputs(NamedTuple):
         bias = self.bias
         position, time = bias.position_table, bias.time_table
         return (
-            position, 0 if position is None else (position.numel() - 1) // 2,
-            time, None if time is None else bucket_edges(time.numel() - 1, time.device),
-            0 if time is None else time.numel() - 1, bias.query_time_T, bias.time_T,
-        )  # fmt: skip
+            position,
+            0 if position is None else (position.numel() - 1) // 2,
+            time,
+            None if time is None else bucket_edges(time.numel() - 1, time.device),
+            0 if time is None else time.numel() - 1,
+            bias.query_time_T,
+            bias.time_T,
+        )

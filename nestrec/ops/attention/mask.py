@@ -41,9 +41,11 @@ class AttentionRules:
             raise UserError("a count of tokens is at least 0", field="num_context", value=self.num_context)
         if self.max_attention_length is not None and self.max_attention_length < 1:
             raise UserError(
-                "a query sees at least itself", field="max_attention_length", value=self.max_attention_length,
+                "a query sees at least itself",
+                field="max_attention_length",
+                value=self.max_attention_length,
                 remedy="give at least 1, or None for no limit",
-            )  # fmt: skip
+            )
 
     @property
     def is_plain(self) -> bool:

@@ -69,12 +69,34 @@ def _is_near(stands, key, WINDOW: tl.constexpr, CONTEXT: tl.constexpr):  # type:
 
 @triton.jit
 def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915, PLR0917
-    q, k, v, out, pool, blocks, pages, sums, arrived, q_stride, k_stride, v_stride, out_stride, pool_value, pool_head,
+    q,
+    k,
+    v,
+    out,
+    pool,
+    blocks,
+    pages,
+    sums,
+    arrived,
+    q_stride,
+    k_stride,
+    v_stride,
+    out_stride,
+    pool_value,
+    pool_head,
     scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    IS_FAST: tl.constexpr, PRECISION: tl.constexpr, FIELDS: tl.constexpr, ARE_CANDIDATES: tl.constexpr,
-    WINDOW: tl.constexpr, CONTEXT: tl.constexpr,
-):  # fmt: skip
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ARE_CANDIDATES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CONTEXT: tl.constexpr,
+):
     head = tl.program_id(0) % HEADS
     block = blocks + (tl.program_id(0) // HEADS) * FIELDS
     num_rows = tl.load(block + 1)
@@ -104,9 +126,16 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915
         page = tl.load(pages + first_page + start // PAGE).to(tl.int64)
         slot = (page * PAGE + start % PAGE + key)[:, None] * DIM + dim[None, :]
         acc = _attend(
-            acc, q_RD, pool_keys + slot, pool_keys + pool_value + slot, start + key < whole_prefix, is_seen,
-            WINDOW > 0, IS_FAST, PRECISION,
-        )  # fmt: skip
+            acc,
+            q_RD,
+            pool_keys + slot,
+            pool_keys + pool_value + slot,
+            start + key < whole_prefix,
+            is_seen,
+            WINDOW > 0,
+            IS_FAST,
+            PRECISION,
+        )
     all_see = tl.minimum(first + 1, num_seen) // KEYS * KEYS
     if WINDOW:
         all_see = tl.minimum(
@@ -116,19 +145,31 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915
     if not WINDOW:
         for start in range(0, all_see, KEYS):
             acc = _attend(
-                acc, q_RD, k + (start + new)[:, None] * k_stride + column[None, :],
-                v + (start + new)[:, None] * v_stride + column[None, :], start + key < num_seen, is_row[:, None],
-                False, IS_FAST, PRECISION,
-            )  # fmt: skip
+                acc,
+                q_RD,
+                k + (start + new)[:, None] * k_stride + column[None, :],
+                v + (start + new)[:, None] * v_stride + column[None, :],
+                start + key < num_seen,
+                is_row[:, None],
+                False,
+                IS_FAST,
+                PRECISION,
+            )
     for start in range(all_see, num_seen, KEYS):
         is_seen = (start + key)[None, :] <= (first + row)[:, None]
         if WINDOW:
             is_seen = is_seen & _is_near(stands, whole_prefix + start + key, WINDOW, CONTEXT)
         acc = _attend(
-            acc, q_RD, k + (start + new)[:, None] * k_stride + column[None, :],
-            v + (start + new)[:, None] * v_stride + column[None, :], start + key < num_seen, is_seen,
-            True, IS_FAST, PRECISION,
-        )  # fmt: skip
+            acc,
+            q_RD,
+            k + (start + new)[:, None] * k_stride + column[None, :],
+            v + (start + new)[:, None] * v_stride + column[None, :],
+            start + key < num_seen,
+            is_seen,
+            True,
+            IS_FAST,
+            PRECISION,
+        )
     if (candidate > 0) & is_last:
         k_RD = tl.load(k + rows[:, None] * k_stride + column[None, :], mask=is_row[:, None], other=0.0)
         v_RD = tl.load(v + rows[:, None] * v_stride + column[None, :], mask=is_row[:, None], other=0.0)
@@ -149,16 +190,27 @@ def _attention_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0912, PLR0915
             tl.store(counter, 0)
     if is_whole:
         tl.store(
-            out + asking[:, None] * out_stride + column[None, :], (acc * scale).to(out.dtype.element_ty),
+            out + asking[:, None] * out_stride + column[None, :],
+            (acc * scale).to(out.dtype.element_ty),
             mask=is_row[:, None],
-        )  # fmt: skip
+        )
 
 
 @triton.jit
 def _store_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    k, v, pool, slots, num_rows, k_stride, v_stride, pool_value, pool_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    pool,
+    slots,
+    num_rows,
+    k_stride,
+    v_stride,
+    pool_value,
+    pool_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     head = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
@@ -201,13 +253,36 @@ def paged_attention(  # noqa: PLR0917
     keys = min(BLOCK_KEYS, page_tokens)
     assert page_tokens % keys == 0
     _attention_kernel[(blocks.shape[0] * num_heads,)](
-        q_TW, k_TW, v_TW, out, pool, blocks, pages, workspace.sums, workspace.arrived,
-        q_TW.stride(0), k_TW.stride(0), v_TW.stride(0), out.stride(0),
-        pool.stride(0), pool.stride(1), 1.0 / normaliser,
-        HEADS=num_heads, DIM=dim, PAGE=page_tokens, ROWS=BLOCK_ROWS, KEYS=keys, IS_FAST=is_half and q_TW.is_cuda,
-        PRECISION="tf32" if is_half else "ieee", FIELDS=FIELDS, ARE_CANDIDATES=are_candidates,
-        WINDOW=rules.max_attention_length or 0, CONTEXT=rules.num_context, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+        q_TW,
+        k_TW,
+        v_TW,
+        out,
+        pool,
+        blocks,
+        pages,
+        workspace.sums,
+        workspace.arrived,
+        q_TW.stride(0),
+        k_TW.stride(0),
+        v_TW.stride(0),
+        out.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        1.0 / normaliser,
+        HEADS=num_heads,
+        DIM=dim,
+        PAGE=page_tokens,
+        ROWS=BLOCK_ROWS,
+        KEYS=keys,
+        IS_FAST=is_half and q_TW.is_cuda,
+        PRECISION="tf32" if is_half else "ieee",
+        FIELDS=FIELDS,
+        ARE_CANDIDATES=are_candidates,
+        WINDOW=rules.max_attention_length or 0,
+        CONTEXT=rules.num_context,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
     return out
 
 
@@ -215,6 +290,16 @@ def store_in_pages(k_TW: torch.Tensor, v_TW: torch.Tensor, pool: torch.Tensor, s
     """Write keys and values of the rows whose slot is not negative into one layer of the pool."""
     _, num_heads, _, dim = pool.shape
     _store_kernel[(triton.cdiv(len(slots_T), 32), num_heads)](
-        k_TW, v_TW, pool, slots_T, len(slots_T), k_TW.stride(0), v_TW.stride(0), pool.stride(0), pool.stride(1),
-        HEADS=num_heads, DIM=dim, ROWS=32,
-    )  # fmt: skip
+        k_TW,
+        v_TW,
+        pool,
+        slots_T,
+        len(slots_T),
+        k_TW.stride(0),
+        v_TW.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        HEADS=num_heads,
+        DIM=dim,
+        ROWS=32,
+    )

@@ -46,9 +46,13 @@ def segment_array(segments: Sequence[PagedSegment]) -> NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)
 def write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by position
-    segments: NDArray[np.int64], num_heads: int, candidates_only: bool, out: NDArray[np.int32], window: int,
+    segments: NDArray[np.int64],
+    num_heads: int,
+    candidates_only: bool,
+    out: NDArray[np.int32],
+    window: int,
     context: int,
-) -> int:  # fmt: skip
+) -> int:
     """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
     all of them undivided. window, context: of the model's attention; 0: it sees everything."""
     keys = _keys_a_part(segments, num_heads, candidates_only, min(len(out), MOST_PARTS), window + context)
@@ -106,9 +110,14 @@ def _num_blocks(rows: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _write_parts(  # noqa: PLR0917
-    blocks: NDArray[np.int32], count: int, whole: int, keys: int, place: tuple[int, int, int, int, int, int, int],
-    window: int, context: int,
-) -> int:  # fmt: skip
+    blocks: NDArray[np.int32],
+    count: int,
+    whole: int,
+    keys: int,
+    place: tuple[int, int, int, int, int, int, int],
+    window: int,
+    context: int,
+) -> int:
     row, rows, page, history_row, first, num_seen, candidate = place
     low, kept, prefix = 0, 0, whole
     if window:

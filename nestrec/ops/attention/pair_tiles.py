@@ -96,9 +96,19 @@ def pair_buckets(
     found = torch.empty(plan.most, SIDE, SIDE, dtype=torch.uint8, device=offsets.device)
     schedule = make_schedule(offsets, time_T.numel(), SIDE)
     _buckets_kernel[schedule.table.shape[0], SPLITS](
-        found, *schedule, plan.first_B, query_time_T, time_T, bucket_edges(num_buckets, offsets.device), num_buckets,
-        plan.most, SPLITS, IS_SQUARE=plan.is_square, SIDE=SIDE, num_warps=4,
-    )  # fmt: skip
+        found,
+        *schedule,
+        plan.first_B,
+        query_time_T,
+        time_T,
+        bucket_edges(num_buckets, offsets.device),
+        num_buckets,
+        plan.most,
+        SPLITS,
+        IS_SQUARE=plan.is_square,
+        SIDE=SIDE,
+        num_warps=4,
+    )
     return found
 
 
@@ -117,8 +127,20 @@ def row_of_tiles(schedule, item, first_tile, IS_SQUARE: tl.constexpr, SIDE: tl.c
 
 
 @triton.jit(do_not_specialize=["num_buckets", "num_tiles"])
-def _buckets_kernel(out, schedule, state, first_tile, query_time, key_time, edges, num_buckets, num_tiles, num_splits,
-                    IS_SQUARE: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+def _buckets_kernel(
+    out,
+    schedule,
+    state,
+    first_tile,
+    query_time,
+    key_time,
+    edges,
+    num_buckets,
+    num_tiles,
+    num_splits,
+    IS_SQUARE: tl.constexpr,
+    SIDE: tl.constexpr,
+):
     item = tl.program_id(0)
     if item >= tl.load(state):
         return
@@ -166,9 +188,7 @@ def write_bias(
     plan: None where biases are those of distances alone.
     """
     position = bias.position_table
-    shared: dict[str, Any] = {
-        "REVERSED": is_reversed, "IS_BF16": dtype == torch.bfloat16, "SIDE": SIDE, "num_warps": 4
-    }  # fmt: skip
+    shared: dict[str, Any] = {"REVERSED": is_reversed, "IS_BF16": dtype == torch.bfloat16, "SIDE": SIDE, "num_warps": 4}
     centre = 0 if position is None else (position.numel() - 1) // 2
     if plan is None:
         assert position is not None
@@ -180,10 +200,23 @@ def write_bias(
     words = torch.empty(plan.most, WORDS, dtype=torch.int32, device=offsets.device)
     schedule = make_schedule(offsets, num_tokens, SIDE)
     _words_kernel[schedule.table.shape[0], SPLITS](
-        words, *schedule, plan.first_B, buckets, bias.time_table, bias.time_function, bias.query_time_T, bias.time_T,
-        position, centre, targets_B, plan.most, SPLITS,
-        IS_SQUARE=is_square, FAST=not IS_INTERPRETED, **shared,
-    )  # fmt: skip
+        words,
+        *schedule,
+        plan.first_B,
+        buckets,
+        bias.time_table,
+        bias.time_function,
+        bias.query_time_T,
+        bias.time_T,
+        position,
+        centre,
+        targets_B,
+        plan.most,
+        SPLITS,
+        IS_SQUARE=is_square,
+        FAST=not IS_INTERPRETED,
+        **shared,
+    )
     return BiasWords(words, -1)
 
 
@@ -215,8 +248,9 @@ def _store_words(place, value, IS_BF16: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _distances_kernel(out, position_table, centre, origin, REVERSED: tl.constexpr, IS_BF16: tl.constexpr,
-                      SIDE: tl.constexpr):  # fmt: skip
+def _distances_kernel(
+    out, position_table, centre, origin, REVERSED: tl.constexpr, IS_BF16: tl.constexpr, SIDE: tl.constexpr
+):
     tile = tl.program_id(0)
     one = tl.arange(0, SIDE)
     apart = (origin - tile) * SIDE  # first key less first query
@@ -231,11 +265,26 @@ def _distances_kernel(out, position_table, centre, origin, REVERSED: tl.constexp
 
 @triton.jit(do_not_specialize=["num_tiles", "centre"])
 def _words_kernel(
-    out, schedule, state, first_tile, buckets, time_table, function, query_time, key_time,
-    position_table, centre, targets, num_tiles, num_splits,
-    IS_SQUARE: tl.constexpr, REVERSED: tl.constexpr, IS_BF16: tl.constexpr, FAST: tl.constexpr,
+    out,
+    schedule,
+    state,
+    first_tile,
+    buckets,
+    time_table,
+    function,
+    query_time,
+    key_time,
+    position_table,
+    centre,
+    targets,
+    num_tiles,
+    num_splits,
+    IS_SQUARE: tl.constexpr,
+    REVERSED: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    FAST: tl.constexpr,
     SIDE: tl.constexpr,
-):  # fmt: skip
+):
     item = tl.program_id(0)
     if item >= tl.load(state):
         return

@@ -101,12 +101,18 @@ class RelativeBias:
         }
         if given and (self.time_T is None or self.query_time_T is None):
             raise UserError(
-                "the time bias needs the time of every token", field=" and ".join(given), value=[*given.values()],
+                "the time bias needs the time of every token",
+                field=" and ".join(given),
+                value=[*given.values()],
                 remedy="give time_T and query_time_T",
-            )  # fmt: skip
+            )
         if len(given) > 1:
-            raise UserError("the time has one bias", field=" and ".join(given), value=[*given.values()],
-                            remedy="give a table or a function")  # fmt: skip
+            raise UserError(
+                "the time has one bias",
+                field=" and ".join(given),
+                value=[*given.values()],
+                remedy="give a table or a function",
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -142,5 +148,7 @@ class RelativeBias:
         assert self.query_time_T is not None
         slot_T = padded_slots(offsets, self.time_T.numel(), max_length)
         shape = (offsets.numel() - 1, max_length)
-        return [t.new_zeros(shape[0] * shape[1]).index_copy(0, slot_T, t).view(shape)
-                for t in (self.query_time_T, self.time_T)]  # fmt: skip
+        return [
+            t.new_zeros(shape[0] * shape[1]).index_copy(0, slot_T, t).view(shape)
+            for t in (self.query_time_T, self.time_T)
+        ]

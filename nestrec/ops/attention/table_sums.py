@@ -57,9 +57,11 @@ def _divide(inputs: AttentionInputs, num_tokens: int) -> _Division:
     blocks, rows = -(-inputs.max_length // SIDE), max(1, num_tokens // SIDE + inputs.offsets.numel() - 1)
     near = FAR_SPLITS if inputs.bias.time_table is None else NEAR_SPLITS
     return _Division(
-        min(near, rows), min(rows, max(8, min(FAR_SPLITS, PROGRAMS // blocks))), max(0, blocks - NEAR),
+        min(near, rows),
+        min(rows, max(8, min(FAR_SPLITS, PROGRAMS // blocks))),
+        max(0, blocks - NEAR),
         blocks - 1 if inputs.is_square else 0,
-    )  # fmt: skip
+    )
 
 
 class TableSums:
@@ -83,12 +85,30 @@ class TableSums:
             for is_needed, width in ((bias.position_table is not None, 2 * SIDE), (bias.has_time, slots))
         )
         _sums_kernel[division.programs, SIDE // SLAB](
-            kept, self._buckets, *make_schedule(inputs.offsets, self._num_tokens, SIDE), self._plan.first_B,
-            bias.time_function, bias.query_time_T, bias.time_T, scale, num_context, window, looking,
-            diagonals, by_time, *division, HAS_RULES=not rules.is_plain, IS_SQUARE=inputs.is_square,
-            HEADS=kept.shape[1], NEAR=NEAR, SLAB=SLAB, SLOTS=slots, SIDE=SIDE, FAST=not IS_INTERPRETED,
+            kept,
+            self._buckets,
+            *make_schedule(inputs.offsets, self._num_tokens, SIDE),
+            self._plan.first_B,
+            bias.time_function,
+            bias.query_time_T,
+            bias.time_T,
+            scale,
+            num_context,
+            window,
+            looking,
+            diagonals,
+            by_time,
+            *division,
+            HAS_RULES=not rules.is_plain,
+            IS_SQUARE=inputs.is_square,
+            HEADS=kept.shape[1],
+            NEAR=NEAR,
+            SLAB=SLAB,
+            SLOTS=slots,
+            SIDE=SIDE,
+            FAST=not IS_INTERPRETED,
             num_warps=1,
-        )  # fmt: skip
+        )
         if diagonals is not None and bias.position_table is not None:
             distances = NEAR + division.behind + division.ahead
             whole = torch.empty(distances, SIDE // SLAB, 2 * SIDE, dtype=torch.float32, device=kept.device)
@@ -136,11 +156,33 @@ def _is_kept(asks, sees, length, num_context, window, looking, HAS_RULES: tl.con
 
 @triton.jit(do_not_specialize=["num_context", "window", "looking", "near_splits", "far_splits", "behind", "ahead"])
 def _sums_kernel(
-    kept, buckets, schedule, state, first_tile, function, query_time, key_time, scale, num_context, window, looking,
-    diagonals, by_time, near_splits, far_splits, behind, ahead, HAS_RULES: tl.constexpr, IS_SQUARE: tl.constexpr,
+    kept,
+    buckets,
+    schedule,
+    state,
+    first_tile,
+    function,
+    query_time,
+    key_time,
+    scale,
+    num_context,
+    window,
+    looking,
+    diagonals,
+    by_time,
+    near_splits,
+    far_splits,
+    behind,
+    ahead,
+    HAS_RULES: tl.constexpr,
+    IS_SQUARE: tl.constexpr,
     HEADS: tl.constexpr,
-    NEAR: tl.constexpr, SLAB: tl.constexpr, SLOTS: tl.constexpr, SIDE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+    NEAR: tl.constexpr,
+    SLAB: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIDE: tl.constexpr,
+    FAST: tl.constexpr,
+):
     program, slab = tl.program_id(0), tl.program_id(1)
     far = program - NEAR * near_splits
     if far < 0:

@@ -34,8 +34,17 @@ def _load_tile(words, tile, first_chunk, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def load_words(first_tile, x0, y0, length, bias, REVERSED: gl.constexpr, IS_SQUARE: gl.constexpr, YB: gl.constexpr,
-               BY_DISTANCE: gl.constexpr):  # fmt: skip
+def load_words(
+    first_tile,
+    x0,
+    y0,
+    length,
+    bias,
+    REVERSED: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    YB: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+):
     """Biases of a tile of scores as they lie in memory; nothing where there are none."""
     words, origin, first = bias
     if words is None:

@@ -52,18 +52,22 @@ class Tiles(NamedTuple):
 
 
 WEIGHTS = {
-    32: Tiles(3, 128, 3, 2, True), 64: Tiles(3, 128, 3, 2, True), 128: Tiles(2, 128, 2, 2, True),
+    32: Tiles(3, 128, 3, 2, True),
+    64: Tiles(3, 128, 3, 2, True),
+    128: Tiles(2, 128, 2, 2, True),
     256: Tiles(2, 64, 2, 1, False),
-}  # fmt: skip
+}
 """By width of a head. Pinned: a timing never chooses them, so that results repeat."""
 WITH_BIAS = {**WEIGHTS, 32: Tiles(2, 128, 3, 2, True), 64: Tiles(2, 128, 3, 2, True)}
 """Three warp groups leave each too few registers for biases of so many columns on their way."""
 BY_DISTANCE = {**WITH_BIAS, 128: Tiles(3, 64, 4, 1, True)}
 """Biases of distances come from the cache: more rows that share keys and values are worth more than wide blocks."""
 GRADIENTS = {
-    32: Tiles(2, 64, 3, 2, True), 64: Tiles(2, 64, 3, 2, True), 128: Tiles(2, 64, 3, 1, True),
+    32: Tiles(2, 64, 3, 2, True),
+    64: Tiles(2, 64, 3, 2, True),
+    128: Tiles(2, 64, 3, 1, True),
     256: Tiles(2, 32, 3, 1, False),
-}  # fmt: skip
+}
 BACKWARD_WEIGHTS = Tiles(2, 64, 2, 1, False)
 """For heads wider than 128, whose d k and d v do not fit the registers together."""
 PAIR_BLOCK, PAIR_STAGES = 64, 3
@@ -135,9 +139,7 @@ def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs",
     sums = TableSums(inputs, len(q), pairs.plan, pairs.buckets) if has_sums else None
     for first in range(0, q.shape[1], group):
         heads = slice(first, min(first + group, q.shape[1]))
-        kept = torch.empty(
-            (pairs.plan.most, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device
-        )  # fmt: skip
+        kept = torch.empty((pairs.plan.most, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device)
         schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * 2)
         own = [x[:, heads] for x in (q, k, v, grad, dq, dk, dv)]
         launch_pair((own[1], own[2]), (own[0], own[3]), (own[5], own[6]), kept, schedule, inputs, biases, counter=0)
@@ -153,9 +155,16 @@ def _recomputed(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_P
     tiles = GRADIENTS[width_of(q)]
     schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
     dq = launch_stream(
-        (q, grad), (k, v), schedule, tiles, inputs, pairs.biases(is_reversed=False), is_gradient=True,
-        is_reversed=False, counter=0,
-    )  # fmt: skip
+        (q, grad),
+        (k, v),
+        schedule,
+        tiles,
+        inputs,
+        pairs.biases(is_reversed=False),
+        is_gradient=True,
+        is_reversed=False,
+        counter=0,
+    )
     biases = pairs.biases(is_reversed=True)
     if width_of(q) <= 128:
         dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
@@ -190,9 +199,7 @@ class _Pairs:
     def plan(self) -> TilePlan:
         if self._plan is None:
             inputs = self._inputs
-            self._plan = plan_tiles(
-                inputs.offsets, self._num_tokens, inputs.max_length, is_square=inputs.is_square
-            )  # fmt: skip
+            self._plan = plan_tiles(inputs.offsets, self._num_tokens, inputs.max_length, is_square=inputs.is_square)
         return self._plan
 
     @property
@@ -214,10 +221,17 @@ class _Pairs:
         if not inputs.bias.is_empty:
             is_by_pair = needs_pairs(inputs.bias, has_targets=inputs.rules.num_targets_B is not None)
             written = write_bias(
-                inputs.bias, self.buckets, inputs.offsets, self._num_tokens, inputs.max_length,
-                self.plan if is_by_pair else None, inputs.rules.num_targets_B, is_square=inputs.is_square,
-                is_reversed=is_reversed, dtype=self._dtype,
-            )  # fmt: skip
+                inputs.bias,
+                self.buckets,
+                inputs.offsets,
+                self._num_tokens,
+                inputs.max_length,
+                self.plan if is_by_pair else None,
+                inputs.rules.num_targets_B,
+                is_square=inputs.is_square,
+                is_reversed=is_reversed,
+                dtype=self._dtype,
+            )
             has_tiles |= is_by_pair
         return _Biases(*written, self.plan.first_B if has_tiles else None)
 
@@ -227,9 +241,7 @@ class _Pairs:
         is_sparse = inputs.rules.max_attention_length is not None and inputs.bias.is_empty
         if width_of(q) > 128 or is_sparse:
             return 0
-        tiles = most_tiles(
-            self._num_tokens, inputs.offsets.numel() - 1, inputs.max_length, is_square=inputs.is_square
-        )  # fmt: skip
+        tiles = most_tiles(self._num_tokens, inputs.offsets.numel() - 1, inputs.max_length, is_square=inputs.is_square)
         heads = q.shape[1]
         most = _memory(q) // KEPT_SHARE // (tiles * SIDE * SIDE * 2)
         return -(-heads // -(-heads // most)) if most > 0 else 0  # groups of one size, or nearly
@@ -250,12 +262,26 @@ def launch_stream(
     """(T, H, D) sums over y for every row of x."""
     out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     stream_kernel[(_programs(out),)](
-        rows_of(x[0], ROWS.value), rows_of(x[1], ROWS.value), rows_of(y[0], tiles.block), rows_of(y[1], tiles.block),
-        rows_of(out, ROWS.value), *schedule, *inputs.scalars(out), *biases, COUNTER=counter,
-        BY_DISTANCE=biases.origin >= 0, **_switches(out, inputs), GRADIENT=is_gradient, REVERSED=is_reversed,
-        CONSUMERS=tiles.consumers, YB=tiles.block, STAGES=tiles.stages, XSTAGES=tiles.x_stages,
-        OWN_OUT=tiles.own_out, num_warps=4,
-    )  # fmt: skip
+        rows_of(x[0], ROWS.value),
+        rows_of(x[1], ROWS.value),
+        rows_of(y[0], tiles.block),
+        rows_of(y[1], tiles.block),
+        rows_of(out, ROWS.value),
+        *schedule,
+        *inputs.scalars(out),
+        *biases,
+        COUNTER=counter,
+        BY_DISTANCE=biases.origin >= 0,
+        **_switches(out, inputs),
+        GRADIENT=is_gradient,
+        REVERSED=is_reversed,
+        CONSUMERS=tiles.consumers,
+        YB=tiles.block,
+        STAGES=tiles.stages,
+        XSTAGES=tiles.x_stages,
+        OWN_OUT=tiles.own_out,
+        num_warps=4,
+    )
     return out
 
 
@@ -274,10 +300,20 @@ def launch_pair(
     keys = (rows_of(each, ROWS.value) for each in x)
     queries = (rows_of(each, PAIR_BLOCK) for each in y)
     pair_kernel[(_programs(x[0]),)](
-        *keys, *queries, *(rows_of(each, ROWS.value) for each in out), None if kept is None else _tiles_of(kept),
-        *schedule, *inputs.scalars(x[0]), *biases, COUNTER=counter, BY_DISTANCE=biases.origin >= 0,
-        **_switches(x[0], inputs), YB=PAIR_BLOCK, STAGES=PAIR_STAGES, num_warps=4,
-    )  # fmt: skip
+        *keys,
+        *queries,
+        *(rows_of(each, ROWS.value) for each in out),
+        None if kept is None else _tiles_of(kept),
+        *schedule,
+        *inputs.scalars(x[0]),
+        *biases,
+        COUNTER=counter,
+        BY_DISTANCE=biases.origin >= 0,
+        **_switches(x[0], inputs),
+        YB=PAIR_BLOCK,
+        STAGES=PAIR_STAGES,
+        num_warps=4,
+    )
 
 
 def launch_product(
@@ -294,9 +330,17 @@ def launch_product(
     switches = _switches(k, inputs)
     del switches["FAST"]
     product_kernel[(_programs(k),)](
-        rows_of(k, SIDE), _tiles_of(kept), rows_of(out, ROWS.value), *schedule, *inputs.scalars(k),
-        biases.first_tile_B, COUNTER=counter, **switches, STAGES=PRODUCT_STAGES, num_warps=4,
-    )  # fmt: skip
+        rows_of(k, SIDE),
+        _tiles_of(kept),
+        rows_of(out, ROWS.value),
+        *schedule,
+        *inputs.scalars(k),
+        biases.first_tile_B,
+        COUNTER=counter,
+        **switches,
+        STAGES=PRODUCT_STAGES,
+        num_warps=4,
+    )
 
 
 def _tiles_of(kept: torch.Tensor) -> TensorDescriptor:
@@ -316,9 +360,11 @@ def _programs(x: torch.Tensor) -> int:
 
 def _switches(out_THD: torch.Tensor, inputs: AttentionInputs) -> dict[str, Any]:
     return {
-        "HAS_RULES": not inputs.rules.is_plain, "IS_SQUARE": inputs.is_square,
-        "D": width_of(out_THD), "FAST": out_THD.dtype == torch.bfloat16,
-    }  # fmt: skip
+        "HAS_RULES": not inputs.rules.is_plain,
+        "IS_SQUARE": inputs.is_square,
+        "D": width_of(out_THD),
+        "FAST": out_THD.dtype == torch.bfloat16,
+    }
 
 
 def width_of(x_THD: torch.Tensor) -> int:

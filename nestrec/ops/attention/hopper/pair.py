@@ -40,8 +40,21 @@ from nestrec.ops.attention.hopper.pieces import (
 
 
 @gluon.jit
-def _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES: gl.constexpr, FAST: gl.constexpr,
-              LAYOUT: gl.constexpr, YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+def _elements(
+    s,
+    dp,
+    words,
+    x0,
+    y0,
+    history,
+    rules,
+    bias,
+    HAS_RULES: gl.constexpr,
+    FAST: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    YB: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
     """Weights and their gradients."""
     i, j = places(x0, y0, LAYOUT, True, YB)
     w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB), FAST)
@@ -78,9 +91,26 @@ def _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C: gl.constexpr
 
 
 @gluon.jit
-def _consumer(dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules, bias, C: gl.constexpr,
-              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, BY_DISTANCE: gl.constexpr, YB: gl.constexpr,
-              D: gl.constexpr, STAGES: gl.constexpr, FAST: gl.constexpr):  # fmt: skip
+def _consumer(
+    dk_desc,
+    dv_desc,
+    g_desc,
+    smem,
+    g_smem,
+    bars,
+    heads,
+    scale,
+    rules,
+    bias,
+    C: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    FAST: gl.constexpr,
+):
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
     DTYPE: gl.constexpr = k_smem.dtype
@@ -175,10 +205,34 @@ def _consumer(dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules,
 
 
 @gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "origin"])
-def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, g_desc, table, state, heads, scale, targets,
-                num_context, window, ahead, words, origin, first_tile, COUNTER: gl.constexpr, BY_DISTANCE: gl.constexpr,
-                HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, YB: gl.constexpr, D: gl.constexpr,
-                STAGES: gl.constexpr, FAST: gl.constexpr):  # fmt: skip
+def pair_kernel(
+    k_desc,
+    v_desc,
+    q_desc,
+    do_desc,
+    dk_desc,
+    dv_desc,
+    g_desc,
+    table,
+    state,
+    heads,
+    scale,
+    targets,
+    num_context,
+    window,
+    ahead,
+    words,
+    origin,
+    first_tile,
+    COUNTER: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    FAST: gl.constexpr,
+):
     DTYPE: gl.constexpr = k_desc.dtype
     k_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, 1, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, ROWS, 1, D], v_desc.layout)
@@ -191,9 +245,15 @@ def pair_kernel(k_desc, v_desc, q_desc, do_desc, dk_desc, dv_desc, g_desc, table
     else:
         g_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, YB], g_desc.layout)
     bars = (
-        barriers(1, 1), barriers(1, 2), barriers(STAGES, 1), barriers(STAGES, 2),
-        barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1), barriers(2, 2),
-    )  # fmt: skip
+        barriers(1, 1),
+        barriers(1, 2),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+        barriers(2, 1),
+        barriers(2, 2),
+    )
     fence_async_shared()
     gl.thread_barrier()
     rules = (targets, num_context, window, ahead)

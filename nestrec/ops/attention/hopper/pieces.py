@@ -36,8 +36,16 @@ def _entry(index, total, table, heads):
 
 
 @gluon.jit
-def _item(index, entry, heads, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr,
-          BY_BLOCK: gl.constexpr):  # fmt: skip
+def _item(
+    index,
+    entry,
+    heads,
+    rules,
+    REVERSED: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    XB: gl.constexpr,
+    BY_BLOCK: gl.constexpr,
+):
     """First token, length and history of the sequence; head; first row of the block.
 
     Neighbours are blocks of one head, which read the same y, or heads of one block, which read the same biases.
@@ -72,8 +80,9 @@ def _first_tile(bias, entry):
 
 
 @gluon.jit
-def item_of(index, total, table, heads, rules, first_tile, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr,
-            XB: gl.constexpr):  # fmt: skip
+def item_of(
+    index, total, table, heads, rules, first_tile, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr
+):
     """An item, read when it is needed."""
     entry = _entry(index, total, table, heads)
     start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, False)
@@ -114,15 +123,22 @@ def put_end(slots, slot):
 @gluon.jit
 def get_item(slots, slot):
     return (
-        _get(slots, slot, 0), _get(slots, slot, 1), _get(slots, slot, 2), _get(slots, slot, 3),
-        _get(slots, slot, 4), _get(slots, slot, 5), _get(slots, slot, 6), _get(slots, slot, 7),
+        _get(slots, slot, 0),
+        _get(slots, slot, 1),
+        _get(slots, slot, 2),
+        _get(slots, slot, 3),
+        _get(slots, slot, 4),
+        _get(slots, slot, 5),
+        _get(slots, slot, 6),
+        _get(slots, slot, 7),
         _get(slots, slot, 8),
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
-def range_of_y(x0, length, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr,
-           YB: gl.constexpr):  # fmt: skip
+def range_of_y(
+    x0, length, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr, YB: gl.constexpr
+):
     """Blocks [low, high) of y that a block of x may meet, and so many before them: the contextual prefix."""
     x1 = gl.minimum(length, x0 + XB)
     low = 0
@@ -187,10 +203,26 @@ def store_rows(desc, start, length, row, head, smem):
 
 
 @gluon.jit
-def producer(descs, smem, bars, table, state, heads, rules, bias, COUNTER: gl.constexpr, BY_BLOCK: gl.constexpr,
-              HAS_RULES: gl.constexpr,
-              GRADIENT: gl.constexpr, REVERSED: gl.constexpr, CONSUMERS: gl.constexpr, YB: gl.constexpr,
-              D: gl.constexpr, STAGES: gl.constexpr, XSTAGES: gl.constexpr):  # fmt: skip
+def producer(
+    descs,
+    smem,
+    bars,
+    table,
+    state,
+    heads,
+    rules,
+    bias,
+    COUNTER: gl.constexpr,
+    BY_BLOCK: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    GRADIENT: gl.constexpr,
+    REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    XSTAGES: gl.constexpr,
+):
     x0_desc, x1_desc, y0_desc, y1_desc = descs
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
     x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars

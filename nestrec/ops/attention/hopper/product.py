@@ -50,8 +50,22 @@ def _is_kept(x0, y0, length, history, rules, HAS_RULES: gl.constexpr, IS_SQUARE:
 
 
 @gluon.jit
-def _producer(k_desc, g_desc, smem, bars, table, state, heads, rules, first_of, COUNTER: gl.constexpr,
-              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _producer(
+    k_desc,
+    g_desc,
+    smem,
+    bars,
+    table,
+    state,
+    heads,
+    rules,
+    first_of,
+    COUNTER: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     k_smem, g_smem, item_smem = smem
     full, empty, item_full, item_empty = bars
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -91,8 +105,19 @@ def _producer(k_desc, g_desc, smem, bars, table, state, heads, rules, first_of, 
 
 
 @gluon.jit
-def _consumer(out_desc, smem, out_smem, bars, scale, rules, C: gl.constexpr, HAS_RULES: gl.constexpr,
-              IS_SQUARE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _consumer(
+    out_desc,
+    smem,
+    out_smem,
+    bars,
+    scale,
+    rules,
+    C: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     k_smem, g_smem, item_smem = smem
     full, empty, item_full, item_empty = bars
     DTYPE: gl.constexpr = k_smem.dtype
@@ -132,9 +157,25 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, C: gl.constexpr, HAS
 
 
 @gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead"])
-def product_kernel(k_desc, g_desc, out_desc, table, state, heads, scale, targets, num_context, window, ahead,
-                   first_tile, COUNTER: gl.constexpr, HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, D: gl.constexpr,
-                   STAGES: gl.constexpr):  # fmt: skip
+def product_kernel(
+    k_desc,
+    g_desc,
+    out_desc,
+    table,
+    state,
+    heads,
+    scale,
+    targets,
+    num_context,
+    window,
+    ahead,
+    first_tile,
+    COUNTER: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     DTYPE: gl.constexpr = k_desc.dtype
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, 64, 1, D], k_desc.layout)
     g_smem = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 64, 64], g_desc.layout)

@@ -43,9 +43,23 @@ from nestrec.ops.attention.hopper.pieces import (
 
 
 @gluon.jit
-def _elements(s, dp, words, x0, y0, history, rules, bias, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
-              HAS_RULES: gl.constexpr, FAST: gl.constexpr, LAYOUT: gl.constexpr,
-              YB: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+def _elements(
+    s,
+    dp,
+    words,
+    x0,
+    y0,
+    history,
+    rules,
+    bias,
+    GRADIENT: gl.constexpr,
+    REVERSED: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    FAST: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    YB: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
     """The weights or their gradients, as the left operand of the next product."""
     i, j = places(x0, y0, LAYOUT, REVERSED, YB)
     w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB), FAST)
@@ -59,10 +73,28 @@ def _elements(s, dp, words, x0, y0, history, rules, bias, GRADIENT: gl.constexpr
 
 
 @gluon.jit
-def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexpr,
-              HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, BY_DISTANCE: gl.constexpr, GRADIENT: gl.constexpr,
-              REVERSED: gl.constexpr, CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr,
-              STAGES: gl.constexpr, XSTAGES: gl.constexpr, FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
+def _consumer(
+    out_desc,
+    smem,
+    out_smem,
+    bars,
+    scale,
+    rules,
+    bias,
+    C: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+    GRADIENT: gl.constexpr,
+    REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    XSTAGES: gl.constexpr,
+    FAST: gl.constexpr,
+    OWN_OUT: gl.constexpr,
+):
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
     x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars
     DTYPE: gl.constexpr = x0_smem.dtype
@@ -194,11 +226,37 @@ def _consumer(out_desc, smem, out_smem, bars, scale, rules, bias, C: gl.constexp
 
 
 @gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "origin"])
-def stream_kernel(x0_desc, x1_desc, y0_desc, y1_desc, out_desc, table, state, heads, scale, targets, num_context,
-                  window, ahead, words, origin, first_tile, COUNTER: gl.constexpr, BY_DISTANCE: gl.constexpr,
-                  HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr, GRADIENT: gl.constexpr, REVERSED: gl.constexpr,
-                  CONSUMERS: gl.constexpr, YB: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-                  XSTAGES: gl.constexpr, FAST: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
+def stream_kernel(
+    x0_desc,
+    x1_desc,
+    y0_desc,
+    y1_desc,
+    out_desc,
+    table,
+    state,
+    heads,
+    scale,
+    targets,
+    num_context,
+    window,
+    ahead,
+    words,
+    origin,
+    first_tile,
+    COUNTER: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    GRADIENT: gl.constexpr,
+    REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    XSTAGES: gl.constexpr,
+    FAST: gl.constexpr,
+    OWN_OUT: gl.constexpr,
+):
     DTYPE: gl.constexpr = x0_desc.dtype
     x0_smem = gl.allocate_shared_memory(DTYPE, [XSTAGES * CONSUMERS, 1, 1, ROWS, 1, D], x0_desc.layout)
     if GRADIENT:
@@ -214,9 +272,15 @@ def stream_kernel(x0_desc, x1_desc, y0_desc, y1_desc, out_desc, table, state, he
     item_smem = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     smem = (x0_smem, x1_smem, y0_smem, y1_smem, item_smem)
     bars = (
-        barriers(XSTAGES, 1), barriers(XSTAGES, CONSUMERS), barriers(STAGES, 1), barriers(STAGES, CONSUMERS),
-        barriers(STAGES, 1), barriers(STAGES, CONSUMERS), barriers(2, 1), barriers(2, CONSUMERS),
-    )  # fmt: skip
+        barriers(XSTAGES, 1),
+        barriers(XSTAGES, CONSUMERS),
+        barriers(STAGES, 1),
+        barriers(STAGES, CONSUMERS),
+        barriers(STAGES, 1),
+        barriers(STAGES, CONSUMERS),
+        barriers(2, 1),
+        barriers(2, CONSUMERS),
+    )
     fence_async_shared()
     gl.thread_barrier()
     rules = (targets, num_context, window, ahead)
