@@ -9,7 +9,7 @@ def test_rows_of_16_bits_are_compared_with_float32_and_a_cut_bench_goes_on(tmp_p
     make_datasets(tmp_path)
     recipe = tmp_path / "config.json"
     recipe.write_text(dumps(config_of("sasrec", tmp_path, {"name": "tiny"})))
-    bench = HalfRowsBench(recipe=str(recipe), seeds=(1,), epochs=1, output=str(tmp_path / "runs"))
+    bench = HalfRowsBench(recipe=str(recipe), seeds=(1,), epochs=1, exact_steps=4, output=str(tmp_path / "runs"))
     rows, more = [], {}
     measured = BENCH.measure(bench)
     try:
@@ -22,6 +22,7 @@ def test_rows_of_16_bits_are_compared_with_float32_and_a_cut_bench_goes_on(tmp_p
     assert rows[0]["table_bytes"] > rows[1]["table_bytes"]
     tested = json.loads((tmp_path / "runs/float32-1/eval/test.json").read_text())["metrics"]["model"]["ndcg@10"]
     assert rows[0]["ndcg@10"] == round(tested[0], 5)
+    assert more["nested_equals_serial"] == {"float32": True, "bfloat16": True}
     [comparison] = more["comparisons"]
     assert (comparison["recipe"], comparison["against"]) == ("tiny_bfloat16", "tiny_float32")
     before = (tmp_path / "runs/float32-1/metrics.jsonl").read_text()
