@@ -123,7 +123,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['step']:24}{row['extra']:8}{row['seconds']:8.1f} s")
     if chosen.json is not None:
-        command = f"python deploy/try_wheel.py --wheel {chosen.wheel.name} --folder FOLDER --json {chosen.json.name}"
+        command = "python deploy/try_wheel.py --wheel WHEEL --folder FOLDER --json docs/results/wheel.json"
         hardware = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         written = {"bench": "wheel", "command": command, "date": date, "hardware": hardware, "emulated": False}

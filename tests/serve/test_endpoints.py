@@ -254,3 +254,11 @@ def test_a_front_may_be_given_its_endpoints(service):
     front = App(service, LIMITS, endpoints=models)
     assert json.loads(call(front, "GET", "/about").text)["models"].keys() == {"retrieval", "ranking"}
     assert call(front, "GET", "/v1/models").status_code == 404
+
+
+def test_the_description_says_where_a_key_is_asked_for(described):
+    assert set(described["components"]["securitySchemes"]) == {"bearer", "key"}
+    for name in ENDPOINTS:
+        found, is_open = operation(described, name), ENDPOINTS.find(name).audience == "anyone"
+        assert ("security" in found) != is_open, name
+        assert ({"401", "403"} <= set(found["responses"])) != is_open, name

@@ -11,6 +11,8 @@ from nestrec.serving.api.shapes import Schema, json_schema
 
 _WRONG = {
     "400": "the request is wrong: the field that is named, or the body as a whole",
+    "401": "the server asks for a key, and none was given that it takes",
+    "403": "the key is of a role that may not ask this",
     "408": "the body did not arrive in time",
     "413": "the body is too long",
     "415": "the content type is not application/json",
@@ -18,6 +20,13 @@ _WRONG = {
     "503": "the server stops or starts, or the deadline has passed",
 }
 _COMES_BACK = ("429", "503")
+_BY_KEY = ("401", "403")
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+}
+_EITHER_OR_NONE: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}, {}]
+"""none where the server asks for no keys"""
 
 
 def openapi(endpoints: Mapping[str, Endpoint], limits: LimitsConfig) -> dict[str, Any]:
@@ -32,7 +41,7 @@ def openapi(endpoints: Mapping[str, Endpoint], limits: LimitsConfig) -> dict[str
         "openapi": "3.1.0",
         "info": {"title": "nestrec", "version": "1"},
         "paths": paths,
-        "components": {"schemas": dict(sorted(named.items()))},
+        "components": {"schemas": dict(sorted(named.items())), "securitySchemes": _SCHEMES},
     }
 
 
@@ -44,6 +53,8 @@ def _operation(
         schema = {"type": "string"} if endpoint.answer is None else json_schema(endpoint.answer, limits, named)
         answer["content"] = {endpoint.content_type: {"schema": schema}}
     found: dict[str, Any] = {"operationId": name, "summary": endpoint.summary}
+    if endpoint.audience != "anyone":
+        found["security"] = _EITHER_OR_NONE
     if parameters := re.findall(r"{(\w+)}", endpoint.path):
         found["parameters"] = [
             {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -62,6 +73,7 @@ def _problems(endpoint: Endpoint, problem: Schema) -> dict[str, Any]:
         statuses = tuple(_WRONG)
     else:
         statuses = ("400",) if "{" in endpoint.path else ()
+        statuses += _BY_KEY if endpoint.audience != "anyone" else ()
     return {status: _problem(status, problem) for status in statuses}
 
 
