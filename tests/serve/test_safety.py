@@ -26,6 +26,7 @@ from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig, safety_of, serve
+from nestrec.serving.load.replay import ReplayConfig, replay
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.start import instance_arguments, serve_many
 from nestrec.serving.model.random_model import random_retrieval
@@ -255,6 +256,21 @@ def test_a_key_has_its_rate_and_others_do_not_wait_for_it(service, ring):
         body = BODIES["/v1/rank"]
         assert (await client.post("/v1/rank", json=body, headers={"x-api-key": keys["slow"]})).status_code == 429
         assert (await client.post("/v1/rank", json=body, headers={"x-api-key": keys["public"]})).status_code == 200
+
+    asking(single, service, with_keys(path), use)
+
+
+def test_a_load_is_sent_with_the_key_of_the_environment(service, ring, monkeypatch):
+    path, keys = ring
+    cfg = ReplayConfig(rate=20.0, duration_s=0.2, history=3, candidates=2, items=50)
+
+    async def use(client, port):
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(UserError, match=r"asks for a key(.|\n)*NESTREC_KEY"):
+            await asyncio.to_thread(replay, url, cfg)
+        monkeypatch.setenv("NESTREC_KEY", keys["public"])
+        (row,) = await asyncio.to_thread(replay, url, cfg)
+        assert row["requests"] > row["refused"] == 0
 
     asking(single, service, with_keys(path), use)
 

@@ -27,8 +27,10 @@ class Reply:
 class HttpClient:
     """Keeps connections alive; used inside one event loop. More than 900 requests under way at a time fail."""
 
-    def __init__(self, host: str, port: int, *, timeout_s: float = 30.0):
+    def __init__(self, host: str, port: int, *, key: str = "", timeout_s: float = 30.0):
+        """key: of a server that asks for one."""
         self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._credential = f"authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[_Connection] = []
         self._num_open = 0
 
@@ -36,7 +38,7 @@ class HttpClient:
         """Send a request on a connection of its own."""
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"{self._credential}content-length: {len(body)}\r\n\r\n"
         )
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import math
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.serving.load.http_client import HttpClient
 from nestrec.serving.load.open_loop import Trial, largest, poisson_arrivals, run_open_loop, run_punctually
+
+KEY_VARIABLE = "NESTREC_KEY"
 
 
 @config
@@ -76,13 +79,23 @@ def reads_of(url: str) -> Reads:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=30.0)
     try:
-        connection.request("GET", "/v1/models")
-        return reads_from(json.loads(connection.getresponse().read())["models"])
+        key = key_in_environment()
+        connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+        response = connection.getresponse()
+        if response.status in (401, 403):
+            remedy = f"put a public key of it into {KEY_VARIABLE}"
+            raise UserError("asks for a key", field="URL", value=url, remedy=remedy)
+        return reads_from(json.loads(response.read())["models"])
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
         remedy = "name a server of `nestrec serve` of this version, or record a load and give it by --recorded"
         raise UserError("does not tell what its models read", field="URL", value=url, remedy=remedy) from error
     finally:
         connection.close()
+
+
+def key_in_environment() -> str:
+    """Not an option: whoever lists the processes of a machine sees those."""
+    return os.environ.get(KEY_VARIABLE, "")
 
 
 def reads_from(models: Mapping[str, Any]) -> Reads:
@@ -178,7 +191,7 @@ def recorded_load(path: Path) -> Load:
 async def send_load(url: str, load: Load, signal_s: float) -> Trial:
     """Send a load and wait for its answers."""
     parts = urlsplit(url)
-    client = HttpClient(parts.hostname or "127.0.0.1", parts.port or 80)
+    client = HttpClient(parts.hostname or "127.0.0.1", parts.port or 80, key=key_in_environment())
 
     async def send(number: int) -> bool:
         if load.signals:
