@@ -18,6 +18,7 @@ from listening_app import listening
 from server_process import exchange, free_port, status_of
 
 from nestrec.base.errors import UserError
+from nestrec.cli.health import check_health
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.endpoint import Endpoint
@@ -322,6 +323,7 @@ def test_admin_endpoints_can_be_had_on_the_health_port_alone(service, ring):
         assert [await asked(where, "admin", "/v1/rank") for where in (port, health_port)] == [200, 404]
         assert (await client.get(f"http://127.0.0.1:{health_port}/health/live")).status_code == 200
         assert (await client.get(f"http://127.0.0.1:{health_port}/metrics")).status_code == 401
+        await asyncio.to_thread(check_health, f"127.0.0.1:{health_port}")
 
     asking(single, service, ServeConfig(limits=LIMITS, health_port=health_port, safety=safety), use)
     with pytest.raises(UserError, match=r"has no port to go to"):
@@ -393,6 +395,7 @@ def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, s
         async with place(service, cfg) as port:
             assert await status_with(port, first[0]) == 200
             assert await status_with(port, second[0]) is None
+            await asyncio.to_thread(check_health, f"127.0.0.1:{port}")
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(exchange, port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") == b"", "no plain"
             certificate.write_bytes(second[0].read_bytes())  # one half: nothing to be taken yet
