@@ -52,6 +52,8 @@ class Process:
 class Supervised:
     """Starts and stops instances in this process."""
 
+    can_scale = True
+
     def __init__(self, folder, made):
         self._folder, self._made, self.slots = folder, made, []
         self.models = {}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import uvicorn
 
-from nestrec.base.bounds import Count, Port
+from nestrec.base.bounds import Count, NonNegative, Port
 from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.distributed.topology import check_device
@@ -67,6 +67,8 @@ class ServeConfig:
     """processes behind a front"""
     front: Literal["none", "gateway", "nginx", "ray"] = "none"
     """what stands before several instances; none: this process answers by itself"""
+    ray_gpus: NonNegative | None = None
+    """GPUs that each instance asks Ray for, a part of one where several share it; none: one where it runs on a GPU"""
     threads: Count = 1
     """threads of torch inside a batch"""
     tables: TablesConfig = TablesConfig()

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import unquote
 
 from nestrec.base.clock import RealClock
@@ -29,12 +28,11 @@ from nestrec.serving.api.protocol.http import (
     retry_after,
 )
 from nestrec.serving.api.protocol.incoming import client_in
-from nestrec.serving.api.requests import SwapRequest
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
-from nestrec.serving.api.shapes import Least, reader
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
 from nestrec.serving.many.fleet_metrics import FleetMetrics
+from nestrec.serving.many.operations import Operations
 from nestrec.serving.many.rollout import Rollout, Supervisor, version_of
 from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
@@ -46,24 +44,6 @@ _TURN_S, _TURNS_A_PROBE = 0.1, 10
 _PROBE_TIMEOUT_S = 2.0
 _GRACE_S = 0.2
 """beyond a deadline: the instance's own answer says more"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotDrainRequest:
-    """An instance is to be left out, or taken in again."""
-
-    slot: int
-    """which"""
-    drain: bool | None = None
-    """false takes it in again; true where it is left out"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleRequest:
-    """More or fewer instances."""
-
-    instances: Annotated[int, Least(1)]
-    """that are to serve"""
 
 
 class Gateway:
@@ -88,13 +68,11 @@ class Gateway:
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes: dict[int, asyncio.Task[bool]] = {}
         self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probe)
-        self._folders, self._drain_s = list(folders), drain_s
+        self._folders = list(folders)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reload: asyncio.Task[None] | None = None
         self._is_reload_due = False
-        self._changes: set[asyncio.Task[Answered]] = set()
-        self._read_swap = reader(SwapRequest, limits)
-        self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
+        self._operations = Operations(self.rollout, limits, drain_s)
         self.metrics = FleetMetrics(self.router)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +96,7 @@ class Gateway:
             return answered
         body = await unread.read() if method == "POST" else b""
         if path.startswith("/v1/admin/"):
-            return await self._operated(method, path, body)
+            return await self._operations.answer(method, path, body)
         if method == "DELETE" and path.startswith("/v1/users/"):
             return await self._everywhere(method, scope["raw_path"])
         return await self._routed(method, path, scope["raw_path"], body, client_in(scope))
@@ -137,30 +115,6 @@ class Gateway:
             case "/v1/live" if (slot := _slot_in(query)) is not None:
                 return await self._live(slot)
         return None
-
-    async def _operated(self, method: str, path: str, body: bytes) -> Answered:
-        """What concerns all instances, for whoever runs them; it goes on where the client does not wait for it."""
-        if (method, path) == ("GET", "/v1/admin/fleet"):
-            return await self.rollout.fleet()
-        if method != "POST":
-            return problem(405, "use POST", "", (b"allow", b"POST"))
-        data = parse_json(body)
-        match path:
-            case "/v1/admin/swap":
-                change = self.rollout.swap(self._read_swap(data).models)
-            case "/v1/admin/rollback":
-                change = self.rollout.rollback()
-            case "/v1/admin/drain":
-                wanted = self._read_drain(data)
-                change = self.rollout.drain(wanted.slot, wanted.drain is not False)
-            case "/v1/admin/scale":
-                change = self.rollout.scale(self._read_scale(data).instances, self._drain_s)
-            case _:
-                return problem(404, "there is nothing here")
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
 
     def ask_reload(self) -> None:
         """Let all instances load the folders that they were started with anew, soon; from any thread."""
@@ -290,7 +244,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End what is kept and what is under way to instances."""
-        tasks: list[asyncio.Task[Any]] = [*self._probes.values(), *self._changes]
+        tasks: list[asyncio.Task[Any]] = [*self._probes.values(), *self._operations.under_way]
         tasks += [self._reload] if self._reload is not None else []
         for task in tasks:
             task.cancel()

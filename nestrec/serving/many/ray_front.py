@@ -5,6 +5,7 @@ listen on every interface: run it in a network namespace or behind a firewall.
 """
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -12,19 +13,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestrec.base.clock import RealClock
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
 from nestrec.serving.api.process.listening import url_of
+from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.api.process.signals import Signals
-from nestrec.serving.api.protocol.http import Receive, Scope, Send
+from nestrec.serving.api.protocol.hosts import is_loopback
+from nestrec.serving.api.protocol.http import Answered, Receive, Scope, Send, problem, retry_after
+from nestrec.serving.api.reloader import Reloader
+from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.api.server import ServeConfig
 from nestrec.serving.histories.store import make_store
+from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import user_of
+from nestrec.serving.many.operations import Operations
+from nestrec.serving.many.rollout import Rollout
+from nestrec.serving.many.router import Ring, Router
+from nestrec.serving.many.upstream import Response
 from nestrec.serving.service import Service
 
 _LOG = logging.getLogger(__name__)
 APPLICATION = "nestrec"
+_FOLDERS = b"nestrec:folders"
 _SLOT_ROUTER = "nestrec.serving.many.ray_router:SlotRouter"
 
 
@@ -40,11 +52,10 @@ class RayInstance:
 
         torch.set_num_threads(cfg.threads)
         device = chosen_device(cfg.device)
-        self._app = App(
-            Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables),
-            cfg.limits,
-            make_store(cfg.histories),
-        )
+        folders = current_folders() or folders  # those of a swap, where this replica replaces another
+        service = Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables)
+        reloader = Reloader(service, device, cfg.tables)
+        self._app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
         self._slot = int(serve.get_replica_context().rank.rank)
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.instances)
         self._num_slots, self._num_leaked = cfg.instances, 0
@@ -60,7 +71,11 @@ class RayInstance:
         """One request through the routes; status, headers and body of its answer."""
         from nestrec.serving.many.ray_router import ranked_slots
 
-        if user and ranked_slots(self._keyed, self._ring, user, [True] * self._num_slots)[0] != self._slot:
+        if (
+            user
+            and not user.startswith("\0")
+            and ranked_slots(self._keyed, self._ring, user, [True] * self._num_slots)[0] != self._slot
+        ):
             self._num_leaked += 1
             self._leaks.inc()
         sent: list[dict[str, Any]] = []
@@ -83,18 +98,28 @@ class RayInstance:
 class Gate:
     """The deployment behind HAProxy."""
 
-    def __init__(self, instances: Any):
-        self._instances = instances
+    def __init__(self, instances: Any, cfg: ServeConfig):
+        self._app = GateApp(instances, cfg)
 
     def __serve_build_asgi_app__(self) -> "GateApp":
-        return GateApp(self._instances)
+        return self._app
+
+    async def swap(self, folders: list[str]) -> int:
+        """As POST /v1/admin/swap; the status."""
+        return (await self._app.rollout.swap(folders)).status
 
 
 class GateApp:
-    """Finds out whom a request is about and hands it on."""
+    """Finds out whom a request is about and hands it on. What concerns all replicas is asked of one after the other."""
 
-    def __init__(self, instances: Any):
-        self._instances = instances
+    def __init__(self, instances: Any, cfg: ServeConfig):
+        self._instances, self._takes_admin = instances, is_loopback(cfg.host)
+        self._replicas = [RayUpstream(instances, slot) for slot in range(cfg.instances)]
+        replicas: Any = self._replicas
+        keyed = KeyedHash()
+        router = Router(Ring.make(cfg.instances, keyed), keyed, RealClock())  # Ray has its own: this one is not asked
+        self.rollout = Rollout(replicas, router, RaySupervisor(), lambda _: asyncio.create_task(_is_ready()))
+        self._operations = Operations(self.rollout, cfg.limits, cfg.service.drain_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,25 +130,124 @@ class GateApp:
             parts.append(message.get("body", b""))
             more = message.get("more_body", False)
         body = b"".join(parts)
+        if scope["path"].startswith("/v1/admin/"):
+            await (await self._operated(scope["method"], scope["path"], body)).send(send)
+            return
+        if scope["method"] == "DELETE" and scope["path"].startswith("/v1/users/"):
+            await (await self._everywhere(scope["raw_path"])).send(send)
+            return
         names = ("type", "method", "path", "raw_path", "query_string", "headers")
         plain = {name: scope[name] for name in names}
-        status, headers, content = await self._instances.answer.remote(user_of(body), plain, body)
+        user = user_of(body).lstrip("\0")
+        status, headers, content = await self._instances.answer.remote(user, plain, body)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
+    async def _everywhere(self, target: bytes) -> Answered:
+        """The user may have been served by any of them: all must say that it is done."""
+        asked = (replica.send("DELETE", target) for replica in self._replicas)
+        responses = await asyncio.gather(*asked, return_exceptions=True)
+        heard = [response for response in responses if isinstance(response, Response)]
+        if len(heard) < len(responses):
+            return problem(503, "not every replica has answered; send it again", "", retry_after(1.0))
+        worst = max(heard, key=lambda response: response.status)
+        return Answered(worst.status, worst.body)
+
+    async def _operated(self, method: str, path: str, body: bytes) -> Answered:
+        if not self._takes_admin:  # no keys are known here
+            return problem(403, "admin endpoints are not answered here; send SIGHUP to the front")
+        try:
+            return await self._operations.answer(method, path, body)
+        except BadRequestError as error:
+            return problem(error.status, error.message, error.field)
+
+
+class RayUpstream:
+    """One replica, as a front asks an instance."""
+
+    def __init__(self, instances: Any, slot: int):
+        self._instances, self._slot = instances, slot
+
+    async def send(
+        self, method: str, target: bytes, body: bytes = b"", *, is_repeatable: bool = True, timeout_s: float = 30.0
+    ) -> Response:
+        """Raises OSError where there is no replica, or it is lost."""
+        from nestrec.serving.many.ray_router import slot_address
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        scope = {"type": "http", "method": method, "path": target.decode(), "raw_path": target}
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, found, content = await self._instances.answer.remote(
+                    slot_address(self._slot), {**scope, "query_string": b"", "headers": headers}, body
+                )
+        except Exception as error:  # Ray has many, and each means that nobody has answered
+            raise ConnectionError(f"replica {self._slot}: {type(error).__name__}") from error
+        return Response(status, dict(found), content)
+
+
+class RaySupervisor:
+    """Ray starts replicas again; the models of a swap are remembered for them."""
+
+    can_scale = False
+
+    def set_models(self, slot: int, folders: list[str]) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(_FOLDERS, json.dumps(folders).encode())
+
+    def add(self) -> int:
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        raise NotImplementedError
+
+
+def current_folders() -> list[str]:
+    """Of the models that a swap has brought; none where there was none."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    found = _internal_kv_get(_FOLDERS)
+    return list(json.loads(found)) if found else []
+
+
+async def _is_ready() -> bool:
+    return True
+
 
 def serve_on_ray(folders: Sequence[Path], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP leaves the models as they are, and says so."""
-    start_on_ray(folders, cfg)
+    """Serve until SIGTERM or SIGINT; SIGHUP lets every replica load its models anew, one after the other."""
+    gate = start_on_ray(folders, cfg)
     signals.take_over()  # Ray has set its own meanwhile
     announce(url_of(cfg.host, cfg.port))
-    signals.when_reloaded(lambda: _LOG.error("the models stay as they are: Ray Serve takes new ones by a new start"))
+    rolls = Serially("nestrec-roll", lambda: _roll(gate, [str(folder) for folder in folders]))
+    signals.when_reloaded(rolls.ask)
     signals.wait_for_stop()
+    rolls.close()
     import ray
     from ray import serve
 
     serve.shutdown()
     ray.shutdown()
+
+
+def num_gpus(cfg: ServeConfig) -> float:
+    """That each replica asks Ray for."""
+    if cfg.ray_gpus is not None:
+        return cfg.ray_gpus
+    return 1.0 if chosen_device(cfg.device).startswith("cuda") else 0.0
+
+
+def _roll(gate: Any, folders: list[str]) -> None:
+    try:
+        status = gate.swap.remote([str(Path(folder).resolve()) for folder in folders]).result()
+    except Exception as error:  # whatever Ray says, the replicas serve on
+        _LOG.error("the models stay as they are: %s", type(error).__name__)
+        return
+    if status != 200:
+        _LOG.error("the models stay as they are: a replica has not taken the new ones")
+    else:
+        _LOG.info("all replicas have loaded their models anew")
 
 
 def start_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> Any:
@@ -149,7 +273,9 @@ def start_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> Any:
         num_replicas=cfg.instances,
         request_router_config=router,
         max_ongoing_requests=1000,
-        ray_actor_options=light,
+        ray_actor_options={**light, "num_gpus": num_gpus(cfg)},
     ).bind([str(folder.resolve()) for folder in folders], cfg, secret)
-    gate = serve.deployment(serve.ingress()(Gate), max_ongoing_requests=1000, ray_actor_options=light).bind(instances)
+    gate = serve.deployment(serve.ingress()(Gate), max_ongoing_requests=1000, ray_actor_options=light).bind(
+        instances, cfg
+    )
     return serve.run(gate, name=APPLICATION, route_prefix="/")

@@ -13,6 +13,13 @@ from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.router import Ring, slot_for
 
 SLOT = "nestrec_slot"
+_ADDRESS = "\0slot "
+"""no user's id is read as this: `user_of` hands on none that begins so"""
+
+
+def slot_address(slot: int) -> str:
+    """Whatever stands for a user where one slot and no other is meant."""
+    return f"{_ADDRESS}{slot}"
 
 
 def ring_of(secret: bytes, num_slots: int) -> tuple[KeyedHash, Ring]:
@@ -30,7 +37,7 @@ def ranked_slots(keyed: KeyedHash, ring: Ring, user: str, is_alive: Sequence[boo
 
 
 class SlotRouter(RequestRouter):  # type: ignore[misc]
-    """The first argument of a call is the user."""
+    """The first argument of a call is the user, or `slot_address` of the slot that is meant."""
 
     def initialize_state(self, *, secret: str, num_slots: int) -> None:
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), num_slots)
@@ -44,6 +51,10 @@ class SlotRouter(RequestRouter):  # type: ignore[misc]
         if pending_request is None or not by_slot:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
+        user = str(pending_request.args[0])
+        if user.startswith(_ADDRESS):
+            slot = int(user.removeprefix(_ADDRESS))
+            return [[by_slot[slot]]] if slot in by_slot else []
         is_alive = [slot in by_slot for slot in range(self._num_slots)]
-        slots = ranked_slots(self._keyed, self._ring, str(pending_request.args[0]), is_alive)
+        slots = ranked_slots(self._keyed, self._ring, user, is_alive)
         return [[by_slot[slot]] for slot in slots]

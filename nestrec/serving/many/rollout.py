@@ -33,6 +33,11 @@ _ATTEMPTS = 3
 class Supervisor(Protocol):
     """Whoever starts the processes of instances, and starts them again."""
 
+    @property
+    def can_scale(self) -> bool:
+        """`add` and `remove` do something."""
+        ...
+
     def set_models(self, slot: int, folders: list[str]) -> None:
         """What a process that is started in the slot from now on is to serve."""
         ...
@@ -103,7 +108,7 @@ class Rollout:
 
     async def scale(self, count: int, drain_s: float) -> Answered:
         """So many instances. Users of those that stay keep their slots, but for the share of new ones."""
-        if self._supervisor is None:
+        if self._supervisor is None or not self._supervisor.can_scale:
             return problem(_CONFLICT, "this front does not start its instances")
         async with self._lock:
             while len(self._upstreams) < count:
