@@ -225,6 +225,22 @@ async def _until(client, body):
         await asyncio.sleep(0.01)
 
 
+def test_an_answer_that_comes_late_is_not_taken_for_that_of_another(cfg, server):
+    async def use(store):
+        for user in ("a", "b"):
+            await store.append(user, events(ord(user)), PATIENCE_S)
+        for _ in range(2):  # fewer than make the store seem gone
+            server.pause()
+            with pytest.raises(StoreAwayError, match="in time"):
+                await store.get("a", PATIENCE_S)
+            reading = asyncio.create_task(store.get("b", PATIENCE_S))
+            await asyncio.sleep(0)
+            server.resume()
+            assert (await reading)["times_ms"] == [ord("b")]
+
+    using(replace(cfg, timeout_ms=150.0), use=use)
+
+
 def test_a_full_store_takes_no_events_and_is_read_all_the_same(cfg, server, service):
     async def ask(client):
         await client.post("/v1/events", json={"user": 1, "history": events(1, 2)})
