@@ -148,6 +148,6 @@ def test_scores_by_id_are_those_of_requests_with_the_history(server):
 
     worst, spread = asyncio.run(run())
     service.close()
-    record("scores by id and with the history", users=NUM_USERS, most_different=worst, spread_of_scores=spread)
+    record("scores by id", users=NUM_USERS, most_different=worst, spread_of_scores=spread)
     assert worst <= EPSILON
     assert spread > 100 * EPSILON
