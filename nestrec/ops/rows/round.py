@@ -29,9 +29,9 @@ _BIAS, _FIRST_NORMAL, _FIRST_TOO_LARGE = 112, 113, 143
 
 
 _0, _8, _11, _13, _16, _23 = (np.uint32(n) for n in (0, 8, 11, 13, 16, 23))
-_SIZE, _INFINITE, _QUIET, _SIGN_16 = (np.uint32(n) for n in (0x7FFFFFFF, _INFINITY, 0x40, _SIGN))
+_SIZE, _INFINITE, _SIGN_16 = (np.uint32(n) for n in (0x7FFFFFFF, _INFINITY, _SIGN))
 _FRACTION_BITS, _ONE_BIT, _REBIAS = np.uint32(_FRACTION), np.uint32(_ONE), np.uint32(_BIAS * _ONE)
-_INFINITY_16, _NAN_16 = np.uint32(0x7C00), np.uint32(0x7E00)
+_INFINITY_16, _NAN_16, _NAN_B16 = np.uint32(0x7C00), np.uint32(0x7E00), np.uint32(0x7FC0)
 
 
 def whole(rows: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, dtype: torch.dtype) ->
 
 def _rounded_bfloat16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Tensor:
     finite_PD = (size_PD + (random_PD >> 8)) >> 16
-    other_PD = (size_PD >> 16) | ((size_PD > _INFINITY) * 0x40)  # a NaN stays one when its lower bits go
+    other_PD = 0x7F80 | ((size_PD > _INFINITY) * 0x40)  # NaNs are one: those of a GPU have other bits than a CPU's
     return torch.where(size_PD < _INFINITY, finite_PD, other_PD)
 
 
@@ -88,8 +88,8 @@ def _store_bfloat16(bits: NDArray[np.uint32], draws: NDArray[np.uint32], out: ND
             size = np.uint32(bits[i, j] & _SIZE)
             random = np.uint32(draw24(low, high, np.uint32(j)) >> _8)
             added = random if size < _INFINITE else _0
-            nan = _QUIET if size > _INFINITE else _0
-            out[i, j] = np.uint16(np.uint32(np.uint32(bits[i, j] + added) >> _16) | nan)
+            half = np.uint32(np.uint32(size + added) >> _16) if size <= _INFINITE else _NAN_B16
+            out[i, j] = np.uint16(half | np.uint32(np.uint32(bits[i, j] >> _16) & _SIGN_16))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -126,7 +126,7 @@ if HAS_TRITON:
         random = kernel_draws24(draw, tl.arange(0, BLOCK)).to(tl.int32)
         if IS_BFLOAT16:
             finite = (size + (random >> 8)) >> 16
-            other = (size >> 16) | tl.where(size > 0x7F800000, 0x40, 0)
+            other = 0x7F80 | tl.where(size > 0x7F800000, 0x40, 0)
             half = tl.where(size < 0x7F800000, finite, other)
         else:
             exponent = size >> 23

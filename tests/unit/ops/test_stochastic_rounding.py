@@ -74,3 +74,14 @@ def test_elements_rows_and_keys_have_bits_of_their_own():
     assert not torch.equal(found, rounded(values, draws(256, seed=1), torch.bfloat16))
     assert abs(float(torch.corrcoef(ups.T).fill_diagonal_(0).mean())) < 0.01, "elements of a row"
     assert abs(float(torch.corrcoef(ups).fill_diagonal_(0).mean())) < 0.01, "rows"
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_a_nan_has_the_same_bits_wherever_it_was_made(dtype):
+    """The one that a GPU computes, a CPU's, and one with a message in it."""
+    value = torch.tensor([[0x7FFFFFFF, 0x7FC00000, 0x7FA00001]], dtype=torch.int32).view(torch.float32)
+    by_loop = torch.empty(1, 3, dtype=dtype)
+    store_rounded(value, draws(1), by_loop)
+    for found in (rounded(value, draws(1), dtype), by_loop):
+        assert found.isnan().all()
+        assert len(found.view(torch.int16).unique()) == 1
