@@ -7,6 +7,7 @@ import httpx
 import pytest
 from schema_check import check_schema
 
+from nestrec.cli.fleet import served
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.reloader import Reloader
@@ -72,7 +73,9 @@ def test_models_are_swapped_together_and_rolled_back_without_a_name(folders):
             assert {role: model["version"] for role, model in swapped.json()["previous"].items()} == old
             assert (await client.get("/health/ready")).json()["models"] == new
             assert (await client.post("/v1/rank", json=ASKED)).json()["model"] == new["ranking"]
-            assert (await client.post("/v1/admin/rollback", json={})).status_code == 200
+            back = await client.post("/v1/admin/rollback", json={})
+            (line,) = served(back.json())
+            assert all(f"{role} {old[role]} (" in line for role in roles), "as the command says it"
             assert (await client.get("/health/ready")).json()["models"] == old
             assert (await client.get("/v1/admin/fleet")).json()["previous"]["ranking"]["folder"] == folder
 
