@@ -1,6 +1,7 @@
 """Processes behind a front get other models one after the other, time and again, while users ask."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -8,7 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from rolling_load import NUM_INSTANCES, check_rolled, rolled, write_versions
+from operator_results import record
+from rolling_load import NUM_INSTANCES, check_rolled, rolled, scaled, write_versions
 from server_process import free_port
 
 
@@ -17,21 +19,41 @@ def folders(tmp_path_factory):
     return write_versions(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("front", ["gateway", "nginx"])
-def test_models_roll_over_processes_time_and_again(front, folders):
+@contextlib.contextmanager
+def running_front(front, folder, num_instances):
+    """The port of a front over processes; skips where there is no such front."""
     if front == "nginx" and shutil.which("nginx") is None:
         pytest.skip("nginx is not installed")
     port = free_port()
-    words = [sys.executable, "-m", "nestrec", "serve", "--model", str(folders / "0"), "--port", str(port)]
-    words += ["--instances", str(NUM_INSTANCES), "--front", front]
+    words = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
+    words += ["--instances", str(num_instances), "--front", front]
     words += ["--service.session_s", "20"]  # requests of this test wait for the machine, not for a user
     process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     try:
         assert any(b"serving on" in line for line in process.stderr)
-        load, took_s = asyncio.run(rolled(port, folders))
+        yield port
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("front", ["gateway", "nginx"])
+def test_models_roll_over_processes_time_and_again(front, folders):
+    with running_front(front, folders / "0", NUM_INSTANCES) as port:
+        load, took_s = asyncio.run(rolled(port, folders))
     check_rolled(front, folders, load, took_s)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("front", ["gateway", "nginx"])
+def test_processes_come_and_go_while_users_ask(front, folders):
+    with running_front(front, folders / "0", 2) as port:
+        # nginx closes idle connections of its clients when it is configured anew.
+        load = asyncio.run(scaled(port, (3, 1, 2), repeats_closed=front == "nginx"))
+    counted = {"requests": load.num_requests, "failed": load.num_failed, "repeated": load.num_repeated}
+    record(f"instances come and go behind {front}", **counted)
+    assert load.num_failed == load.num_split == 0
+    assert load.num_requests > 100

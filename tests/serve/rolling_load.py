@@ -31,7 +31,9 @@ def write_versions(root):
 class Load:
     """Each user announces and asks, one request after the other, and nothing is sent twice."""
 
-    def __init__(self, port):
+    def __init__(self, port, *, repeats_closed=False):
+        """repeats_closed: a request on a connection that was closed meanwhile is sent once more, and counted."""
+        self._repeats_closed, self.num_repeated = repeats_closed, 0
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0)
         self.answers, self.num_requests, self.num_failed, self.num_split, self.is_over = {}, 0, 0, 0, False
 
@@ -46,8 +48,15 @@ class Load:
 
     async def _post(self, path, body):
         self.num_requests += 1
+        headers = {"x-nestrec-user": body["user"]}
         try:
-            response = await self._http.post(path, json=body, headers={"x-nestrec-user": body["user"]})
+            try:
+                response = await self._http.post(path, json=body, headers=headers)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if not self._repeats_closed:
+                    raise
+                self.num_repeated += 1
+                response = await self._http.post(path, json=body, headers=headers)
         except httpx.HTTPError:
             self.num_failed += 1
             return None
@@ -82,6 +91,22 @@ async def rolled(port, folders):
     await asyncio.gather(*tasks)
     await load.close()
     return load, took_s
+
+
+async def scaled(port, counts, *, repeats_closed):
+    """So many instances, one number after the other, with requests between them."""
+    load = Load(port, repeats_closed=repeats_closed)
+    tasks = [asyncio.create_task(load.ask(f"u{number}")) for number in range(NUM_USERS)]
+    for count in counts:
+        said = await asyncio.to_thread(command, "scale", f"http://127.0.0.1:{port}", str(count))
+        assert said == f"{count} instances\n"
+        asked = load.num_requests
+        while load.num_requests < asked + 4 * NUM_USERS:
+            await asyncio.sleep(0.02)
+    load.is_over = True
+    await asyncio.gather(*tasks)
+    await load.close()
+    return load
 
 
 def check_rolled(front, folders, load, took_s):
