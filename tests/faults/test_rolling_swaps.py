@@ -54,6 +54,6 @@ def test_processes_come_and_go_while_users_ask(front, folders):
         # nginx closes idle connections of its clients when it is configured anew.
         load = asyncio.run(scaled(port, (3, 1, 2), repeats_closed=front == "nginx"))
     counted = {"requests": load.num_requests, "failed": load.num_failed, "repeated": load.num_repeated}
-    record(f"instances come and go behind {front}", **counted)
+    record(f"scaling behind {front}", **counted)
     assert load.num_failed == load.num_split == 0
     assert load.num_requests > 100
