@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.inputs import LARGEST_HEAD, AttentionInputs
 from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.kernel_op import compute_type, kernel_op
 from nestrec.ops.registry import runs_triton
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_HEAD = 256
 
 
 def has_kernel(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:

@@ -4,30 +4,15 @@ The Hopper kernel takes what it was written for, the plain Triton kernel everyth
 (see the head of either file). No pass waits for the device.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from nestrec.ops.attention import hstu_triton as plain
 from nestrec.ops.attention.bias_tables import table_gradients
-from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.inputs import LARGEST_HEAD, AttentionInputs, Gradients
 from nestrec.ops.attention.pair_tiles import fits, needs_pairs
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 from nestrec.ops.registry import IS_INTERPRETED
-
-LARGEST_HEAD = 256
-
-
-class Gradients(NamedTuple):
-    """What is absent of the biases has none."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    position_table: torch.Tensor | None
-    time_table: torch.Tensor | None
-    time_function: torch.Tensor | None = None
 
 
 def forward_pass(
@@ -52,7 +37,7 @@ def backward_pass(
     if _suits_hopper(q_THD, inputs):
         from nestrec.ops.attention.hopper import launches as hopper
 
-        return Gradients(*hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs))
+        return hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
     tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if not inputs.bias.is_empty:
         tables = table_gradients(grad_THD, q_THD, k_THD, v_THD, inputs)

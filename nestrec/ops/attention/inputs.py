@@ -7,6 +7,20 @@ import torch
 from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges
 
+LARGEST_HEAD = 256
+"""columns of a head that kernels take"""
+
+
+class Gradients(NamedTuple):
+    """What a backward pass finds; what is absent of the biases has none."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    position_table: torch.Tensor | None
+    time_table: torch.Tensor | None
+    time_function: torch.Tensor | None = None
+
 
 class AttentionInputs(NamedTuple):
     """Everything but queries, keys and values."""

@@ -17,7 +17,7 @@ from nestrec.ops.attention.hopper.pair import pair_kernel
 from nestrec.ops.attention.hopper.pieces import ROWS
 from nestrec.ops.attention.hopper.product import product_kernel
 from nestrec.ops.attention.hopper.stream import stream_kernel
-from nestrec.ops.attention.inputs import AttentionInputs
+from nestrec.ops.attention.inputs import AttentionInputs, Gradients
 from nestrec.ops.attention.pair_tiles import (
     SIDE,
     BiasWords,
@@ -76,17 +76,6 @@ KEPT_SHARE = 8
 """Gradients of scores that are kept at a time take an eighth of the device's memory; heads are taken in groups."""
 
 
-class HopperGradients(NamedTuple):
-    """Of one batch; an absent table has none."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    position_table: torch.Tensor | None
-    time_table: torch.Tensor | None
-    time_function: torch.Tensor | None
-
-
 def forward_pass(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> torch.Tensor:
@@ -104,17 +93,17 @@ def forward_pass(
 
 def backward_pass(
     grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
-) -> HopperGradients:
+) -> Gradients:
     """Gradients of queries, keys, values and tables."""
     vectors = [readable(x) for x in (grad_THD, q_THD, k_THD, v_THD)]
     pairs = _Pairs(inputs, q_THD)
     group = pairs.heads_at_a_time(vectors[1])
     if group == 0:
-        found = HopperGradients(*_recomputed(vectors, inputs, pairs), *_found_apart(vectors, inputs))
+        found = Gradients(*_recomputed(vectors, inputs, pairs), *_found_apart(vectors, inputs))
     else:
         found = _kept(vectors, inputs, pairs, group)
     dq, dk, dv, *learned = found
-    return HopperGradients(*(_own_columns(x, q_THD) for x in (dq, dk, dv)), *learned)
+    return Gradients(*(_own_columns(x, q_THD) for x in (dq, dk, dv)), *learned)
 
 
 def keeps_gradients(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
@@ -130,7 +119,7 @@ def _found_apart(vectors: list[torch.Tensor], inputs: AttentionInputs) -> tuple[
     return *table_gradients(grad, q, k, v, inputs), None
 
 
-def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs", group: int) -> HopperGradients:
+def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs", group: int) -> Gradients:
     """d k and d v first, which keep the gradients of scores; d q and those of tables are made of these."""
     grad, q, k, v = vectors
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
@@ -146,7 +135,7 @@ def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs",
         launch_product(own[1], kept, own[4], schedule, inputs, biases, counter=1)
         if sums is not None:
             sums.add(kept)
-    return HopperGradients(dq, dk, dv, *(_found_apart(vectors, inputs) if sums is None else sums.gradients()))
+    return Gradients(dq, dk, dv, *(_found_apart(vectors, inputs) if sums is None else sums.gradients()))
 
 
 def _recomputed(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs") -> tuple[torch.Tensor, ...]:
