@@ -173,5 +173,6 @@ BACKBONE = Backbone(
     flops=_flops,
     activations=_activations,
     times_field="time_channel",
+    cached="nestrec.models.fuxi_cached:CACHED",
     cut=lambda cfg, length: cfg.attention.cut(length),
 )

@@ -59,7 +59,6 @@ class SASRecLayer(nn.Module):
         self.activation = torch.relu if cfg.activation == "relu" else nn.functional.gelu
 
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        p = self.cfg.dropout if self.training else 0.0
         heads = (x_TD.shape[0], self.cfg.num_heads, self.cfg.dim // self.cfg.num_heads)
         normed = self.query_norm(x_TD)
         attended = softmax_attention(
@@ -69,9 +68,17 @@ class SASRecLayer(nn.Module):
             info.offsets,
             max_length=info.max_length,
         )
-        z = self.ffn_norm(normed + self.mix(attended.flatten(1)))
-        hidden = dropout(self.activation(self.up(z)), info.token_key_T, self.site, p)
-        out_TD: torch.Tensor = z + dropout(self.down(hidden), info.token_key_T, self.site + 1, p)
+        return self.behind_attention(normed, attended.flatten(1), info.token_key_T)
+
+    def behind_attention(
+        self, normed_TD: torch.Tensor, attended_TD: torch.Tensor, token_key_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Mix, residual and feed-forward part. token_key_T: of dropout; none where nothing is dropped."""
+        p = self.cfg.dropout if self.training and token_key_T is not None else 0.0
+        keys = normed_TD if token_key_T is None else token_key_T
+        z = self.ffn_norm(normed_TD + self.mix(attended_TD))
+        hidden = dropout(self.activation(self.up(z)), keys, self.site, p)
+        out_TD: torch.Tensor = z + dropout(self.down(hidden), keys, self.site + 1, p)
         return out_TD
 
 
@@ -104,4 +111,10 @@ def _activations(cfg: SASRecConfig) -> float:
     return cfg.num_layers * (10.0 * cfg.dim + 3.0 * cfg.ffn_dim)
 
 
-BACKBONE = Backbone(config=SASRecConfig, build=SASRec, flops=_flops, activations=_activations)
+BACKBONE = Backbone(
+    config=SASRecConfig,
+    build=SASRec,
+    flops=_flops,
+    activations=_activations,
+    cached="nestrec.models.sasrec_cached:CACHED",
+)

@@ -55,6 +55,15 @@ class Segment:
         )
 
 
+def new_positions(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    """(T,) positions of new tokens; candidates stand where the next event would."""
+    found = list[torch.Tensor]()
+    for segment in segments:
+        own = torch.arange(segment.prefix_length, segment.length, device=device)
+        found += [own, own.new_full((segment.num_candidates,), segment.length)]
+    return torch.cat(found)
+
+
 class KeptShape(Protocol):
     """What is kept of a prefix: in each layer a key and a value of each head, for each token."""
 

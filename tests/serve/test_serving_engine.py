@@ -11,7 +11,7 @@ from serving_oracle import oracle_scores
 from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
 from nestrec.base.clock import SimulatedClock
-from nestrec.models.hstu import HSTUConfig
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.reach import AttentionReach
 from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine, EngineConfig
@@ -24,11 +24,14 @@ from nestrec.serving.prefix.page_pool import PagePool
 from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
 
-ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=32, time_bias=True)
+SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_length": 32}
+ENCODER = HSTUConfig(**SIZES, head_dim=8, time_bias=True)
 ENCODERS = (
     ENCODER,
     replace(ENCODER, time_encoding="functional", attention=AttentionReach(window=7, prefix=3)),
     replace(ENCODER, num_layers=3, attention=AttentionReach(window=9, keep_last=8, keep_step=6)),
+    FuXiConfig(**SIZES, head_dim=8, ffn_dim=16, attention=AttentionReach(window=9)),
+    SASRecConfig(**SIZES, ffn_dim=16),
 )
 TIERS = TiersConfig(
     cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0, reload="always"

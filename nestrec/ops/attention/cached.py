@@ -13,6 +13,7 @@ Legend: H heads, D head dimension, P prefix tokens, S new history tokens, C cand
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import silu
@@ -62,37 +63,114 @@ def cached_attention(
 ) -> torch.Tensor:
     """(H, N, D). candidate_bias_K: (P + S + 1,), one for all candidates, since they share position and time; the last
     value is that of a candidate with itself."""
+    keys = _history(prefix_HPD[0], k_HND, num_candidates)
+
+    def weigh(rows: slice, spans: Sequence[slice], bias_RK: torch.Tensor | None) -> torch.Tensor:
+        return _weights(q_HND[:, rows], _taken(keys, spans), bias_RK)
+
+    def weigh_own(rows: slice) -> torch.Tensor:
+        own_HC = (q_HND[:, rows] * k_HND[:, rows]).sum(2)
+        return silu(own_HC if candidate_bias_K is None else own_HC + candidate_bias_K[-1])
+
+    weigher = _Weigher(weigh, weigh_own, history_bias, candidate_bias_K)
+    return _weighted_sum(v_HND, prefix_HPD[1], num_candidates, weigher, rules).div_(normaliser)
+
+
+def cached_channel(
+    v_HND: torch.Tensor,
+    prefix_HPD: torch.Tensor,
+    *,
+    num_candidates: int,
+    history_weights: BiasRows,
+    candidate_weights_K: torch.Tensor,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """(H, N, D) sums of values whose weights are those of distance or time alone (FuXi's further channels)."""
+
+    def weigh(rows: slice, spans: Sequence[slice], bias_RK: torch.Tensor | None) -> torch.Tensor:
+        assert bias_RK is not None
+        return bias_RK[None].clone()
+
+    def weigh_own(rows: slice) -> torch.Tensor:
+        return candidate_weights_K[-1:, None]
+
+    weigher = _Weigher(weigh, weigh_own, history_weights, candidate_weights_K)
+    return _weighted_sum(v_HND, prefix_HPD, num_candidates, weigher, rules)
+
+
+def cached_softmax_attention(
+    q_HND: torch.Tensor,
+    k_HND: torch.Tensor,
+    v_HND: torch.Tensor,
+    prefix_HPD: tuple[torch.Tensor, torch.Tensor],
+    *,
+    num_candidates: int,
+) -> torch.Tensor:
+    """(H, N, D) causal attention of SASRec (softmax.py); candidates see the history and themselves."""
+    num_new, num_prefix = q_HND.shape[1], prefix_HPD[0].shape[1]
+    num_history, scale = num_new - num_candidates, q_HND.shape[2] ** -0.5
+    keys, values = (_history(old, new, num_candidates) for old, new in zip(prefix_HPD, (k_HND, v_HND), strict=True))
+    out_HND = torch.empty_like(v_HND, memory_format=torch.contiguous_format)
+    for first in range(0, num_history, BLOCK_ROWS):
+        rows = slice(first, min(first + BLOCK_ROWS, num_history))
+        seen = slice(0, num_prefix + rows.stop)
+        scores = scale * (q_HND[:, rows] @ keys[:, seen].transpose(1, 2))
+        ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(num_prefix + first + 1)
+        out_HND[:, rows] = scores.masked_fill_(ahead, -torch.inf).softmax(2) @ values[:, seen]
+    for first in range(num_history, num_new, BLOCK_ROWS):
+        rows = slice(first, min(first + BLOCK_ROWS, num_new))
+        own = (q_HND[:, rows] * k_HND[:, rows]).sum(2, keepdim=True)
+        weights = (scale * torch.cat([q_HND[:, rows] @ keys.transpose(1, 2), own], dim=2)).softmax(2)
+        out_HND[:, rows] = weights[:, :, :-1] @ values + weights[:, :, -1:] * v_HND[:, rows]
+    return out_HND
+
+
+class _Weigher(NamedTuple):
+    """Weights of new tokens."""
+
+    weigh: Callable[[slice, Sequence[slice], torch.Tensor | None], torch.Tensor]
+    """(rows, keys that they may see, their bias) to (H or 1, rows, keys), to be changed by who asks"""
+    weigh_own: Callable[[slice], torch.Tensor]
+    """of candidates with themselves, (H or 1, rows)"""
+    history_bias: BiasRows | None
+    candidate_bias_K: torch.Tensor | None
+
+
+def _weighted_sum(
+    v_HND: torch.Tensor, prefix_HPD: torch.Tensor, num_candidates: int, weigher: _Weigher, rules: AttentionRules
+) -> torch.Tensor:
+    """(H, N, D), block by block of rows."""
     assert not rules.is_square, "a prefix that looks ahead changes with what comes after it"
-    num_history = q_HND.shape[1] - num_candidates
-    num_prefix = prefix_HPD[0].shape[1]
-    keys, values = (
-        old
-        if num_history == 0
-        else new[:, :num_history]
-        if num_prefix == 0
-        else torch.cat([old, new[:, :num_history]], 1)
-        for old, new in zip(prefix_HPD, (k_HND, v_HND), strict=True)
-    )
+    num_new, num_prefix = v_HND.shape[1], prefix_HPD.shape[1]
+    num_history, values = num_new - num_candidates, _history(prefix_HPD, v_HND, num_candidates)
     out_HND = torch.empty_like(v_HND, memory_format=torch.contiguous_format)
     for first in range(0, num_history, BLOCK_ROWS):
         end = min(first + BLOCK_ROWS, num_history)
         spans = seen_spans(num_prefix + first, num_prefix + end, rules)
-        bias = None if history_bias is None else _joined([history_bias(first, end, span) for span in spans])
-        weights = _weights(q_HND[:, first:end], _taken(keys, spans), bias)
+        of_rows = weigher.history_bias
+        bias = None if of_rows is None else _joined([of_rows(first, end, span) for span in spans])
+        weights = weigher.weigh(slice(first, end), spans, bias)
         weights[:, :, first - end :].tril_()
         if rules.max_attention_length is not None:
             _hide_far(weights, num_prefix + first, spans, rules)
-        torch.bmm(weights, _taken(values, spans), out=out_HND[:, first:end])
+        out_HND[:, first:end] = weights @ _taken(values, spans)
     spans = seen_spans(num_prefix + num_history, num_prefix + num_history, rules)
-    keys, values = _taken(keys, spans), _taken(values, spans)
-    row_bias = None if candidate_bias_K is None else _taken(candidate_bias_K[None, :-1], spans)
-    for first in range(num_history, q_HND.shape[1], BLOCK_ROWS):
-        rows = slice(first, min(first + BLOCK_ROWS, q_HND.shape[1]))
-        torch.bmm(_weights(q_HND[:, rows], keys, row_bias), values, out=out_HND[:, rows])
-        own_HC = (q_HND[:, rows] * k_HND[:, rows]).sum(2)
-        own_HC = silu(own_HC if candidate_bias_K is None else own_HC + candidate_bias_K[-1])
-        out_HND[:, rows] += own_HC[:, :, None] * v_HND[:, rows]
-    return out_HND.div_(normaliser)
+    values, shared = _taken(values, spans), weigher.candidate_bias_K
+    row_bias = None if shared is None else _taken(shared[None, :-1], spans)
+    for first in range(num_history, num_new, BLOCK_ROWS):
+        rows = slice(first, min(first + BLOCK_ROWS, num_new))
+        out_HND[:, rows] = weigher.weigh(rows, spans, row_bias) @ values
+        out_HND[:, rows] += weigher.weigh_own(rows)[:, :, None] * v_HND[:, rows]
+    return out_HND
+
+
+def _history(old_HPD: torch.Tensor, new_HND: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """(H, P + S, D) of prefix and new history; no copy where one of them is empty."""
+    num_history = new_HND.shape[1] - num_candidates
+    if num_history == 0:
+        return old_HPD
+    new = new_HND[:, :num_history]
+    return new if old_HPD.shape[1] == 0 else torch.cat([old_HPD, new], 1)
 
 
 def _weights(q_HRD: torch.Tensor, keys_HKD: torch.Tensor, bias_RK: torch.Tensor | None) -> torch.Tensor:

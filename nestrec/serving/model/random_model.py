@@ -6,7 +6,7 @@ import torch
 
 from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.data.samples.retrieval import HistoryConfig
-from nestrec.models.hstu import HSTUConfig
+from nestrec.models.backbones import EncoderConfig
 from nestrec.models.ranking import RankingModel
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.servable import Servable
@@ -19,7 +19,7 @@ ACTION_BITS = {"click": 1, "like": 2}
 
 
 def random_retrieval(
-    encoder: HSTUConfig, *, num_items: int = 1000, seed: int = 0, device: torch.device | str = "cpu"
+    encoder: EncoderConfig, *, num_items: int = 1000, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Servable:
     """A retrieval model whose item keys are "1", "2", ..."""
     torch.manual_seed(seed)
@@ -39,7 +39,7 @@ def random_retrieval(
 
 
 def random_ranking(
-    encoder: HSTUConfig,
+    encoder: EncoderConfig,
     *,
     num_items: int = 1000,
     seed: int = 0,

@@ -62,8 +62,16 @@ def test_a_backbone_says_whether_it_reads_times(cfg, reads):
     assert torch.equal(states(1.0), states(1e6)) != reads
 
 
-def test_only_a_backbone_with_a_cached_forward_can_be_served():
-    assert cached_forward_of(HSTUConfig()).kept(HSTUConfig(num_layers=5)).num_layers == 5
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda cfg: f"{cfg.kind}-{getattr(cfg, 'time_channel', '')}")
+def test_every_backbone_of_ours_keeps_keys_and_values_of_its_heads(cfg):
+    kept = cached_forward_of(cfg).kept(cfg)
+    assert (kept.num_layers, kept.num_heads) == (3, 2)
+    assert kept.head_dim == (6 if isinstance(cfg, SASRecConfig) else 4)
+
+
+def test_only_a_backbone_with_a_cached_forward_can_be_served(monkeypatch):
+    silent = Backbone(config=SASRecConfig, build=lambda cfg: nn.Identity())
+    monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
     with pytest.raises(UserError, match=r"backbone = 'sasrec': cannot be served: it has no pass over a kept prefix"):
         cached_forward_of(SASRecConfig())
 

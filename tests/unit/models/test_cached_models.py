@@ -1,12 +1,13 @@
 """Cached inference against full inference."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from nestrec.models.hstu import HSTU, HSTUConfig
-from nestrec.models.hstu_cached import cached_forward, no_prefix
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
+from nestrec.models.backbones import backbone_of, cached_forward_of, make_encoder
 from nestrec.models.reach import AttentionReach
 from nestrec.models.segments import Segment
 from nestrec.models.sequence import SequenceInfo
@@ -23,13 +24,49 @@ REACHES = {
 }
 
 
-def make_model(**changes):
+SIZES = {"dim": 12, "num_layers": 3, "num_heads": 2, "max_length": LENGTH}
+FUNCTION = {"time_encoding": "functional"}
+HSTUS = {
+    f"hstu, {position}{time}": HSTUConfig(**SIZES, head_dim=6, position_bias=bool(position), **changes)
+    for position in ("distances and ", "")
+    for time, changes in (
+        ("buckets", {"time_bias": True}),
+        ("function", {"time_bias": True, **FUNCTION}),
+        ("no times", {}),
+    )
+}
+FUXIS = {
+    f"fuxi, {time}": FuXiConfig(**SIZES, head_dim=6, ffn_dim=10, **changes)
+    for time, changes in (("buckets", {}), ("function", FUNCTION), ("no times", {"time_channel": False}))
+}
+CONFIGS = {
+    f"{name}, {reach}": replace(cfg, attention=r)
+    for name, cfg in (HSTUS | FUXIS).items()
+    for reach, r in REACHES.items()
+}
+CONFIGS["sasrec"] = SASRecConfig(**SIZES, ffn_dim=10)
+
+
+def make_model(cfg):
     torch.manual_seed(5)
-    cfg = HSTUConfig(dim=12, num_layers=3, num_heads=2, head_dim=6, max_length=LENGTH, **changes)
-    model = HSTU(cfg).eval().requires_grad_(False)
+    model = make_encoder(cfg).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
+
+
+def cached_forward(model, *arguments):
+    return cached_forward_of(model.cfg).forward(model, *arguments)
+
+
+def no_prefix(model):
+    kept = cached_forward_of(model.cfg).kept(model.cfg)
+    empty = torch.empty(kept.num_heads, 0, kept.head_dim)
+    return lambda layer, sequence: (empty, empty)
+
+
+def cut_of(model, length):
+    return backbone_of(model.cfg).cut(model.cfg, length)
 
 
 def full(model, x, time, query_time, cut=None):
@@ -62,19 +99,14 @@ def segment(model, user, prefix, end, **candidates):
         num_history=end - prefix,
         time_K=time[:end],
         query_time_S=query_time[prefix:end],
-        cut=model.cfg.attention.cut(len(time)),
+        cut=cut_of(model, len(time)),
         **({"num_candidates": 0} | candidates),
     )
 
 
-BUCKETS, FUNCTION = {"time_bias": True}, {"time_bias": True, "time_encoding": "functional"}
-
-
-@pytest.mark.parametrize("position_bias", [True, False])
-@pytest.mark.parametrize("time", [BUCKETS, FUNCTION, {}], ids=["buckets", "function", "no times"])
-@pytest.mark.parametrize("reach", REACHES)
-def test_extending_step_by_step_equals_full_inference(position_bias, time, reach):
-    model = make_model(position_bias=position_bias, **time, attention=REACHES[reach])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_extending_step_by_step_equals_full_inference(name):
+    model = make_model(CONFIGS[name])
     users = draw_users(1, [1, 7, 23, LENGTH])
     cuts = [[0, 1], [0, 3, 7], [0, 5, 6, 23], [0, 1, 39, 40]]
     stored = [[] for _ in users]
@@ -101,10 +133,9 @@ def test_extending_step_by_step_equals_full_inference(position_bias, time, reach
     assert worst <= 1e-5
 
 
-@pytest.mark.parametrize("time", [BUCKETS, FUNCTION], ids=["buckets", "function"])
-@pytest.mark.parametrize("reach", REACHES)
-def test_each_candidate_equals_a_full_pass_that_ends_with_it(time, reach):
-    model = make_model(position_bias=True, **time, attention=REACHES[reach])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_candidate_equals_a_full_pass_that_ends_with_it(name):
+    model = make_model(CONFIGS[name])
     (user,) = draw_users(2, [20])
     candidates = torch.randn(5, 12)
     x = torch.cat([user[0], candidates])
@@ -119,14 +150,14 @@ def test_each_candidate_equals_a_full_pass_that_ends_with_it(time, reach):
             torch.cat([user[0], candidates[c : c + 1]]),
             torch.cat([user[1], now]),
             torch.cat([user[2], now]),
-            cut=model.cfg.attention.cut(20),
+            cut=cut_of(model, 20),
         )
         torch.testing.assert_close(state[20 + c], whole[-1], rtol=0, atol=1e-5)
 
 
 def test_the_time_bias_of_the_last_event_depends_on_the_request():
     """The reason why the last event is recomputed with each request: its query time is not known before."""
-    model = make_model(time_bias=True)
+    model = make_model(HSTUConfig(**SIZES, head_dim=6, time_bias=True))
     (user,) = draw_users(3, [6])
     late = (user[0], user[1], torch.cat([user[2][:-1], user[2][-1:] + 1e7]))
     before = cached_forward(model, user[0], [segment(model, user, 0, 6)], no_prefix(model))[0]
