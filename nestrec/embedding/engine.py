@@ -9,9 +9,9 @@
     engine.write_back(working)                            local: rows to the stores
 
 `route` is `deduplicate` (local), `exchange_keys` (collective) and `arrange` (local); `accumulate` is
-`exchange_gradients` (collective), `add_gradients` (local) and `sum_over_holders` (collective); `update` is
-`update_rows` (local) and `average_over_holders` (collective). Pipelines call each on its own lane. What
-is over holders does nothing unless there are replica groups.
+`send_gradients` (`exchange_gradients`, collective, and `add_gradients`, local) and `sum_over_holders` (collective);
+`update` is `update_rows` (local) and `average_over_holders` (collective). Pipelines call each on its own lane. What is
+over holders does nothing unless there are replica groups.
 
 One rank takes the same path as many: its exchanges are no-ops.
 """
@@ -186,8 +186,14 @@ class EmbeddingEngine:
 
         The gradients are given away: with one rank they become the sums themselves.
         """
-        self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, micro_batch), micro_batch)
+        self.send_gradients(routed, working, gradients, micro_batch)
         self.sum_over_holders(routed, working, micro_batch)
+
+    def send_gradients(
+        self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int
+    ) -> None:
+        """`accumulate` as far as the owners among this rank's group: exchanged, and added by them. Collective."""
+        self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, micro_batch), micro_batch)
 
     def exchange_gradients(
         self, routed: Routed, gradients: Mapping[str, torch.Tensor], micro_batch: int
@@ -206,8 +212,8 @@ class EmbeddingEngine:
     def add_gradients(
         self, routed: Routed, working: WorkingSet, received: Mapping[str, Sequence[torch.Tensor]], micro_batch: int
     ) -> None:
-        """Add what `exchange_gradients` gave to the sums of the working set. Local; micro-batches in order (rule
-        10)."""
+        """Add what `exchange_gradients` gave to the sums of the working set. Local; micro-batches in order (order of
+        sums)."""
         for name, table in routed.micro_batches[micro_batch].gradients.items():
             working.tables[name].add(table, received[name])
 

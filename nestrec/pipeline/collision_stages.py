@@ -6,10 +6,10 @@ from typing import Literal
 from nestrec.base.coming import Coming
 from nestrec.embedding.flight.collisions import Collisions, Portion, Portions, find_collisions
 from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.split_window import SplitWindow
 from nestrec.pipeline.lanes import Label, Ticket
 from nestrec.pipeline.machine import Machine, counted
 from nestrec.pipeline.phases import FetchedBatch, FollowingBatch
+from nestrec.pipeline.split_window import SplitWindow
 from nestrec.pipeline.stages import Rates
 from nestrec.trace import OpenSpan
 

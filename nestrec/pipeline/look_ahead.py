@@ -15,11 +15,11 @@ before t+1 reads it, and write-backs keep their order. Rows that t+1 has taken o
 
 from nestrec.data.batches import Batch
 from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.window import Window
 from nestrec.embedding.flight.working_set import RowBuffers
 from nestrec.pipeline.machine import Machine
 from nestrec.pipeline.phases import FetchedBatch, FollowingBatch, LoadedBatch, RoutedBatch
 from nestrec.pipeline.stages import Feed, Step
+from nestrec.pipeline.window import Window
 
 _KEYS_AHEAD = 2
 

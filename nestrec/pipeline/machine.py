@@ -19,11 +19,11 @@ from nestrec.base.coming import Coming
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
 from nestrec.embedding.flight.overlap import Overlap, copy_shared, num_common_rows, overlap_of
-from nestrec.embedding.flight.window import Window
 from nestrec.embedding.flight.working_set import RowBuffers
 from nestrec.pipeline.lanes import Label, Lanes, RunAhead, Ticket
 from nestrec.pipeline.phases import FetchedBatch, FollowingBatch, Loaded, LoadedBatch, RoutedBatch
 from nestrec.pipeline.stages import Compute, Dense, Rates, Step, Totals, check_can_cache, check_can_cut
+from nestrec.pipeline.window import Window
 from nestrec.trace import Kind, OpenSpan, Tracer
 from nestrec.trace.counters import Leg
 

@@ -17,8 +17,8 @@ from nestrec.data.batches import Batch, MicroBatch
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.source_keys import SourceKeys
-from nestrec.embedding.flight.window import Window
 from nestrec.embedding.flight.working_set import WorkingSet
+from nestrec.pipeline.window import Window
 
 WindowT_co = TypeVar("WindowT_co", bound=Window, covariant=True)
 

@@ -164,11 +164,15 @@ def page(found: Walk) -> str:
         names = ", ".join(f"`{file}`" for file in new) or "no new file"
         lines.append(f"1. {meaning}: {names}" + (f" (and {again} met before)" if again else ""))
     head = (
-        f"One batch under `nested` goes through {len(found.files)} files, with {found.num_crossings} crossings between "
-        "folders: changes of folder\nfrom one file to the next, in the order in which the batch first enters them. "
-        f"Counted call by call, it goes {found.num_calls} times from\none folder into another, and back: "
-        f"{2 * found.num_calls} crossings with returns, for every stage once. Followed on two\nranks, with one table "
-        "on the device. The folders `base`, `trace` and `ops` are tools in everybody's hands and are not\ncounted.\n"
+        f"One batch under `nested` goes through {len(found.files)} files, and {found.num_calls} calls lead from one "
+        "folder into another.\n\n"
+        "How it is counted: the calls of a steady step are followed on two ranks, with one table on the device,\n"
+        "for every stage once. A call counts where its caller and the function called lie in two folders of\n"
+        f"`nestrec`. Each comes back: {2 * found.num_calls} crossings with returns. In the order in which the batch "
+        f"first enters its files, the\nfolder changes {found.num_crossings} times. The folders `base`, `trace` "
+        "and `ops` are tools in everybody's hands and are not counted.\n\n"
+        "Fewer would hide something: each of the ten stages that touch rows or keys enters `embedding` once, from the\n"
+        "lane that the schedule chose for it, and each of the five exchanges enters `distributed` once.\n"
     )
     return head + "\n" + "\n".join(lines) + "\n"
 

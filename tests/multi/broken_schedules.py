@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.window import Window
 from nestrec.pipeline import SCHEDULES, ScheduleSpec
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.machine import Machine
@@ -15,6 +14,7 @@ from nestrec.pipeline.schedules.frozen_window import FrozenWindow
 from nestrec.pipeline.schedules.nested import Nested
 from nestrec.pipeline.schedules.priority import Priority
 from nestrec.pipeline.schedules.semi_async import SemiAsync
+from nestrec.pipeline.window import Window
 
 CLASSES = {"dual_buffer": DualBuffer, "frozen_window": FrozenWindow, "nested": Nested}
 

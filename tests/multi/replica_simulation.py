@@ -11,10 +11,10 @@ from schedule_jobs import Job, Tiny, batches_of, tables_of, tiny_loss
 from nestrec.data.batches import Batch
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.compute import LossCompute
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.window import Window
 
 
 class Group:

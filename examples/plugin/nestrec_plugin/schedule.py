@@ -8,9 +8,9 @@ compute                          F1 F2 ... update rows, update dense
 """
 
 from nestrec import ScheduleSpec
+from nestrec.pipeline.exchange_order import in_turn
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Feed, Step, Totals
-from nestrec.pipeline.windows import in_turn
 
 
 class Lanes(Pipelined):

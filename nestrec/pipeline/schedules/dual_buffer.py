@@ -8,13 +8,13 @@ compute          F1 F2 ... update rows, update dense        copy shared rows to 
 """
 
 from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.exchange_order import in_turn
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
 from nestrec.pipeline.window_size import in_turn_ms
-from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 
 

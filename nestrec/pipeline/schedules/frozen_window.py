@@ -7,11 +7,11 @@ lookup           fetch                                               write back
 compute                          F1 F2 F3 ... update rows, update dense
 """
 
+from nestrec.pipeline.exchange_order import overlapped
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Feed, Step, Totals
 from nestrec.pipeline.window_size import overlapped_ms
-from nestrec.pipeline.windows import overlapped
 
 
 class FrozenWindow(Pipelined):

@@ -10,7 +10,7 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.window import Window
+from nestrec.pipeline.exchange_order import overlapped
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
@@ -18,8 +18,8 @@ from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window import Window
 from nestrec.pipeline.window_size import overlapped_ms
-from nestrec.pipeline.windows import overlapped
 from nestrec.trace import Tracer
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.split_window import SplitWindow
 from nestrec.embedding.flight.working_set import RowBuffers
 from nestrec.pipeline.collision_stages import CollisionStages, Neighbours
 from nestrec.pipeline.lanes import Ticket
@@ -28,6 +27,7 @@ from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
+from nestrec.pipeline.split_window import SplitWindow
 from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
 from nestrec.pipeline.window_size import vectors_first_ms
 from nestrec.trace import Tracer

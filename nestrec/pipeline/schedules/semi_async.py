@@ -18,7 +18,6 @@ run that was resumed there is the run that was not interrupted. A stop between f
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
@@ -26,6 +25,7 @@ from nestrec.pipeline.phases import FetchedBatch, RoutedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
+from nestrec.pipeline.window import Window
 from nestrec.pipeline.window_size import apart_ms
 from nestrec.trace import Tracer
 

@@ -19,10 +19,10 @@ import torch
 
 from nestrec.data.batches import MicroBatch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals, check_can_cache, check_can_cut
+from nestrec.pipeline.window import Window
 from nestrec.pipeline.window_size import in_turn_ms
 from nestrec.trace import Kind, OpenSpan, Tracer
 

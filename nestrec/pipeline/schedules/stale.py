@@ -11,15 +11,15 @@ compute          F1 F2 ... update dense
 
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.window import Window
+from nestrec.pipeline.exchange_order import in_turn
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.phases import FetchedBatch
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.window import Window
 from nestrec.pipeline.window_size import in_turn_ms
-from nestrec.pipeline.windows import in_turn
 from nestrec.trace import Tracer
 
 

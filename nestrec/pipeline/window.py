@@ -14,9 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from nestrec.base.transfer import used_here
-from nestrec.embedding.engine import EmbeddingEngine
-from nestrec.embedding.flight.routing import Routed
-from nestrec.embedding.flight.working_set import WorkingSet
+from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
 from nestrec.ops.rows.gather import take_rows
 from nestrec.ops.rows.sum import add_distinct
 
@@ -60,8 +58,7 @@ class Window:
         """Collective."""
         gradients = self._gradients.pop(micro_batch)
         used_here(gradients.values())
-        received = self._engine.exchange_gradients(self.routed, gradients, micro_batch)
-        self._engine.add_gradients(self.routed, self.working, received, micro_batch)
+        self._engine.send_gradients(self.routed, self.working, gradients, micro_batch)
 
 
 class _Cache:

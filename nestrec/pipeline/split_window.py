@@ -8,9 +8,9 @@ from nestrec.base.transfer import used_here
 from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.flight.collisions import Portion
 from nestrec.embedding.flight.routing import Routed
-from nestrec.embedding.flight.window import Vectors, Window
 from nestrec.embedding.flight.working_set import WorkingSet
 from nestrec.ops.rows.gather import take_rows
+from nestrec.pipeline.window import Vectors, Window
 
 
 class SplitWindow(Window):
@@ -39,8 +39,7 @@ class SplitWindow(Window):
             name: take_rows(grad, portion.rows[micro_batch][name])
             for name, grad in self._gradients[micro_batch].items()
         }
-        received = self._engine.exchange_gradients(portion.routed, mine, micro_batch)
-        self._engine.add_gradients(portion.routed, self.working, received, micro_batch)
+        self._engine.send_gradients(portion.routed, self.working, mine, micro_batch)
 
 
 def _merged(portions: list[tuple[Vectors, Mapping[str, torch.Tensor]]]) -> Vectors:

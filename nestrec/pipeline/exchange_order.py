@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from nestrec.embedding.flight.window import Window
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.machine import Machine
 from nestrec.pipeline.phases import FetchedBatch
+from nestrec.pipeline.window import Window
 
 Ended = tuple[torch.Tensor, Ticket[None]]
 """Loss, and the last exchange of gradients."""
