@@ -69,7 +69,11 @@ def show_card(card: Card, folder: Path) -> None:
         print(f"exact duplicates: {counts.duplicates_kept:,} kept (--duplicates drop drops them)")
     for name, number in counts.filtered.items():
         print(f"removed by a filter: {number:,} events, {name}")
-    for whose, features in (("items", card.item_features), ("users", card.user_features)):
+    for whose, features in (
+        ("events", card.event_features),
+        ("items", card.item_features),
+        ("users", card.user_features),
+    ):
         if features:
             print(f"features of {whose}: {', '.join(f'{feature.name} ({feature.kind})' for feature in features)}")
     for reason, number in counts.quarantined.items():

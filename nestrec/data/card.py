@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from nestrec.base.config import config, dumps, from_plain
 from nestrec.base.errors import DamagedError, DataError, UserError
-from nestrec.data.schema import FORMAT_VERSION
+from nestrec.data.schema import COUNTS_SUFFIX, FORMAT_VERSION
+from nestrec.data.transform import Transform
 
 CARD_FILE = "card.json"
 Kind = Literal["sequences", "rows"]
-FeatureKind = Literal["category", "number", "text", "categories"]
+FeatureKind = Literal["category", "categories", "number", "text", "bag", "vector"]
+Owner = Literal["event", "item", "user"]
 
 
 @config
@@ -23,9 +25,45 @@ class Feature:
     name: str
     """Without the column's prefix."""
     kind: FeatureKind
-    """`category`: an id from 1, 0 unknown. `number`: float32, NaN unknown. `text`. `categories`: a list of ids."""
+    """`category`: an id from 1, 0 unknown. `categories`: a list of such ids. `number`: float32 as it came, NaN unknown.
+    `text`: for people. `bag`: a text as a list of hashed ids. `vector`: a row of an array file."""
     vocabulary_size: int = 0
-    """Rows that an embedding table needs, with row 0 for unknown; 0 for numbers and text."""
+    """Rows that an embedding table needs, with row 0 for unknown; of a bag its hash buckets; 0 for the others."""
+    owner: Owner = "event"
+    """What it is a feature of."""
+    transform: Transform = Transform()
+    """How a raw value becomes what models read: a category by `quantiles` is stored as such, a number as it came."""
+    width: int = 0
+    """Numbers of a vector."""
+    file: str = ""
+    """Of a vector: the array, relative to the dataset's folder; row 0 of items is no item, users count from 0."""
+    known: Literal["before", "after"] = "before"
+    """`after`: what an event tells only when it is over, such as a watch time; never an input for that event."""
+
+    @property
+    def column(self) -> str:
+        """Its column in the table of users or items."""
+        return f"{self.owner}_{self.name}"
+
+    @property
+    def counts_column(self) -> str:
+        """Of a list of an event: the column that says how many ids each event has."""
+        return self.column + COUNTS_SUFFIX
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a value is a list of ids."""
+        return self.kind in ("categories", "bag")
+
+
+@config
+class Fit:
+    """What the parameters of transforms were learnt from: the events that train under either kind of split."""
+
+    until_ms: int = 0
+    """Only events before this moment, and not the last two of a user; 0 where the log has no times."""
+    events: int = 0
+    """How many that were; 0 where there was nothing to learn."""
 
 
 @config
@@ -138,10 +176,17 @@ class Card:
     """Columns `user_<name>`."""
     item_features: tuple[Feature, ...] = ()
     """Columns `item_<name>` of the items table."""
+    fit: Fit = field(default_factory=Fit)
+    """What the parameters of transforms were learnt from."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options that the dataset was prepared with."""
     files: tuple[DataFile, ...] = ()
     """Every file but the card itself."""
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """Of events, items and users."""
+        return self.event_features + self.item_features + self.user_features
 
     def save(self, folder: Path) -> None:
         (folder / CARD_FILE).write_text(dumps(self) + "\n")
@@ -160,15 +205,15 @@ class Card:
             version = plain["format_version"]
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(path, f"cannot be parsed: {error}") from error
-        if version != FORMAT_VERSION:
+        if version not in range(1, FORMAT_VERSION + 1):
             raise DataError(
-                f"has format version {version}, this nestrec reads {FORMAT_VERSION}",
+                f"has format version {version}, this nestrec reads 1 to {FORMAT_VERSION}",
                 field="dataset",
                 value=str(folder),
                 remedy="prepare it again",
             )
         try:
-            return from_plain(Card, plain)
+            return from_plain(Card, plain if version > 1 else _from_version_1(plain))
         except UserError as error:
             raise _damaged(path, str(error)) from error
 
@@ -179,6 +224,18 @@ def describe_file(folder: Path, path: Path, num_rows: int = 0) -> DataFile:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     relative = path.relative_to(folder).as_posix()
     return DataFile(path=relative, num_bytes=path.stat().st_size, sha256=digest, num_rows=num_rows)
+
+
+def _from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
+    """Features of version 1 did not say whose they are; numbers of events were what users did; nothing read them."""
+    owned = {}
+    for owner in ("event", "item", "user"):
+        features = plain.get(f"{owner}_features", ())
+        known = {n: "after" for n in ("number",) if owner == "event"}
+        owned[f"{owner}_features"] = [
+            {**feature, "owner": owner, "known": known.get(feature["kind"], "before")} for feature in features
+        ]
+    return {**plain, **owned}
 
 
 def _damaged(path: Path, problem: str) -> DamagedError:

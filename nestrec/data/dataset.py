@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
-from nestrec.data.card import CARD_FILE, Card, describe_file
+from nestrec.data.card import CARD_FILE, Card, Feature, describe_file
 from nestrec.data.gather import copy_segments, offsets_of_lengths
 from nestrec.data.row_groups import RowGroup, RowGroupCache, UsersFile, damaged
 from nestrec.data.schema import LENGTH, USER_KEY
@@ -139,6 +140,23 @@ class Dataset:
             known = [p.stem for p in path.parent.glob("*.parquet")] if path.parent.exists() else []
             raise DataError("has no vocabulary", field="column", value=column, remedy=did_you_mean(column, known))
         return _read_table(path)
+
+    def vectors(self, feature: Feature) -> NDArray[Any]:
+        """A feature of dense vectors, mapped into memory: (items + 1, W) rows by item id, or (users, W) by user id."""
+        path = self.folder / feature.file
+        if feature.kind != "vector":
+            raise DataError("has no vectors", field="feature", value=feature.name, remedy="name one of kind vector")
+        try:
+            return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from error
+
+    def item_lists(self, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids of a feature with several of them, as (values, offsets) by item id; item 0 has none."""
+        column = self.items().column(feature.column).combine_chunks()
+        lengths = np.asarray(pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False))
+        offsets = np.concatenate([[0], offsets_of_lengths(lengths)])
+        return column.flatten().to_numpy(zero_copy_only=False).astype(np.int64), offsets
 
     def item_texts(self) -> list[str]:
         """What people call each item, by the first text that items have; empty where they have none."""

@@ -2,12 +2,17 @@
 
 A dataset is a folder. `card.json` describes it, `users/part-*.parquet` holds one row a user (or, for kind "rows", one
 row a labelled example), `items.parquet` one row an item, `vocabularies/` the keys behind the category ids,
-`quarantine.csv` the input rows that were set aside. Item id 0 is never an item: padding or unknown.
+`vectors/*.npy` dense vectors (a row an item id, or a row a user), `quarantine.csv` the input rows that were set aside.
+Item id 0 is never an item: padding or unknown.
+
+A feature of an event has a list column with one value an event. Where an event has several values, the column holds
+those of all events of the user one after the other, and a second one, `event_<name>_counts`, how many each event has.
 """
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had categories, numbers and texts alone; it is still read."""
 
 USER_ID = "user_id"
 """int64, dense from 0, equal to the global row index."""
@@ -21,6 +26,8 @@ ACTIONS = "actions"
 EVENT_PREFIX = "event_"
 USER_PREFIX = "user_"
 ITEM_PREFIX = "item_"
+COUNTS_SUFFIX = "_counts"
+"""Of the column that says how many values of a list each event has."""
 
 LABEL = "label"
 DENSE = "dense"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nestrec.base.config import with_overrides
+from nestrec.base.moments import iso_moment
 from nestrec.data.prepare.preparation import prepare
-from nestrec.data.samples.split import iso_moment
 from nestrec.data.synthetic.logs import SPAN_MS, START_MS, generate, preset
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe

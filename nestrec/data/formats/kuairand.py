@@ -12,7 +12,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import DataError
 from nestrec.data.formats.format import log_format
 from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
+from nestrec.data.prepare.options import LogColumns, NumberTransform, PrepareOptions
 from nestrec.data.prepare.raw import Delimited, first_line, header_names
 from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
 from nestrec.data.prepare.source import LogSource, delimited_files, require_input, side_files
@@ -36,8 +36,10 @@ LOG = LogColumns(
     time_unit="ms",
     actions=ACTIONS,
     categories=("tab",),
+    values={name: name for name in ("play_time_ms", "profile_stay_time", "comment_stay_time")},
+    numbers=("duration_ms",),
+    transforms={"duration_ms": "log"},
 )
-NUMBERS = ("play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time")
 USER_NUMBERS = ("follow_user_num", "fans_user_num", "friend_user_num", "register_days")
 VIDEO_KINDS: dict[str, SideKind] = {
     "author_id": "category",
@@ -52,6 +54,8 @@ VIDEO_KINDS: dict[str, SideKind] = {
     "music_type": "category",
     "tag": "categories",
 }
+
+_TRANSFORMS: dict[SideKind, NumberTransform] = {"number": "log", "date": "standard"}
 
 
 @config
@@ -77,7 +81,7 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
     return LogSource(
         path.name,
         "kuairand",
-        EventColumns(LOG, dict(KUAIRAND_BITS), numbers=NUMBERS),
+        EventColumns(LOG, dict(KUAIRAND_BITS)),
         delimited_files(logs, Delimited()),
         drops_duplicates=True,
         users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)),
@@ -104,7 +108,13 @@ def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[
     prefix = f"{key.removesuffix('_id')}_"  # `user_active_degree` becomes the feature `active_degree` of the user
     names = [name for name in _columns(files) if name != key]
     columns = tuple(
-        SideColumn(n, kinds.get(n, "number"), name=n.removeprefix(prefix) if prefix == "user_" else n) for n in names
+        SideColumn(
+            n,
+            kind,
+            name=n.removeprefix(prefix) if prefix == "user_" else n,
+            transform=_TRANSFORMS.get(kind, "none"),
+        )
+        for n, kind in ((n, kinds.get(n, "number")) for n in names)
     )
     return (SideSource(side_files(files, Delimited()), key, columns),)
 

@@ -1,13 +1,14 @@
 """A log of one's own: CSV, Parquet or JSON lines whose columns are named by options, with tables of items and users."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DataError, UserError, did_you_mean
 from nestrec.data.formats.format import log_format
 from nestrec.data.formats.tables import TableColumns, open_table
+from nestrec.data.formats.vectors import open_vectors
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.files import LogFiles, find_files
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
@@ -29,11 +30,16 @@ class LogOptions(PrepareOptions):
     items: str | None = None
     """A table with a row an item (CSV, Parquet or JSON lines; a file, a folder, or a pattern in quotes)."""
     item_columns: TableColumns = field(default_factory=TableColumns)
-    """What its columns mean."""
+    """What its columns mean; without a table, columns of the log that tell of the item (the first row of it counts)."""
+    item_vectors: Mapping[str, str] = field(default_factory=dict)
+    """Feature name to an .npy file with a vector a row: picture=p.npy, in the order of the rows of `items`, or
+    picture=p.npy:ids.txt with a file of ids (text, one a line, or .npy)."""
     users: str | None = None
     """A table with a row a user, likewise."""
     user_columns: TableColumns = field(default_factory=TableColumns)
-    """What its columns mean."""
+    """What its columns mean; without a table, columns of the log that tell of the user."""
+    user_vectors: Mapping[str, str] = field(default_factory=dict)
+    """Vectors of users, likewise."""
 
     def __post_init__(self) -> None:
         for name in ("min_rating", "positive_rating"):
@@ -44,13 +50,14 @@ class LogOptions(PrepareOptions):
                     value=getattr(self, name),
                     remedy="name it with --log.rating COLUMN",
                 )
-        for table, columns in (("items", "item_columns"), ("users", "user_columns")):
-            if getattr(self, table) is None and getattr(self, columns) != TableColumns():
+        for table, name in (("items", "item_columns"), ("users", "user_columns")):
+            columns = getattr(self, name)
+            if getattr(self, table) is None and columns != TableColumns() and (columns.key or not columns.kinds()):
                 raise UserError(
                     "describes a table that is not given",
-                    field=columns,
+                    field=name,
                     value="",
-                    remedy=f"name its file with --{table} FILE",
+                    remedy=f"name its file with --{table} FILE, or name columns of the log",
                 )
 
 
@@ -65,14 +72,18 @@ def open_log(path: Path, options: LogOptions) -> LogSource:
     )
     columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
     name, files = find_files(path)
-    return LogSource(
-        name,
-        "log",
-        columns,
-        _batches(files, how, columns),
-        users=_table(options.users, log.user, options.user_columns, how, "users"),
-        items=_table(options.items, log.item, options.item_columns, how, "items"),
-    )
+    sides: dict[str, tuple[SideSource, ...]] = {}
+    for what, key, file, table, vectors in (
+        ("users", log.user, options.users, options.user_columns, options.user_vectors),
+        ("items", log.item, options.items, options.item_columns, options.item_vectors),
+    ):
+        tables = [_of_log(files, key, table, how)] if file is None and table.kinds() else []
+        if file is not None:
+            tables = [open_table(Path(file), table.key or key, table, _with_header(how), what)]
+        given = tables[0] if file is not None else None
+        tables += [open_vectors(n, text, given, f"{what.removesuffix('s')}_vectors") for n, text in vectors.items()]
+        sides[what] = tuple(tables)
+    return LogSource(name, "log", columns, _batches(files, how, columns), users=sides["users"], items=sides["items"])
 
 
 def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batches:
@@ -84,12 +95,27 @@ def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batche
     return batches
 
 
-def _table(file: str | None, key: str, columns: TableColumns, how: Delimited, what: str) -> tuple[SideSource, ...]:
-    if file is None:
-        return ()
-    # The log may have no header; a table has names of its own.
-    plain = Delimited(separator=how.separator, has_quotes=how.has_quotes, encoding=how.encoding)
-    return (open_table(Path(file), columns.key or key, columns, plain, what),)
+def _of_log(files: list[Path], key: str, columns: TableColumns, how: Delimited) -> SideSource:
+    """Columns of the log itself that tell of the item or user of each event."""
+
+    def batches() -> Iterator[RawBatch]:
+        reader = LogFiles(how, [key, *columns.kinds()])
+        for file in files:
+            for batch in reader.read(file):
+                for name in columns.kinds():
+                    if name not in batch.columns:
+                        remedy = did_you_mean(name, batch.columns)
+                        raise DataError(f"is no column of {batch.file}", field="column", value=name, remedy=remedy)
+                # Its bad rows were set aside when the events were read.
+                yield RawBatch(batch.file, batch.lines, batch.columns, (), batch.done)
+        reader.check()
+
+    return SideSource(batches, key, columns.sides(columns.kinds()))
+
+
+def _with_header(how: Delimited) -> Delimited:
+    """The log may have no header; a table has names of its own."""
+    return Delimited(separator=how.separator, has_quotes=how.has_quotes, encoding=how.encoding)
 
 
 FORMAT = log_format("Your own log: CSV, Parquet or JSON lines, with tables of items and users.", LogOptions, open_log)

@@ -23,9 +23,9 @@ def open_recbole(file: Path, *, format: str, min_rating: float | None, positive_
         time="timestamp" if "timestamp" in types else None,
         time_unit="s",
         categories=tuple(name for name, kind in others.items() if kind == "token"),
+        values={name: name for name, kind in others.items() if kind == "float"},
     )
-    numbers = tuple(name for name, kind in others.items() if kind == "float")
-    columns = EventColumns.of(log, min_rating=min_rating, positive_rating=positive_rating, numbers=numbers)
+    columns = EventColumns.of(log, min_rating=min_rating, positive_rating=positive_rating)
     stem = plain_name(file).removesuffix(".inter")
     users, items = (_side(find_file(file.parent, f"{stem}.{who}"), f"{who}_id") for who in ("user", "item"))
     return LogSource(plain_name(file), format, columns, delimited_files([file], _how(types)), users=users, items=items)

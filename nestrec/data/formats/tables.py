@@ -1,19 +1,24 @@
 """Tables of items or users beside a log: which of their columns become features, and of which kind."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
-from nestrec.base.errors import DataError, Mistakes, did_you_mean
+from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
+from nestrec.data.prepare.features.cells import has_marks
 from nestrec.data.prepare.files import LogFiles, column_names, find_files
+from nestrec.data.prepare.options import HashingConfig, NumberTransform
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
 
-_WORDS_OF_TEXT = ("title", "name", "description", "text", "url")
+_WORDS_OF_TEXT = ("title", "name", "description", "text")
+_WORDS_FOR_PEOPLE = ("url", "link", "image")
 
 
 @config
@@ -25,15 +30,33 @@ class TableColumns:
     categories: tuple[str, ...] = ()
     """Columns with one value of a few, such as a brand."""
     lists: tuple[str, ...] = ()
-    """Columns with several such values in a cell."""
+    """Columns with several such values in a cell: lists of Parquet or JSON, or text with a separator."""
     list_separator: str = ","
-    """Character between the values of such a cell."""
+    """Character between the values of such a text, or between the numbers of a vector that is text."""
     numbers: tuple[str, ...] = ()
-    """Columns of numbers, such as a price: models read the range, of equally many rows, in which one lies."""
+    """Columns of numbers, such as a price."""
+    transforms: Mapping[str, NumberTransform] = field(default_factory=dict)
+    """Number to what models read of it: quantiles (the bucket in which it lies, where nothing is said), standard, log
+    or none: age=standard,price=log."""
+    num_buckets: Count = 16
+    """Buckets of a number by quantiles, with about equally many rows of the training part each."""
     texts: tuple[str, ...] = ()
-    """Columns for people, such as a title."""
+    """Columns of free text, such as a title: kept for people, and for models as hashed words and pieces of
+    words (`<name>_bag`)."""
+    labels: tuple[str, ...] = ()
+    """Columns of text for people alone, such as the address of a picture."""
+    hashing: HashingConfig = HashingConfig()
+    """How texts become ids."""
+    vectors: tuple[str, ...] = ()
+    """Columns with a vector in a cell, such as an embedding of a picture: a list of numbers."""
     left_out: tuple[str, ...] = ()
     """Columns that are not taken over; without this, a column that is named nowhere is guessed by name and content."""
+
+    def __post_init__(self) -> None:
+        for name in self.transforms:
+            if name not in self.numbers:
+                remedy = did_you_mean(name, self.numbers) if self.numbers else "name it among the numbers as well"
+                raise UserError("is not named as a number", field="transforms", value=name, remedy=remedy)
 
     def kinds(self) -> dict[str, SideKind]:
         """Kind of each column that is named."""
@@ -41,9 +64,30 @@ class TableColumns:
             (self.categories, "category"),
             (self.lists, "categories"),
             (self.numbers, "range"),
-            (self.texts, "text"),
+            (self.texts, "bag"),
+            (self.labels, "text"),
+            (self.vectors, "vector"),
         )
         return {name: kind for names, kind in named for name in names}
+
+    def sides(self, kinds: Mapping[str, SideKind]) -> tuple[SideColumn, ...]:
+        """The features of columns of these kinds; a text gives two."""
+        columns = []
+        for name, kind in kinds.items():
+            transform = self.transforms.get(name, "quantiles")
+            is_cut = kind == "range" and transform == "quantiles"
+            columns.append(
+                SideColumn(
+                    name,
+                    "text" if kind == "bag" else "number" if kind == "range" and not is_cut else kind,
+                    separator=self.list_separator,
+                    transform="none" if kind != "range" or is_cut else transform,
+                    num_buckets=self.num_buckets,
+                )
+            )
+            if kind == "bag":
+                columns.append(SideColumn(name, "bag", name=f"{name}_bag", hashing=self.hashing))
+        return tuple(columns)
 
 
 def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what: str) -> SideSource:
@@ -62,11 +106,7 @@ def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what
     named = columns.kinds()
     told = {} if first is None else {n: _told(n, first.columns[n]) for n in wanted if n not in named}
     kinds = {name: named.get(name) or told.get(name, "category") for name in wanted}
-    sides = tuple(
-        SideColumn(name, kind, separator="," if _is_list(first, name) else columns.list_separator)
-        for name, kind in kinds.items()
-    )
-    return SideSource(batches, key, sides, must_match=f"--{what} {path}")
+    return SideSource(batches, key, columns.sides(kinds), must_match=f"--{what} {path}")
 
 
 def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, what: str) -> None:
@@ -79,14 +119,16 @@ def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, 
         "lists": columns.lists,
         "numbers": columns.numbers,
         "texts": columns.texts,
+        "labels": columns.labels,
+        "vectors": columns.vectors,
     }
-    for field, chosen in wanted.items():
+    for group, chosen in wanted.items():
         for name in chosen:
             with mistakes.noted():
                 if name not in names:
                     raise DataError(
                         f"is no column of {file.name}",
-                        field=f"{option}.{field}",
+                        field=f"{option}.{group}",
                         value=name,
                         remedy=did_you_mean(name, names),
                     )
@@ -94,18 +136,19 @@ def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, 
 
 
 def _told(name: str, column: pa.Array) -> SideKind:
-    """Of a column that nobody has named: ids are categories though they are numbers, titles are for people."""
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return "categories"
+    """Of a column that nobody has named: ids are categories though they are numbers, addresses are for people."""
+    if pa.types.is_nested(column.type):
+        is_numeric = pa.types.is_floating(column.type.value_type)
+        return "vector" if is_numeric else "categories"
     word = name.lower()
-    if any(part in word for part in _WORDS_OF_TEXT):
+    if any(part in word for part in _WORDS_FOR_PEOPLE):
         return "text"
+    if any(part in word for part in _WORDS_OF_TEXT):
+        return "bag"
+    if pa.types.is_string(column.type) and has_marks(column):
+        return "categories"
     if word.endswith("id") or pa.types.is_boolean(column.type):
         return "category"
     _, states = parse_numbers(column)
     has_numbers = bool(np.any(states != BLANK)) and not bool(np.any(states == BAD))
     return "range" if has_numbers else "category"
-
-
-def _is_list(first: RawBatch | None, name: str) -> bool:
-    return first is not None and pa.types.is_nested(first.columns[name].type)

@@ -1,5 +1,6 @@
 """Raw rows to event records: checked, filtered by rating, with dense codes for users, items and categories."""
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DataError, Mistakes, did_you_mean
-from nestrec.data.card import Feature
+from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
+from nestrec.data.card import Feature, FeatureKind
+from nestrec.data.prepare.features.cells import encode_lists, joined
+from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
 from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.parse import (
@@ -25,6 +28,9 @@ from nestrec.data.prepare.parse import (
 )
 from nestrec.data.prepare.raw import BadRow, RawBatch
 from nestrec.data.prepare.signature import row_signatures
+from nestrec.data.prepare.spill import Records
+from nestrec.data.schema import COUNTS_SUFFIX, EVENT_PREFIX
+from nestrec.data.transform import Transform
 
 POSITIVE = "positive"
 RATING = "rating"
@@ -39,26 +45,31 @@ class EventColumns:
     """Bit of each action of `log.actions`, and of `positive` where ratings give it."""
     min_rating: float | None = None
     positive_rating: float | None = None
-    numbers: tuple[str, ...] = ()
-    """Columns that become numeric event features."""
+
+    def __post_init__(self) -> None:
+        log = self.log
+        named = [*self.number_features(), *log.categories, *log.lists, *log.texts]
+        for name, count in Counter(named).items():
+            if count > 1:
+                remedy = "name it in one of log.categories, lists, numbers, texts and values"
+                raise UserError("is named more than once", field="log", value=name, remedy=remedy)
+        for name in log.transforms:
+            if name not in log.numbers:
+                remedy = did_you_mean(name, log.numbers) if log.numbers else "name it in --log.numbers"
+                raise UserError("is no number of the log", field="log.transforms", value=name, remedy=remedy)
 
     @staticmethod
-    def of(
-        log: LogColumns,
-        *,
-        min_rating: float | None = None,
-        positive_rating: float | None = None,
-        numbers: tuple[str, ...] = (),
-    ) -> "EventColumns":
+    def of(log: LogColumns, *, min_rating: float | None = None, positive_rating: float | None = None) -> "EventColumns":
         """Bits in the order of the actions, `positive` last."""
         names = [*log.actions, *([POSITIVE] if log.rating and positive_rating is not None else [])]
-        return EventColumns(log, {name: 1 << i for i, name in enumerate(names)}, min_rating, positive_rating, numbers)
+        return EventColumns(log, {name: 1 << i for i, name in enumerate(names)}, min_rating, positive_rating)
 
     def wanted(self, known: Collection[str] = ()) -> list[str]:
         """The columns that are read, those of actions as they are named among the `known` ones."""
         log = self.log
         actions = [_action_column(text, known)[0] for text in log.actions.values()]
-        named = [log.user, log.item, log.time, log.position, log.rating, *actions, *self.numbers, *log.categories]
+        features = [*log.values.values(), *log.numbers, *log.categories, *log.lists, *log.texts]
+        named = [log.user, log.item, log.time, log.position, log.rating, *actions, *features]
         return [name for name in named if name is not None]
 
     def sort_fields(self) -> list[str]:
@@ -67,7 +78,11 @@ class EventColumns:
     def number_features(self) -> dict[str, str]:
         """Feature name to column."""
         rating = {RATING: self.log.rating} if self.log.rating else {}
-        return {**rating, **{name: name for name in self.numbers}}
+        return {**rating, **self.log.values, **{name: name for name in self.log.numbers}}
+
+    def list_features(self) -> tuple[str, ...]:
+        """Those with several ids an event."""
+        return (*self.log.lists, *self.log.texts)
 
     def dtype(self) -> np.dtype[Any]:
         """Of an event record."""
@@ -76,7 +91,12 @@ class EventColumns:
         fields += [("actions", "i4")] if self.action_bits else []
         fields += [(f"event_{name}", "f4") for name in self.number_features()]
         fields += [(f"event_{name}", "i4") for name in self.log.categories]
+        fields += [(f"event_{name}{COUNTS_SUFFIX}", "i4") for name in self.list_features()]
         return np.dtype(fields)
+
+    def lists(self) -> dict[str, np.dtype[Any]]:
+        """Lists of an event record."""
+        return {f"event_{name}": np.dtype(np.int32) for name in self.list_features()}
 
 
 class _Verdict:
@@ -107,17 +127,20 @@ class EventParser:
         self.dtype = columns.dtype()
         self.field_names = self.dtype.names or ()
         self.users, self.items = KeyTable(), KeyTable()
-        self.vocabularies = {name: KeyTable() for name in columns.log.categories}
+        self.vocabularies = {name: KeyTable() for name in (*columns.log.categories, *columns.log.lists)}
+        self.transforms: dict[str, Transform] = {}
+        """Of the numbers, as soon as they are fitted."""
+        self._ngrams = columns.log.hashing.transform()
         self.num_below_rating = 0
 
-    def parse(self, batch: RawBatch) -> tuple[NDArray[Any], list[BadRow]]:
+    def parse(self, batch: RawBatch) -> tuple[Records, list[BadRow]]:
         """Records of the good rows in order, and the bad rows."""
         self._check_names(batch)
         records = np.zeros(batch.num_rows, dtype=self.dtype)
         verdict = _Verdict(batch.num_rows)
         log = self.columns.log
         for name, what in ((log.user, "user"), (log.item, "item")):
-            verdict.reject(_is_missing(batch.columns[name]), f"missing {what}")
+            verdict.reject(is_missing(batch.columns[name]), f"missing {what}")
         self._parse_order(batch, records, verdict)
         self._parse_numbers(batch, records, verdict)
         if self.columns.action_bits:
@@ -125,14 +148,49 @@ class EventParser:
         keep = verdict.good() & self._is_rated_enough(records, verdict.good())
         return self._encode(batch, records, keep), verdict.bad_rows(batch)
 
+    def fittings(self) -> dict[str, Fitting]:
+        """What is to be learnt of the numbers that models may read."""
+        log = self.columns.log
+        return {name: Fitting(log.transforms.get(name, "quantiles"), log.num_buckets) for name in log.numbers}
+
     def features(self) -> tuple[Feature, ...]:
         """Descriptions of the event features, for the card."""
-        numbers = [Feature(name=name, kind="number") for name in self.columns.number_features()]
-        categories = [
-            Feature(name=name, kind="category", vocabulary_size=len(table) + 1)
-            for name, table in self.vocabularies.items()
+        log = self.columns.log
+        features = [
+            Feature(name=n, kind="number", known="after")
+            for n in self.columns.number_features()
+            if n not in log.numbers
         ]
-        return tuple(numbers + categories)
+        for name in log.numbers:
+            transform = self.transforms[name]
+            is_cut = transform.kind == "quantiles"
+            size = len(transform.bounds) + 1 if is_cut else 0
+            features.append(
+                Feature(name=name, kind="category" if is_cut else "number", vocabulary_size=size, transform=transform)
+            )
+        for name, table in self.vocabularies.items():
+            kind: FeatureKind = "category" if name in log.categories else "categories"
+            features.append(Feature(name=name, kind=kind, vocabulary_size=len(table) + 1))
+        size = self._ngrams.buckets
+        bags = [Feature(name=n, kind="bag", vocabulary_size=size, transform=self._ngrams) for n in log.texts]
+        return (*features, *bags)
+
+    def category_keys(self) -> dict[str, pa.Array]:
+        """Keys of the category features, in order of id from 1."""
+        cut = {name: t for name, t in self.transforms.items() if t.kind == "quantiles"}
+        return {
+            **{name: table.all_keys() for name, table in self.vocabularies.items()},
+            **{name: pa.array(bucket_labels(transform), pa.string()) for name, transform in cut.items()},
+        }
+
+    def is_cut(self, name: str) -> bool:
+        """Whether models read the bucket of a number, by its field in a record."""
+        transform = self.transforms.get(name.removeprefix(EVENT_PREFIX))
+        return transform is not None and transform.kind == "quantiles"
+
+    def bucket_ids(self, name: str, values: NDArray[Any]) -> NDArray[np.int64] | None:
+        """Ids of the values of a column that is cut into buckets; none for others."""
+        return self.transforms[name.removeprefix(EVENT_PREFIX)].bucket_ids(values) if self.is_cut(name) else None
 
     def _check_names(self, batch: RawBatch) -> None:
         log, mistakes = self.columns.log, Mistakes()
@@ -146,7 +204,8 @@ class EventParser:
                         value=name,
                         remedy=did_you_mean(name, batch.columns) + hint,
                     )
-                _check_type(batch, name, is_time=name in (log.time, log.position))
+                if name not in log.lists:
+                    _check_type(batch, name, is_time=name in (log.time, log.position))
         mistakes.raise_all()
 
     def _parse_order(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
@@ -194,7 +253,7 @@ class EventParser:
         self.num_below_rating += int((good & ~is_enough).sum())
         return is_enough
 
-    def _encode(self, batch: RawBatch, records: NDArray[Any], keep: NDArray[np.bool_]) -> NDArray[Any]:
+    def _encode(self, batch: RawBatch, records: NDArray[Any], keep: NDArray[np.bool_]) -> Records:
         columns = batch.columns
         if not keep.all():
             mask = pa.array(keep)
@@ -202,10 +261,19 @@ class EventParser:
         log = self.columns.log
         records["user"] = self.users.encode(columns[log.user])
         records["item"] = self.items.encode(columns[log.item])
-        for name, table in self.vocabularies.items():
-            records[f"event_{name}"] = encode_category(table, columns[name])
+        for name in log.categories:
+            records[f"event_{name}"] = encode_category(self.vocabularies[name], joined(columns[name]))
+        lists = {}
+        for name in self.columns.list_features():
+            if name in log.lists:
+                ids, counts = encode_lists(self.vocabularies[name], columns[name], log.list_separator)
+            else:
+                hashed, counts = self._ngrams.bags(joined(columns[name]))
+                ids = hashed.astype(np.int32)
+            lists[f"event_{name}"] = ids
+            records[f"event_{name}{COUNTS_SUFFIX}"] = counts
         records["signature"] = row_signatures(list(columns.values()), records.size)
-        return records
+        return Records(records, lists)
 
 
 def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
@@ -222,15 +290,16 @@ def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
 
 def encode_category(table: KeyTable, column: pa.Array) -> NDArray[np.int64]:
     """Ids from 1 in order of first appearance; 0 for a blank or a null."""
-    is_missing = _is_missing(column)
-    if not is_missing.any():
+    missing = is_missing(column)
+    if not missing.any():
         return table.encode(column) + 1
     ids = np.zeros(len(column), dtype=np.int64)
-    ids[~is_missing] = table.encode(column.filter(pa.array(~is_missing))) + 1
+    ids[~missing] = table.encode(column.filter(pa.array(~missing))) + 1
     return ids
 
 
-def _is_missing(column: pa.Array) -> NDArray[np.bool_]:
+def is_missing(column: pa.Array) -> NDArray[np.bool_]:
+    """Cells that hold nothing: null, NaN or an empty text."""
     if pa.types.is_string(column.type) and not column.null_count:
         return np.asarray(pc.binary_length(column).to_numpy(zero_copy_only=False) == 0)
     missing = column.is_null(nan_is_null=True)

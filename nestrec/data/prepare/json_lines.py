@@ -1,6 +1,7 @@
 """JSON lines, plain or gzip: one object a line. Fields of objects inside are named with dots (`user.id`).
 
-Every value becomes text, as in a delimited file. Lines need not have the same fields, so the reader is told which
+Every value becomes text, as in a delimited file; a list has a mark before each of its values.
+ Lines need not have the same fields, so the reader is told which
 columns are wanted: where a line lacks one, it is blank there.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from nestrec.base.errors import DataError, did_you_mean
+from nestrec.data.prepare.features.cells import MARK
 from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -111,5 +113,5 @@ def _text(value: Any) -> str:
         return str(int(value))
     if isinstance(value, list):
         plain = not any(isinstance(part, dict | list) for part in value)
-        return ",".join(_text(part) for part in value) if plain else json.dumps(value)
+        return "".join(MARK + _text(part) for part in value) if plain else json.dumps(value)
     return value if isinstance(value, str) else json.dumps(value)

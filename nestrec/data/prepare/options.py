@@ -3,13 +3,40 @@
 import codecs
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
-from nestrec.base.bounds import Count, Natural, Share
+from nestrec.base.bounds import Bound, Count, Natural, Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.base.moments import moment_ms
+from nestrec.data.transform import Transform
 
 TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
+NumberTransform = Literal["none", "standard", "log", "quantiles"]
+"""What is learnt of a column of numbers."""
+
+
+@config
+class HashingConfig:
+    """How a text becomes ids: its words, runs of words and pieces of words, hashed."""
+
+    buckets: Annotated[int, Bound(2, 2**31 - 1)] = 1 << 14
+    """Rows of the table that they share; two words in one bucket cannot be told apart."""
+    words: tuple[int, ...] = (1, 2)
+    """How many words in a row make an id."""
+    characters: tuple[int, ...] = (3,)
+    """How many characters of a word, its ends marked, make an id; none for whole words alone."""
+    max_ids: Count = 64
+    """The most ids of a text: words first, then runs of words, then pieces."""
+
+    def transform(self) -> Transform:
+        return Transform(
+            kind="ngrams",
+            buckets=self.buckets,
+            words=self.words,
+            characters=self.characters,
+            max_ids=self.max_ids,
+        )
 
 
 @config
@@ -31,9 +58,26 @@ class LogColumns:
     actions: Mapping[str, str] = field(default_factory=dict)
     """Action name to column (set where the number is not 0) or to `column:value` (set where the text is that value):
     click=clicked,buy=event:buy. Bits are given in this order from 1."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Feature name to a column of numbers that an event tells only when it is over, such as a watch time or the price
+    paid: watch_time=play_ms. Models never read them of the event that they are to predict."""
     categories: tuple[str, ...] = ()
-    """Columns that become event features with a vocabulary. Nothing reads numbers of single events: cut them into
-    ranges, and name these here."""
+    """Columns with one value of a few that are known before the user reacts, such as a device."""
+    lists: tuple[str, ...] = ()
+    """Columns with several such values: lists of Parquet or JSON, or text with a separator."""
+    list_separator: str = ","
+    """Character between the values of such a text."""
+    numbers: tuple[str, ...] = ()
+    """Columns of numbers that are known before the user reacts, such as a position on the page."""
+    transforms: Mapping[str, NumberTransform] = field(default_factory=dict)
+    """Number to what models read of it: quantiles (the bucket in which it lies, where nothing is said), standard, log
+    or none: age=standard,price=log."""
+    num_buckets: Count = 16
+    """Buckets of a number by quantiles, with about equally many events of the training part each."""
+    texts: tuple[str, ...] = ()
+    """Columns of free text, such as a search query: models read hashed words and pieces of words."""
+    hashing: HashingConfig = HashingConfig()
+    """How texts become ids."""
     separator: str = ","
     """Between the fields of a text file: one character (`\\t` for a tab) or `::`."""
     names: tuple[str, ...] = ()
@@ -70,7 +114,16 @@ class PrepareOptions:
     """`iterated`: until every user and item left has enough events. `single`: counts taken once, before removal."""
     min_user_events: Natural = 0
     """After that, remove users with fewer events left."""
+    fit_share: Annotated[float, Bound(0, 1, above=True)] = 0.8
+    """What is learnt of numbers comes from this share of the events, the first in time, without the
+    last two of each user."""
+    fit_until: str | None = None
+    """Instead: from the events before this date, such as 2026-10-25 or 2026-10-25T12:00+02:00."""
     memory_bytes: Count = 256 << 20
     """About how much memory a partition of events may take while it is sorted."""
     force: bool = False
     """Replace the dataset that is in the folder already; without it that is an error."""
+
+    def fit_until_ms(self) -> int | None:
+        """Unix milliseconds of `fit_until`."""
+        return moment_ms(self.fit_until, "fit_until")

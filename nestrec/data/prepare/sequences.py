@@ -4,7 +4,8 @@
 2. Split the records by ranges of users, sized to the memory budget; inside a range they keep the input's order.
 3. Sort each range by (user, time, position, input order), marking exact duplicates.
 4. Count users and items, removing rare ones if asked, in passes over the ranges.
-5. Write users in order of first appearance, item ids from 1 in order of first appearance among those that stay.
+5. Learn the transforms of numbers from the events that train under any split.
+6. Write users in order of first appearance, item ids from 1 in order of first appearance among those that stay.
 
 What grows is a few bytes for each distinct user, item and category value.
 """
@@ -23,22 +24,22 @@ from nestrec.base.config import to_plain
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
 from nestrec.data import schema
-from nestrec.data.card import Card, Counts, DataFile, Feature, describe_file
+from nestrec.data.card import Card, Counts, DataFile, Feature, Fit, describe_file
 from nestrec.data.gather import add_counts
 from nestrec.data.prepare.core_filter import CoreFilter, FilterResult, apply_filter
 from nestrec.data.prepare.event_sort import is_duplicate, order_events
 from nestrec.data.prepare.events import EventParser
+from nestrec.data.prepare.features.training_part import TrainingPart, find_training_part
 from nestrec.data.prepare.finish import finish_sequences, write_items
-from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.options import PrepareOptions
 from nestrec.data.prepare.progress import Progress
 from nestrec.data.prepare.quarantine import Quarantine
-from nestrec.data.prepare.side import SideTable
+from nestrec.data.prepare.side import Keyed, SideSource, SideTable
 from nestrec.data.prepare.source import LogSource
-from nestrec.data.prepare.spill import Partitions, RecordFile, balanced_bounds, even_bounds
+from nestrec.data.prepare.spill import ListedFile, Partitions, Records, balanced_bounds, even_bounds
 from nestrec.data.prepare.writer import UserBlock, UsersWriter
 
-ITEMS_A_PARTITION = 1 << 20
+ITEMS_A_PARTITION = 1 << 17
 MAX_PARTITIONS = 512
 WORK_FACTOR = 5
 """Memory of sorting and writing a partition, as a multiple of its records."""
@@ -79,11 +80,13 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     fail_point("data.after_split")
     _sort(work, partitions)
     kept = _filter(work, partitions)
-    return _write(work, partitions, kept)
+    is_asked = any(side.learns() for side in (*source.users, *source.items))
+    part = find_training_part(work.parser, partitions, kept, options, is_asked=is_asked)
+    return _write(work, partitions, kept, part)
 
 
-def _read(work: Assembly) -> tuple[RecordFile, NDArray[np.int64]]:
-    spilled = RecordFile(work.folder / "events.bin", work.parser.dtype)
+def _read(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
+    spilled = ListedFile(work.folder / "events.bin", work.parser.dtype, work.source.columns.lists())
     user_counts = np.zeros(1024, dtype=np.int64)
     for batch, done in work.source.batches():
         records, bad = work.parser.parse(batch)
@@ -91,16 +94,17 @@ def _read(work: Assembly) -> tuple[RecordFile, NDArray[np.int64]]:
         work.num_rows_read += batch.num_rows + len(batch.bad)
         spilled.append(records)
         user_counts = _grown(user_counts, len(work.parser.users))
-        add_counts(records["user"], user_counts)
+        add_counts(records.rows["user"], user_counts)
         work.progress("read", done)
     return spilled, user_counts[: len(work.parser.users)]
 
 
-def _split(work: Assembly, spilled: RecordFile, user_counts: NDArray[np.int64]) -> Partitions:
-    by_memory = work.options.memory_bytes // (WORK_FACTOR * work.parser.dtype.itemsize)
+def _split(work: Assembly, spilled: ListedFile, user_counts: NDArray[np.int64]) -> Partitions:
+    by_memory = work.options.memory_bytes * spilled.num_records // (WORK_FACTOR * max(1, spilled.num_bytes))
     max_events = max(1, by_memory, spilled.num_records // MAX_PARTITIONS)
     bounds = balanced_bounds(user_counts, max_events)
-    partitions = Partitions(work.folder, "events", work.parser.dtype, "user", bounds)
+    lists = work.source.columns.lists()
+    partitions = Partitions(work.folder, "events", work.parser.dtype, "user", bounds, lists)
     num_done = 0
     for chunk in spilled.chunks():
         partitions.append(chunk)
@@ -114,20 +118,21 @@ def _sort(work: Assembly, partitions: Partitions) -> None:
     for p in range(len(partitions)):
         records = partitions[p].load()
         start, end = partitions.bounds[p : p + 2]
-        users = records["user"] - start
-        is_repeat = is_duplicate(users, records["signature"])
+        rows = records.rows
+        users = rows["user"] - start
+        is_repeat = is_duplicate(users, rows["signature"])
         work.num_duplicates += int(is_repeat.sum())
-        order = order_events(users, int(end - start), [records[name] for name in work.source.columns.sort_fields()])
+        order = order_events(users, int(end - start), [rows[name] for name in work.source.columns.sort_fields()])
         if work.drops_duplicates:
             order = order[~is_repeat[order]]
-        partitions[p].replace(records[order])
+        partitions[p].replace(records.take(order))
         work.progress("sort", (p + 1) / len(partitions))
 
 
 def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
     def pairs() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for p in range(len(partitions)):
-            for chunk in partitions[p].chunks():
+            for chunk in partitions[p].rows():
                 yield chunk["user"], chunk["item"]
 
     o = work.options
@@ -144,20 +149,24 @@ def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
     return kept
 
 
-def _write(work: Assembly, partitions: Partitions, kept: FilterResult) -> Card:
-    user_sides = [
-        _side(work, s, work.parser.users, f"user{i}", partitions.bounds) for i, s in enumerate(work.source.users)
-    ]
+def _write(work: Assembly, partitions: Partitions, kept: FilterResult, part: TrainingPart) -> Card:
+    parser, num_users, num_items = work.parser, int(kept.users.sum()), int(kept.items.sum())
+    user_rows = np.where(kept.users, np.cumsum(kept.users) - 1, -1)
+    item_rows = np.where(kept.items, np.cumsum(kept.items), -1)
+    users = Keyed("user", parser.users, user_rows, part.users, num_users)
+    items = Keyed("item", parser.items, item_rows, part.items, num_items + 1)
+    user_sides = [_side(work, s, users, f"user{i}", partitions.bounds) for i, s in enumerate(work.source.users)]
     files = _write_users(work, partitions, kept, user_sides)
-    item_bounds = even_bounds(len(work.parser.items), ITEMS_A_PARTITION)
-    item_sides = [_side(work, s, work.parser.items, f"item{i}", item_bounds) for i, s in enumerate(work.source.items)]
+    item_bounds = even_bounds(len(parser.items), ITEMS_A_PARTITION)
+    item_sides = [_side(work, s, items, f"item{i}", item_bounds) for i, s in enumerate(work.source.items)]
     files.append(write_items(work.folder, _item_tables(work, kept, item_bounds, item_sides)))
     files += _write_vocabularies(work, user_sides, item_sides)
-    files += work.quarantine.files()
     for side in (*user_sides, *item_sides):
+        files += side.files()
         side.delete()
+    files += work.quarantine.files()
     partitions.delete()
-    card = _card(work, kept, _features(user_sides), _features(item_sides))
+    card = _card(work, kept, part.fit, _features(user_sides), _features(item_sides))
     return finish_sequences(work.folder, card, kept.user_counts[kept.users], kept.item_counts[kept.items], files)
 
 
@@ -170,7 +179,7 @@ def _write_users(work: Assembly, partitions: Partitions, kept: FilterResult, sid
     for p in range(len(partitions)):
         start, end = partitions.bounds[p : p + 2]
         records = partitions[p].load()
-        records = records[kept.users[records["user"]] & kept.items[records["item"]]]
+        records = records.take(kept.users[records.rows["user"]] & kept.items[records.rows["item"]])
         codes = start + np.flatnonzero(kept.users[start:end])
         features = {n: c.take(pa.array(codes - start)) for side in sides for n, c in side.load(p).items()}
         writer.append(_user_block(work.parser, records, codes, next_id, kept, id_of_item, features))
@@ -181,14 +190,14 @@ def _write_users(work: Assembly, partitions: Partitions, kept: FilterResult, sid
 
 def _user_block(  # noqa: PLR0917
     parser: EventParser,
-    records: NDArray[Any],
+    records: Records,
     codes: NDArray[np.int64],
     first_id: int,
     kept: FilterResult,
     id_of_item: NDArray[np.int64],
     features: dict[str, pa.Array],
 ) -> UserBlock:
-    lengths = kept.user_counts[codes].astype(np.int32)
+    lengths, rows = kept.user_counts[codes].astype(np.int32), records.rows
     assert records.size == int(lengths.sum())
     scalars = {
         schema.USER_ID: pa.array(np.arange(first_id, first_id + codes.size, dtype=np.int64)),
@@ -196,23 +205,33 @@ def _user_block(  # noqa: PLR0917
         schema.LENGTH: pa.array(lengths),
         **{schema.USER_PREFIX + name: column for name, column in features.items()},
     }
-    lists: dict[str, NDArray[Any]] = {schema.ITEM_IDS: id_of_item[records["item"]]}
+    lists: dict[str, NDArray[Any]] = {schema.ITEM_IDS: id_of_item[rows["item"]]}
     if "time" in parser.field_names:
-        lists[schema.TIMESTAMPS_MS] = np.ascontiguousarray(records["time"])
+        lists[schema.TIMESTAMPS_MS] = np.ascontiguousarray(rows["time"])
     if "actions" in parser.field_names:
-        lists[schema.ACTIONS] = np.ascontiguousarray(records["actions"])
+        lists[schema.ACTIONS] = np.ascontiguousarray(rows["actions"])
+    for name, kind in _event_types(parser).items():
+        if name not in records.lists:
+            ids = parser.bucket_ids(name, rows[name])
+            lists[name] = rows[name].astype(kind.to_pandas_dtype()) if ids is None else ids
+    ragged = {name: values.astype(np.int64) for name, values in records.lists.items()}
+    return UserBlock(lengths, scalars, lists, ragged)
+
+
+def _event_types(parser: EventParser) -> dict[str, pa.DataType]:
+    """Type of a value of each event column."""
+    types: dict[str, pa.DataType] = {}
     for name in parser.field_names:
-        if name.startswith(schema.EVENT_PREFIX):
-            lists[name] = records[name].astype(np.float32 if parser.dtype[name].kind == "f" else np.int64)
-    return UserBlock(lengths, scalars, lists)
+        if name.endswith(schema.COUNTS_SUFFIX) and name.removesuffix(schema.COUNTS_SUFFIX) in parser.columns.lists():
+            types |= {name.removesuffix(schema.COUNTS_SUFFIX): pa.int64(), name: pa.int32()}
+        elif name.startswith(schema.EVENT_PREFIX):
+            is_number = parser.dtype[name].kind == "f" and not parser.is_cut(name)
+            types[name] = pa.float32() if is_number else pa.int64()
+    return types
 
 
 def _fields(parser: EventParser) -> list[pa.Field]:
-    names = [name for name in parser.field_names if name.startswith(schema.EVENT_PREFIX)]
-    kinds = {
-        name.removeprefix(schema.EVENT_PREFIX): pa.float32() if parser.dtype[name].kind == "f" else pa.int64()
-        for name in names
-    }
+    kinds = {name.removeprefix(schema.EVENT_PREFIX): kind for name, kind in _event_types(parser).items()}
     return schema.sequence_fields(
         has_timestamps="time" in parser.field_names, has_actions="actions" in parser.field_names, features=kinds
     )
@@ -236,8 +255,8 @@ def _item_tables(
         yield pa.table(columns)
 
 
-def _side(work: Assembly, source: Any, keys: KeyTable, name: str, bounds: NDArray[np.int64]) -> SideTable:
-    table = SideTable(source, keys, work.folder, name, bounds)
+def _side(work: Assembly, source: SideSource, of: Keyed, name: str, bounds: NDArray[np.int64]) -> SideTable:
+    table = SideTable(source, of, work.folder, name, bounds)
     table.read(work.quarantine, work.options.max_bad_share)
     return table
 
@@ -248,22 +267,26 @@ def _features(sides: list[SideTable]) -> tuple[Feature, ...]:
 
 def _write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[DataFile]:
     """One file for each category column: `id` from 1 and `key`."""
-    tables = {schema.EVENT_PREFIX + name: table for name, table in work.parser.vocabularies.items()}
+    tables = {schema.EVENT_PREFIX + name: keys for name, keys in work.parser.category_keys().items()}
     for prefix, sides in ((schema.USER_PREFIX, user_sides), (schema.ITEM_PREFIX, item_sides)):
-        tables |= {prefix + name: table for side in sides for name, table in side.vocabularies().items()}
+        tables |= {prefix + name: keys for side in sides for name, keys in side.vocabularies().items()}
     folder = work.folder / "vocabularies"
     files = []
-    for column, table in tables.items():
+    for column, keys in tables.items():
         folder.mkdir(exist_ok=True)
         path = folder / f"{column}.parquet"
-        ids = np.arange(1, len(table) + 1, dtype=np.int64)
-        pq.write_table(pa.table({"id": pa.array(ids), "key": table.all_keys()}), path, compression="zstd")
-        files.append(describe_file(work.folder, path, len(table)))
+        ids = np.arange(1, len(keys) + 1, dtype=np.int64)
+        pq.write_table(pa.table({"id": pa.array(ids), "key": keys}), path, compression="zstd")
+        files.append(describe_file(work.folder, path, len(keys)))
     return files
 
 
 def _card(
-    work: Assembly, kept: FilterResult, user_features: tuple[Feature, ...], item_features: tuple[Feature, ...]
+    work: Assembly,
+    kept: FilterResult,
+    fit: Fit,
+    user_features: tuple[Feature, ...],
+    item_features: tuple[Feature, ...],
 ) -> Card:
     num_events = int(kept.user_counts[kept.users].sum())
     num_dropped = work.num_duplicates if work.drops_duplicates else 0
@@ -289,6 +312,7 @@ def _card(
         event_features=work.parser.features(),
         user_features=user_features,
         item_features=item_features,
+        fit=fit,
         options=to_plain(work.options),
     )
 

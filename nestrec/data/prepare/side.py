@@ -1,7 +1,7 @@
 """Side tables: features of users or items from files of their own, joined by key through partitions on disk."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,20 +11,26 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError
-from nestrec.data.card import Feature, FeatureKind
-from nestrec.data.prepare.events import encode_category
+from nestrec.data.card import DataFile, Feature, FeatureKind, Owner
+from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.prepare.events import encode_category, is_missing
+from nestrec.data.prepare.features.cells import encode_lists, joined, vectors
+from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
+from nestrec.data.prepare.features.vector_file import VectorFile
 from nestrec.data.prepare.keys import KeyTable
+from nestrec.data.prepare.options import HashingConfig, NumberTransform
 from nestrec.data.prepare.parse import BAD, parse_days, parse_numbers
 from nestrec.data.prepare.quarantine import Quarantine
-from nestrec.data.prepare.ranges import Ranges
 from nestrec.data.prepare.raw import BadRow, RawBatch
-from nestrec.data.prepare.spill import Partitions
-from nestrec.data.schema import list_of
+from nestrec.data.prepare.spill import Partitions, Records
+from nestrec.data.schema import COUNTS_SUFFIX, list_of
+from nestrec.data.transform import Transform
 
-SideKind = Literal["category", "number", "text", "categories", "date", "range"]
-"""`range`: a number that becomes the category of the range in which it lies; ranges hold about equally many rows."""
+SideKind = Literal["category", "number", "text", "categories", "date", "range", "bag", "vector"]
+"""`range`: a number that becomes the category of the bucket in which it lies. `bag`: a text that models read."""
 NUM_RANGES = 16
 _NUMERIC = ("number", "date", "range")
+_LISTS = ("categories", "bag")
 _FEATURE_KIND: dict[SideKind, FeatureKind] = {
     "category": "category",
     "number": "number",
@@ -32,6 +38,8 @@ _FEATURE_KIND: dict[SideKind, FeatureKind] = {
     "categories": "categories",
     "date": "number",
     "range": "category",
+    "bag": "bag",
+    "vector": "vector",
 }
 
 
@@ -44,7 +52,13 @@ class SideColumn:
     name: str = ""
     """Of the feature; the column's by default."""
     separator: str = ","
-    """Between the values of `categories`."""
+    """Between the values of `categories` and `vector`, where they are text."""
+    transform: NumberTransform = "none"
+    """What is learnt of a number; a `range` is always cut by quantiles."""
+    num_buckets: int = NUM_RANGES
+    """Of a range."""
+    hashing: HashingConfig = field(default_factory=HashingConfig)
+    """Of a bag."""
 
     @property
     def feature(self) -> str:
@@ -62,20 +76,51 @@ class SideSource:
     must_match: str = ""
     """How to name the table in the error where it has no row of any known key; empty where that is no error."""
 
+    def learns(self) -> bool:
+        """Whether a column has a transform whose parameters come from the data."""
+        return any(c.kind == "range" or c.transform != "none" for c in self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """Whose features a side table holds."""
+
+    owner: Owner
+    keys: KeyTable
+    row_of_code: NDArray[np.int64]
+    """Row in the table of users or items; -1 for keys that were removed."""
+    is_fit: NDArray[np.bool_]
+    """Codes with events in the part that transforms are learnt from."""
+    num_rows: int
+    """Of vectors: items count from 1, and row 0 is none of them."""
+
 
 class SideTable:
     """Features of one side table, in the partitions of the main table's keys. The first row of a key counts."""
 
-    def __init__(self, source: SideSource, keys: KeyTable, folder: Path, name: str, bounds: NDArray[np.int64]):
-        self._source, self._keys = source, keys
-        self._tables = {c.feature: KeyTable() for c in source.columns if c.kind not in _NUMERIC}
-        self._ranges = {c.feature: Ranges(NUM_RANGES) for c in source.columns if c.kind == "range"}
-        self._lists: dict[str, _Lists] = {
-            c.feature: _Lists(c.separator) for c in source.columns if c.kind == "categories"
+    def __init__(self, source: SideSource, of: Keyed, folder: Path, name: str, bounds: NDArray[np.int64]):
+        self._source, self._of, self._folder = source, of, folder
+        self._tables = {c.feature: KeyTable() for c in source.columns if c.kind in ("category", "categories", "text")}
+        self._fittings = {
+            c.feature: Fitting("quantiles" if c.kind == "range" else c.transform, c.num_buckets)
+            for c in source.columns
+            if c.kind in _NUMERIC
         }
-        kinds = [(c.feature, "f4" if c.kind in _NUMERIC else "i4") for c in source.columns]
-        self._dtype = np.dtype([("key", "i4"), *kinds])
-        self._partitions = Partitions(folder, name, self._dtype, "key", bounds)
+        self._transforms: dict[str, Transform] = {
+            c.feature: c.hashing.transform() for c in source.columns if c.kind == "bag"
+        }
+        self._vectors: dict[str, VectorFile] = {}
+        self._is_seen = np.zeros(len(of.keys), dtype=np.bool_)
+        fields: list[tuple[str, str]] = [("key", "i4")]
+        for column in source.columns:
+            if column.kind in _LISTS:
+                fields.append((column.feature + COUNTS_SUFFIX, "i4"))
+            elif column.kind != "vector":
+                fields.append((column.feature, "f4" if column.kind in _NUMERIC else "i4"))
+        self._dtype = np.dtype(fields)
+        self._lists = [c.feature for c in source.columns if c.kind in _LISTS]
+        lists = dict.fromkeys(self._lists, np.dtype(np.int32))
+        self._partitions = Partitions(folder, name, self._dtype, "key", bounds, lists)
 
     def read(self, quarantine: Quarantine, max_bad_share: float) -> None:
         """Read all files; rows of keys that have no events only add to the vocabularies."""
@@ -83,115 +128,161 @@ class SideTable:
         for batch in self._source.batches():
             quarantine.add(batch.file, batch.bad)
             num_rows += batch.num_rows + len(batch.bad)
-            records = self._parse(batch, quarantine)
-            known = records[records["key"] >= 0]
-            num_known += known.size
-            for name, ranges in self._ranges.items():
-                ranges.add(known[name])
-            self._partitions.append(known)
+            found = self._find(batch)
+            num_known += int((found >= 0).sum())
+            is_first = self._first_of_keys(found)
+            records = self._parse(batch, found, is_first, quarantine).take(is_first)
+            is_fit = self._of.is_fit[records.rows["key"]]
+            for name, fitting in self._fittings.items():
+                fitting.add(records.rows[name][is_fit])
+            self._partitions.append(records)
         quarantine.check(num_rows, max_bad_share, num_bad_before)
         if num_rows and not num_known and self._source.must_match:
             remedy = f"check its column of ids, {self._source.key!r}"
             raise DataError(
                 "has no row of any id in the log", field="table", value=self._source.must_match, remedy=remedy
             )
-        for ranges in self._ranges.values():
-            ranges.settle()
-        for name, lists in self._lists.items():
-            lists.fill(self._tables[name])
+        self._transforms |= {name: fitting.result() for name, fitting in self._fittings.items()}
 
     def load(self, partition: int) -> dict[str, pa.Array]:
         """Features of the keys of one partition, in order of key; unknown where the side table has no row."""
         start, end = self._partitions.bounds[partition : partition + 2]
         records = self._partitions[partition].load()
-        first = np.unique(records["key"], return_index=True)[1]
+        records = records.take(np.argsort(records.rows["key"], kind="stable"))
         dense = np.zeros(end - start, dtype=self._dtype)
         for column in self._source.columns:
-            if self._dtype[column.feature].kind == "f":
+            if column.kind in _NUMERIC:
                 dense[column.feature] = np.nan
-        dense[records["key"][first] - start] = records[first]
-        return {c.feature: self._values(c, dense[c.feature]) for c in self._source.columns}
+        dense[records.rows["key"] - start] = records.rows
+        stored = [c for c in self._source.columns if c.kind != "vector"]
+        return {c.feature: self._values(c, Records(dense, records.lists)) for c in stored}
 
     def features(self) -> tuple[Feature, ...]:
-        return tuple(self._describe(c) for c in self._source.columns)
+        return tuple(
+            self._describe(c) for c in self._source.columns if c.kind != "vector" or c.feature in self._vectors
+        )
 
-    def vocabularies(self) -> dict[str, KeyTable]:
-        """Tables of the category features."""
-        return {
-            c.feature: self._vocabulary(c)
-            for c in self._source.columns
-            if c.kind in ("category", "categories", "range")
-        }
+    def vocabularies(self) -> dict[str, pa.Array]:
+        """Keys of the category features, in order of id from 1."""
+        found = {}
+        for column in self._source.columns:
+            if column.kind in ("category", "categories"):
+                found[column.feature] = self._tables[column.feature].all_keys()
+            elif column.kind == "range":
+                found[column.feature] = pa.array(bucket_labels(self._transforms[column.feature]), pa.string())
+        return found
 
-    def _vocabulary(self, column: SideColumn) -> KeyTable:
-        if column.kind == "range":
-            return self._ranges[column.feature].labels
-        return self._lists[column.feature].table if column.kind == "categories" else self._tables[column.feature]
+    def files(self) -> list[DataFile]:
+        """Vectors that were written."""
+        return [file.entry() for file in self._vectors.values()]
 
     def delete(self) -> None:
         self._partitions.delete()
 
-    def _parse(self, batch: RawBatch, quarantine: Quarantine) -> NDArray[Any]:
-        records = np.zeros(batch.num_rows, dtype=self._dtype)
-        records["key"] = self._keys.find(batch.columns[self._source.key])
-        for column in self._source.columns:
-            values = batch.columns[column.column]
-            if column.kind == "date":
-                records[column.feature] = parse_days(values)
-            elif column.kind in ("number", "range"):
-                records[column.feature], states = parse_numbers(values)
-                reason = f"{column.column} is not a number"
-                bad = [
-                    BadRow(int(batch.lines[i]), reason, batch.text_of(int(i))) for i in np.flatnonzero(states == BAD)
-                ]
-                quarantine.add(batch.file, bad)
-            else:
-                records[column.feature] = encode_category(self._tables[column.feature], _joined(values))
-        return records
+    def _find(self, batch: RawBatch) -> NDArray[np.int64]:
+        ids = batch.columns[self._source.key]
+        missing = is_missing(ids)
+        codes = np.full(batch.num_rows, -1, dtype=np.int64)
+        codes[~missing] = self._of.keys.find(ids.filter(pa.array(~missing)) if missing.any() else ids)
+        return codes
 
-    def _values(self, column: SideColumn, ids: NDArray[Any]) -> pa.Array:
+    def _first_of_keys(self, codes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Rows of known keys that came in no row before."""
+        known = np.flatnonzero(codes >= 0)
+        known = known[~self._is_seen[codes[known]]]
+        chosen = known[np.unique(codes[known], return_index=True)[1]]
+        self._is_seen[codes[chosen]] = True
+        is_first = np.zeros(codes.size, dtype=np.bool_)
+        is_first[chosen] = True
+        return is_first
+
+    def _parse(
+        self, batch: RawBatch, codes: NDArray[np.int64], is_first: NDArray[np.bool_], quarantine: Quarantine
+    ) -> Records:
+        rows = np.zeros(batch.num_rows, dtype=self._dtype)
+        rows["key"] = codes
+        lists: dict[str, NDArray[Any]] = {}
+        for column in self._source.columns:
+            values, name = batch.columns[column.column], column.feature
+            if column.kind == "date":
+                rows[name] = parse_days(values)
+            elif column.kind in ("number", "range"):
+                rows[name], states = parse_numbers(values)
+                _set_aside(batch, states == BAD, f"{column.column} is not a number", quarantine)
+            elif column.kind == "vector":
+                self._write_vectors(batch, column, codes, is_first, quarantine)
+            elif column.kind == "categories":
+                lists[name], rows[name + COUNTS_SUFFIX] = encode_lists(self._tables[name], values, column.separator)
+            elif column.kind == "bag":
+                ids, rows[name + COUNTS_SUFFIX] = self._transforms[name].bags(joined(values))
+                lists[name] = ids.astype(np.int32)
+            else:
+                rows[name] = encode_category(self._tables[name], joined(values))
+        return Records(rows, lists)
+
+    def _write_vectors(
+        self,
+        batch: RawBatch,
+        column: SideColumn,
+        codes: NDArray[np.int64],
+        is_first: NDArray[np.bool_],
+        quarantine: Quarantine,
+    ) -> None:
+        values, counts = vectors(batch.columns[column.column], column.separator)
+        offsets = offsets_of_lengths(counts)
+        file = self._vectors.get(column.feature)
+        if file is None:
+            if not counts.any():
+                return
+            width = int(counts[counts > 0][0])
+            name = f"{self._of.owner}_{column.feature}"
+            file = VectorFile(self._folder, name, self._of.num_rows, width, np.dtype(np.float32))
+            self._vectors[column.feature] = file
+        is_whole = counts == file.width
+        whole = values[np.repeat(is_whole, counts)].reshape(-1, file.width)
+        is_good = is_whole.copy()
+        is_good[is_whole] = np.isfinite(whole).all(1)
+        reason = f"{column.column} is no vector of {file.width} finite numbers, as the first one is"
+        _set_aside(batch, (counts > 0) & ~is_good, reason, quarantine)
+        rows = np.full(batch.num_rows, -1, dtype=np.int64)
+        rows[is_first] = self._of.row_of_code[codes[is_first]]
+        chosen = np.flatnonzero(is_good & (rows >= 0))
+        places = offsets[:-1][chosen, None] + np.arange(file.width)
+        file.write(rows[chosen], values[places])
+
+    def _values(self, column: SideColumn, records: Records) -> pa.Array:
+        name = column.feature
+        if column.kind in _LISTS:
+            offsets = offsets_of_lengths(records.counts(name)).astype(np.int32)
+            ids = pa.array(records.lists[name].astype(np.int64))
+            return pa.ListArray.from_arrays(pa.array(offsets), ids, type=list_of(pa.int64()))
+        values = records.rows[name]
         if column.kind == "range":
-            return pa.array(self._ranges[column.feature].of(ids))
+            return pa.array(self._transforms[name].bucket_ids(values))
         if column.kind in ("number", "date"):
-            return pa.array(ids)
+            return pa.array(values)
         if column.kind == "category":
-            return pa.array(ids.astype(np.int64))
-        if column.kind == "categories":
-            return self._lists[column.feature].take(ids)
-        texts = (
-            self._tables[column.feature].keys(np.maximum(ids.astype(np.int64) - 1, 0))
-            if len(self._tables[column.feature])
-            else pa.array([""] * ids.size)
-        )
-        return pc.if_else(pa.array(ids > 0), texts, "")
+            return pa.array(values.astype(np.int64))
+        table = self._tables[name]
+        texts = table.keys(np.maximum(values.astype(np.int64) - 1, 0)) if len(table) else pa.array([""] * values.size)
+        return pc.if_else(pa.array(values > 0), texts, "")
 
     def _describe(self, column: SideColumn) -> Feature:
-        kind = _FEATURE_KIND[column.kind]
-        size = len(self.vocabularies()[column.feature]) + 1 if kind in ("category", "categories") else 0
-        return Feature(name=column.feature, kind=kind, vocabulary_size=size)
+        name, kind = column.feature, _FEATURE_KIND[column.kind]
+        transform = self._transforms.get(name, Transform())
+        file = self._vectors.get(name)
+        size = len(self._tables[name]) + 1 if column.kind in ("category", "categories") else transform.buckets
+        return Feature(
+            name=name,
+            kind=kind,
+            owner=self._of.owner,
+            vocabulary_size=len(transform.bounds) + 1 if column.kind == "range" else size,
+            transform=transform,
+            width=0 if file is None else file.width,
+            file="" if file is None else file.relative,
+        )
 
 
-def _joined(column: pa.Array) -> pa.Array:
-    """Cells of a typed file that hold several values, as text."""
-    if not pa.types.is_nested(column.type):
-        return column
-    return pa.array([",".join(str(part) for part in cell or ()) for cell in column.to_pylist()], pa.string())
-
-
-class _Lists:
-    """Lists of categories: whole cells are coded first, and each distinct cell is split once."""
-
-    def __init__(self, separator: str):
-        self.table = KeyTable()
-        self._separator = separator
-        self._of_cell = pa.array([[]], list_of(pa.int64()))
-
-    def fill(self, cells: KeyTable) -> None:
-        split = [[p for p in cell.split(self._separator) if p] for cell in cells.all_keys().to_pylist()]
-        flat = [part for parts in split for part in parts]
-        ids = iter((self.table.encode(pa.array(flat, pa.string())) + 1).tolist() if flat else [])
-        coded = [[], *([next(ids) for _ in parts] for parts in split)]
-        self._of_cell = pa.array(coded, list_of(pa.int64()))
-
-    def take(self, cells: NDArray[Any]) -> pa.Array:
-        return self._of_cell.take(pa.array(cells.astype(np.int64)))
+def _set_aside(batch: RawBatch, rows: NDArray[np.bool_], reason: str, quarantine: Quarantine) -> None:
+    bad = [BadRow(int(batch.lines[i]), reason, batch.text_of(int(i))) for i in np.flatnonzero(rows)]
+    quarantine.add(batch.file, bad)

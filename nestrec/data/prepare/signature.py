@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.compiled_random import mix64 as compiled_mix64
 from nestrec.base.random import mix64
+from nestrec.data.prepare.features.cells import joined
 
 
 def row_signatures(columns: list[pa.Array], num_rows: int) -> NDArray[np.uint64]:
@@ -25,6 +26,8 @@ def cell_hashes(column: pa.Array, key: int) -> NDArray[np.uint64]:
 
 
 def _bytes_of(column: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    if pa.types.is_nested(column.type):
+        column = joined(column)
     if not pa.types.is_string(column.type):
         column = column.cast(pa.string())
     if column.null_count:

@@ -1,5 +1,6 @@
 """Writing of the users table: rows come in blocks of any size and leave in row groups that depend on the rows alone."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from nestrec.data.card import DataFile, describe_file
 from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.schema import COUNTS_SUFFIX
 
 ROWS_A_GROUP = 1024
 EVENTS_A_GROUP = 1 << 18
@@ -24,10 +26,16 @@ class UserBlock:
     lengths: NDArray[np.int32]
     scalars: dict[str, pa.Array]
     lists: dict[str, NDArray[Any]]
+    ragged: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
+    """List columns with several values an event; `<name>_counts` among the lists says how many each event has."""
 
     @property
     def num_rows(self) -> int:
         return int(self.lengths.size)
+
+    def ragged_offsets(self, name: str) -> NDArray[np.int64]:
+        """Where the values of each row begin in a ragged column, and its end."""
+        return offsets_of_lengths(self.lists[name + COUNTS_SUFFIX])[offsets_of_lengths(self.lengths)]
 
 
 class UsersWriter:
@@ -93,7 +101,9 @@ class UsersWriter:
                 continue
             size = self._list_sizes.get(field.name)
             offsets = event_offsets if size is None else np.arange(block.num_rows + 1, dtype=np.int32) * np.int32(size)
-            values = pa.array(block.lists[field.name], type=field.type.value_type)
+            if field.name in block.ragged:
+                offsets = block.ragged_offsets(field.name).astype(np.int32)
+            values = pa.array({**block.lists, **block.ragged}[field.name], type=field.type.value_type)
             columns.append(pa.ListArray.from_arrays(pa.array(offsets), values, type=field.type))
         return pa.Table.from_arrays(columns, schema=self._schema)
 
@@ -117,6 +127,7 @@ def concat_blocks(blocks: list[UserBlock]) -> UserBlock:
         lengths=np.concatenate([b.lengths for b in blocks]),
         scalars={name: pa.concat_arrays([b.scalars[name] for b in blocks]) for name in blocks[0].scalars},
         lists={name: np.concatenate([b.lists[name] for b in blocks]) for name in blocks[0].lists},
+        ragged={name: np.concatenate([b.ragged[name] for b in blocks]) for name in blocks[0].ragged},
     )
 
 
@@ -135,5 +146,9 @@ def _slice_block(
         size = list_sizes.get(name)
         bounds = (offsets[start], offsets[end]) if size is None else (start * size, end * size)
         lists[name] = values[bounds[0] : bounds[1]]
+    ragged = {}
+    for name, values in block.ragged.items():
+        starts = block.ragged_offsets(name)
+        ragged[name] = values[starts[start] : starts[end]]
     scalars = {name: column.slice(start, end - start) for name, column in block.scalars.items()}
-    return UserBlock(block.lengths[start:end], scalars, lists)
+    return UserBlock(block.lengths[start:end], scalars, lists, ragged)

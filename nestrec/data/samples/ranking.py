@@ -142,7 +142,7 @@ def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
     }
     columns, mistakes = [], Mistakes()
     for prefix, (wanted, known) in groups.items():
-        usable = {f.name: f for f in known if f.kind == "category"}
+        usable = {f.name: f for f in known if f.kind == "category" and f.known == "before"}
         for name in wanted:
             with mistakes.noted():
                 if name not in usable:

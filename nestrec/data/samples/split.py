@@ -1,6 +1,5 @@
 """Which events of a user train the model and which are held out."""
 
-import datetime
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from nestrec.base.bounds import Share
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError
+from nestrec.base.moments import moment_ms
 
 Part = Literal["valid", "test"]
 
@@ -52,24 +52,6 @@ class TimeSplitConfig:
                 remedy="validation comes before the test",
             )
         return valid_from, test_from
-
-
-def moment_ms(text: str | None, field: str) -> int | None:
-    """Unix milliseconds of a date or moment in ISO form."""
-    if text is None:
-        return None
-    try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        remedy = "write a date (2026-11-01) or a moment (2026-11-01T12:00+02:00)"
-        raise UserError("is no date", field=field, value=text, remedy=remedy) from None
-    zoned = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
-    return round(zoned.timestamp() * 1000)
-
-
-def iso_moment(time_ms: int) -> str:
-    """The moment in UTC as text."""
-    return datetime.datetime.fromtimestamp(time_ms / 1000, datetime.UTC).isoformat()
 
 
 def _cut(ordered_ms: NDArray[np.int64], num_last: float) -> int:

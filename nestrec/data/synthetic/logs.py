@@ -250,7 +250,7 @@ def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progr
             ),
             has_timestamps=True,
             action_bits=ACTION_BITS,
-            item_features=(Feature(name="topic", kind="category", vocabulary_size=shape.num_topics + 1),),
+            item_features=(Feature(name="topic", kind="category", owner="item", vocabulary_size=shape.num_topics + 1),),
             options=to_plain(shape),
         )
         return finish_sequences(folder, card, draw_lengths(shape, 0, shape.num_users), counts[1:], files)

@@ -10,13 +10,14 @@ import pytest
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.moments import iso_moment, moment_ms
 from nestrec.data.batches import BatchConfig
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_slices
-from nestrec.data.samples.split import Split, TimeSplitConfig, iso_moment, moment_ms
+from nestrec.data.samples.split import Split, TimeSplitConfig
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig

@@ -1,0 +1,68 @@
+"""Cells with several values: lists of typed files and of JSON, or text with a separator."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from nestrec.data.prepare.keys import KeyTable
+from nestrec.data.prepare.parse import parse_numbers
+
+MARK = "\x1f"
+"""Stands before each value of a JSON list that was made text: values may hold any other separator."""
+
+
+def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The values of all cells as text, one cell after the other, and how many each has; blanks are no values."""
+    if pa.types.is_nested(column.type):
+        flat, counts = column.flatten(), _lengths(column)
+        values = flat.cast(pa.string())
+    else:
+        text = column.cast(pa.string()).fill_null("")
+        is_marked = pc.starts_with(text, MARK)
+        marked, plain = pc.split_pattern(text, MARK), pc.split_pattern(text, separator)
+        lists = plain if not pc.any(is_marked).as_py() else pc.if_else(is_marked, marked, plain)
+        values, counts = pc.utf8_trim_whitespace(lists.flatten()), _lengths(lists)
+    values = values.fill_null("")
+    is_value = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
+    if is_value.all():
+        return values, counts
+    row = np.repeat(np.arange(counts.size), counts)
+    return values.filter(pa.array(is_value)), np.bincount(row[is_value], minlength=counts.size).astype(np.int64)
+
+
+def encode_lists(table: KeyTable, column: pa.Array, separator: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Ids from 1 of the values of all cells, in order of first appearance, and how many each cell has."""
+    values, counts = split_cells(column, separator)
+    ids = table.encode(values) + 1 if len(values) else np.zeros(0, np.int64)
+    return ids.astype(np.int32), counts
+
+
+def joined(column: pa.Array) -> pa.Array:
+    """Cells with several values as text for people; cells of one value as they are."""
+    if not pa.types.is_nested(column.type):
+        if not pa.types.is_string(column.type):
+            return column
+        return pc.replace_substring(pc.utf8_ltrim(column, MARK), MARK, ",") if has_marks(column) else column
+    if pa.types.is_struct(column.type) or column.flatten().null_count or pa.types.is_nested(column.type.value_type):
+        return pa.array([str(cell) for cell in column.to_pylist()], pa.string())
+    return pc.binary_join(column.cast(pa.list_(pa.string())), ",").fill_null("")
+
+
+def vectors(column: pa.Array, separator: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The numbers of all cells, NaN where one is none, and how many each cell has."""
+    if pa.types.is_nested(column.type) and not pa.types.is_string(column.type.value_type):
+        return column.flatten().cast(pa.float32()).fill_null(np.nan).to_numpy(zero_copy_only=False), _lengths(column)
+    if pa.types.is_string(column.type):
+        column = pc.utf8_trim(column, "[] ")
+    values, counts = split_cells(column, separator)
+    return parse_numbers(values)[0].astype(np.float32), counts
+
+
+def has_marks(column: pa.Array) -> bool:
+    """Whether a column of text holds lists of JSON."""
+    return bool(pc.any(pc.starts_with(column, MARK)).as_py())
+
+
+def _lengths(lists: pa.Array) -> NDArray[np.int64]:
+    return np.asarray(pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
