@@ -46,10 +46,14 @@ def _options_of_all(
 
 
 @app.command(context_settings=PASSED_ON)
-def train(
+def train(  # noqa: PLR0917
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name (see `nestrec recipes`), or a config.json of a run.")],
     output: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE where not given.")] = None,
+    start_from: Annotated[
+        Path | None,
+        typer.Option("--from", help="Begin with the weights, tables and optimiser state of this run."),
+    ] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Only check that the run fits, and say so.")] = False,
     cluster: Annotated[
         str | None, typer.Option(help="For --plan-only: a cluster file instead of this machine.")
@@ -65,7 +69,7 @@ def train(
     from nestrec.cli.training import train_run
     from nestrec.library.configured import configured
 
-    cfg = configured(recipe, parse_overrides(context.args, ("output", "cluster", "plan-only")))
+    cfg = configured(recipe, parse_overrides(context.args, ("output", "from", "cluster", "plan-only")))
     if plan_only:
         from nestrec.cli.plan import check_plan
 
@@ -76,7 +80,7 @@ def train(
         raise UserError("only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
     folder = output or Path("runs") / cfg.name
     check_folder(folder, "--output")
-    train_run(cfg, folder)
+    train_run(cfg, folder, start_from)
 
 
 @app.command(context_settings={**PASSED_ON, "allow_interspersed_args": False})

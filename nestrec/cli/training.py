@@ -22,7 +22,7 @@ from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 
 
-def train_run(cfg: RunConfig, folder: Path) -> None:
+def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> None:
     """Train, measure the best epoch on the test part, and print it beside its baselines."""
     topology = topology_of(cfg, cfg.ranks)
     with contextlib.ExitStack() as shown:
@@ -30,7 +30,7 @@ def train_run(cfg: RunConfig, folder: Path) -> None:
         if topology.is_first:
             listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
-        trainer = Trainer(cfg, folder, topology, Listeners(listeners))
+        trainer = Trainer(cfg, folder, topology, Listeners(listeners), start_from=start_from)
         try:
             trainer.train()
         except Interrupted:

@@ -28,6 +28,9 @@ class BatchConfig:
     shuffle_block: Count | None = None
     """samples of a block: blocks of consecutive samples are shuffled, then the samples inside each, so that few of a
     large dataset's files are read at a time; none shuffles all samples"""
+    order: Literal["shuffled", "chronological"] = "shuffled"
+    """chronological: events in the order in which they happened, window by window (see `windows`); each window is
+    predicted before it is trained on"""
     micro_batches: Count | Literal["auto"] = 1
     """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times"""
     workers: Count = 2
@@ -92,6 +95,8 @@ class Assembler(ABC):
     """loss weight of each sample, before any sampling of its length"""
     tokens: NDArray[np.int64]
     """tokens of each sample, before any sampling of its length"""
+    window_bounds: NDArray[np.int64] | None = None
+    """where samples are in the order of time: window w has the samples from window_bounds[w] to window_bounds[w + 1]"""
 
     def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Tokens of these samples that are computed in this epoch."""
@@ -144,6 +149,7 @@ class Batches:
             batch_samples=cfg.batch_samples,
             batch_tokens=cfg.batch_tokens,
             block_size=cfg.shuffle_block,
+            window_bounds=assembler.window_bounds,
         )
 
     def build(self, position: Position) -> Batch:

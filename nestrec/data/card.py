@@ -145,6 +145,26 @@ class BinnedCounts:
 
 
 @config
+class Generation:
+    """A state that a dataset has been in: as it was prepared, or after events were appended."""
+
+    number: int
+    """0 as prepared; one more with each append."""
+    digest: str
+    """Of the names and digests of its files; see `Card.digest_of_files`."""
+    events: int
+    """Events that it has."""
+    users: int
+    """Users that it has."""
+    items: int
+    """Items that it has."""
+    last_ms: int = 0
+    """Time of its latest event; 0 where events have no times."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Files that were appended, by name, with their digests."""
+
+
+@config
 class Card:
     """Everything that can be known of a dataset without reading its rows."""
 
@@ -182,6 +202,24 @@ class Card:
     """The options that the dataset was prepared with."""
     files: tuple[DataFile, ...] = ()
     """Every file but the card itself."""
+    generations: tuple[Generation, ...] = ()
+    """The states that it has been in, this one last; empty where nothing was appended yet."""
+
+    @property
+    def generation(self) -> int:
+        """The number of this state."""
+        return self.generations[-1].number if self.generations else 0
+
+    @property
+    def digest_of_files(self) -> str:
+        """The same for the same files, whatever else the card says."""
+        named = sorted((file.path, file.sha256) for file in self.files)
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+
+    def generation_of(self, earlier: "Card") -> Generation | None:
+        """The state of this dataset that another card describes; none where it is of another dataset."""
+        digest = earlier.digest_of_files
+        return next((generation for generation in self.generations if generation.digest == digest), None)
 
     @property
     def features(self) -> tuple[Feature, ...]:

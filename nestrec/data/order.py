@@ -1,9 +1,10 @@
 """The order of samples: the global batch of a step is a pure function of (seed, epoch, step).
 
 Nothing here knows of ranks or workers, so every number of them trains on the same global batches. The state needed to
-resume is two integers: epoch and step in the epoch.
+resume is two integers: epoch and step in the epoch. Beside the shuffle there is the order of time, window by window.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,11 +49,16 @@ class GlobalBatches:
         batch_samples: int | None = None,
         batch_tokens: int | None = None,
         block_size: int | None = None,
+        window_bounds: NDArray[np.int64] | None = None,
     ):
-        """tokens: the tokens of each sample, which decide the cuts where `batch_tokens` is given."""
+        """tokens: the tokens of each sample, which decide the cuts where `batch_tokens` is given.
+
+        window_bounds: samples are in the order of time already, and no batch has samples of two of these windows.
+        """
         assert (batch_samples is None) != (batch_tokens is None)
         self._tokens, self._seed, self._block_size = tokens, seed, block_size
         self._batch_samples, self._batch_tokens = batch_samples, batch_tokens
+        self._window_bounds = window_bounds
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def steps_in_epoch(self, epoch: int) -> int:
@@ -69,14 +75,33 @@ class GlobalBatches:
             return Position(position.epoch, position.step + 1)
         return Position(position.epoch + 1, 0)
 
+    def window_of(self, position: Position) -> int:
+        """The window of a batch, from 0 in every epoch; windows without samples have no batch."""
+        assert self._window_bounds is not None
+        first = self._epoch(position.epoch)[1][position.step]
+        return int(np.searchsorted(self._window_bounds, first, side="right")) - 1
+
+    def ends_window(self, position: Position) -> bool:
+        """Whether the batch is the last of its window; never where there are none."""
+        if self._window_bounds is None:
+            return False
+        following = self.after(position)
+        return following.epoch > position.epoch or self.window_of(following) > self.window_of(position)
+
     def _make_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if self._window_bounds is not None:
+            order = np.arange(len(self._tokens))
+            starts = itertools.pairwise(self._window_bounds.tolist())
+            parts = [start + self._cuts(order[start:end])[:-1] for start, end in starts]
+            return order, np.append(np.concatenate([order[:0], *parts]), len(order))
         order = epoch_order(len(self._tokens), self._seed, epoch, block_size=self._block_size)
+        return order, self._cuts(order)
+
+    def _cuts(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
         if self._batch_samples is not None:
-            cuts = np.append(np.arange(0, len(order), self._batch_samples), len(order))
-        else:
-            assert self._batch_tokens is not None
-            cuts = cuts_by_tokens(self._tokens[order], self._batch_tokens)
-        return order, cuts
+            return np.append(np.arange(0, len(order), self._batch_samples), len(order))
+        assert self._batch_tokens is not None
+        return cuts_by_tokens(self._tokens[order], self._batch_tokens)
 
 
 def cuts_by_tokens(tokens: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64]:

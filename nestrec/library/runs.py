@@ -7,7 +7,7 @@ Under torchrun every rank makes the same call, and all of them share the work.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
+from nestrec.training.windows import WindowHook
 
 if TYPE_CHECKING:
     from nestrec.library.loaded import Recommender
@@ -51,17 +52,24 @@ def train(
     *,
     output: Path | str | None = None,
     listener: Listener | None = None,
+    start_from: Run | Path | str | None = None,
+    window_hooks: Sequence[WindowHook] = (),
 ) -> Run:
     """Train a recipe, then measure its best epoch on the test part.
 
     recipe: a recipe's name (`nestrec recipes` lists them), a config.json of a run, or a config. overrides: dotted names
     to values (`{"training.epochs": 2}`; `nestrec options train RECIPE` lists them). output: the run folder, runs/NAME
     where not given; on a folder with checkpoints the run goes on from the last one. listener: hears of the progress.
+    start_from: a run whose weights, tables and optimiser state this one begins with, on the same data or a later
+    generation of it (`nestrec append`). window_hooks: called after each window of time (batch.order chronological).
     Told to stop by SIGTERM or SIGINT, it saves and raises `nestrec.training.stopping.Interrupted`.
     """
     cfg = configured(recipe, overrides)
     folder = Path("runs") / cfg.name if output is None else Path(output)
-    with contextlib.closing(Trainer(cfg, folder, topology_of(cfg, cfg.ranks), listener)) as trainer:
+    begun = None if start_from is None else _folder_of(start_from)
+    topology = topology_of(cfg, cfg.ranks)
+    made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
+    with contextlib.closing(made) as trainer:
         trainer.train()
         evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
         return Run(folder=folder, steps=trainer.state.step, evaluation=evaluation)

@@ -14,6 +14,7 @@ REPORT_FILE = "report.html"
 _SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
     "Results": sections.results,
     "Training": sections.training,
+    "Windows": sections.windows,
     "Speed": sections.speed,
     "Balance": sections.balance,
     "Timeline": sections.timeline,

@@ -12,9 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from nestrec.base.clock import Clock, RealClock
+from nestrec.base.moments import iso_moment
+from nestrec.data.samples.windows import TimeWindow
 from nestrec.report.evaluations import mean_of_metric, verdict_on
 from nestrec.report.formats import as_number, compact, duration, memory
 from nestrec.report.stages import StageProgress, progress_for
+from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 from nestrec.training.listener import Listener
 
@@ -81,6 +84,14 @@ class LiveProgress(Listener):
         verdict = verdict_on(metrics, headline)
         times = f" ({verdict.short})" if verdict is not None else ""
         self._print(f"{plain['part']} after epoch {epoch}, {headline}: {', '.join(values)}{times}")
+
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+        shown = ", ".join(f"{name} {value.mean:.4f}" for name, value in list(metrics.items())[:4])
+        since = iso_moment(window.from_ms)[:16]
+        self._print(f"window {window.number} from {since}, {window.num_events:,} events, before training: {shown}")
+
+    def noted(self, message: str) -> None:
+        self._print(message)
 
     def warned(self, message: str) -> None:
         self._print(f"warning: {message}")

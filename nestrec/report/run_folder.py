@@ -33,6 +33,8 @@ class RunRecords:
     """evaluation records in order of steps, one for each (part, step)"""
     events: list[Record]
     """events in the order in which they happened"""
+    windows: list[Record]
+    """of time, in order, each as it was predicted before it was trained on"""
     spans: list[Span]
     """trace, where there is one"""
     problems: list[str]
@@ -59,6 +61,7 @@ def load_run(folder: Path) -> RunRecords:
     problems: list[str] = []
     records = _load_records(folder / "metrics.jsonl", problems)
     by_step = {record["step"]: record for record in records if record["kind"] == "step"}
+    by_window = {record["window"]: record for record in records if record["kind"] == "window"}
     by_part = {(record["part"], record["step"]): record for record in records if record["kind"] == "evaluation"}
     return RunRecords(
         folder=folder,
@@ -70,6 +73,7 @@ def load_run(folder: Path) -> RunRecords:
         steps=[by_step[step] for step in sorted(by_step)],
         evaluations=sorted(by_part.values(), key=lambda record: record["step"]),
         events=[record for record in records if record["kind"] == "event"],
+        windows=[by_window[number] for number in sorted(by_window)],
         spans=_load_trace(folder / "trace.jsonl", problems),
         problems=problems,
     )
@@ -120,6 +124,7 @@ def _parse_record(line: str) -> Record | None:
             and isinstance(record.get("headline"), str)
             and _is_table(record.get("metrics"))
         ),
+        "window": lambda: math.isfinite(as_number(record.get("window"))) and isinstance(record.get("metrics"), dict),
         "event": lambda: isinstance(record.get("text"), str),
     }
     check = well_formed.get(str(record.get("kind")))

@@ -9,7 +9,9 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
+from nestrec.data.samples.windows import TimeWindow
 from nestrec.report.formats import as_number
+from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 from nestrec.training.listener import Listener
 
@@ -69,6 +71,10 @@ class TensorBoardWriter(Listener):
         self._write(lambda: self._open().flush())
         if is_alone:
             self.close()
+
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+        for metric, value in metrics.items():
+            self._scalar(f"windows/{metric}", value.mean, step)
 
     def _scalar(self, tag: str, value: Any, step: int) -> None:
         if not math.isnan(number := as_number(value)):

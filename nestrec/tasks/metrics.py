@@ -96,3 +96,66 @@ def bootstrap_auc(
         draws[i] = auc(label, score, times_drawn[member].astype(np.float64))
     low, high = np.nanquantile(draws, [0.025, 0.975])
     return Interval(whole, float(low), float(high))
+
+
+def user_aucs(label: NDArray[np.int64], score: Values, group: NDArray[np.int64]) -> tuple[Values, Values]:
+    """AUC of each group (user) that has both labels, and its number of events; equal scores count half."""
+    order = np.lexsort((score, group))
+    label, score, group = label[order], score[order], group[order]
+    _, member = np.unique(group, return_inverse=True)
+    num_groups = int(member.max(initial=-1)) + 1
+    is_new = np.concatenate([[True], (np.diff(member) != 0) | (np.diff(score) != 0)])[: len(label)]
+    tie = np.cumsum(is_new) - 1
+    negatives = np.cumsum(1 - label)
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(member) != 0])[: len(label)])
+    before_group = negatives[starts] - (1 - label[starts])
+    tie_negatives = np.bincount(tie, weights=1.0 - label)
+    before_tie = np.concatenate([[0.0], np.cumsum(tie_negatives)])[:-1]
+    below = before_tie[tie] - before_group[member] + tie_negatives[tie] / 2
+    wins = np.bincount(member, weights=label * below, minlength=num_groups)
+    total = np.bincount(member, minlength=num_groups).astype(np.float64)
+    positive = np.bincount(member, weights=label, minlength=num_groups)
+    pairs = positive * (total - positive)
+    has_both = pairs > 0
+    return wins[has_both] / pairs[has_both], total[has_both]
+
+
+def user_ndcgs(label: NDArray[np.int64], score: Values, group: NDArray[np.int64], k: int) -> Values:
+    """NDCG@k of each group's events, sorted by score, that has a positive one."""
+    order = np.lexsort((-score, group))
+    label, group = label[order], group[order]
+    _, member, counts = np.unique(group, return_inverse=True, return_counts=True)
+    place = np.arange(len(label)) - np.repeat(np.cumsum(counts) - counts, counts)
+    gain = np.where(place < k, 1.0 / np.log2(place + 2.0), 0.0)
+    found = np.bincount(member, weights=gain * label, minlength=len(counts))
+    positive = np.bincount(member, weights=label, minlength=len(counts)).astype(np.int64)
+    best = np.concatenate([[0.0], np.cumsum(1.0 / np.log2(np.arange(k) + 2.0))])
+    has_any = positive > 0
+    values: Values = found[has_any] / best[np.minimum(positive[has_any], k)]
+    return values
+
+
+def weighted_bootstrap(values: Values, weights: Values, *, num_draws: int = 200, seed: int = 0) -> Interval:
+    """Weighted mean with its interval under resampling of the users."""
+    if not len(values):
+        return Interval(float("nan"), float("nan"), float("nan"))
+    generator = np.random.default_rng(seed)
+    draws = np.empty(num_draws)
+    for i in range(num_draws):
+        times_drawn = np.bincount(generator.integers(0, len(values), len(values)), minlength=len(values))
+        draws[i] = (times_drawn * weights) @ values / max(float(times_drawn @ weights), 1e-300)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return Interval(float(weights @ values / weights.sum()), float(low), float(high))
+
+
+def window_metrics(label: NDArray[np.int64], logit: Values, user: NDArray[np.int64]) -> dict[str, Interval]:
+    """Of the events of a window: AUC; GAUC, the mean over users weighted by their events; NDCG of users' own events;
+    normalised entropy."""
+    entropy = normalised_entropy(label, logit)
+    ndcg = user_ndcgs(label, logit, user, 10)
+    return {
+        "auc": bootstrap_auc(label, logit, user, num_draws=100),
+        "gauc": weighted_bootstrap(*user_aucs(label, logit, user)),
+        "ndcg@10": weighted_bootstrap(ndcg, np.ones(len(ndcg))),
+        "ne": Interval(entropy, float("nan"), float("nan")),
+    }

@@ -1,7 +1,7 @@
 """Multi-task ranking over action bits, measured by AUC and normalised entropy on the events after a point in time."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,11 +20,22 @@ from nestrec.data.samples.ranking import (
     RankingInputConfig,
     RankingInputs,
     checked_columns,
-    held_out_slices,
     label_bits,
 )
+from nestrec.data.samples.slice_samples import RankingSlices
 from nestrec.data.samples.slices import slice_index
 from nestrec.data.samples.split import Part, TimeSplitConfig, by_time
+from nestrec.data.samples.windows import (
+    Past,
+    Reach,
+    TimeWindow,
+    WindowsConfig,
+    held_out_slices,
+    past_of,
+    slices_of_runs,
+    training_slices,
+    windows_by_time,
+)
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.hstu import HSTUConfig
@@ -33,7 +44,7 @@ from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.logistic import LogisticBaseline
-from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy
+from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy, window_metrics
 from nestrec.tasks.spec import TaskSpec
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info, share_of_ranks, sum_over_ranks
 
@@ -67,7 +78,7 @@ class RankingTask(Task):
     remedy_if_empty = "cut where there are events on both sides: --task.split.valid_from, --task.split.test_from"
 
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
-        self.cfg, self._dataset = cfg, dataset
+        self.cfg, self._dataset, self._seed = cfg, dataset, seed
         _check(cfg, dataset)
         rows = dataset.rows(np.arange(dataset.num_samples))
         times, self._offsets = rows.lists["timestamps_ms"]
@@ -117,10 +128,32 @@ class RankingTask(Task):
         vectors = [gather_rows(rows["items"], index["item"])]
         vectors += [gather_rows(rows[c.name], index[c.name]) for c in self._inputs.columns]
         logit_EK = self.model(torch.stack(vectors).sum(0), batch.tensors["action"], sequence_info(batch))
-        return binary_cross_entropy_with_logits(logit_EK, batch.tensors["label"].to(logit_EK.dtype), reduction="sum")
+        label_EK = batch.tensors["label"].to(logit_EK.dtype)
+        scored_E = batch.tensors.get("scored")
+        weight = None if scored_E is None else scored_E[:, None].to(logit_EK.dtype)
+        return binary_cross_entropy_with_logits(logit_EK, label_EK, weight, reduction="sum")
+
+    def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
+        times = self._events["timestamps_ms"]
+        return windows_by_time(times, self._offsets, self._split.train_end, cfg, start_ms)
+
+    def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+        past = past or past_of(self._events["timestamps_ms"], self._offsets)
+        reach = Reach(self.cfg.inputs.max_events, first_scored=0)
+        slices = training_slices(windows, reach, past, seed=self._seed, replay_share=replay_share)
+        self.assembler = RankingSlices(self._inputs, slices, self._seed)
+
+    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
+        """AUC, GAUC, NDCG and normalised entropy of each label."""
+        logit_EK, label_EK, user_E = self._scores(engine, slices_of_runs(window.runs, self.cfg.inputs.max_events))
+        found: dict[str, Interval] = {}
+        for k, name in enumerate(self.cfg.inputs.labels):
+            found |= {f"{m}/{name}": v for m, v in window_metrics(label_EK[:, k], logit_EK[:, k], user_E).items()}
+        return found
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
-        logit_EK, label_EK, user_E = self._scores(engine, part)
+        slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
+        logit_EK, label_EK, user_E = self._scores(engine, slices)
         metrics: dict[str, Interval] = {}
         for k, name in enumerate(self.cfg.inputs.labels):
             metrics[f"auc/{name}"] = bootstrap_auc(label_EK[:, k], logit_EK[:, k], user_E)
@@ -134,12 +167,11 @@ class RankingTask(Task):
         return Evaluation(part, f"auc/{self.cfg.inputs.labels[0]}", systems, details)
 
     def _scores(
-        self, engine: EmbeddingEngine, part: Part
+        self, engine: EmbeddingEngine, slices: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-        """Logits and labels (E, K) and users (E,) of every held-out event, in order of (user, event)."""
-        slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
-        first, end = self._split.held_out(part)
-        place_of = np.concatenate([[0], np.cumsum(end - first)])
+        """Logits and labels (E, K) and users (E,) of every scored event, in the order of the slices."""
+        num_scored = slices[:, 2] - slices[:, 3]
+        place_of = np.concatenate([[0], np.cumsum(num_scored)])
         num_tasks = len(self.cfg.inputs.labels)
         logits, labels = np.zeros((place_of[-1], num_tasks)), np.zeros((place_of[-1], num_tasks), dtype=np.int64)
         topology = engine.topology
@@ -150,10 +182,10 @@ class RankingTask(Task):
             scored, counts = slice_index(scored_from - slice_first, slice_end - slice_first)
             event_offsets = np.concatenate([[0], np.cumsum(slice_end - slice_first)])
             at = scored + np.repeat(event_offsets[:-1], np.diff(counts))
-            place, _ = slice_index(place_of[user] + scored_from - first[user], place_of[user] + slice_end - first[user])
+            place, _ = slice_index(place_of[chosen], place_of[chosen + 1])
             logits[place] = logit_EK[at]
             labels[place] = batch.tensors["label"].numpy()[at]
-        users = np.repeat(np.arange(len(first)), end - first)
+        users = np.repeat(slices[:, 0], num_scored)
         return sum_over_ranks(topology, logits), sum_over_ranks(topology, labels), users
 
     def _logits(self, engine: EmbeddingEngine, batch: MicroBatch) -> NDArray[np.float64]:

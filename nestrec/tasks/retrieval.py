@@ -1,6 +1,6 @@
 """Next-item retrieval: trained on every position, measured by ranking the whole catalogue."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,8 +15,21 @@ from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
 from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
+from nestrec.data.samples.slice_samples import RetrievalSlices
 from nestrec.data.samples.slices import slice_index
 from nestrec.data.samples.split import Part, leave_one_out
+from nestrec.data.samples.windows import (
+    Past,
+    Reach,
+    Slices,
+    TimeWindow,
+    WindowsConfig,
+    past_of,
+    scored_runs,
+    slices_of_runs,
+    training_slices,
+    windows_by_time,
+)
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
@@ -31,11 +44,12 @@ from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
 from nestrec.tasks.baselines import LastItem, Popularity
 from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
-from nestrec.tasks.metrics import bootstrap, ranking_metrics
+from nestrec.tasks.metrics import Interval, bootstrap, ranking_metrics
 from nestrec.tasks.negatives_checks import check_supply, mean_micro_batch
 from nestrec.tasks.spec import TaskSpec
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info
 from nestrec.tasks.variant_choice import LossShape, choose_variant
+from nestrec.tasks.window_ranks import ranks_of_slices
 
 
 @config
@@ -160,6 +174,8 @@ class RetrievalTask(Task):
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         row_UD = rows["items"]
         query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
+        if "scored" in batch.tensors:
+            query_TD = query_TD[batch.tensors["scored"]]
         if self.cfg.loss == "full":
             catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
             cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
@@ -181,6 +197,49 @@ class RetrievalTask(Task):
             variant=self.variant,
             segment_tokens=self.cfg.negatives.segment_tokens,
         ).sum()
+
+    def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
+        times, offsets = self._times()
+        return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
+
+    def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+        if self.cfg.history.stochastic_length_alpha is not None:
+            raise UserError(
+                "windows of time train on every event once",
+                field="task.history.stochastic_length_alpha",
+                value=self.cfg.history.stochastic_length_alpha,
+                remedy="leave it out, or take --batch.order shuffled",
+            )
+        past = past or past_of(*self._times())
+        slices = training_slices(windows, self._reach, past, seed=self._seed, replay_share=replay_share)
+        self.assembler = self._slices(slices, self._sampler(self.cfg.num_negatives))
+
+    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
+        """HR, NDCG and MRR of every event that has one before it, in the whole catalogue."""
+        slices = slices_of_runs(scored_runs(window.runs, self._reach), self._reach.max_events)
+        queries = self._slices(Slices(slices, np.array([0, len(slices)])), None)
+        ranks = ranks_of_slices(self.model, engine, queries, self.cfg.evaluation, self._dataset.num_items)
+        return bootstrap(ranking_metrics(ranks, self.cfg.evaluation.ks), num_draws=100)
+
+    @property
+    def _reach(self) -> Reach:
+        return Reach(self.cfg.history.max_length + 1, first_scored=1)
+
+    def _slices(self, slices: Slices, sampler: Sampler | None) -> RetrievalSlices:
+        return RetrievalSlices(
+            self._dataset,
+            slices,
+            self.cfg.history,
+            seed=self._seed,
+            sampler=sampler,
+            sharing=self.cfg.negatives.sharing,
+            use_times=self._use_times,
+        )
+
+    def _times(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if not self._dataset.card.has_timestamps:
+            raise self.no_windows()
+        return self._dataset.rows(np.arange(self._dataset.num_samples)).lists["timestamps_ms"]
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         queries = RetrievalQueries(self._dataset, self._split, self.cfg.history, part, use_times=self._use_times)

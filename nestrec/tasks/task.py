@@ -1,7 +1,7 @@
 """What a task brings to training: samples, tables, a model, a loss, and a way to measure it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from nestrec.base.errors import UserError
 from nestrec.data.batches import Assembler, BatchConfig, MicroBatch
 from nestrec.data.samples.split import Part
+from nestrec.data.samples.windows import Past, TimeWindow, WindowsConfig
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
@@ -99,6 +101,27 @@ class Task(ABC):
         rounding only.
         """
         return None
+
+    def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+        """From here on `assembler` gives the samples of these windows, one after the other.
+
+        past: of the dataset's events; none reads it.
+        """
+        raise self.no_windows()
+
+    def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
+        """The training events from a time on, cut into windows."""
+        raise self.no_windows()
+
+    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
+        """Metrics of the events of a window, as the model is now; inserts no row. Collective."""
+        raise self.no_windows()
+
+    def no_windows(self) -> UserError:
+        """For tasks that do not know the time of their samples."""
+        remedy = "take --batch.order shuffled, or let its task answer `take_windows`, `windows_by_time` and `predict`"
+        problem = "samples of this task have no time"
+        return UserError(problem, field="batch.order", value="chronological", remedy=remedy)
 
     @abstractmethod
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:

@@ -9,6 +9,7 @@ from nestrec.base.bounds import Count, Natural, Seed
 from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice
 from nestrec.data.batches import BatchConfig
+from nestrec.data.samples.windows import WindowsConfig
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.pipeline.dense.options import OptimizerConfig
@@ -67,6 +68,8 @@ class RunConfig:
     """where the samples come from"""
     batch: BatchConfig = BatchConfig()
     """how samples form steps"""
+    windows: WindowsConfig = WindowsConfig()
+    """windows of time, where batch.order is chronological"""
     balance: BalanceConfig = BalanceConfig()
     """which rank computes which samples of a step"""
     ranks: RanksConfig = RanksConfig()

@@ -46,6 +46,8 @@ class Identity:
     def of(cfg: RunConfig, named: "Identity | None" = None) -> "Identity":
         """named: what the folder of the run says; none where it is new."""
         model = {name: value for name, value in leaves(cfg).items() if is_fixed(name) and name != SEED}
+        if cfg.batch.order == "shuffled":  # checkpoints from before there were windows name none
+            model = {name: value for name, value in model.items() if not name.startswith(("batch.order", "windows."))}
         if named is None:
             return Identity(secrets.token_hex(8), cfg.training.seed, model)
         return replace(named, seed=cfg.training.seed, model=model)

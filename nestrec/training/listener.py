@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nestrec.data.samples.windows import TimeWindow
+from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 
 
@@ -17,6 +19,12 @@ class Listener:
 
     def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A measurement on held-out data of the weights after `step`, when `epoch` epochs were complete."""
+
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+        """A window of time, as the weights after `step` saw it before it was trained on."""
+
+    def noted(self, message: str) -> None:
+        """Something that the user is told once, such as what was taken over from another run."""
 
     def warned(self, message: str) -> None:
         """Something the user should know, such as a damaged checkpoint that was skipped."""
@@ -39,6 +47,14 @@ class Listeners(Listener):
     def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         for listener in self._listeners:
             listener.evaluated(evaluation, step, epoch)
+
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+        for listener in self._listeners:
+            listener.predicted(window, metrics, step)
+
+    def noted(self, message: str) -> None:
+        for listener in self._listeners:
+            listener.noted(message)
 
     def warned(self, message: str) -> None:
         for listener in self._listeners:

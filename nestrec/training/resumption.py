@@ -21,6 +21,8 @@ _FIXED = (
     "batch.batch_samples",
     "batch.batch_tokens",
     "batch.shuffle_block",
+    "batch.order",
+    "windows.",
     "training.seed",
     "training.dtype",
 )

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
 from nestrec.checkpoint.folders import committed_steps
+from nestrec.data.samples.windows import TimeWindow
 from nestrec.embedding import TableConfig
+from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
 from nestrec.training.identity import Identity
 
 _IDENTITY_FILE = "identity.json"
+_BEGINNING_FILE = "beginning.json"
 _REMEDY = "free disk space or mend permissions and start again (it goes on from the last checkpoint), or name --output"
 
 
@@ -116,6 +119,15 @@ class RunFolder:
         text = json.dumps(identity.to_plain(), indent=1)
         self._write(lambda: _replace(self.path / _IDENTITY_FILE, text))
 
+    def began_from(self) -> str | None:
+        """The run that this one was begun from, as it was called; none where it began anew, or was not begun yet."""
+        file = self.path / _BEGINNING_FILE
+        return str(json.loads(file.read_text())["run"]) if file.exists() else None
+
+    def write_beginning(self, plain: dict[str, Any]) -> None:
+        """What the run was begun from."""
+        self._write(lambda: _replace(self.path / _BEGINNING_FILE, json.dumps(plain, indent=1)))
+
     def config(self) -> RunConfig:
         file = self.path / "config.json"
         if not file.exists():
@@ -161,6 +173,19 @@ class RunFolder:
         of_tables = {table.name: {"rows": table.num_rows, "dim": table.dim} for table in tables}
         text = json.dumps({"dense": dense, "tables": of_tables}, indent=2)
         self._write(lambda: _replace(self.path / "parameters.json", text))
+
+    def write_window(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+        """A line in metrics.jsonl: how the weights after a step saw a window that they had not been trained on."""
+        values = {name: [value.mean, value.low, value.high] for name, value in metrics.items()}
+        self.record(
+            "window",
+            step=step,
+            window=window.number,
+            from_ms=window.from_ms,
+            to_ms=window.to_ms,
+            events=window.num_events,
+            metrics=values,
+        )
 
     def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A line in metrics.jsonl, and the values of each user under eval/."""

@@ -47,9 +47,9 @@ class Saving:
         restored = self._last.restore_latest()
         return None if restored is None else self._restore(restored)
 
-    def find_to_go_on(self) -> TrainState:
+    def find_to_go_on(self, begin: Callable[[], TrainState] = TrainState) -> TrainState:
         """The session as last saved, or as it begins; a UserError where it, or the best one, is another run's."""
-        state = self.find_last() or TrainState()
+        state = self.find_last() or begin()
         topology = self._session.topology
         self._mine = self._mine.going_on(state.step, self._session.cfg, topology.world)
         on_first(topology, self._check_best)

@@ -16,6 +16,8 @@ from nestrec.pipeline.window_changes import WindowChange
 class TrainState:
     step: int = 0
     """updates made"""
+    first_step: int = 0
+    """updates that were made before this run began, by the run that it began from"""
     position: Position = field(default_factory=Position)
     """the next batch"""
     consumed: str = ""
@@ -32,6 +34,12 @@ class TrainState:
     """changes of the cost model of samples, with the batches from which they hold"""
     window_changes: tuple[WindowChange, ...] = ()
     """changes of the number of micro-batches, likewise"""
+    windows_predicted: int = 0
+    """windows of time that were predicted before they were trained on"""
+    windows_done: int = 0
+    """windows that were trained on to their end"""
+    window_step: int = 0
+    """the step with which the last of them ended"""
     loss_variant: str | None = None
     """how the loss is computed, where the config left it to measurement"""
 
@@ -40,6 +48,14 @@ class TrainState:
         digest = hashlib.sha256(self.consumed.encode())
         digest.update(batch.global_samples.tobytes())
         return replace(self, step=self.step + 1, position=following, consumed=digest.hexdigest())
+
+    def predicted(self, window: int) -> "TrainState":
+        """The state after a window was predicted."""
+        return replace(self, windows_predicted=window + 1)
+
+    def ended_window(self) -> "TrainState":
+        """The state after the last step of a window."""
+        return replace(self, windows_done=self.windows_done + 1, window_step=self.step)
 
     def evaluated(self, score: float) -> "TrainState":
         """The state after an evaluation on the validation part."""

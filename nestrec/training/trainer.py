@@ -8,9 +8,11 @@ from pathlib import Path
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
+from nestrec.base.moments import moment_ms
 from nestrec.data.batches import Batch, Batches
 from nestrec.data.card import CARD_FILE
 from nestrec.data.samples.split import Part
+from nestrec.data.samples.windows import TimeWindow
 from nestrec.distributed import Topology
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
 from nestrec.pipeline.clustering import ByKeys
@@ -21,6 +23,7 @@ from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
 from nestrec.training.balancing import Balancing, settled
+from nestrec.training.beginning import Beginning, check_same_beginning
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
@@ -33,6 +36,7 @@ from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.traced_ranks import spans_of_ranks
 from nestrec.training.unused_options import check_options_are_used
+from nestrec.training.windows import WindowEnd, WindowHook
 
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS
@@ -42,10 +46,26 @@ TRACED_STEPS = 2 * REPORT_EVERY_STEPS
 class Trainer:
     """Trains a recipe in a run folder; started again on it, goes on from the last checkpoint."""
 
-    def __init__(self, cfg: RunConfig, folder: Path, topology: Topology, listener: Listener | None = None):
+    def __init__(
+        self,
+        cfg: RunConfig,
+        folder: Path,
+        topology: Topology,
+        listener: Listener | None = None,
+        *,
+        start_from: Path | None = None,
+        window_hooks: Sequence[WindowHook] = (),
+    ):
+        """start_from: another run, whose weights, rows and optimiser state this one begins with.
+
+        window_hooks: called when a window of time has ended (batch.order chronological).
+        """
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
         agree_on_config(cfg, topology)
         self.session = Session.open(cfg, topology)
+        self._beginning = None if start_from is None else Beginning.of(start_from, self.session)
+        self.windows = self._take_windows()
+        self._window_hooks = window_hooks
         check_can_cut(self.session.task.couples_samples, cfg.batch.micro_batches)
         if cfg.pipeline.window_cache:
             check_can_cache(cfg.batch.micro_batches)
@@ -76,6 +96,7 @@ class Trainer:
             tracer=self.tracer,
         )
         self.saving = Saving(self.session, self.folder, self._listener.warned)
+        self._begun: list[str] = []
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
 
@@ -90,6 +111,7 @@ class Trainer:
         self._begin()
         with StopRequest().listening() as stop, self._feed() as feed:
             while not self._is_finished():
+                self._predict_window()
                 with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
                     batch = next(feed)
                 totals = self.pipeline.advance(self._step(batch, stop.is_set), feed)
@@ -105,8 +127,7 @@ class Trainer:
     @contextlib.contextmanager
     def _feed(self) -> Iterator[Feed]:
         """The batches that follow; whatever ends their training ends the threads that work on them."""
-        last = self.cfg.training.max_steps
-        left = None if last is None else max(0, last - self.state.step)
+        left = None if self._last_step is None else max(0, self._last_step - self.state.step)
         feed = Feed(self.batches.starting_at(self.state.position), left)
         try:
             yield feed
@@ -142,13 +163,20 @@ class Trainer:
     def _begin(self) -> None:
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []
-        found = self.saving.find_to_go_on()
+        found = self.saving.find_to_go_on(self._begin_from_another)
         card_text = (self.session.dataset.folder / CARD_FILE).read_text()
         self.folder.begin(self.cfg, card_text, self._topology.device)
         task = self.session.task
         self.folder.write_parameters(sum(p.numel() for p in task.model.parameters()), task.tables)
         self.state = self.saving.begin(found)
-        if self.state.step:
+        if self._beginning is not None:
+            self.folder.write_beginning(self._beginning.to_plain())
+        if self._begun:
+            self.folder.forget_after(-1)  # of an earlier start that ended before its first checkpoint
+        for text in self._begun:
+            self.folder.record("event", step=self.state.step, text=text)
+            self._listener.noted(text)
+        if self.state.step and not self._begun:
             self.folder.forget_after(self.state.step)
             self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
             for change in changes:
@@ -167,13 +195,68 @@ class Trainer:
         )
         self._check_folder()
         self._listener.started(self._total_steps(), self.state.step)
+        if self.state.windows_done and self.state.window_step == self.state.step:
+            self._call_hooks(is_restart=True)
         self._start_watching()
+
+    def _take_windows(self) -> list[TimeWindow]:
+        """Windows of time, where they are trained on in their order."""
+        if self.cfg.batch.order == "shuffled":
+            return []
+        start_ms = moment_ms(self.cfg.windows.start, "windows.start")
+        if start_ms is None:
+            start_ms = 0 if self._beginning is None else self._beginning.after_ms
+        windows = self.session.task.windows_by_time(self.cfg.windows, start_ms)
+        self.session.task.take_windows(windows, None, replay_share=self.cfg.windows.replay_share)
+        return windows
+
+    def _begin_from_another(self) -> TrainState:
+        """As a new run begins."""
+        if self._beginning is None:
+            return TrainState()
+        state, self._begun = self._beginning.load(self.session, self._listener.warned)
+        return state
+
+    def _predict_window(self) -> None:
+        """Where the next batch begins a window: measure the model on it, before it has seen any of it."""
+        if not self.windows or self.state.position.epoch > 0:
+            return  # in later epochs it has
+        number = self.batches.order.window_of(self.state.position)
+        if number < self.state.windows_predicted:
+            return
+        self._meter.flush()
+        window, step = self.windows[number], self.state.step
+        metrics = self.session.task.predict(self.session.engine, window)
+        self.state = self.state.predicted(number)
+        self.folder.write_window(window, metrics, step)
+        self._listener.predicted(window, metrics, step)
+        self.pipeline.issue(self._check_folder)
+        self._start_watching()
+
+    def _call_hooks(self, *, is_restart: bool = False) -> None:
+        """Tell whoever wants to know that a window has ended; what was saved is on the disk."""
+        self.saving.close()
+        number = self.state.windows_done - 1
+        window = self.windows[number % len(self.windows)]
+        for hook in self._window_hooks:
+            hook(
+                WindowEnd(
+                    session=self.session,
+                    state=self.state,
+                    number=number,
+                    from_ms=window.from_ms,
+                    to_ms=window.to_ms,
+                    num_events=window.num_events,
+                    is_restart=is_restart,
+                )
+            )
 
     def _changes_since_last_start(self) -> list[str]:
         """What the folder's config had otherwise; a UserError where the run would become another one."""
         before = self.folder.resumed_config()
         if before is None:
             return []
+        check_same_beginning(self.folder, self._beginning)
         check_same_data(self.folder.path, self.session.dataset.card)
         return changes_since(before, self.cfg)
 
@@ -193,8 +276,9 @@ class Trainer:
         # A stop may not change what the run would have become: where copies of rows differ, it waits.
         self._stops = self._meter.wants_stop and self.session.engine.is_settled_after(number)
         ends_epoch = self.batches.order.after(batch.position).epoch > batch.position.epoch
-        is_last = number == self.cfg.training.max_steps
-        is_due = ends_epoch or is_last or (saves is not None and number % saves == 0)
+        is_last = number == self._last_step
+        ends_window = self.batches.order.ends_window(batch.position)
+        is_due = ends_epoch or ends_window or is_last or (saves is not None and number % saves == 0)
         return Step(
             number=number,
             batch=batch,
@@ -207,6 +291,9 @@ class Trainer:
     def _after_step(self, batch: Batch) -> None:
         """What may follow a step: an evaluation, a report, a save, an end."""
         self.balancing.watch(batch)
+        ended_window = self.batches.order.ends_window(batch.position)
+        if ended_window:
+            self.state = self.state.ended_window()
         ended_epoch = self.state.position.epoch > batch.position.epoch
         every = self.cfg.training.evaluate_every_epochs
         evaluates = ended_epoch and every > 0 and self.state.position.epoch % every == 0
@@ -220,8 +307,10 @@ class Trainer:
             self.saving.close()
             raise Interrupted
         saves = self.cfg.training.checkpoint_every_steps
-        if evaluates or (saves and self.state.step % saves == 0):
+        if evaluates or ended_window or (saves and self.state.step % saves == 0):
             self._save()
+        if ended_window:
+            self._call_hooks()
 
     def _validate(self) -> None:
         self._meter.flush()
@@ -280,10 +369,17 @@ class Trainer:
     def _is_finished(self) -> bool:
         cfg = self.cfg.training
         out_of_patience = cfg.patience is not None and self.state.evaluations_since_best >= cfg.patience
-        out_of_steps = cfg.max_steps is not None and self.state.step >= cfg.max_steps
+        out_of_steps = self._last_step is not None and self.state.step >= self._last_step
         return self.state.position.epoch >= cfg.epochs or out_of_steps or out_of_patience
+
+    @property
+    def _last_step(self) -> int | None:
+        """The step after which the run ends, where it is told one."""
+        last = self.cfg.training.max_steps
+        return None if last is None else self.state.first_step + last
 
     def _total_steps(self) -> int:
         cfg = self.cfg.training
         by_epochs = self.batches.order.steps_in_epoch(0) * cfg.epochs
-        return min(by_epochs, cfg.max_steps) if cfg.max_steps is not None else by_epochs
+        own = min(by_epochs, cfg.max_steps) if cfg.max_steps is not None else by_epochs
+        return self.state.first_step + own

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from nestrec.base.config import leaves
 from nestrec.base.errors import Mistakes, UserError
 from nestrec.data.batches import Assembler
+from nestrec.data.samples.windows import WindowsConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.tasks.task import Task
@@ -20,6 +22,23 @@ def check_options_are_used(cfg: RunConfig, task: Task) -> None:
             optimizer.check_is_read(path)
     with mistakes.noted():
         _check_clustering(cfg, task)
+    for name, value in leaves(cfg.windows).items():
+        with mistakes.noted():
+            if cfg.batch.order == "shuffled" and value != getattr(WindowsConfig(), name):
+                raise UserError(
+                    "samples are shuffled, and there are no windows",
+                    field=f"windows.{name}",
+                    value=value,
+                    remedy="give --batch.order chronological too, or leave it out",
+                )
+    with mistakes.noted():
+        if cfg.batch.order == "chronological" and cfg.batch.shuffle_block is not None:
+            raise UserError(
+                "nothing is shuffled in the order of time",
+                field="batch.shuffle_block",
+                value=cfg.batch.shuffle_block,
+                remedy="leave it out, or take --batch.order shuffled",
+            )
     for name in ("mode", "every", "state_every"):
         with mistakes.noted():
             _check_replica_sync(cfg, name)

@@ -4,6 +4,7 @@ Batches of 13 of 40 users (or of 120 rows) end every epoch with one sample (or t
 none, and most have one more or fewer than the others in every other step.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,33 @@ def test_1_2_and_4_ranks_agree_in_float64(  # noqa: PLR0917
         np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-9)
         if family == "ranking" and world == 4:
             assert min(rank["slots"]["item_topic"] for rank in ranks) == 0
+
+
+@pytest.mark.parametrize("family", ["ranking", pytest.param("hstu", marks=pytest.mark.slow)])
+def test_windows_of_time_agree_on_2_ranks_and_begin_from_a_run_of_4(
+    pools, data: str, tmp_path: Path, family: str
+) -> None:
+    first = {"training.max_steps": 4, "training.evaluate_every_epochs": 0, "training.dtype": "float64"}
+    pools[4].run(train, family, data, str(tmp_path / "first"), first)
+    in_time = {"batch.order": "chronological", "windows.hours": 96, "windows.replay_share": 0.3}
+    more = {**first, **in_time, "training.max_steps": 8, "batch.batch_samples": 13}
+    begun = tmp_path / "first"
+    alone = train(Topology.single(), family, data, str(tmp_path / "1"), more, start_from=begun)
+    ranks = pools[2].run(train, family, data, str(tmp_path / "2"), more, begun)
+    assert largest_difference(ranks, alone) < 1e-9
+    assert {rank["state"].consumed for rank in ranks} == {alone["state"].consumed}
+    windows = [
+        [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            if '"window"' in line
+        ]
+        for name in ("1", "2")
+    ]
+    assert len(windows[0]) == len(windows[1]) == alone["state"].windows_predicted > 2
+    for mine, theirs in zip(*windows, strict=True):
+        for name, values in mine["metrics"].items():
+            np.testing.assert_allclose(values, theirs["metrics"][name], rtol=1e-9)
 
 
 @pytest.mark.parametrize(

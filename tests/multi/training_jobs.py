@@ -19,14 +19,18 @@ from nestrec.training.trainer import Trainer
 More = Mapping[str, object]
 
 
-def trainer_of(topology: Topology, family: str, data: str, run: str, more: More) -> Trainer:
+def trainer_of(  # noqa: PLR0917
+    topology: Topology, family: str, data: str, run: str, more: More, start_from: Path | None = None
+) -> Trainer:
     cfg = config_of(family, Path(data), more)
-    return Trainer(cfg, Path(run), regrouped(topology, cfg.ranks))
+    return Trainer(cfg, Path(run), regrouped(topology, cfg.ranks), start_from=start_from)
 
 
-def train(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:
+def train(  # noqa: PLR0917
+    topology: Topology, family: str, data: str, run: str, more: More, start_from: Path | None = None
+) -> dict[str, Any]:
     """Train to the end; the loss of every step, and this rank's weights, moments and rows."""
-    trainer = trainer_of(topology, family, data, run, more)
+    trainer = trainer_of(topology, family, data, run, more, start_from)
     losses: list[float] = []
 
     def note_loss() -> None:

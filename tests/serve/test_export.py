@@ -11,8 +11,8 @@ import torch
 
 from nestrec.base.config import dumps
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.data.samples.ranking import held_out_slices
 from nestrec.data.samples.retrieval import RetrievalQueries
+from nestrec.data.samples.windows import held_out_slices
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.serving.engine.runner import Part, Runner
 from nestrec.serving.model.can_serve import why_not_served

@@ -21,7 +21,7 @@ from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.samples.retrieval import sequence_tensors
 from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
-from nestrec.data.samples.split import Part, Split
+from nestrec.data.samples.split import Split
 
 
 @config
@@ -115,22 +115,6 @@ class RankingAssembler(Assembler):
 
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
         return self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
-
-
-def held_out_slices(split: Split, part: Part, max_events: int) -> NDArray[np.int64]:
-    """(S, 4) rows (user, first, end, scored from): slices that cover every held-out event once as scored.
-
-    A slice holds at most `max_events` events and scores at most half of them, so that each scored event has history.
-    """
-    held_from, held_end = split.held_out(part)
-    slices = []
-    for user in split.users_with(part):
-        scored = int(held_from[user])
-        while scored < held_end[user]:
-            end = min(int(held_end[user]), max(scored + max(1, max_events // 2), min(int(held_end[user]), max_events)))
-            slices.append((user, max(0, end - max_events), end, scored))
-            scored = end
-    return np.array(slices, dtype=np.int64).reshape(-1, 4)
 
 
 def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:

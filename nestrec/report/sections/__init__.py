@@ -8,6 +8,7 @@ from nestrec.report.sections.results import results
 from nestrec.report.sections.speed import speed
 from nestrec.report.sections.timeline import timeline
 from nestrec.report.sections.training import training
+from nestrec.report.sections.windows import windows
 
 __all__ = [
     "balance",
@@ -20,4 +21,5 @@ __all__ = [
     "timeline",
     "training",
     "versions",
+    "windows",
 ]

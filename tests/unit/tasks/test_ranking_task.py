@@ -16,8 +16,9 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
-from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs, held_out_slices
+from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs
 from nestrec.data.samples.split import Split, TimeSplitConfig
+from nestrec.data.samples.windows import held_out_slices
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig

@@ -1,0 +1,148 @@
+"""Samples that are slices of users' events: the scored ones at the end are learnt from, those before are history."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.random import as_int64, fold_array
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
+from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.samples.negatives import Sampler, shared_tokens
+from nestrec.data.samples.ranking import RankingInputs
+from nestrec.data.samples.retrieval import HistoryConfig, sequence_tensors, time_tensors
+from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
+from nestrec.data.samples.windows import Slices
+from nestrec.jagged import Jagged
+
+Ints = NDArray[np.int64]
+
+
+class SliceAssembler(Assembler):
+    """Samples in the order in which they are trained on."""
+
+    def __init__(self, slices: Slices, seed: int):
+        self.window_bounds = slices.bounds
+        self._seed = seed
+        self._user, self._first, self._end, self._scored = slices.rows.T
+        self.weights = (self._end - self._scored).astype(np.float64)
+
+    def token_keys_of(self, samples: Ints, epoch: int, offsets: Ints) -> NDArray[np.uint64]:
+        """Of the counter-based generator; slices of one user differ by their ends."""
+        key = fold_array(sample_keys(self._seed, epoch, self._user[samples]), self._end[samples])
+        return token_keys(key, offsets)
+
+    def events_of(self, samples: Ints, row_offsets: Ints) -> tuple[Ints, Ints]:
+        """Index into the concatenated rows of every event of the slices, and the offsets of the slices."""
+        return slice_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
+
+    def is_scored(self, samples: Ints) -> NDArray[np.bool_]:
+        """Of every event of the slices."""
+        place, offsets = slice_index(self._first[samples], self._end[samples])
+        scored: NDArray[np.bool_] = place >= np.repeat(self._scored[samples], np.diff(offsets))
+        return scored
+
+
+class RankingSlices(SliceAssembler):
+    """Slices of multi-task ranking."""
+
+    def __init__(self, inputs: RankingInputs, slices: Slices, seed: int):
+        super().__init__(slices, seed)
+        self._inputs = inputs
+        self.tokens = 2 * (self._end - self._first)
+
+    def read(self, samples: Ints) -> Rows:
+        return self._inputs.read(self._user[samples])
+
+    def sample_keys(self, samples: Ints, rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self.events_of(samples, row_offsets)
+        return items[index], offsets
+
+    def assemble(self, samples: Ints, rows: Rows, epoch: int) -> MicroBatch:
+        """As the inputs make them, and `scored` (E,): whether an event's labels are learnt from."""
+        batch = self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
+        offsets = 2 * offsets_of_lengths(self._end[samples] - self._first[samples])
+        more = {
+            "scored": torch.from_numpy(self.is_scored(samples)),
+            "token_key": as_int64(self.token_keys_of(samples, epoch, offsets)),
+        }
+        return replace(batch, tensors={**batch.tensors, **more})
+
+
+class RetrievalSlices(SliceAssembler):
+    """Slices of next-item retrieval: every scored event is the target of the token before it."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        slices: Slices,
+        history: HistoryConfig,
+        *,
+        seed: int,
+        sampler: Sampler | None,
+        sharing: int = 1,
+        use_times: bool,
+    ):
+        """As of `RetrievalAssembler`."""
+        super().__init__(slices, seed)
+        self._dataset, self._history = dataset, history
+        self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
+        self.tokens = self._end - self._first - 1
+
+    def read(self, samples: Ints) -> Rows:
+        return self._dataset.rows(self._user[samples])
+
+    def sample_keys(self, samples: Ints, rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self.events_of(samples, row_offsets)
+        return items[index], offsets
+
+    def assemble(self, samples: Ints, rows: Rows, epoch: int) -> MicroBatch:
+        """Tensors also hold `scored` (S,): the tokens that have a target, and `target` (S,) theirs."""
+        batch, key_T = self.queries(samples, rows, epoch)
+        key_S, target = key_T[batch.tensors["scored"].numpy()], batch.tensors["target"].numpy()
+        keys, tensors = {**batch.keys, "positive": target}, dict(batch.tensors)
+        if self._sampler is None:
+            keys["catalogue"] = np.arange(1, self._dataset.card.counts.items + 1)
+        else:
+            drawn = self._sampler.draw(key_S, target)
+            keys |= drawn.keys
+            tensors |= drawn.tensors
+            if self._sharing > 1:
+                tensors["shared_token"] = torch.from_numpy(shared_tokens(key_S, self._sharing - 1))
+        return replace(batch, keys=keys, tensors=tensors)
+
+    def queries(self, samples: Ints, rows: Rows, epoch: int = 0) -> tuple[MicroBatch, NDArray[np.uint64]]:
+        """The same without negatives, and the keys of all tokens."""
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self.events_of(samples, row_offsets)
+        is_input, is_target = np.ones(len(index), dtype=bool), np.ones(len(index), dtype=bool)
+        is_input[offsets[1:] - 1] = False
+        is_target[offsets[:-1]] = False
+        scored = np.flatnonzero(self.is_scored(samples)[is_target])
+        target_at = index[is_target][scored]
+        offsets = offsets - np.arange(len(offsets))
+        key_T = self.token_keys_of(samples, epoch, offsets)
+        tensors = sequence_tensors(offsets, key_T) | {
+            "scored": torch.from_numpy(scored),
+            "target": torch.from_numpy(items[target_at]),
+        }
+        if self._use_times:
+            times = rows.lists["timestamps_ms"][0][index]
+            tensors |= time_tensors(times[is_input], times[is_target], self._history)
+        longest = int(np.diff(offsets).max(initial=0))
+        history = {"history": items[index[is_input]]}
+        return MicroBatch(self._user[samples], history, tensors, longest, int(offsets[-1])), key_T
+
+    def before_targets(self, samples: Ints, rows: Rows, *, of_input: bool) -> Jagged:
+        """Items of the user before each target: those of the model's input alone, or all of them."""
+        items, row_offsets = rows.lists["item_ids"]
+        place, offsets = slice_index(self._scored[samples], self._end[samples])
+        of_slice = np.repeat(np.arange(len(samples)), np.diff(offsets))
+        start = row_offsets[:-1][of_slice]
+        first = self._first[samples][of_slice] if of_input else np.zeros(len(place), np.int64)
+        index, offsets = slice_index(start + first, start + place)
+        return Jagged(torch.from_numpy(items[index]), torch.from_numpy(offsets))

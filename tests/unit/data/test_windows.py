@@ -1,0 +1,123 @@
+"""Windows of time: every event once, in order, whatever the sizes."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from nestrec.base.errors import UserError
+from nestrec.data.order import GlobalBatches, Position
+from nestrec.data.samples.windows import (
+    HOUR_MS,
+    Reach,
+    WindowsConfig,
+    past_of,
+    slices_of_runs,
+    training_slices,
+    windows_by_time,
+)
+
+Ints = NDArray[np.int64]
+
+
+def events_of(rows: Ints) -> list[tuple[int, int]]:
+    return [(user, place) for user, _, end, scored in rows.tolist() for place in range(scored, end)]
+
+
+def slices_one_by_one(runs: Ints, max_events: int) -> list[tuple[int, int, int, int]]:
+    """The definition."""
+    slices = []
+    for user, start, stop in runs.tolist():
+        scored = start
+        while scored < stop:
+            end = min(stop, max(scored + max(1, max_events // 2), min(stop, max_events)))
+            slices.append((user, max(0, end - max_events), end, scored))
+            scored = end
+    return slices
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.integers(0, 30)), max_size=6),
+    st.integers(1, 13),
+)
+def test_slices_are_those_of_the_loop(runs: list[tuple[int, int, int]], max_events: int) -> None:
+    given_runs = np.array(runs, np.int64).reshape(-1, 3)
+    assert slices_of_runs(given_runs, max_events).tolist() == [
+        list(found) for found in slices_one_by_one(given_runs, max_events)
+    ]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Ints, Ints, Ints]:
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    times = [sorted(draw(st.lists(st.integers(0, 100), min_size=n, max_size=n))) for n in lengths]
+    train_end = np.array([draw(st.integers(0, n)) for n in lengths], np.int64)
+    flat = np.array([t for row in times for t in row], np.int64) * HOUR_MS
+    return flat, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), train_end
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories(), st.sampled_from([{"hours": 7.0}, {"hours": None, "events": 4}]), st.integers(0, 1))
+def test_windows_hold_every_training_event_once_and_in_order(
+    data: tuple[Ints, Ints, Ints], sizes: dict[str, object], first_scored: int
+) -> None:
+    times, offsets, train_end = data
+    windows = windows_by_time(times, offsets, train_end, WindowsConfig(**sizes), 20 * HOUR_MS)  # type: ignore[arg-type]
+    wanted = {(u, p) for u, n in enumerate(train_end) for p in range(n) if times[offsets[u] + p] >= 20 * HOUR_MS}
+    found = [event for window in windows for event in events_of(slices_of_runs(window.runs, 5))]
+    assert sorted(found) == sorted(wanted)
+    for before, after in itertools.pairwise(windows):
+        assert before.to_ms < after.from_ms
+    slices = training_slices(windows, Reach(6, first_scored), past_of(times, offsets), seed=1, replay_share=0.0)
+    trained = events_of(slices.rows)
+    assert sorted(trained) == sorted((u, p) for u, p in wanted if p >= first_scored)
+    last = np.array([times[offsets[u] + end - 1] for u, _, end, _ in slices.rows.tolist()])
+    for start, end in zip(slices.bounds, slices.bounds[1:], strict=False):
+        assert np.all(np.diff(last[start:end]) >= 0)
+
+
+def test_replayed_samples_are_older_than_their_window_and_the_share_that_was_asked_for() -> None:
+    times, offsets = np.tile(np.arange(40) * HOUR_MS, 3), np.arange(4) * 40
+    windows = windows_by_time(times, offsets, np.full(3, 40), WindowsConfig(hours=10), 0)
+    past, reach = past_of(times, offsets), Reach(8, 1)
+    plain = training_slices(windows, reach, past, seed=3, replay_share=0.0)
+    mixed = training_slices(windows, reach, past, seed=3, replay_share=0.5)
+    fresh = {tuple(row) for row in plain.rows.tolist()}
+    for number, window in enumerate(windows):
+        rows = mixed.rows[mixed.bounds[number] : mixed.bounds[number + 1]]
+        own = plain.rows[plain.bounds[number] : plain.bounds[number + 1]]
+        is_old = times[offsets[rows[:, 0]] + rows[:, 2] - 1] < window.from_ms
+        assert rows[~is_old].tolist() == own.tolist()
+        assert is_old.sum() == (len(own) if number else 0)  # nothing is older than the first window
+    assert len({tuple(row) for row in mixed.rows.tolist()} - fresh) > 3
+    again = training_slices(windows, reach, past, seed=3, replay_share=0.5)
+    other = training_slices(windows, reach, past, seed=4, replay_share=0.5)
+    assert np.array_equal(mixed.rows, again.rows)
+    assert not np.array_equal(mixed.rows, other.rows)
+
+
+@pytest.mark.parametrize("size", [{"batch_samples": 3}, {"batch_tokens": 5}])
+def test_batches_of_windows_are_in_order_and_never_hold_two_windows(size: dict[str, int]) -> None:
+    bounds = np.array([0, 4, 4, 9, 10])
+    order = GlobalBatches(np.array([1, 2, 3, 1, 1, 1, 2, 2, 1, 5]), seed=1, window_bounds=bounds, **size)
+    position, seen, ends = Position(), [], []
+    while position.epoch == 0:
+        samples = order.samples(position).tolist()
+        assert (
+            len({int(np.searchsorted(bounds, s, side="right")) - 1 for s in samples} - {order.window_of(position)}) == 0
+        )
+        seen += samples
+        if order.ends_window(position):
+            ends.append(seen[-1] + 1)
+        position = order.after(position)
+    assert seen == list(range(10))
+    assert ends == [4, 9, 10]
+
+
+def test_a_window_has_one_size() -> None:
+    with pytest.raises(UserError, match="one of the two sizes"):
+        WindowsConfig(hours=1, events=5)

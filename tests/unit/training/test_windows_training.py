@@ -1,0 +1,131 @@
+"""Training in the order of time, and runs that begin where others stand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints
+from nestrec.distributed import Topology
+from nestrec.report.html import render
+from nestrec.report.run_folder import load_run
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.listener import Listener
+from nestrec.training.run_digest import run_digest
+from nestrec.training.trainer import Trainer
+from nestrec.training.windows import WindowEnd
+
+IN_TIME = {
+    "batch.order": "chronological",
+    "windows.hours": 120,
+    "windows.replay_share": 0.2,
+    "training.epochs": 1,
+    "training.evaluate_every_epochs": 0,
+}
+FAMILIES = ("hstu", "ranking")
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+def trainer_of(family: str, data: Path, run: Path, more: dict[str, Any], **given: Any) -> Trainer:
+    return Trainer(config_of(family, data, more), run, Topology.single(), **given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_window_is_predicted_then_trained_on_then_told(tiny_data: Path, tmp_path: Path, family: str) -> None:
+    told: list[WindowEnd] = []
+    heard: list[tuple[int, int]] = []
+
+    class Heard(Listener):
+        def predicted(self, window: Any, metrics: Any, step: int) -> None:
+            heard.append((window.number, step))
+
+    def hook(end: WindowEnd) -> None:
+        assert end.state.step in Checkpoints(tmp_path / "checkpoints").steps()
+        told.append(end)
+
+    trainer = trainer_of(family, tiny_data, tmp_path, IN_TIME, listener=Heard(), window_hooks=[hook])
+    state = trainer.train()
+    num_windows = len(trainer.windows)
+    assert num_windows > 2
+    assert [number for number, _ in heard] == list(range(num_windows))
+    # The weights that saw a window are those after the last step of the window before.
+    assert [step for _, step in heard] == [0, *(end.state.step for end in told[:-1])]
+    assert [end.number for end in told] == list(range(num_windows))
+    assert told[-1].state.step == state.step
+    run = load_run(tmp_path)
+    assert [record["window"] for record in run.windows] == list(range(num_windows))
+    metric = "ndcg@10" if family == "hstu" else "gauc/click"
+    assert any(np.isfinite(record["metrics"][metric][0]) for record in run.windows)
+    assert f"{metric} (next window)" in render(run)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_cut_short_are_the_same_training(tiny_data: Path, tmp_path: Path, family: str) -> None:
+    more = {**IN_TIME, "training.checkpoint_every_steps": 2, "pipeline.schedule": "nested"}
+    trainer_of(family, tiny_data, tmp_path / "whole", {**more, "pipeline.schedule": "serial"}).train()
+    for at in (3, 2):
+        with armed("train.step", crash, at=at), pytest.raises(Crash):
+            trainer_of(family, tiny_data, tmp_path / "cut", more).train()
+    trainer_of(family, tiny_data, tmp_path / "cut", more).train()
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+    windows = [load_run(tmp_path / name).windows for name in ("cut", "whole")]
+    assert json.dumps(windows[0]) == json.dumps(windows[1])
+
+
+def state_of(run: Path) -> dict[str, str]:
+    """Digests of weights, rows and optimiser state alone."""
+    return {name: digest for name, digest in run_digest(run).items() if name.startswith(("tensor", "table"))}
+
+
+@pytest.mark.parametrize("family", ["hstu", "rows"])
+def test_a_run_begins_with_the_bits_of_another(tiny_data: Path, tmp_path: Path, family: str) -> None:
+    first = {"training.max_steps": 6, "training.evaluate_every_epochs": 0}
+    trainer_of(family, tiny_data, tmp_path / "first", first).train()
+    notes: list[str] = []
+
+    class Heard(Listener):
+        def noted(self, message: str) -> None:
+            notes.append(message)
+
+    second = {"training.max_steps": 2, "training.evaluate_every_epochs": 0, "training.checkpoint_every_steps": 1}
+    trainer = trainer_of(
+        family, tiny_data, tmp_path / "second", second, listener=Heard(), start_from=tmp_path / "first"
+    )
+    trainer._begin()
+    trainer.saving.save(trainer.state)
+    trainer.saving.close()
+    assert state_of(tmp_path / "second") == state_of(tmp_path / "first")
+    assert any("after step 6" in note for note in notes)
+    assert any(note.startswith("table ") for note in notes)
+    state = trainer_of(family, tiny_data, tmp_path / "third", second, start_from=tmp_path / "first").train()
+    assert (state.first_step, state.step) == (6, 8)
+    assert json.loads((tmp_path / "third" / "beginning.json").read_text())["run"].endswith("first")
+    # Started again, it goes on from its own checkpoints; from another run it cannot.
+    again = {**second, "training.max_steps": 4}
+    assert trainer_of(family, tiny_data, tmp_path / "third", again, start_from=tmp_path / "first").train().step == 10
+    with pytest.raises(UserError, match="goes on from its own checkpoints"):
+        trainer_of(family, tiny_data, tmp_path / "third", again, start_from=tmp_path / "second").train()
+
+
+def test_what_does_not_fit_is_refused(tiny_data: Path, tmp_path: Path) -> None:
+    trainer_of("hstu", tiny_data, tmp_path / "first", {"training.max_steps": 1}).train()
+    with pytest.raises(UserError, match="whose ids mean other users and items"):
+        trainer_of("rows", tiny_data, tmp_path / "other", {}, start_from=tmp_path / "first")
+    wider = {"task.encoder.dim": 16, "task.encoder.head_dim": 8}
+    with pytest.raises(UserError, match="table items"):
+        trainer_of("hstu", tiny_data, tmp_path / "wider", wider, start_from=tmp_path / "first")
+    with pytest.raises(UserError, match="samples of this task have no time"):
+        trainer_of("rows", tiny_data, tmp_path / "rows", IN_TIME)
+    with pytest.raises(UserError, match="there are no windows"):
+        trainer_of("hstu", tiny_data, tmp_path / "shuffled", {"windows.hours": 5}).train()
