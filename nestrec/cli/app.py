@@ -242,6 +242,14 @@ def prepare(
 
 
 @app.command()
+def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")]) -> None:
+    """Show what a dataset holds: coverage, cardinality and examples of its features, and what looks like a leak."""
+    from nestrec.cli.training import show_dataset
+
+    show_dataset(dataset)
+
+
+@app.command()
 def formats() -> None:
     """List the formats that `prepare` reads; packages can add more by entry points of the group nestrec.formats."""
     from rich.console import Console

@@ -7,12 +7,16 @@ from pathlib import Path
 from rich.console import Console
 
 from nestrec.base import exit_codes
+from nestrec.base.moments import iso_moment
 from nestrec.data.card import Card
+from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
 from nestrec.distributed.options import RanksConfig
 from nestrec.library.runs import topology_of
 from nestrec.report import LiveProgress, evaluation_table, progress_for
+from nestrec.report.description import describe
 from nestrec.report.evaluations import verdict_on
+from nestrec.report.tables import print_rows
 from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
@@ -82,6 +86,28 @@ def show_card(card: Card, folder: Path) -> None:
         lengths = card.lengths
         spread = f"median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
         print(f"events a user: mean {lengths.mean:.1f}, {spread}")
+
+
+def show_dataset(folder: Path) -> None:
+    """Print the card of a dataset, its features and what looks like a leak."""
+    dataset = Dataset.open(folder)
+    show_card(dataset.card, folder)
+    if dataset.card.kind != "sequences":
+        return
+    found = describe(dataset)
+    if dataset.card.has_timestamps:
+        print(f"features and actions as {found.num_events:,} of {dataset.card.counts.events:,} events have them")
+    for name, share in found.actions.items():
+        print(f"action {name}: {share:.2%} of events")
+    print_rows([facts.row() for facts in found.features])
+    if dataset.card.fit.events:
+        until = f" before {iso_moment(dataset.card.fit.until_ms)}" if dataset.card.fit.until_ms else ""
+        print(f"transforms were learnt from {dataset.card.fit.events:,} events{until}")
+    for feature in dataset.card.features:
+        if feature.known == "after":
+            print(f"{feature.column} is known only after its event: no model reads it of the event that it predicts")
+    for warning in found.warnings:
+        print(f"WARNING: {warning}")
 
 
 def _show(evaluation: Evaluation, title: str) -> None:

@@ -1,0 +1,82 @@
+"""`nestrec describe`: what a dataset holds, and what looks like a leak."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nestrec.cli.training import show_dataset
+from nestrec.data.dataset import Dataset
+from nestrec.data.prepare.preparation import prepare
+from nestrec.report.description import Description, describe
+
+NUM_EVENTS = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clicks at random; `screen` is where a click leads, `dwell` has a value where there was one, `page` is free."""
+    root, draw = tmp_path_factory.mktemp("described"), np.random.default_rng(0)
+    clicked = draw.integers(0, 2, NUM_EVENTS)
+    item = draw.integers(0, 60, NUM_EVENTS)
+    log = {
+        "user": np.arange(NUM_EVENTS) % 20,
+        "item": item,
+        "at": np.arange(NUM_EVENTS),
+        "clicked": clicked,
+        "screen": np.where(clicked == 1, "product", "list"),
+        "dwell": np.where(clicked == 1, draw.random(NUM_EVENTS), np.nan),
+        "page": draw.integers(0, 3, NUM_EVENTS).astype(str),
+        "watched": clicked * 3.0,
+        "never": [None] * NUM_EVENTS,
+    }
+    pq.write_table(pa.table({**log, "never": pa.array(log["never"], pa.string())}), root / "log.parquet")
+    counts = np.bincount(item, minlength=60)
+    items = {"item": np.arange(60), "views": counts * 10.0, "price": draw.random(60), "tags": [["a", "b"], []] * 30}
+    pq.write_table(pa.table(items), root / "items.parquet")
+    prepare(
+        "log",
+        root / "log.parquet",
+        root / "data",
+        items=str(root / "items.parquet"),
+        item_columns={"numbers": ("views", "price"), "transforms": {"views": "log"}},
+        log={
+            "time": "at",
+            "actions": {"click": "clicked"},
+            "categories": ("screen", "page", "never"),
+            "numbers": ("dwell",),
+            "transforms": {"dwell": "standard"},
+            "values": {"watch": "watched"},
+        },
+    )
+    return root / "data"
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Description:
+    return describe(Dataset.open(folder))
+
+
+def test_leaks_are_named_and_innocent_columns_are_not(found: Description) -> None:
+    about = {warning.split()[0] for warning in found.warnings}
+    assert about == {"event_screen", "event_dwell", "item_views", "event_never"}
+    assert any("'click'" in w and "--log.values" in w for w in found.warnings)
+
+
+def test_coverage_cardinality_and_examples(found: Description) -> None:
+    facts = {f.feature.column: f for f in found.features}
+    assert facts["item_tags"].coverage == 0.5
+    assert (facts["item_tags"].distinct, facts["item_tags"].examples) == (2, ("a", "b"))
+    assert (facts["event_page"].coverage, facts["event_page"].distinct) == (1.0, 3)
+    assert facts["event_dwell"].coverage == pytest.approx(found.actions["click"])
+    assert facts["event_never"].coverage == 0
+
+
+def test_the_command_says_what_is_known_after_the_event(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_dataset(folder)
+    said = capsys.readouterr().out
+    assert "event_watch is known only after its event" in said
+    assert "WARNING: event_screen nearly tells 'click'" in said
+    assert "transforms were learnt from" in said
