@@ -183,7 +183,9 @@ class Sweep:
 
 def _tried(rate: float, outcome: RelayOutcome) -> dict[str, Any]:
     shares = {name: share for name, share in _shares(outcome.counts).items() if name != "dram_hits"}
-    return {"rate": round(rate, 2), **_percentiles(outcome.trial), **shares, **outcome.parts}
+    counts = {f"{kind}s": {name.removeprefix(f"{kind}_"): count for name, count in sorted(outcome.counts.items())
+                           if name.startswith(f"{kind}_")} for kind in ("signal", "rank")}  # fmt: skip
+    return {"rate": round(rate, 2), **_percentiles(outcome.trial), **shares, **outcome.parts, **counts}
 
 
 def _percentiles(trial: Trial | None) -> dict[str, float | None]:

@@ -122,11 +122,19 @@ class Runner:
                 segments,
                 lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
             )
-        results = []
-        for part, start, end in zip(parts, bounds[:-1], bounds[1:], strict=True):
+        for part, start in zip(parts, bounds[:-1], strict=True):
             self._store(part, start, made)
-            results.append(self._scores(part, state_TD[start:end]))
-        return results
+        states = [state_TD[start:end] for start, end in itertools.pairwise(bounds)]
+        best = self._best(parts, states)
+        return [best.pop(b) if b in best else self._scores(part, states[b]) for b, part in enumerate(parts)]
+
+    def _best(self, parts: Sequence[Part], states: Sequence[torch.Tensor]) -> dict[int, Scored]:
+        """Of the whole catalogue, for all who ask for that at once; by place in the batch."""
+        asked = {b: p.candidates for b, p in enumerate(parts) if p.candidates is not None and p.candidates.num_best}
+        counts = [parts[b].end - parts[b].first for b in asked]
+        last = [states[b][count - 1] if count else None for b, count in zip(asked, counts, strict=True)]
+        found = self.form.best(list(asked.values()), last) if asked else []
+        return {b: Scored(items, scores) for b, (items, scores) in zip(asked, found, strict=True)}
 
     def _vectors(self, part: Part) -> torch.Tensor:
         history = self.form.vectors(part.tokens, part.first, part.end)
@@ -161,7 +169,4 @@ class Runner:
             return None
         num_history = part.end - part.first
         last = state_ND[num_history - 1] if num_history else None
-        if candidates.num_best:
-            items, scores = self.form.best(candidates, last)
-            return Scored(items, scores)
         return Scored(candidates.items, self.form.scores(candidates, last, state_ND[num_history:]).cpu().numpy())

@@ -3,6 +3,7 @@
 Legend: T tokens, D model width, C candidates, K tasks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,9 +87,11 @@ class Form(Protocol):
         ...
 
     def best(
-        self, candidates: Candidates, last_D: torch.Tensor | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Items and scores of the best of the catalogue, best first."""
+        self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Items and scores of the best of the catalogue for each of several requests, best first.
+
+        last: (D,) state of a request's last token; none of one without events"""
         ...
 
 

@@ -5,6 +5,7 @@ The head scores candidates. Every token asks at its own time, so the prefix is t
 Legend: T tokens, D model width, C candidates, R records, E events.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -67,8 +68,8 @@ class RankingForm:
         return self.logits(state_CD, self.candidate_tokens(candidates))
 
     def best(
-        self, candidates: Candidates, last_D: torch.Tensor | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
 
     # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given categories.

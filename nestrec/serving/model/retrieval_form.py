@@ -3,9 +3,11 @@
 A candidate's score is its product with the state of the last token, whose query time is the request's. So the last
 event is computed with each request, and the prefix ends before it.
 
-Legend: D model width, C candidates, N items of the catalogue.
+Legend: D model width, C candidates, B requests, K best.
 """
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -15,12 +17,10 @@ from numpy.typing import NDArray
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.forms import Tokens
 from nestrec.serving.model.inputs import Candidates, History, history_start
+from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
-from nestrec.serving.model.tables import ServedTable
 from nestrec.tasks.retrieval import RetrievalTaskConfig
-
-_SPARE = 64
 
 
 class RetrievalForm:
@@ -65,46 +65,56 @@ class RetrievalForm:
         if last_D is None:
             return torch.zeros(len(candidates), 1, device=self.servable.device)
         vectors = self._model.item_vectors(self._rows(candidates.items))
-        return (vectors.double() @ self.query(last_D).double())[:, None].float()
+        return (vectors.double() @ self.query(last_D[None])[0].double())[:, None].float()
 
     def best(
-        self, candidates: Candidates, last_D: torch.Tensor | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        index = self.servable.index
-        assert index is not None
-        query_D = (
-            self.query(last_D)
-            if last_D is not None
-            else torch.zeros(self.servable.encoder_config.dim, dtype=self.servable.dtype, device=self.servable.device)
-        )
-        # A first choice in the index's own precision, then the exact order of evaluation among those chosen.
-        first = _first_choice(index, query_D, candidates)
-        exact = (index.rows(first).double() @ query_D.double()).float().cpu()
-        order = exact.sort(descending=True, stable=True).indices[: candidates.num_best]
-        return (first[order] + 1).numpy(), exact[order, None].numpy()
+        self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        nobody = torch.zeros(self.servable.encoder_config.dim, dtype=self.servable.dtype, device=self.servable.device)
+        queries_BD = self.query(torch.stack([nobody if one is None else one for one in last]))
+        queries_BD = queries_BD * torch.tensor([[one is not None] for one in last], device=nobody.device)
+        found: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        open_ones = [b for b, one in enumerate(asked) if one.allowed is None]
+        if open_ones:
+            excluded = Excluded.of([asked[b].excluded for b in open_ones])
+            rows, scores = self._search.best(queries_BD[open_ones], max(asked[b].num_best for b in open_ones), excluded)
+            for b, rows_K, scores_K in zip(open_ones, rows, scores, strict=True):
+                found[b] = _shortened(rows_K, scores_K, asked[b].num_best)
+        for b, one in enumerate(asked):
+            if one.allowed is not None:
+                found[b] = self._best_of_allowed(queries_BD[b : b + 1], one)
+        return [found[b] for b in range(len(asked))]
 
-    def query(self, last_D: torch.Tensor) -> torch.Tensor:
-        """(D,) what is multiplied with item vectors."""
-        return self._model.item_vectors(last_D[None])[0] / self._model.similarity.temperature
+    def _best_of_allowed(
+        self, query_1D: torch.Tensor, asked: Candidates
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Of a list all are ordered exactly."""
+        assert asked.allowed is not None
+        assert self.servable.index is not None
+        listed = np.setdiff1d(asked.allowed[asked.allowed > 0], asked.excluded) - 1
+        rows_1K = torch.from_numpy(listed).to(query_1D.device)[None]
+        rows, scores = exactly_ordered(self.servable.index, query_1D, rows_1K, asked.num_best)
+        return _shortened(rows[0], scores[0], asked.num_best)
+
+    @cached_property
+    def _search(self) -> ItemSearch:
+        assert self.servable.index is not None
+        return ExactSearch(self.servable.index)
+
+    def query(self, last_BD: torch.Tensor) -> torch.Tensor:
+        """(B, D) what is multiplied with item vectors."""
+        return self._model.item_vectors(last_BD) / self._model.similarity.temperature
 
     def _rows(self, items: NDArray[np.int64]) -> torch.Tensor:
         return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items))).to(self.servable.dtype)
 
 
-def _first_choice(index: ServedTable, query_D: torch.Tensor, candidates: Candidates) -> torch.Tensor:
-    """Rows of the index, in order, that hold the best and some more; on the host. Of a list of allowed ones, all."""
-    if candidates.allowed is not None:
-        return torch.from_numpy(np.setdiff1d(candidates.allowed[candidates.allowed > 0], candidates.excluded) - 1)
-    count = candidates.num_best + _SPARE
-    scores, rows = query_D.new_zeros(0), torch.zeros(0, dtype=torch.int64, device=query_D.device)
-    excluded = torch.from_numpy(candidates.excluded[candidates.excluded > 0] - 1).to(query_D.device)
-    for start, part_ND in index.parts():
-        scores_N = part_ND @ query_D
-        scores_N[excluded[(excluded >= start) & (excluded < start + len(scores_N))] - start] = -torch.inf
-        best = scores_N.topk(min(len(scores_N), count))
-        scores, rows = torch.cat([scores, best.values]), torch.cat([rows, best.indices + start])
-    best = scores.topk(min(len(scores), count))
-    return rows[best.indices[best.values > -torch.inf]].sort().values.cpu()
+def _shortened(
+    rows_K: NDArray[np.int64], scores_K: NDArray[np.float32], most: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Items and (items, 1) scores of the best rows that there are."""
+    count = min(most, int((rows_K >= 0).sum()))
+    return rows_K[:count] + 1, scores_K[:count, None]
 
 
 SERVING = ServingForm(

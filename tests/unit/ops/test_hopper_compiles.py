@@ -1,4 +1,4 @@
-"""Every launch of HSTU attention on a Hopper GPU, compiled for one where there is none: it compiles, and it fits."""
+"""Launches of HSTU attention and of the search on a Hopper GPU, compiled for one where there is none: they fit."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 SHARED_BYTES = 232_448
 """that one program may have on an H100 or H200"""
-PROGRAM = """
+HOPPER = """
 import sys
 from types import SimpleNamespace
 
@@ -31,6 +31,9 @@ def compiled(self, *arguments, grid, warmup, **options):
 JITFunction.run = compiled
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
 torch.cuda.get_device_capability = lambda device: (9, 0)
+"""
+"""launches compile for a GPU that is not there, and print their name and the shared memory of a program"""
+ATTENTION = """
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.hstu_passes import backward_pass, forward_pass
@@ -51,16 +54,46 @@ backward_pass(grad, q, k, v, inputs)
 """
 
 
+SEARCH = """
+torch.version.cuda = "12.8"
+import contextlib
+torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
+from nestrec.ops.rows import best
+best.runs_triton = lambda tensor: True
+dtype, num_queries, dim = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+scale = torch.ones(300) if dtype.itemsize == 1 else None
+pairs = best.ExcludedPairs.of(torch.zeros(5, dtype=torch.int32), torch.arange(5))
+index = best.IndexRows(rows_ND=torch.zeros(300, dim, dtype=dtype), scale_N=scale)
+best.best_keys(torch.zeros(num_queries, dim), index, 10, pairs)
+"""
+
+
+def compiled(program: str, *words: str) -> list[list[str]]:
+    """(kernel, bytes of shared memory) of each launch."""
+    command = [sys.executable, "-c", HOPPER + program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("dtype", "queries", "dim"), [
+    ("bfloat16", 16, 128), ("bfloat16", 64, 512), ("float32", 64, 256), ("int8", 16, 64), ("float8_e4m3fn", 16, 128),
+])  # fmt: skip
+def test_searches_compile_and_fit(dtype, queries, dim):
+    found = compiled(SEARCH, dtype, str(queries), str(dim))
+    assert [name for name, _ in found] == ["_pass_kernel", "_chosen_kernel"]
+    assert max(int(shared) for _, shared in found) <= SHARED_BYTES
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("biases", ["0 0", "1 0", "1 1", "0 2"])
 @pytest.mark.parametrize("has_rules", [0, 1])
 @pytest.mark.parametrize("dim", [24, 64, 128, 256])
 def test_launches_compile_and_fit(dim, has_rules, biases):
-    command = [sys.executable, "-c", PROGRAM, str(dim), str(has_rules), *biases.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [line.split() for line in done.stdout.splitlines()]
+    found = compiled(ATTENTION, str(dim), str(has_rules), *biases.split())
     if biases == "0 2" and (dim > 128 or has_rules):
         return
     assert {"stream_kernel"} <= {name for name, _ in found}

@@ -22,9 +22,10 @@ LONG_SUMS = "sums_are and ((3000 and not dtype2) or (1500 and not dtype0))"
 MORE_LAYERS = "ways_into and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
 FEW_DTYPES = ["-k", f"not ({LONG_SUMS}) and not ({MORE_LAYERS})"]
 """Every shape and every type occurs, not every pair of them."""
+ROWS_AND_LAYERS = ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py"]
 KERNELS = {
-    "rows and layers": ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "-m", "gpu", *FEW_DTYPES],
-    "rows and layers, more cases": ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "-m", "gpu"],
+    "rows and layers": [*ROWS_AND_LAYERS, "gpu/test_best_rows_gpu.py", "-m", "gpu", *FEW_DTYPES],
+    "rows and layers, more cases": [*ROWS_AND_LAYERS, "-m", "gpu"],
     "losses": ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py", *SMALL_LOSSES],
     "attention": ["unit/ops/test_attention_kernels.py"],
     "attention, more cases": ["unit/ops/test_attention_kernels.py", "-m", "slow"],

@@ -1,0 +1,56 @@
+"""The best of the catalogue: for many at once, part by part or over devices, what one look at everything gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.serving.model import item_search
+from nestrec.serving.model.item_search import ExactSearch, Excluded, ShardedSearch
+from nestrec.serving.model.tables import ResidentTable
+
+NUM_ROWS, DIM = 500, 8
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(item_search, "_CHUNK_ROWS", 150)
+
+
+def made(*, is_whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and rows. is_whole: few values, so that ties are everywhere."""
+    torch.manual_seed(int(is_whole))
+    queries, rows = torch.randn(5, DIM), torch.randn(NUM_ROWS, DIM)
+    return (queries.round(), rows.round()) if is_whole else (queries, rows)
+
+
+def definition(queries: torch.Tensor, rows: torch.Tensor, k: int, excluded: list[np.ndarray]) -> list[np.ndarray]:
+    """Rows by (highest score, smallest row) without the excluded items."""
+    best = []
+    for query, items in zip(queries, excluded, strict=True):
+        scores = (rows.double() @ query.double()).float().numpy()
+        scores[items[items > 0] - 1] = -np.inf
+        order = np.lexsort((np.arange(NUM_ROWS), -scores))
+        best.append(order[np.isfinite(scores[order])][:k])
+    return best
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("k", [1, 40, 450])
+def test_all_that_is_asked_at_once_is_the_definition(is_whole, k):
+    queries, rows = made(is_whole=is_whole)
+    excluded = [np.arange(1, 1 + 100 * i) for i in range(5)]
+    expected = definition(queries, rows, k, excluded)
+    parts = [rows[:7], rows[7:200], rows[200:]]
+    for search in (ExactSearch(ResidentTable(rows)), ShardedSearch(parts)):
+        found, scores = search.best(queries, k, Excluded.of(excluded))
+        for query in range(5):
+            there = found[query] >= 0
+            assert found[query][there].tolist() == expected[query].tolist()
+            assert np.isinf(scores[query][~there]).all()
+            wanted = (rows[expected[query]].double() @ queries[query].double()).float().numpy()
+            np.testing.assert_array_equal(scores[query][there], wanted)
+
+
+def test_item_0_is_no_item_and_excludes_nothing():
+    excluded = Excluded.of([np.array([0, 3]), np.array([0])])
+    assert (excluded.query_P.tolist(), excluded.row_P.tolist()) == ([0], [2])
