@@ -18,6 +18,10 @@ from nestrec.data.dataset import Rows
 from nestrec.data.dealing import Dealer
 from nestrec.data.order import GlobalBatches, Position
 
+OFFSETS, WEIGHT = "/offsets", "/weight"
+"""behind the name of a feature with several keys at a place: the tensors that say where the keys of each place begin,
+and, where bags are weighted, what each counts"""
+
 
 @config
 class BatchConfig:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
@@ -43,6 +44,7 @@ from nestrec.embedding.flight.routing import (
 )
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
 from nestrec.embedding.flight.working_set import RowBuffers, RowWatch, WorkingSet, WorkingTable
+from nestrec.embedding.hashing import hashed_rows
 from nestrec.embedding.replica_sync import (
     Averaged,
     ReplicaSyncConfig,
@@ -85,6 +87,7 @@ class EmbeddingEngine:
         self.statistics = EngineStatistics()
         self.reads_ahead = ReadsAhead()
         self.row_watch = RowWatch(len(self.tables), self.device)
+        self._hashed_features = {f: t.num_rows or 1 for t in tables if t.is_hashed for f in t.feature_names}
 
     def route(self, *micro_batches: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more micro-batches: feature name to keys of any shape, on the host.
@@ -99,7 +102,7 @@ class EmbeddingEngine:
     def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
         """What this rank will ask for. Local."""
         self._check_features(micro_batches)
-        tables = list(self.tables.values())
+        tables, micro_batches = list(self.tables.values()), tuple(map(self._hashed, micro_batches))
         return deduplicate(micro_batches, tables, self._num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
@@ -299,7 +302,7 @@ class EmbeddingEngine:
         """
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
-        routed = route([complete], list(self.tables.values()), self.topology, self.device)
+        routed = route([self._hashed(complete)], list(self.tables.values()), self.topology, self.device)
         vectors: dict[str, torch.Tensor] = {}
         for name, table in routed.micro_batches[0].tables.items():
             shard = self.shards[name]
@@ -397,6 +400,13 @@ class EmbeddingEngine:
         for shard in self.shards.values():
             shard.store.close()
 
+    def _hashed(self, keys: FeatureKeys) -> FeatureKeys:
+        """Rows in the place of the keys of hashed tables."""
+        if not self._hashed_features:
+            return keys
+        rows = {f: hashed_rows(_on_host(keys[f]), num_rows) for f, num_rows in self._hashed_features.items()}
+        return {**keys, **rows}
+
     def _check_features(self, micro_batches: Sequence[FeatureKeys]) -> None:
         known = {f for t in self.tables.values() for f in t.feature_names}
         for micro_batch in micro_batches:
@@ -418,3 +428,7 @@ class EmbeddingEngine:
     def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:
         others = sum(counts) - counts[self._shard]
         leg.add(sum(counts), others * rows.shape[1] * rows.element_size())
+
+
+def _on_host(keys: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
+    return keys.cpu().numpy() if isinstance(keys, torch.Tensor) else keys

@@ -1,4 +1,4 @@
-"""The one rule that says which shard owns a key."""
+"""The rules that say which shard owns a key, and which row of a hashed table stands for it."""
 
 import numpy as np
 from numba import njit
@@ -19,3 +19,19 @@ def owner_of(keys: NDArray[np.int64], num_shards: int) -> NDArray[np.int32]:
     if num_shards > 1:
         _owners(keys, np.uint64(num_shards), out)
     return out
+
+
+@njit(cache=True, nogil=True)
+def _rows(keys: NDArray[np.int64], num_others: np.uint64, out: NDArray[np.int64]) -> None:
+    for i in range(len(keys)):
+        if keys[i] != 0:
+            out[i] = np.int64(mix64(np.uint64(keys[i])) % num_others) + 1
+
+
+def hashed_rows(keys: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:
+    """The row of each key in a table of so many, in the shape of the keys: 0 keeps its own, others share the rest."""
+    flat = np.ascontiguousarray(keys, np.int64).reshape(-1)
+    out = np.zeros(len(flat), np.int64)
+    if num_rows > 1:
+        _rows(flat, np.uint64(num_rows - 1), out)
+    return out.reshape(keys.shape)

@@ -68,6 +68,9 @@ class TableConfig:
     """Elements of a vector."""
     num_rows: int | None = None
     """Keys are 0 to num_rows - 1; none: dynamic, any int64 is a key and its row appears on first use."""
+    is_hashed: bool = False
+    """Any int64 is a key, and its hash says which of `num_rows` rows stands for it, alone or with others; 0 has row 0
+    to itself."""
     features: tuple[str, ...] = ()
     """Names of the features that read this table; none: one feature, named as the table."""
     half_features: tuple[str, ...] = ()
@@ -132,6 +135,8 @@ class Table:
     """how new rows begin"""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """type of the weights"""
+    hashed: bool = False
+    """any int64 is a key, and its hash says which of the rows stands for it"""
 
     @property
     def config(self) -> TableConfig:
@@ -143,6 +148,7 @@ class Table:
             name=self.name,
             dim=self.dim,
             num_rows=self.rows,
+            is_hashed=self.hashed,
             features=self.features,
             dtype=self.dtype,
             seed=self.seed,
@@ -187,6 +193,9 @@ def _check_table(table: TableConfig) -> None:
     if table.num_rows is not None and table.num_rows < 1:
         remedy = "give a positive number, or none for a dynamic table"
         raise UserError("must be at least 1", field=f"{where}.num_rows", value=table.num_rows, remedy=remedy)
+    if table.is_hashed and table.num_rows is None:
+        remedy = "say how many rows it has, or make it dynamic without a hash"
+        raise UserError("is required by a hashed table", field=f"{where}.num_rows", value=None, remedy=remedy)
     store = table.store
     if store.kind == "disk" and not store.folder:
         raise UserError(

@@ -13,6 +13,7 @@ from torch import nn
 
 from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
+from nestrec.models.features import ToWidth
 
 
 @config
@@ -41,6 +42,8 @@ class DLRM(nn.Module):
         num_vectors = cfg.num_categories + 1
         self.top = mlp(cfg.dim + num_vectors * (num_vectors - 1) // 2, *cfg.top, 1)
         rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1)
+        self.to_width = ToWidth(cfg.dim, {})
+        """of tables whose vectors have another width than the model"""
         self.register_buffer("pair", rows * num_vectors + columns, persistent=False)
 
     def forward(self, dense_BN: torch.Tensor, category_BCD: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.models.backbones import EncoderConfig, make_encoder
 from nestrec.models.dlrm import mlp
+from nestrec.models.features import ToWidth
 from nestrec.models.sequence import SequenceInfo
 
 
@@ -25,11 +26,15 @@ class HeadConfig:
 
 
 class RankingModel(nn.Module):
+    to_width: ToWidth
+    """of tables whose vectors have another width than the model"""
+
     def __init__(self, encoder: EncoderConfig, head: HeadConfig, *, num_tasks: int, num_action_bits: int):
         super().__init__()
         self.encoder = make_encoder(encoder)
         self.action = nn.Parameter(torch.empty(num_action_bits, encoder.dim).normal_(std=0.02))
         self.head = mlp(2 * encoder.dim, *head.hidden, num_tasks)
+        self.to_width = ToWidth(encoder.dim, {})
 
     def forward(self, content_ED: torch.Tensor, action_E: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         """(E, K) logits. `info` describes the 2E tokens; `action_E` holds the bits of each event."""

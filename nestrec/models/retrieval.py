@@ -9,9 +9,10 @@ from torch import nn
 from nestrec.base.bounds import Positive
 from nestrec.base.config import config
 from nestrec.models.backbones import EncoderConfig, make_encoder
+from nestrec.models.features import ToWidth
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.layers.unit_rows import unit_rows
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import Rows, StoredRows
 
 UNIT_EPS = 1e-6
 
@@ -29,20 +30,29 @@ class RetrievalModel(nn.Module):
 
     def __init__(self, encoder: EncoderConfig, similarity: SimilarityConfig):
         super().__init__()
-        self.encoder = make_encoder(encoder)
+        self.encoder, self.dim = make_encoder(encoder), encoder.dim
         self.similarity = similarity
+        self.to_width = ToWidth(encoder.dim, {})
+        """of tables whose vectors have another width than the model"""
 
     def forward(self, history_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         """(T, D) queries; the temperature is already in them."""
         state_TD = self.encoder(history_TD, info)
         return self._scaled(state_TD, 1.0 / self.similarity.temperature)
 
+    def item_rows(self, row_UD: Rows) -> Rows:
+        """Rows of the item table in the model's width, as histories hold them."""
+        if not self.to_width.changes("items"):
+            return row_UD
+        whole_UD = row_UD.whole() if isinstance(row_UD, StoredRows) else row_UD
+        return self.to_width("items", whole_UD)  # type: ignore[no-any-return]
+
     def item_vectors(self, row_UD: torch.Tensor) -> torch.Tensor:
-        """Rows of the item table as the similarity sees them."""
+        """The same as the similarity sees them."""
         return self._scaled(row_UD, 1.0)
 
     def compared_rows(self, row_UD: Rows) -> Rows:
-        """The same for losses that read rows of 16 bits as they are stored."""
+        """The same for losses, which read rows of 16 bits as they are stored."""
         return unit_rows(row_UD, 1.0, UNIT_EPS) if self.similarity.normalise else row_UD
 
     def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:

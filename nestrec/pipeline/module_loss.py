@@ -1,17 +1,17 @@
 """The loss of a module of the user's own, as schedules compute it."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from nestrec.base.errors import UserError
-from nestrec.data.batches import MicroBatch
+from nestrec.data.batches import WEIGHT, MicroBatch
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.pool import pool_rows
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.pool import Pooling, pool_bags
+from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.samples import Samples, as_field, given_to_model, offsets_of_samples
 
 _TOLERANCE = 1e-6
@@ -25,15 +25,23 @@ class ModuleLoss:
         module: nn.Module,
         table_of: Mapping[str, str],
         weight: Callable[[Samples], float],
-        pooled: Collection[str] = (),
+        pooled: Collection[str] | Mapping[str, Pooling] = (),
     ) -> None:
-        """table_of: features to tables. pooled: those whose vectors are summed over each sample."""
+        """table_of: features to tables. pooled: those that have one vector a sample, and how it is made; by default a
+        sum."""
         for feature in pooled:
             if feature not in table_of:
                 raise UserError(
                     "is no feature of a table", field="pooled", value=feature, remedy=f"name one of {sorted(table_of)}"
                 )
-        self._module, self._table_of, self._weight, self._pooled = module, table_of, weight, frozenset(pooled)
+        self._module, self._table_of, self._weight = module, table_of, weight
+        self._pooled: dict[str, Pooling] = {}
+        for feature in pooled:
+            how = pooled[feature] if isinstance(pooled, Mapping) else "sum"
+            if how not in get_args(Pooling):
+                remedy = f"give one of {', '.join(get_args(Pooling))}"
+                raise UserError("is no way to pool", field=f"pooled.{feature}", value=how, remedy=remedy)
+            self._pooled[feature] = how
 
     def __call__(
         self, micro_batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
@@ -58,10 +66,22 @@ class ModuleLoss:
         return summed
 
     def _vectors(self, micro_batch: MicroBatch, feature: str, rows: Rows, index: torch.Tensor) -> torch.Tensor | Jagged:
-        if feature in self._pooled:
-            whole = rows.whole() if isinstance(rows, StoredRows) else rows
-            return pool_rows(whole, index.reshape(-1), offsets_of_samples(micro_batch, feature))
+        if (how := self._pooled.get(feature)) is not None:
+            weight_P = self._weights_of(micro_batch, feature, index) if how == "weighted" else None
+            return pool_bags(rows, index.reshape(-1), offsets_of_samples(micro_batch, feature), how, weight_P)
         return as_field(micro_batch, feature, gather_rows(rows, index))
+
+    @staticmethod
+    def _weights_of(micro_batch: MicroBatch, feature: str, index: torch.Tensor) -> torch.Tensor:
+        found = micro_batch.tensors.get(feature + WEIGHT)
+        if found is None or found.numel() != index.numel():
+            raise UserError(
+                "must hold a number for each key",
+                field="field of a batch",
+                value=feature + WEIGHT,
+                remedy=f"give it in the shape of {feature!r}, or pool by sum or mean",
+            )
+        return found.reshape(-1)
 
     def _check(self, weight: Any, batch: Samples) -> None:
         """What was announced before the computation must be what the model computed."""

@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from nestrec.balance.ordering import Groups
 from nestrec.base.errors import UserError
 from nestrec.base.random import fold_array
-from nestrec.data.batches import MicroBatch
+from nestrec.data.batches import OFFSETS, MicroBatch
 from nestrec.jagged import Jagged
 from nestrec.pipeline.clustering import Clustering, SampleKeys, cluster
 
 Samples = Mapping[str, Any]
 """A batch of a script's own."""
-_OFFSETS = "/offsets"
 
 
 def num_samples_of(batch: Samples) -> int:
@@ -61,7 +60,7 @@ def micro_batch_of(batch: Samples, features: Collection[str], samples: NDArray[n
             continue
         taken = value.take(chosen) if isinstance(value, Jagged) else torch.as_tensor(value)[chosen]
         if isinstance(taken, Jagged):
-            tensors[name + _OFFSETS] = taken.offsets
+            tensors[name + OFFSETS] = taken.offsets
             taken = taken.values
         tensors[name] = taken
         if name in features:
@@ -74,20 +73,20 @@ def given_to_model(micro_batch: MicroBatch) -> dict[str, Any]:
     """The fields of a batch again, of this micro-batch's samples."""
     found: dict[str, Any] = dict(micro_batch.others)
     for name, tensor in micro_batch.tensors.items():
-        if not name.endswith(_OFFSETS):
+        if not name.endswith(OFFSETS):
             found[name] = as_field(micro_batch, name, tensor)
     return found
 
 
 def as_field(micro_batch: MicroBatch, name: str, values: torch.Tensor) -> torch.Tensor | Jagged:
     """Values of a field with the samples' lengths, where it has them."""
-    offsets = micro_batch.tensors.get(name + _OFFSETS)
+    offsets = micro_batch.tensors.get(name + OFFSETS)
     return values if offsets is None else Jagged(values, offsets)
 
 
 def offsets_of_samples(micro_batch: MicroBatch, name: str) -> torch.Tensor:
     """(samples + 1,) where the values of each sample begin in a field that is laid out flat."""
-    offsets = micro_batch.tensors.get(name + _OFFSETS)
+    offsets = micro_batch.tensors.get(name + OFFSETS)
     if offsets is not None:
         return offsets
     values = micro_batch.tensors[name]

@@ -10,7 +10,7 @@ rehearsal and the benchmarks stand on it too, and give parts of their own in the
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.flight.source_keys import FeatureKeys
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.embedding.table import Table
+from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.update import DenseUpdate
@@ -52,7 +53,7 @@ class TrainingPipeline:
         dense_optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None = None,
         schedule: str | PipelineConfig = "serial",
         micro_batches: int = 1,
-        pooled: Collection[str] = (),
+        pooled: Collection[str] | Mapping[str, Pooling] = (),
         weight: Callable[[Samples], float] | None = None,
         table_learning_rate: float | None = None,
         couples_samples: Coupling = "micro_batch",
@@ -72,8 +73,9 @@ class TrainingPipeline:
         dense_optimizer: of the model's own weights: AdamW with these options, or one of torch's over them.
         schedule: by name, or with its options. All that are exact give the same bits as `serial`.
         micro_batches: parts of a rank's batch, computed one after the other before the one update.
-        pooled: features of which the model wants one vector a sample, the sum over its keys: (samples, dim) in
-            the place of a `Jagged`. On a CPU the looked-up rows are never in memory.
+        pooled: features of which the model wants one vector a sample, (samples, dim) in the place of a `Jagged`: the
+            sum over its keys, or what is named for it, such as {"tags": "mean", "clicks": "weighted"}; weights lie
+            in the field `clicks/weight`, in the shape of the keys. On a CPU the looked-up rows are never in memory.
         weight: weight of a batch or of some of its samples, which must be known before anything is computed: the loss
             of a step is the sum of the losses over all ranks divided by the sum of the weights. By default the number
             of samples. What the model returns must agree with it.

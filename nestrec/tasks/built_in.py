@@ -8,7 +8,7 @@ from nestrec.base.kinds import KindOf
 from nestrec.base.seam import Seam
 from nestrec.data.dataset import Dataset
 from nestrec.tasks.spec import TaskConfigBase, TaskSpec
-from nestrec.tasks.table_options import TableOptions, with_options
+from nestrec.tasks.table_options import TableOptions, chosen_tables
 from nestrec.tasks.task import Task
 
 TASKS: Seam[TaskSpec] = Seam(
@@ -41,8 +41,7 @@ def make_task(
 ) -> Task:
     """A task on a dataset; draws the initial weights of its model. tables: what a run says of them, by name."""
     task = task_spec(cfg).make(cfg, dataset, seed=seed, dtype=dtype)
-    if tables:
-        task.tables = with_options(task.tables, tables)
+    task.take(chosen_tables(task.tables, tables, task.bags))
     return task
 
 

@@ -73,7 +73,7 @@ class CatalogueRanks:
                 self._last_states(batch),
                 self._k,
                 exclude=self._excluded(batch),
-                row_transform=lambda rows, keys: self._model.item_vectors(rows),
+                row_transform=lambda rows, keys: self._compared(rows),
                 candidates=np.arange(1, self._num_items + 1),
             )
             hit = keys.cpu() == batch.tensors["target"][:, None]
@@ -87,7 +87,7 @@ class CatalogueRanks:
             batch = self._queries.assemble(users)
             candidates = self._sampled_candidates(users, batch)
             rows = self._engine.lookup_readonly({"positive": candidates})["positive"]
-            vectors = self._model.item_vectors(rows.flatten(0, 1)).view_as(rows)
+            vectors = self._compared(rows.flatten(0, 1)).unflatten(0, candidates.shape)
             scores = (vectors.double() @ self._last_states(batch).double()[:, :, None]).squeeze(2)
             parts.append((scores[:, 1:] >= scores[:, :1]).sum(1).cpu().numpy() + 1)
         return self._merge(parts)
@@ -118,15 +118,20 @@ class CatalogueRanks:
 
     def _last_states(self, batch: MicroBatch) -> torch.Tensor:
         """(B, D) the state of each user's last token."""
-        history = self._engine.lookup_readonly({"history": batch.keys["history"]})["history"]
+        rows = self._engine.lookup_readonly({"history": batch.keys["history"]})["history"]
         if batch.num_tokens == 0:
-            return history.new_zeros(0, history.shape[-1])
+            return rows.new_zeros(0, self._model.dim)
         moved = on_device(batch, self._engine.device)
         self._model.eval()
         with torch.no_grad():
-            states: torch.Tensor = self._model(history, sequence_info(moved))
+            states: torch.Tensor = self._model(self._model.item_rows(rows), sequence_info(moved))
         self._model.train()
         return states[moved.tensors["offsets"][1:] - 1]
+
+    @torch.no_grad()
+    def _compared(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the item table as scores meet them."""
+        return self._model.item_vectors(self._model.item_rows(rows))  # type: ignore[arg-type]
 
     def _excluded(self, batch: MicroBatch) -> Jagged | None:
         if self._cfg.filter_seen == "none":

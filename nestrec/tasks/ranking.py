@@ -38,14 +38,16 @@ from nestrec.data.samples.windows import (
 )
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
+from nestrec.models.features import ToWidth, summed
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.ranking import HeadConfig, RankingModel
-from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
+from nestrec.tasks.feature_rows import FeatureRows
 from nestrec.tasks.logistic import LogisticBaseline
 from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy, window_metrics
 from nestrec.tasks.spec import TaskSpec
+from nestrec.tasks.table_options import ChosenTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info, share_of_ranks, sum_over_ranks
 
 
@@ -74,6 +76,7 @@ class RankingTaskConfig:
 
 
 class RankingTask(Task):
+    model: RankingModel
     reads_stored_rows = True
     remedy_if_empty = "cut where there are events on both sides: --task.split.valid_from, --task.split.test_from"
 
@@ -99,6 +102,7 @@ class RankingTask(Task):
             optimizer=cfg.table_optimizer,
             store=cfg.item_store,
         )
+        self._features = ("item", *(c.name for c in self._inputs.columns))
         category = replace(items, features=(), store=StoreConfig())
         self.tables = (
             items,
@@ -107,8 +111,15 @@ class RankingTask(Task):
                 for i, c in enumerate(self._inputs.columns)
             ),
         )
+        self.bags = frozenset(c.name for c in self._inputs.columns if c.is_bag)
+        self.take(chosen_tables(self.tables, {}, self.bags))
         self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
         self._baseline: dict[Part, dict[str, Interval]] = {}
+
+    def take(self, chosen: ChosenTables) -> None:
+        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.model.to_width = ToWidth(self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables})
+        self._vectors = FeatureRows(chosen, self.model.to_width)
 
     def num_held_out(self, part: Part) -> int:
         first, end = self._split.held_out(part)
@@ -125,9 +136,8 @@ class RankingTask(Task):
         )
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        vectors = [gather_rows(rows["items"], index["item"])]
-        vectors += [gather_rows(rows[c.name], index[c.name]) for c in self._inputs.columns]
-        logit_EK = self.model(torch.stack(vectors).sum(0), batch.tensors["action"], sequence_info(batch))
+        content_ED = summed([self._vectors.of(feature, batch, rows, index) for feature in self._features])
+        logit_EK = self.model(content_ED, batch.tensors["action"], sequence_info(batch))
         label_EK = batch.tensors["label"].to(logit_EK.dtype)
         scored_E = batch.tensors.get("scored")
         weight = None if scored_E is None else scored_E[:, None].to(logit_EK.dtype)
@@ -195,10 +205,18 @@ class RankingTask(Task):
         moved = on_device(batch, engine.device)
         self.model.eval()
         with torch.no_grad():
-            content = torch.stack([vectors[name] for name in ("item", *(c.name for c in self._inputs.columns))]).sum(0)
+            content = summed([self._vectors.of_looked_up(name, moved, vectors) for name in self._features])
             logits: torch.Tensor = self.model(content, moved.tensors["action"], sequence_info(moved))
         self.model.train()
         return logits.double().cpu().numpy()
+
+    def item_content(self, engine: EmbeddingEngine, items: NDArray[np.int64]) -> torch.Tensor:
+        """(items, model width) what the content of an event has of its item: all but event and user. Collective."""
+        batch = self._inputs.of_items(items)
+        vectors = engine.lookup_readonly(batch.keys)
+        moved = on_device(batch, engine.device)
+        with torch.no_grad():
+            return summed([self._vectors.of_looked_up(name, moved, vectors) for name in batch.keys])
 
     def _logistic(self, part: Part) -> dict[str, Interval]:
         """The baseline, fitted on the same training events and measured on the same held-out ones."""

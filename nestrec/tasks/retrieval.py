@@ -33,6 +33,7 @@ from nestrec.data.samples.windows import (
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
+from nestrec.models.features import ToWidth
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
@@ -47,6 +48,7 @@ from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationCon
 from nestrec.tasks.metrics import Interval, bootstrap, ranking_metrics
 from nestrec.tasks.negatives_checks import check_supply, mean_micro_batch
 from nestrec.tasks.spec import TaskSpec
+from nestrec.tasks.table_options import ChosenTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info
 from nestrec.tasks.variant_choice import LossShape, choose_variant
 from nestrec.tasks.window_ranks import ranks_of_slices
@@ -117,10 +119,15 @@ class RetrievalTask(Task):
                 **_half(cfg),
             ),
         )
+        self.take(chosen_tables(self.tables, {}))
         self._seed = seed
         if _meets_others(cfg):
             self.couples_samples = cfg.negatives.reach
         self.assembler = self.assembler_of(cfg.num_negatives)
+
+    def take(self, chosen: ChosenTables) -> None:
+        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.model.to_width = ToWidth(self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables})
 
     def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
         """Samples with so many negatives a token."""
@@ -151,7 +158,7 @@ class RetrievalTask(Task):
 
     def settle(self, batch: BatchConfig, topology: Topology, saved: str | None) -> tuple[str, dict[str, float]] | None:
         """How the loss is computed."""
-        options, [items] = self.cfg.negatives, self.tables
+        options, items = self.cfg.negatives, self.tables[0]
         if self.cfg.loss == "full" or options.variant != "auto":
             return None
         if saved in VARIANTS:
@@ -172,7 +179,7 @@ class RetrievalTask(Task):
         return self.variant, measured_ms
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        row_UD = rows["items"]
+        row_UD = self.model.item_rows(rows["items"])
         query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
         if "scored" in batch.tensors:
             query_TD = query_TD[batch.tensors["scored"]]

@@ -19,11 +19,13 @@ from nestrec.data.samples.split import Part
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
+from nestrec.models.features import ToWidth
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.metrics import Interval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
 from nestrec.tasks.spec import TaskSpec
+from nestrec.tasks.table_options import ChosenTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, share_of_ranks, sum_over_ranks
 
 
@@ -57,6 +59,7 @@ class RowsTaskConfig:
 
 
 class RowsTask(Task):
+    model: DLRM
     reads_stored_rows = True
     remedy_if_empty = "give it more rows, or other shares: --task.valid_share, --task.test_share"
 
@@ -91,7 +94,12 @@ class RowsTask(Task):
                 store=cfg.table_store,
             ),
         )
+        self.take(chosen_tables(self.tables, {}))
         self.assembler = RowsAssembler(dataset, self._train)
+
+    def take(self, chosen: ChosenTables) -> None:
+        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.model.to_width = ToWidth(self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables})
 
     def num_held_out(self, part: Part) -> int:
         return len(self._parts[part])
@@ -105,7 +113,7 @@ class RowsTask(Task):
         return TrainingCost(flops=ForwardFlops(token=2.0 * products), activations=float(kept))
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        category_BCD = gather_rows(rows["categories"], index["category"])
+        category_BCD = self.model.to_width("categories", gather_rows(rows["categories"], index["category"]))
         logit_B = self.model(batch.tensors["dense"].to(category_BCD.dtype), category_BCD)
         return binary_cross_entropy_with_logits(logit_B, batch.tensors["label"].to(logit_B.dtype), reduction="sum")
 
@@ -131,7 +139,9 @@ class RowsTask(Task):
                 continue
             moved = on_device(batch, engine.device)
             with torch.no_grad():
-                out[chosen] = self.model(moved.tensors["dense"].to(vectors.dtype), vectors).double().cpu().numpy()
+                category_BCD = self.model.to_width("categories", vectors)
+                logit_B = self.model(moved.tensors["dense"].to(vectors.dtype), category_BCD)
+                out[chosen] = logit_B.double().cpu().numpy()
         return sum_over_ranks(topology, out)
 
 

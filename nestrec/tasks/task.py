@@ -22,6 +22,7 @@ from nestrec.models.backbone import ForwardFlops
 from nestrec.pipeline import Coupling
 from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.tasks.metrics import Interval
+from nestrec.tasks.table_options import ChosenTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class Task(ABC):
     model: nn.Module
     tables: tuple[TableConfig, ...]
     assembler: Assembler
+    num_ids: Mapping[str, int | None] | None = None
+    """table to how many ids the dataset knows of it; none until the task has taken its tables"""
+    bags: frozenset[str] = frozenset()
+    """features that have several ids at a place; `take` says how they become one vector"""
     couples_samples: Coupling = "micro_batch"
     """`batch` where the loss of a sample depends on all others of a rank's batch: it is then never cut into several
     micro-batches"""
@@ -76,6 +81,19 @@ class Task(ABC):
     @abstractmethod
     def num_held_out(self, part: Part) -> int:
         """Users, events or rows that a part is measured on."""
+
+    def take(self, chosen: ChosenTables) -> None:
+        """Have these tables, which a run has made of the task's own; before the model goes to its device."""
+        widths = {table.name: table.dim for table in self.tables}
+        for table in chosen.tables:
+            if table.dim != widths[table.name]:
+                raise UserError(
+                    f"the model of this task takes vectors of {widths[table.name]} numbers",
+                    field=f"tables.{table.name}.dim",
+                    value=table.dim,
+                    remedy="leave it out",
+                )
+        self.tables, self.num_ids = chosen.tables, chosen.num_ids
 
     @abstractmethod
     def loss(

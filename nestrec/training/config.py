@@ -63,7 +63,7 @@ class RunConfig:
     task: TaskConfig
     """what is learned, and the model"""
     tables: Mapping[str, TableOptions] = field(default_factory=dict)
-    """of the task, each by its name: --tables.items.dtype bfloat16"""
+    """of the task, each by its name, or all by *: --tables.items.dim 128 --tables.*.dtype bfloat16 (docs/tables.md)"""
     data: DataConfig = DataConfig()
     """where the samples come from"""
     batch: BatchConfig = BatchConfig()

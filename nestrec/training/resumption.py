@@ -28,7 +28,7 @@ _FIXED = (
 )
 _FREE_IN_TASK = (
     "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_slices", "batch_rows",
-    "store.kind", "store.cache_rows", "store.folder", "store.num_threads",
+    "store.kind", "store.cache_rows", "store.folder", "store.num_threads", ".store", ".folder", ".cache_rows",
 )  # fmt: skip
 """How a task computes the same thing."""
 

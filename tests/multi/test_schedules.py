@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
+import table_jobs
 from schedule_jobs import Job, compare, same, train
 
 from nestrec.distributed import Topology
@@ -66,6 +67,41 @@ def test_exact_schedules_equal_serial_bit_for_bit(pools, tmp_path, values):
 @pytest.mark.parametrize("values", list(itertools.product(*FACTORS.values())), ids=str)
 def test_exact_schedules_equal_serial_over_60_steps_on_the_full_grid(pools, tmp_path, values):
     check_equality(pools, tmp_path, values, num_steps=60)
+
+
+TABLE_FACTORS: dict[str, list[Any]] = {
+    "world": [1, 2, 4],
+    "types": ["mixed", "float32"],
+    "eviction": ["lru", "ttl", "none"],
+    "micro_batches": [1, 3],
+    "window_cache": [False, True],
+}
+ALL_TABLE_FACTORS = TABLE_FACTORS | {"eviction": ["lru", "ttl", "lfu", "none"]}
+
+
+def check_tables(pools, tmp_path, values: tuple[Any, ...], num_steps: int) -> None:
+    world = values[0]
+    named = dict(zip(list(TABLE_FACTORS)[1:], values[1:], strict=True))
+    job = table_jobs.TablesJob(folder=str(tmp_path), num_steps=num_steps, **named)
+    ranks = [table_jobs.compare(Topology.single(), EXACT, job)] if world == 1 else None
+    assert (ranks or pools[world].run(table_jobs.compare, EXACT, job)) == [dict.fromkeys(EXACT, True)] * world
+
+
+@pytest.mark.parametrize("values", pairwise_cover(TABLE_FACTORS), ids=str)
+def test_pooled_shared_hashed_dynamic_and_unlike_tables_of_one_model_equal_serial_bit_for_bit(pools, tmp_path, values):
+    check_tables(pools, tmp_path, values, num_steps=6)
+
+
+def test_unlike_tables_share_rows_between_steps_which_stale_reads_too_early(tmp_path):
+    """Else there would be nothing to get wrong."""
+    job = table_jobs.TablesJob(folder=str(tmp_path), num_steps=4)
+    assert table_jobs.compare(Topology.single(), ["stale"], job) == {"stale": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", list(itertools.product(*ALL_TABLE_FACTORS.values())), ids=str)
+def test_unlike_tables_of_one_model_equal_serial_over_40_steps_on_the_full_grid(pools, tmp_path, values):
+    check_tables(pools, tmp_path, values, num_steps=40)
 
 
 @pytest.mark.parametrize(

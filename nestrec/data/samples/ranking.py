@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
-from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
+from nestrec.data.batches import OFFSETS, Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.samples.retrieval import sequence_tensors
 from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Split
+from nestrec.data.schema import ITEM_PREFIX
 
 
 @config
@@ -33,7 +34,7 @@ class RankingInputConfig:
     user_features: tuple[str, ...] = ()
     """categories of the user that the model reads, by their names on the dataset's card"""
     item_features: tuple[str, ...] = ()
-    """categories of the item that the model reads, by their names on the dataset's card"""
+    """categories of the item that the model reads, single ones and lists, by their names on the dataset's card"""
     max_events: Count = 100
     """longest history; each event gives two tokens"""
 
@@ -46,6 +47,8 @@ class Column:
     """feature and table name, such as `event_tab`"""
     vocabulary_size: int
     """rows of its table"""
+    is_bag: bool = False
+    """an event has several of them"""
 
 
 class RankingInputs:
@@ -55,7 +58,9 @@ class RankingInputs:
         self._dataset, self._cfg, self._seed = dataset, cfg, seed
         self.columns = checked_columns(dataset.card, cfg)
         self._label_bit = label_bits(dataset.card, cfg)
-        self._item_columns = {f"item_{n}": item_column(dataset.items(), f"item_{n}") for n in cfg.item_features}
+        of_items = [column for column in self.columns if column.name.startswith(ITEM_PREFIX)]
+        self._item_columns = {c.name: item_column(dataset.items(), c.name) for c in of_items if not c.is_bag}
+        self._item_bags = {c.name: item_bags(dataset.items(), c.name) for c in of_items if c.is_bag}
 
     def read(self, users: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(users)
@@ -76,20 +81,30 @@ class RankingInputs:
             "time": torch.from_numpy(time_s),
             "query_time": torch.from_numpy(time_s),
         }
-        keys = {"item": items[index]} | self._feature_keys(rows, items[index], index, np.diff(offsets))
+        of_items = self.of_items(items[index])
+        keys = {**of_items.keys, **self._feature_keys(rows, index, np.diff(offsets))}
+        tensors |= of_items.tensors
         longest = int(np.diff(token_offsets).max(initial=0))
         return MicroBatch(users, keys, tensors, max_length=longest, num_tokens=int(token_offsets[-1]))
 
+    def of_items(self, items: NDArray[np.int64]) -> MicroBatch:
+        """What is looked up of these items."""
+        keys = {"item": items} | {name: categories[items] for name, categories in self._item_columns.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, bags in self._item_bags.items():
+            keys[name], offsets = bags.of(items)
+            tensors[name + OFFSETS] = torch.from_numpy(offsets)
+        return MicroBatch(items, keys, tensors, max_length=1, num_tokens=len(items))
+
     def _feature_keys(
-        self, rows: Rows, items: NDArray[np.int64], index: NDArray[np.int64], events: NDArray[np.int64]
+        self, rows: Rows, index: NDArray[np.int64], events: NDArray[np.int64]
     ) -> dict[str, NDArray[np.int64]]:
+        """Of the events and their users."""
         keys: dict[str, NDArray[np.int64]] = {}
         for column in self.columns:
-            if column.name in self._item_columns:
-                keys[column.name] = self._item_columns[column.name][items]
-            elif column.name in rows.lists:
+            if column.name in rows.lists:
                 keys[column.name] = rows.lists[column.name][0][index].astype(np.int64)
-            else:
+            elif column.name in rows.scalars:
                 keys[column.name] = np.repeat(rows.scalars[column.name].astype(np.int64), events)
         return keys
 
@@ -126,7 +141,8 @@ def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
     }
     columns, mistakes = [], Mistakes()
     for prefix, (wanted, known) in groups.items():
-        usable = {f.name: f for f in known if f.kind == "category" and f.known == "before"}
+        kinds = ("category", "categories") if prefix == "item" else ("category",)
+        usable = {f.name: f for f in known if f.kind in kinds and f.known == "before"}
         for name in wanted:
             with mistakes.noted():
                 if name not in usable:
@@ -136,7 +152,8 @@ def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
                         value=name,
                         remedy=f"{did_you_mean(name, usable)}; '' takes none",
                     )
-                columns.append(Column(f"{prefix}_{name}", usable[name].vocabulary_size))
+                feature = usable[name]
+                columns.append(Column(f"{prefix}_{name}", feature.vocabulary_size, feature.kind == "categories"))
     mistakes.raise_all()
     return tuple(columns)
 
@@ -155,6 +172,27 @@ def item_column(items: pa.Table, name: str) -> NDArray[np.int64]:
     """Category of each item id; row 0 (unknown item) is 0."""
     values = items.column(name).to_numpy().astype(np.int64)
     return np.concatenate([[0], values])
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBags:
+    """Several ids of each item: those of item i are values[offsets[i]:offsets[i + 1]]."""
+
+    values: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def of(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Those of these items, one after the other, and where each item's begin."""
+        index, offsets = slice_index(self.offsets[items], self.offsets[items + 1])
+        return self.values[index], offsets
+
+
+def item_bags(items: pa.Table, name: str) -> ItemBags:
+    """Ids of each item id; item 0, which nobody knows, has none."""
+    column = items.column(name).combine_chunks()
+    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+    return ItemBags(values, np.concatenate([[0, 0], np.cumsum(lengths)]))
 
 
 def _bit(card: Card, label: str) -> int:

@@ -6,14 +6,11 @@ file. Nothing in it is executable. The folder appears whole or not at all.
 
 import contextlib
 import json
-import mmap
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from nestrec.base.config import config, dumps
@@ -22,10 +19,13 @@ from nestrec.base.paths import check_folder
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
 from nestrec.data.samples.ranking import item_column
+from nestrec.data.schema import ITEM_PREFIX
 from nestrec.distributed import Topology
+from nestrec.models.features import ToWidth
 from nestrec.ops.rows.round import whole
 from nestrec.serving.engine.probe import recorded_probe
 from nestrec.serving.model.can_serve import check_served
+from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables, mapped
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import serving_form_of
@@ -49,8 +49,6 @@ from nestrec.serving.model.tables import ResidentTable, ServedTable
 from nestrec.training.identity import Identity, check_restored, identity_of
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
-
-_CHUNK_ROWS = 1 << 16
 
 
 @config
@@ -109,9 +107,16 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
 def _servable(session: Session, step: int, scratch: Path) -> Servable:
     task, dataset, model = session.cfg.task, session.dataset, session.task.model
     serving = serving_form_of(task)
+    tables = ExportedTables(session, scratch)
     columns = tuple(
-        ColumnSpec(name=c.name, keys=_vocabulary(session, c.name), num_rows=c.vocabulary_size)
+        ColumnSpec(
+            name=c.name,
+            keys=_vocabulary(session, c.name),
+            num_rows=tables.num_rows(c.name),
+            table="" if tables.table_of(c.name) == c.name else tables.table_of(c.name),
+        )
         for c in serving.columns(task, dataset.card)
+        if not (tables.folds_items and c.name.startswith(ITEM_PREFIX))
     )
     spec = ServableSpec(
         name=session.cfg.name,
@@ -121,16 +126,18 @@ def _servable(session: Session, step: int, scratch: Path) -> Servable:
         columns=columns,
         action_bits=dict(dataset.card.action_bits),
     )
-    tables = {name: ResidentTable(_table(session, name, scratch)) for name in session.engine.tables}
-    of_items = [c.name for c in columns if c.name.startswith("item_")]
+    served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in columns}
+    of_items = [c.name for c in columns if c.name.startswith(ITEM_PREFIX)]
+    if hasattr(model, "to_width"):
+        model.to_width = ToWidth(0, {})  # its products are in the exported rows
     return Servable(
         spec=spec,
         version="",
         model=model.eval().requires_grad_(False),
-        tables=tables,
+        tables=served,
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
         item_titles=tuple(dataset.item_texts()),
-        index=None if serving.index is None else _index(partial(serving.index, model), tables["items"].weight, scratch),
+        index=None if serving.index is None else _index(partial(serving.index, model), served["items"].weight, scratch),
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
     )
 
@@ -149,9 +156,9 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
         _write_json(folder, PROBE_FILE, dumps(recorded_probe(servable))),
         _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
     ]
-    files += [
-        _write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in servable.tables.items()
-    ]
+    file_of = {"items": "items"} | {c.name: c.table_name for c in servable.spec.columns}
+    tables = {file_of[column]: table for column, table in servable.tables.items()}
+    files += [_write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in tables.items()]
     if servable.item_titles:
         files.append(_write_json(folder, TITLES_FILE, json.dumps(servable.item_titles)))
     if servable.index is not None:
@@ -172,32 +179,11 @@ def _weight(table: ServedTable) -> torch.Tensor:
 
 def _index(vectors_of: Callable[[torch.Tensor], torch.Tensor], items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
     """What queries meet, in the type that the model computes in, so that scores are those of evaluation."""
-    vectors = _mapped(scratch, len(items_ND) - 1, items_ND.shape[1], whole(items_ND[:0]).dtype)
-    for start in range(0, len(vectors), _CHUNK_ROWS):
-        end = min(start + _CHUNK_ROWS, len(vectors))
+    vectors = mapped(scratch, len(items_ND) - 1, items_ND.shape[1], whole(items_ND[:0]).dtype)
+    for start in range(0, len(vectors), CHUNK_ROWS):
+        end = min(start + CHUNK_ROWS, len(vectors))
         vectors[start:end] = vectors_of(whole(items_ND[start + 1 : end + 1]))
     return ResidentTable(vectors)
-
-
-def _mapped(scratch: Path, num_rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that the system may write out: a table may be larger than the host's."""
-    num_bytes = num_rows * dim * dtype.itemsize
-    with tempfile.TemporaryFile(dir=scratch) as file:
-        file.truncate(num_bytes)
-        memory = mmap.mmap(file.fileno(), num_bytes)
-    return torch.frombuffer(memory, dtype=dtype).view(num_rows, dim)
-
-
-def _table(session: Session, name: str, scratch: Path) -> torch.Tensor:
-    """(num_rows, D) every row as evaluation reads it: keys that never trained have their initial vector."""
-    table = session.engine.tables[name]
-    assert table.num_rows is not None
-    rows = _mapped(scratch, table.num_rows, table.dim, table.weight_dtype)
-    feature = table.feature_names[0]
-    for start in range(0, table.num_rows, _CHUNK_ROWS):
-        keys = np.arange(start, min(start + _CHUNK_ROWS, table.num_rows))
-        rows[start : start + len(keys)] = session.engine.lookup_readonly({feature: keys})[feature]
-    return rows
 
 
 def _write_json(folder: Path, name: str, text: str) -> FileDigest:

@@ -138,5 +138,6 @@ SERVING = ServingForm(
     form=RankingForm,
     longest_history=lambda task: task.inputs.max_events,
     columns=lambda task, card: checked_columns(card, task.inputs),
+    item_content=lambda task, engine, items: task.item_content(engine, items),
     reads_actions=True,
 )

@@ -47,7 +47,7 @@ class Servable:
     version: str
     model: nn.Module
     tables: Mapping[str, ServedTable]
-    """by name"""
+    """by column; columns that share one have the same"""
     item_keys: tuple[str, ...]
     """source id of item 1, 2, ..."""
     index: ServedTable | None
@@ -161,7 +161,8 @@ class Servable:
         model = serving.model(spec)
         _fill(model, weights)
         model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
-        names = ("items", *(c.name for c in spec.columns))
+        read = {"items": "items"} | {c.name: c.table_name for c in spec.columns}
+        opened = {name: open_table(folder / table_file(name), "weight", device, cfg) for name in set(read.values())}
         has_index = serving.index is not None
         columns = {} if has_index else load_file(folder / COLUMNS_FILE)
         index = open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True) if has_index else None
@@ -171,7 +172,7 @@ class Servable:
             model=model,
             index=index,
             item_columns=columns,
-            tables={name: open_table(folder / table_file(name), "weight", device, cfg) for name in names},
+            tables={column: opened[name] for column, name in read.items()},
             item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
             probe=_probe(folder),
             item_titles=_titles(folder),

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.seam import resolved
 from nestrec.data.card import Card
 from nestrec.data.samples.ranking import Column
+from nestrec.embedding import EmbeddingEngine
 from nestrec.models.backbone import SequenceConfig
 from nestrec.tasks.built_in import TASKS, task_spec
 from nestrec.tasks.spec import TaskConfigBase
@@ -41,6 +44,9 @@ class ServingForm:
     index: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     """(model, rows of the item table) to the vectors in which the best of the catalogue are looked for; none where
     nothing is retrieved"""
+    item_content: Callable[[Any, EmbeddingEngine, NDArray[np.int64]], torch.Tensor] | None = None
+    """(task, engine, items) to (items, model width): what the model reads of an item, its own features included, which
+    an export keeps in the place of the item table's rows; none: those rows"""
     reads_actions: bool = False
     """scores depend on what the user did at events"""
     needs_event: bool = False

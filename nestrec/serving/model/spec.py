@@ -24,6 +24,12 @@ class ColumnSpec:
     """key of each category from 1; none where the dataset has numbers only, which are then given as they are"""
     num_rows: int
     """rows of its table, row 0 for unknown"""
+    table: str = ""
+    """table that it reads, which another column may read too; '': one of its own name"""
+
+    @property
+    def table_name(self) -> str:
+        return self.table or self.name
 
 
 @config

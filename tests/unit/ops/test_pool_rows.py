@@ -2,19 +2,34 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.rows.pool import pool_rows, pool_rows_reference
+from nestrec.ops.rows.pool import pool_bags, pool_rows, pool_rows_reference
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0], [3, 0, 5, 1], [40] * 200])
-def test_fused_sums_and_gradients_are_the_reference(lengths):
+def test_fused_sums_and_gradients_are_the_reference(lengths, is_weighted):
     torch.manual_seed(0)
     lengths = torch.tensor(lengths, dtype=torch.int64)
     rows = [torch.randn(17, 6, dtype=torch.float64).requires_grad_() for _ in range(2)]
     rows[1].data.copy_(rows[0].data)
     index = torch.randint(0, 17, (int(lengths.sum()),), dtype=torch.int32)
-    outs = [f(r, index, offsets_of(lengths)) for f, r in zip((pool_rows, pool_rows_reference), rows, strict=True)]
+    weight = torch.rand(len(index)) if is_weighted else None
+    functions = (pool_rows, pool_rows_reference)
+    outs = [f(r, index, offsets_of(lengths), weight) for f, r in zip(functions, rows, strict=True)]
     torch.testing.assert_close(*outs, rtol=1e-13, atol=1e-13)
     grad = torch.randn_like(outs[0])
     for out in outs:
         out.backward(grad)
     assert torch.equal(rows[0].grad, rows[1].grad)
+
+
+def test_bags_are_those_of_torch_in_every_way_to_pool():
+    torch.manual_seed(0)
+    rows, index, offsets = torch.randn(9, 4), torch.randint(0, 9, (11,)), torch.tensor([0, 3, 3, 10, 11])
+    weight = torch.rand(11)
+    bag = torch.nn.functional.embedding_bag
+    for how in ("sum", "mean"):
+        expected = bag(index, rows, offsets, mode=how, include_last_offset=True)
+        torch.testing.assert_close(pool_bags(rows, index, offsets, how, weight), expected)
+    expected = bag(index, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weight)
+    torch.testing.assert_close(pool_bags(rows, index, offsets, "weighted", weight), expected)

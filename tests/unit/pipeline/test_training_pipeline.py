@@ -276,3 +276,12 @@ def test_a_pooled_feature_with_as_many_keys_for_each_sample_needs_no_lengths():
 def test_a_pooled_feature_that_no_table_has_is_refused():
     with pytest.raises(UserError, match="pooled = 'tags': is no feature of a table"):
         made(pooled=("tags",))
+
+
+def test_bags_are_pooled_as_named_and_weighted_ones_need_their_weights():
+    with pytest.raises(UserError, match=r"pooled\.history = 'max': is no way to pool"):
+        made(model=Bags(), pooled={"history": "max"})
+    pipeline = made(model=Bags(), pooled={"history": "weighted"})
+    with pytest.raises(UserError, match="history/weight"):
+        list(pipeline.run(bags()))
+    pipeline.close()

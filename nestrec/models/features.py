@@ -1,0 +1,42 @@
+"""Vectors of several tables as one of the model's width.
+
+A table whose rows have another width has a matrix of its own, which brings them to the model's; features that share a
+table share it. What is looked up for one token is summed.
+
+Legend: E places, D channels of the model.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+
+class ToWidth(nn.Module):
+    """The matrices of the tables that need one; no weights at all where none does."""
+
+    def __init__(self, dim: int, widths: Mapping[str, int]):
+        """widths: of the rows of each table."""
+        super().__init__()
+        self.matrices = nn.ModuleDict(
+            {_key(table): nn.Linear(width, dim, bias=False) for table, width in widths.items() if width != dim}
+        )
+
+    def forward(self, table: str, vectors: torch.Tensor) -> torch.Tensor:
+        """(..., D) of (..., width of the table)."""
+        key = _key(table)
+        return self.matrices[key](vectors) if key in self.matrices else vectors
+
+    def changes(self, table: str) -> bool:
+        """Whether its vectors are not what its rows hold."""
+        return _key(table) in self.matrices
+
+
+def summed(vectors: list[torch.Tensor]) -> torch.Tensor:
+    """(E, D) of as many (E, D) as there are features."""
+    return torch.stack(vectors).sum(0)
+
+
+def _key(table: str) -> str:
+    """Names of tables are those of columns; a module's may hold no dot, and not be those of a dictionary's methods."""
+    return "of_" + table.replace(".", "_")

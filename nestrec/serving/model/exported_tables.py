@@ -1,0 +1,102 @@
+"""The rows of a run's tables as an export holds them: for every id that the dataset knows, in the width of the model.
+
+Products that are the same in every request are done here, once: a row goes through its table's matrix, and, where an
+item has lists, its row is all that the model reads of it. So a server adds vectors, whatever the tables were in
+training: narrow, wide, shared, hashed, dynamic or pooled.
+"""
+
+import mmap
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.errors import UserError
+from nestrec.data.schema import ITEM_PREFIX
+from nestrec.embedding import TableConfig
+from nestrec.serving.model.serving_form import serving_form_of
+from nestrec.serving.model.tables import ResidentTable
+from nestrec.training.session import Session
+
+CHUNK_ROWS = 1 << 16
+
+
+class ExportedTables:
+    """Of one run. scratch: a folder on a disk with room for them."""
+
+    def __init__(self, session: Session, scratch: Path):
+        self._session, self._scratch = session, scratch
+        self._read: dict[str, ResidentTable] = {}
+        self._table_of = {f: name for name, table in session.engine.tables.items() for f in table.feature_names}
+
+    def table_of(self, feature: str) -> str:
+        return self._table_of[feature]
+
+    def num_rows(self, feature: str) -> int:
+        """Ids that its table has rows of."""
+        return self._num_ids(self.table_of(feature))
+
+    def rows(self, name: str) -> ResidentTable:
+        """Every row as evaluation reads it: keys that never trained have their initial vector."""
+        if name not in self._read:
+            self._read[name] = ResidentTable(self._filled(self._num_ids(name), lambda keys: self._vectors(name, keys)))
+        return self._read[name]
+
+    @property
+    def folds_items(self) -> bool:
+        """Whether rows of items hold their features, too: a server knows single categories of items, and no lists."""
+        task, card = self._session.cfg.task, self._session.dataset.card
+        return any(c.is_bag for c in serving_form_of(task).columns(task, card) if c.name.startswith(ITEM_PREFIX))
+
+    def items(self) -> ResidentTable:
+        """What the model reads of each item, or of its id alone."""
+        session, content = self._session, serving_form_of(self._session.cfg.task).item_content
+        if content is None or not self.folds_items:
+            return self.rows("items")
+        num_items = session.dataset.num_items + 1
+        return ResidentTable(self._filled(num_items, lambda keys: content(session.task, session.engine, keys)))
+
+    def _num_ids(self, name: str) -> int:
+        known = (self._session.task.num_ids or {}).get(name) or self._session.engine.tables[name].num_rows
+        if known is None:
+            remedy = "which ids there are is not known, so they cannot be written"
+            raise UserError("has a row for any number", field="table", value=name, remedy=remedy)
+        return known
+
+    def _vectors(self, name: str, keys: NDArray[np.int64]) -> torch.Tensor:
+        table, model = self._session.engine.tables[name], self._session.task.model
+        feature = table.feature_names[0]
+        found = self._session.engine.lookup_readonly({feature: keys})[feature]
+        return _in_width(model, table, found)
+
+    def _filled(self, num_rows: int, vectors_of: Callable[[NDArray[np.int64]], torch.Tensor]) -> torch.Tensor:
+        rows: torch.Tensor | None = None
+        for start in range(0, num_rows, CHUNK_ROWS):
+            keys = np.arange(start, min(start + CHUNK_ROWS, num_rows))
+            found = vectors_of(keys)
+            if rows is None:
+                rows = mapped(self._scratch, num_rows, found.shape[1], found.dtype)
+            rows[start : start + len(keys)] = found
+        assert rows is not None
+        return rows
+
+
+@torch.no_grad()
+def _in_width(model: Any, table: TableConfig, found: torch.Tensor) -> torch.Tensor:
+    """Rows that go through no matrix stay in the type that they are stored in."""
+    if hasattr(model, "to_width") and model.to_width.changes(table.name):
+        return model.to_width(table.name, found)  # type: ignore[no-any-return]
+    return found.to(table.weight_dtype)
+
+
+def mapped(scratch: Path, num_rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that the system may write out: a table may be larger than the host's."""
+    num_bytes = num_rows * dim * dtype.itemsize
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        file.truncate(num_bytes)
+        memory = mmap.mmap(file.fileno(), num_bytes)
+    return torch.frombuffer(memory, dtype=dtype).view(num_rows, dim)

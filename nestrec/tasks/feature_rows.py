@@ -1,0 +1,42 @@
+"""The vectors of a feature at each place of a micro-batch: looked up, or pooled where a place has several ids."""
+
+from collections.abc import Mapping
+
+import torch
+
+from nestrec.data.batches import OFFSETS, WEIGHT, MicroBatch
+from nestrec.models.features import ToWidth
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.pool import pool_bags
+from nestrec.ops.rows.stored import Rows
+from nestrec.tasks.table_options import ChosenTables
+
+
+class FeatureRows:
+    """What a task asks for the vectors of its features."""
+
+    def __init__(self, chosen: ChosenTables, to_width: ToWidth):
+        self._table_of = {feature: table.name for feature, table in chosen.table_of.items()}
+        self._pooling, self._to_width = chosen.pooling, to_width
+
+    def of(
+        self, feature: str, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """(*places, model width), in training. rows: distinct ones of each table; index: places of keys in them."""
+        table = self._table_of[feature]
+        if feature in self._pooling:
+            found = self._pooled(feature, batch, rows[table], index[feature])
+        else:
+            found = gather_rows(rows[table], index[feature])
+        return self._to_width(table, found)  # type: ignore[no-any-return]
+
+    def of_looked_up(self, feature: str, batch: MicroBatch, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The same of the vectors of all keys, as `EmbeddingEngine.lookup_readonly` gives them."""
+        found = vectors[feature]
+        if feature in self._pooling:
+            found = self._pooled(feature, batch, found, torch.arange(len(found), device=found.device))
+        return self._to_width(self._table_of[feature], found)  # type: ignore[no-any-return]
+
+    def _pooled(self, feature: str, batch: MicroBatch, rows: Rows, index_P: torch.Tensor) -> torch.Tensor:
+        offsets, weight_P = batch.tensors[feature + OFFSETS], batch.tensors.get(feature + WEIGHT)
+        return pool_bags(rows, index_P, offsets, self._pooling[feature], weight_P)
