@@ -111,6 +111,9 @@ class Backbone:
     cached: CachedForward | str | None = None
     """how serving computes against kept prefixes, or `module:attribute` of it; none: such a model cannot be served"""
 
+    has_fp8: bool = False
+    """whether its projections are `norm_projection`, `gated_output` and `feed_forward`, which know products of eight
+    bits; `training.precision=fp8` asks for it"""
     cut: Callable[[Any, int], int] = lambda cfg, length: 0
     """(config, tokens of a sequence as training sees it) to the first of them that all layers compute; what is kept of
     a prefix holds for sequences with the same one"""

@@ -174,5 +174,6 @@ BACKBONE = Backbone(
     activations=_activations,
     times_field="time_channel",
     cached="nestrec.models.fuxi_cached:CACHED",
+    has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
 )

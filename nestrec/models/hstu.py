@@ -162,5 +162,6 @@ BACKBONE = Backbone(
     activations=_activations,
     times_field="time_bias",
     cached="nestrec.models.hstu_cached:CACHED",
+    has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
 )

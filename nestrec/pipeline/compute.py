@@ -8,11 +8,12 @@ import torch
 
 from nestrec.base.transfer import sent_to_device
 from nestrec.data.batches import MicroBatch
+from nestrec.ops.layers.fp8 import check_fp8, fp8_products
 from nestrec.ops.rows.round import HALF_TYPES, whole
 from nestrec.ops.rows.stored import Rows, StoredRows
 from nestrec.pipeline.stages import Coupling
 
-Precision = Literal["fp32", "tf32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Tensors = Mapping[str, torch.Tensor]
 Loss = Callable[[MicroBatch, Tensors, Tensors], torch.Tensor]
 """(micro-batch on the device; for each table the (U, D) distinct rows; for each feature the places of its keys in the
@@ -34,7 +35,10 @@ class LossCompute:
         """reads_stored_rows: the loss takes `StoredRows` where rows have 16 bits; else it is given them as float32."""
         self._loss, self._device, self.couples_samples = loss, device, couples_samples
         self._reads_stored_rows = reads_stored_rows
-        self._half = precision == "bf16" and device.type == "cuda"
+        self._half = precision in ("bf16", "fp8") and device.type == "cuda"
+        self._fp8 = precision == "fp8"
+        if self._fp8:
+            check_fp8(device)
         if device.type == "cuda":
             torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
@@ -47,7 +51,8 @@ class LossCompute:
         leaves = {name: self._leaf(row.detach()) for name, row in rows.items()}
         if micro_batch.num_tokens == 0:
             return torch.zeros((), device=self._device), {name: _gradient(leaf) for name, leaf in leaves.items()}
-        with torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext():
+        half = torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext()
+        with half, fp8_products(self._fp8):
             loss = self._loss(micro_batch, cast(Tensors, leaves), index)
         loss = loss / weight
         loss.backward()

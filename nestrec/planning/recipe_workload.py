@@ -36,7 +36,7 @@ def workload_of(cfg: RunConfig) -> Workload:
     cost = cost_of(cfg, task)
     # The backward pass takes twice the forward pass.
     linear, squared = (3.0 * flops for flops in cost.flops.of_length(lengths))
-    number_bytes = 2.0 if cfg.training.precision == "bf16" else 4.0
+    number_bytes = 2.0 if cfg.training.precision in ("bf16", "fp8") else 4.0
     return Workload(
         name=cfg.name,
         batch_samples=_batch_samples(cfg, float(tokens.mean())),

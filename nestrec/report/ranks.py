@@ -76,6 +76,15 @@ def load_ranks(run: Path) -> Ranks:
         raise UserError(problem, field="run", value=str(run), remedy="name runs whose task is retrieval") from error
 
 
+def has_ranks(run: Path) -> bool:
+    """Whether the test of a run left ranks: that of next-item retrieval does."""
+    path = run / RANKS_FILE
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        return f"{_PREFIX}model" in file.files
+
+
 def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     path = run / RANKS_FILE
     if not path.is_file():

@@ -38,8 +38,9 @@ class TrainingConfig:
     """of initial weights, sample order, dropout and negatives"""
     device: DeviceChoice = "auto"
     """auto takes a GPU where there is one"""
-    precision: Literal["fp32", "tf32", "bf16"] = "tf32"
-    """of dense products on a GPU: bf16 is quickest and takes least memory, fp32 most exact; a CPU computes in fp32"""
+    precision: Literal["fp32", "tf32", "bf16", "fp8"] = "tf32"
+    """of dense products on a GPU: bf16 is quick and takes least memory, fp32 most exact; fp8 is bf16 with projections
+    of eight bits, for hstu and fuxi on Hopper; a CPU computes in fp32"""
     dtype: Literal["float32", "float64"] = "float32"
     """of dense weights; float64 is for tests of equality"""
     checkpoint_every_steps: Count | None = None

@@ -10,6 +10,7 @@ from nestrec.data.batches import Assembler
 from nestrec.data.samples.windows import WindowsConfig
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
+from nestrec.models.backbones import backbone_of
 from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
 
@@ -39,6 +40,8 @@ def check_options_are_used(cfg: RunConfig, task: Task) -> None:
                 value=cfg.batch.shuffle_block,
                 remedy="leave it out, or take --batch.order shuffled",
             )
+    with mistakes.noted():
+        _check_precision(cfg)
     for name in ("mode", "every", "state_every"):
         with mistakes.noted():
             _check_replica_sync(cfg, name)
@@ -60,6 +63,17 @@ def _check_clustering(cfg: RunConfig, task: Task) -> None:
             field="pipeline.clustering",
             value=name,
             remedy="leave it out, or define `sample_keys` of the task's assembler",
+        )
+
+
+def _check_precision(cfg: RunConfig) -> None:
+    encoder = getattr(cfg.task, "encoder", None)
+    if cfg.training.precision == "fp8" and (encoder is None or not backbone_of(encoder).has_fp8):
+        raise UserError(
+            f"{'the task' if encoder is None else encoder.kind} has no products of eight bits",
+            field="training.precision",
+            value="fp8",
+            remedy="take bf16, or an encoder that has them: hstu, fuxi",
         )
 
 

@@ -20,6 +20,7 @@ from torch.nn.functional import silu
 from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.layers.activation_rows import swiglu, swiglu_backward
 from nestrec.ops.layers.dropout import Dropout
+from nestrec.ops.layers.fp8 import product, takes_fp8
 from nestrec.ops.layers.norm_projection import normed, weight_gradient
 from nestrec.ops.layers.norm_rows import add_norm_rows, norm_rows_again, norm_rows_backward
 
@@ -52,7 +53,7 @@ def feed_forward(
     """The same by kernels, where there are any."""
     if not runs_kernels(x_TD):
         return feed_forward_reference(x_TD, delta_TD, up_D2F, down_FD, drop, eps=eps)
-    options = _Options(eps, recompute, compute_type(x_TD), drop)
+    options = _Options(eps, recompute, compute_type(x_TD), takes_fp8(x_TD), drop)
     total, new = _FeedForward.apply(x_TD.contiguous(), delta_TD.contiguous(), up_D2F, down_FD, options)
     return total, new
 
@@ -62,6 +63,7 @@ class _Options:
     eps: float
     recompute: bool
     dtype: torch.dtype
+    fp8: bool
     drop: Dropout
 
 
@@ -72,24 +74,24 @@ class _FeedForward(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         up_cast, down_cast = up.to(options.dtype), down.to(options.dtype)
         total, rows, mean, rstd = add_norm_rows(x, delta, options.dtype, False, options.eps, *options.drop.arguments())
-        z = rows @ up_cast
+        z = product(rows, up_cast, fp8=options.fp8)
         hidden = swiglu(z)
         ctx.options, ctx.types = options, (up.dtype, down.dtype)
         kept = (None, None) if options.recompute else (rows, hidden)
         ctx.save_for_backward(total, mean, rstd, up_cast, down_cast, z, *kept)
-        return total, hidden @ down_cast
+        return total, product(hidden, down_cast, fp8=options.fp8)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         total, mean, rstd, up, down, z, rows, hidden = ctx.saved_tensors
         options: _Options = ctx.options
         grad_total, grad_new = grads[0].contiguous(), grads[1].to(options.dtype).contiguous()
-        found = swiglu_backward(grad_new @ down.T, z, hidden is None)
+        found = swiglu_backward(product(grad_new, down.T, fp8=options.fp8), z, hidden is None)
         grad_z, hidden = found[0], found[1] if hidden is None else hidden
         grad_down = weight_gradient(hidden, grad_new, ctx.types[1])
         drop = options.drop.arguments()
         if rows is None:
             rows = norm_rows_again(total, mean, rstd, options.dtype, False, *drop)
         grad_up = weight_gradient(rows, grad_z, ctx.types[0])
-        grad_x = norm_rows_backward(grad_z @ up.T, grad_total, total, mean, rstd, False, *drop)
+        grad_x = norm_rows_backward(product(grad_z, up.T, fp8=options.fp8), grad_total, total, mean, rstd, False, *drop)
         return grad_x, grad_x, grad_up, grad_down, None

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, silu
 
 from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.layers.dropout import Dropout
+from nestrec.ops.layers.fp8 import product, takes_fp8
 from nestrec.ops.layers.gate_rows import gate_rows, gate_rows_backward
 from nestrec.ops.layers.norm_projection import NormKind, PackedGradient, normed, weight_gradient
 from nestrec.ops.layers.row_tiles import like
@@ -56,7 +57,7 @@ def gated_output(
     """
     if not runs_kernels(gate_TU):
         return gated_output_reference(attended, gate_TU, weight_DU, bias_D, drop, norm=norm, eps=eps)
-    options = _Options(norm == "layer", eps, recompute, compute_type(gate_TU), drop, packed)
+    options = _Options(norm == "layer", eps, recompute, compute_type(gate_TU), takes_fp8(gate_TU), drop, packed)
     return _GatedOutput.apply(gate_TU, weight_DU, bias_D, options, *attended)  # type: ignore[no-any-return]
 
 
@@ -66,6 +67,7 @@ class _Options:
     eps: float
     recompute: bool
     dtype: torch.dtype
+    fp8: bool
     drop: Dropout
     packed: PackedGradient | None
 
@@ -79,6 +81,8 @@ class _GatedOutput(torch.autograd.Function):
         cast = weight.to(options.dtype)
         ctx.options, ctx.types = options, (weight.dtype, bias.dtype)
         ctx.save_for_backward(gate, mean, rstd, cast, None if options.recompute else gated, *parts)
+        if options.fp8:
+            return product(gated.to(options.dtype), cast.T, fp8=True) + bias.to(options.dtype)
         return linear(gated.to(options.dtype), cast, bias.to(options.dtype))
 
     @staticmethod
@@ -91,7 +95,7 @@ class _GatedOutput(torch.autograd.Function):
         grad_parts = [like(part) for part in parts]
         again = None if gated is not None else like(gate)
         gate_rows_backward(
-            grad @ cast,
+            product(grad, cast, fp8=options.fp8),
             parts,
             gate,
             mean,

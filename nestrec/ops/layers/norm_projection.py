@@ -21,6 +21,7 @@ from torch.nn.functional import layer_norm, rms_norm, silu
 
 from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.layers.activation_rows import silu_columns, silu_columns_backward
+from nestrec.ops.layers.fp8 import product, takes_fp8
 from nestrec.ops.layers.norm_rows import add_norm_rows, norm_rows, norm_rows_again, norm_rows_backward
 
 NormKind = Literal["layer", "rms"]
@@ -129,7 +130,8 @@ def norm_projection(
     is_eager = not torch.compiler.is_compiling()
     packed = PackedGradient(sum(widths)) if is_eager else None
     forgotten = Parts() if recompute and is_eager else None
-    options = _Options(tuple(widths), norm == "layer", eps, recompute, compute_type(x_TD), packed, forgotten)
+    fp8 = takes_fp8(x_TD)
+    options = _Options(tuple(widths), norm == "layer", eps, recompute, compute_type(x_TD), fp8, packed, forgotten)
     delta = None if delta_TD is None else delta_TD.contiguous()
     total, gate, *parts = _NormProjection.apply(x_TD.contiguous(), delta, weight_DZ, options)
     return Projection(total, gate, tuple(parts), packed, forgotten)
@@ -154,6 +156,7 @@ class _Options:
     eps: float
     recompute: bool
     dtype: torch.dtype
+    fp8: bool
     packed: PackedGradient | None
     forgotten: Parts | None
 
@@ -169,7 +172,7 @@ class _NormProjection(torch.autograd.Function):
             rows, mean, rstd = norm_rows(x, options.dtype, options.centred, options.eps, *NO_DROPOUT)
         else:
             total, rows, mean, rstd = add_norm_rows(x, delta, options.dtype, options.centred, options.eps, *NO_DROPOUT)
-        z = rows @ cast
+        z = product(rows, cast, fp8=options.fp8)
         first = options.widths[0]
         parts = silu_columns(z, first)
         if options.forgotten is not None:
@@ -194,7 +197,7 @@ class _NormProjection(torch.autograd.Function):
         if rows is None:
             rows = norm_rows_again(total, mean, rstd, options.dtype, options.centred, *NO_DROPOUT)
         grad_weight = weight_gradient(rows, grad_z, ctx.weight_type)
-        grad_rows = grad_z @ cast.T
+        grad_rows = product(grad_z, cast.T, fp8=options.fp8)
         grad_x = norm_rows_backward(grad_rows, grad_total.contiguous(), total, mean, rstd, options.centred, *NO_DROPOUT)
         return grad_x, grad_x if ctx.needs_input_grad[1] else None, grad_weight, None
 

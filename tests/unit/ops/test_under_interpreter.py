@@ -22,7 +22,7 @@ LONG_SUMS = "sums_are and ((3000 and not dtype2) or (1500 and not dtype0))"
 MORE_LAYERS = "ways_into and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
 FEW_DTYPES = ["-k", f"not ({LONG_SUMS}) and not ({MORE_LAYERS})"]
 """Every shape and every type occurs, not every pair of them."""
-ROWS_AND_LAYERS = ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py"]
+ROWS_AND_LAYERS = ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "gpu/test_fp8_gpu.py"]
 KERNELS = {
     "rows and layers": [*ROWS_AND_LAYERS, "gpu/test_best_rows_gpu.py", "-m", "gpu", *FEW_DTYPES],
     "rows and layers, more cases": [*ROWS_AND_LAYERS, "-m", "gpu"],

@@ -60,6 +60,12 @@ def test_a_task_that_does_not_tell_its_keys_is_not_clustered(tiny_data, task, mo
         check_options_are_used(cfg, task)
 
 
+def test_eight_bits_are_for_models_that_have_such_products(tiny_data, task):
+    with pytest.raises(UserError, match="sasrec has no products of eight bits"):
+        check_options_are_used(config_of("sasrec", tiny_data, {"training.precision": "fp8"}), task)
+    check_options_are_used(config_of("hstu", tiny_data, {"training.precision": "fp8"}), task)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_set_nothing_that_is_ignored(task, name):
     check_options_are_used(recipe(name), task)
