@@ -77,16 +77,25 @@ def make_frame(
 def join_frames(frames: Sequence[Mapping[str, Any]], *, bench: str, command: str) -> dict[str, Any]:
     """Results of several commands in one file: `runs` holds what the frames say of themselves, `run` of a row which.
 
-    A frame that was joined before brings its runs along.
+    Further lists of rows are joined as the rows are. A frame that was joined before brings its runs along.
     """
-    rows: list[dict[str, Any]] = []
+    lists: dict[str, list[dict[str, Any]]] = {"rows": []}
     runs: list[dict[str, Any]] = []
     for frame in frames:
-        rows += [{**row, "run": len(runs) + (row["run"] if "runs" in frame else 0)} for row in frame["rows"]]
-        runs += frame.get("runs") or [{key: value for key, value in frame.items() if key != "rows"}]
+        own = {key: value for key, value in frame.items() if key != "runs" and _are_rows(value)}
+        for key, rows in own.items():
+            numbered = [{**row, "run": len(runs) + (row["run"] if "runs" in frame else 0)} for row in rows]
+            lists[key] = lists.get(key, []) + numbered
+        runs += frame.get("runs") or [{key: value for key, value in frame.items() if key not in own}]
     emulated = any(frame["emulated"] for frame in frames)
-    joined = make_frame(bench=bench, command=command, rows=rows, emulated=emulated, measured_on={"see": "runs"})
-    return {**joined, "runs": runs}
+    joined = make_frame(
+        bench=bench, command=command, rows=lists["rows"], emulated=emulated, measured_on={"see": "runs"}
+    )
+    return {**joined, **lists, "runs": runs}
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(row, dict) for row in value)
 
 
 def save_frame(path: Path, frame: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ COUNTERS_FILE = "counters.json"
 
 @config
 class ChoicesBench:
-    choices: tuple[str, ...]
+    choices: tuple[str, ...] = ("float32:", "bfloat16:tables.items.dtype=bfloat16")
     """NAME:OPTION=VALUE each, further options behind a +; the others are compared with the first"""
     recipe: str = "ml_1m_ordered_hstu"
     """what is trained, or the config.json of a run"""

@@ -33,3 +33,10 @@ def test_frames_that_were_joined_before_keep_their_runs() -> None:
     again = join_frames([frames[2], joined], bench="x", command="nestrec bench join")
     assert again["rows"] == [{"a": 2, "run": 0}, {"a": 0, "run": 1}, {"a": 1, "run": 2}]
     assert [run["command"][-1] for run in again["runs"]] == ["2", "0", "1"]
+
+
+def test_further_lists_of_rows_are_joined_too() -> None:
+    frames = [{**make_frame(bench="x", command="x", rows=[{"a": i}]), "pairs": [{"b": i}]} for i in range(2)]
+    joined = join_frames(frames, bench="x", command="nestrec bench join")
+    assert joined["pairs"] == [{"b": 0, "run": 0}, {"b": 1, "run": 1}]
+    assert all("pairs" not in run for run in joined["runs"])
