@@ -30,7 +30,8 @@ results: setup
 
 # File by file, those that start processes first: what is left over at the end is short. Three at a time on two cores:
 # many tests wait for processes, signals and limits.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Bytecode is kept, whatever the environment says: a hundred processes of tests import the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 test: check docs
 	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/unit tests/meta --numprocesses 3 $(BY_FILE)

@@ -29,7 +29,7 @@ def save_until_killed(folder: str, way: str, place: str, hit: int) -> None:
 def test_kill_during_a_save_leaves_the_previous_or_the_new_one(tmp_path: Path, place: str, way: str) -> None:
     """Killed during the save of step 3 (`between_files`: after its second file), with only one checkpoint kept."""
     hit = {"between_files": 5 * 2 + 2, "during_retention": 2}.get(place, 3)
-    process = rank_context("nestrec.checkpoint").Process(
+    process = rank_context("nestrec.training.trainer").Process(
         target=save_until_killed, args=(str(tmp_path), way, place, hit)
     )
     process.start()

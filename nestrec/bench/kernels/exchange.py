@@ -116,7 +116,8 @@ def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[d
     rows = []
     for size in bench.bytes:
         seconds = _seconds(hosts, under_test, size, bench.rounds)
-        rows.append({**common, "bytes": size, "gb_per_s": round(size / seconds * 1e-9, 3), "matmul_slowdown": None})
+        rate = float(f"{size / seconds * 1e-9:.3g}")  # three decimals would be 0 for few bytes on a busy machine
+        rows.append({**common, "bytes": size, "gb_per_s": rate, "matmul_slowdown": None})
     return rows
 
 
