@@ -1,6 +1,8 @@
-"""The rank of each user's held-out item: in the whole catalogue, among sampled items, and by baselines."""
+"""The rank of each held-out item: in the whole catalogue, among sampled items, and by baselines."""
 
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -11,16 +13,29 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold, fold_array
 from nestrec.data.batches import MicroBatch
+from nestrec.data.gather import add_counts
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.embedding import EmbeddingEngine
 from nestrec.jagged import Jagged
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.baselines import Baseline
+from nestrec.tasks.metrics import Exposed
 from nestrec.tasks.task import sequence_info, share_of_ranks, sum_over_ranks
 
 Ranks = NDArray[np.int64]
-"""1-based rank of each user's target, in the order of the queries' users; 0 beyond the largest k"""
+"""1-based rank of each query's target, in the order of the queries; 0 beyond the largest k"""
+BaselineName = Literal["popularity", "recent popularity", "last item", "item knn", "ease"]
+BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """What a system made of all queries."""
+
+    rank: Ranks
+    exposed: Exposed
+    """how often it showed each item among its best"""
 
 
 @config
@@ -35,6 +50,15 @@ class RetrievalEvaluationConfig:
     """also rank the target among so many random unseen items (100 in the SASRec paper); 0 skips this"""
     batch_users: Count = 512
     """users scored at a time"""
+    max_targets: Count = 20
+    """where a split holds out several events of a user, so many of the first are asked for, each after those before"""
+    baselines: tuple[BaselineName, ...] = BASELINES
+    """systems without a model that are measured beside it"""
+    ease_max_items: Count = 8192
+    """a larger catalogue is not given to `ease`, which needs memory for all pairs of items; four times that on a GPU"""
+    slices: tuple[str, ...] = ("items", "users", "history")
+    """parts of the queries that are measured apart: by how often the target was trained on, by whether the user was, by
+    the length of the history, or by a category by its column, such as item_brand"""
 
     def __post_init__(self) -> None:
         measured = [f"{metric}@{k}" for k in self.ks for metric in ("hr", "ndcg", "mrr")]
@@ -59,13 +83,13 @@ class CatalogueRanks:
         num_items: int,
     ):
         self._model, self._engine, self._queries, self._cfg = model, engine, queries, cfg
-        self._num_items, self._k = num_items, max(cfg.ks)
+        self._num_items, self._k, self._shown = num_items, max(cfg.ks), min(cfg.ks)
         topology = engine.topology
-        self._shares = share_of_ranks(queries.users, cfg.batch_users, topology.rank, topology.world)
+        self._shares = share_of_ranks(queries.ids, cfg.batch_users, topology.rank, topology.world)
 
-    def of_model(self) -> Ranks:
+    def of_model(self) -> Ranked:
         """In the whole catalogue, without the items that the config excludes."""
-        parts = []
+        parts, exposed = [], np.zeros(self._num_items + 1, np.int64)
         for users in self._shares:
             batch = self._queries.assemble(users)
             _, keys = self._engine.top_k(
@@ -76,45 +100,57 @@ class CatalogueRanks:
                 row_transform=lambda rows, keys: self._compared(rows),
                 candidates=np.arange(1, self._num_items + 1),
             )
-            hit = keys.cpu() == batch.tensors["target"][:, None]
+            best = keys.cpu()
+            hit = best == batch.tensors["target"][:, None]
             parts.append(np.where(hit.any(1), hit.int().argmax(1) + 1, 0).astype(np.int64))
-        return self._merge(parts)
+            shown = best[:, : self._shown].numpy().ravel()
+            add_counts(shown[shown > 0], exposed)
+        return Ranked(self._merge(parts), Exposed(sum_over_ranks(self._engine.topology, exposed), self._shown))
 
     def among_sampled(self) -> Ranks:
         """Among random items that the user has not had before the target (the protocol of the SASRec paper)."""
         parts = []
         for users in self._shares:
             batch = self._queries.assemble(users)
-            candidates = self._sampled_candidates(users, batch)
+            candidates = self._sampled_candidates(self._queries.users[users], batch)
             rows = self._engine.lookup_readonly({"positive": candidates})["positive"]
             vectors = self._compared(rows.flatten(0, 1)).unflatten(0, candidates.shape)
             scores = (vectors.double() @ self._last_states(batch).double()[:, :, None]).squeeze(2)
             parts.append((scores[:, 1:] >= scores[:, :1]).sum(1).cpu().numpy() + 1)
         return self._merge(parts)
 
-    def of_baseline(self, baseline: Baseline) -> Ranks:
-        """In the whole catalogue, by a system without a model; cheap, so every rank computes all of it."""
-        ranks = []
-        for start in range(0, len(self._queries.users), self._cfg.batch_users):
-            batch = self._queries.assemble(self._queries.users[start : start + self._cfg.batch_users])
+    def of_baseline(self, baseline: Baseline) -> Ranked:
+        """In the whole catalogue, by a system without a model. Not collective: the caller shares the result."""
+        ranks, exposed = [], np.zeros(self._num_items + 1, np.int64)
+        for batch in self._all_batches():
             history = Jagged(torch.from_numpy(batch.keys["history"]), batch.tensors["offsets"]).rows()
             excluded = self._excluded(batch)
             banned = [set(row.tolist()) for row in excluded.rows()] if excluded else [set[int]() for _ in history]
             for items, ban, target in zip(history, banned, batch.tensors["target"].tolist(), strict=True):
-                best = baseline.top(int(items[-1]), ban, self._k)
+                best = baseline.top(items.numpy(), ban, self._k)
                 ranks.append(best.index(target) + 1 if target in best else 0)
-        return np.array(ranks, dtype=np.int64)
+                exposed[best[: self._shown]] += 1
+        return Ranked(np.array(ranks, dtype=np.int64), Exposed(exposed, self._shown))
+
+    def targets(self) -> NDArray[np.int64]:
+        """Item id of each query."""
+        found = [batch.tensors["target"].numpy() for batch in self._all_batches()]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def num_barred_targets(self) -> int:
-        """Users whose target cannot be found, since it is among the items that the config excludes."""
+        """Queries whose target cannot be found, since it is among the items that the config excludes."""
         num_barred = 0
-        for start in range(0, len(self._queries.users), self._cfg.batch_users):
-            batch = self._queries.assemble(self._queries.users[start : start + self._cfg.batch_users])
+        for batch in self._all_batches():
             if (excluded := self._excluded(batch)) is None:
                 return 0
             row = excluded.row_of_value()
             num_barred += len(row[excluded.values == batch.tensors["target"][row]].unique())
         return num_barred
+
+    def _all_batches(self) -> Iterator[MicroBatch]:
+        ids, size = self._queries.ids, self._cfg.batch_users
+        for start in range(0, len(ids), size):
+            yield self._queries.assemble(ids[start : start + size])
 
     def _last_states(self, batch: MicroBatch) -> torch.Tensor:
         """(B, D) the state of each user's last token."""
@@ -161,8 +197,8 @@ class CatalogueRanks:
         return out
 
     def _merge(self, parts: list[Ranks]) -> Ranks:
-        """Ranks of all users on every rank."""
+        """Ranks of all queries on every rank."""
         merged = np.zeros(len(self._queries.users), dtype=np.int64)
         if self._shares:
-            merged[np.searchsorted(self._queries.users, np.concatenate(self._shares))] = np.concatenate(parts)
+            merged[np.concatenate(self._shares)] = np.concatenate(parts)
         return sum_over_ranks(self._engine.topology, merged)

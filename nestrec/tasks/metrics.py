@@ -34,18 +34,26 @@ def ranking_metrics(rank: NDArray[np.int64], ks: tuple[int, ...]) -> dict[str, V
     return metrics
 
 
-def bootstrap(values: Mapping[str, Values], *, num_draws: int = 1000, seed: int = 0) -> dict[str, Interval]:
-    """Mean of each metric and its interval under resampling of the users, the same draws for all metrics."""
+def bootstrap(
+    values: Mapping[str, Values], *, num_draws: int = 1000, seed: int = 0, groups: NDArray[np.int64] | None = None
+) -> dict[str, Interval]:
+    """Mean of each metric and its interval under resampling of the users, the same draws for all metrics.
+
+    groups: user of each value, where users have several: a user's values are not independent.
+    """
     names = list(values)
     stacked = np.stack([values[name] for name in names], axis=1)
-    num_users = len(stacked)
-    if num_users == 0:
+    if len(stacked) == 0:
         return {name: Interval(float("nan"), float("nan"), float("nan")) for name in names}
+    member = np.arange(len(stacked)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    size = np.bincount(member)
+    sums = np.stack([np.bincount(member, weights=column) for column in stacked.T], axis=1)
+    num_users = len(size)
     generator = np.random.default_rng(seed)
     means = np.empty((num_draws, len(names)))
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_users, num_users), minlength=num_users)
-        means[i] = times_drawn @ stacked / num_users
+        means[i] = times_drawn @ sums / (times_drawn @ size)
     low, high = np.quantile(means, [0.025, 0.975], axis=0)
     mean = stacked.mean(axis=0)
     return {name: Interval(float(mean[i]), float(low[i]), float(high[i])) for i, name in enumerate(names)}
@@ -158,4 +166,53 @@ def window_metrics(label: NDArray[np.int64], logit: Values, user: NDArray[np.int
         "gauc": weighted_bootstrap(*user_aucs(label, logit, user)),
         "ndcg@10": weighted_bootstrap(ndcg, np.ones(len(ndcg))),
         "ne": Interval(entropy, float("nan"), float("nan")),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """How often a system showed each item among its best k, over all queries."""
+
+    counts: NDArray[np.int64]
+    """(N + 1,) by item id; id 0 is no item"""
+    k: int
+
+
+def exposure_metrics(exposed: Exposed, trained: NDArray[np.int64]) -> dict[str, Interval]:
+    """What a system shows, whether it is right or not. trained: (N + 1,) training events of each item.
+
+    coverage: share of the catalogue that is shown at all; gini: 0 where all items are shown equally often, near 1 where
+    few have all; novelty: mean of -log2 of a shown item's share of the training events, each item counted once more.
+    """
+    shown = exposed.counts[1:].astype(np.float64)
+    if not shown.sum():
+        values = dict.fromkeys(("coverage", "gini", "novelty"), float("nan"))
+    else:
+        ordered, size = np.sort(shown), len(shown)
+        rank = np.arange(1, size + 1)
+        share = (trained[1:] + 1) / (trained[1:].sum() + size)
+        values = {
+            "coverage": float((shown > 0).mean()),
+            "gini": float(((2 * rank - size - 1) @ ordered) / (size * ordered.sum())),
+            "novelty": float(-(shown @ np.log2(share)) / shown.sum()),
+        }
+    return {f"{name}@{exposed.k}": Interval(value, float("nan"), float("nan")) for name, value in values.items()}
+
+
+def calibration(label: NDArray[np.int64], logit: Values) -> float:
+    """Mean probability over the share of positives: 1 is right on the whole, above 1 too sure."""
+    rate = label.mean() if len(label) else 0.0
+    return float((1.0 / (1.0 + np.exp(-logit))).mean() / rate) if rate > 0 else float("nan")
+
+
+def binary_metrics(
+    label: NDArray[np.int64], logit: Values, user: NDArray[np.int64], *, num_draws: int = 200
+) -> dict[str, Interval]:
+    """AUC; GAUC, the mean over users of their own AUC weighted by their events; normalised entropy; calibration."""
+    unknown = float("nan")
+    return {
+        "auc": bootstrap_auc(label, logit, user, num_draws=num_draws),
+        "gauc": weighted_bootstrap(*user_aucs(label, logit, user), num_draws=num_draws),
+        "ne": Interval(normalised_entropy(label, logit), unknown, unknown),
+        "calibration": Interval(calibration(label, logit), unknown, unknown),
     }

@@ -24,7 +24,7 @@ from nestrec.data.samples.ranking import (
 )
 from nestrec.data.samples.slice_samples import RankingSlices
 from nestrec.data.samples.slices import slice_index
-from nestrec.data.samples.split import Part, TimeSplitConfig, by_time
+from nestrec.data.samples.split import Part, SplitConfig, by_time
 from nestrec.data.samples.windows import (
     Past,
     Reach,
@@ -61,7 +61,7 @@ class RankingTaskConfig:
     """from states to logits"""
     inputs: RankingInputConfig = RankingInputConfig()
     """what the model sees and predicts"""
-    split: TimeSplitConfig = TimeSplitConfig()
+    split: SplitConfig = SplitConfig()
     """which events validate and test"""
     table_init: InitConfig = InitConfig(scale=0.02)
     """first values of all vectors"""

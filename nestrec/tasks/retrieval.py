@@ -16,8 +16,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
 from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
 from nestrec.data.samples.slice_samples import RetrievalSlices
-from nestrec.data.samples.slices import slice_index
-from nestrec.data.samples.split import Part, leave_one_out
+from nestrec.data.samples.split import Part, SplitConfig, split_of
 from nestrec.data.samples.windows import (
     Past,
     Reach,
@@ -43,10 +42,11 @@ from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
-from nestrec.tasks.baselines import LastItem, Popularity
 from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
 from nestrec.tasks.metrics import Interval, bootstrap, ranking_metrics
 from nestrec.tasks.negatives_checks import check_supply, mean_micro_batch
+from nestrec.tasks.retrieval_results import RetrievalResults
+from nestrec.tasks.slices import check_slices
 from nestrec.tasks.spec import TaskSpec
 from nestrec.tasks.table_options import ChosenTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info
@@ -76,6 +76,8 @@ class RetrievalTaskConfig:
     """row optimiser of the item table"""
     item_store: StoreConfig = StoreConfig()
     """where the item table lives"""
+    split: SplitConfig = SplitConfig(kind="leave_one_out")
+    """which events validate and test"""
     evaluation: RetrievalEvaluationConfig = RetrievalEvaluationConfig()
     """how the model is measured"""
 
@@ -94,14 +96,17 @@ class RetrievalTaskConfig:
 class RetrievalTask(Task):
     model: RetrievalModel
     reads_stored_rows = True
-    remedy_if_empty = "give it users with three events and more: two are held out (nestrec prepare ... --user_core 3)"
+    remedy_if_empty = (
+        "give it users with three events and more: two are held out (nestrec prepare ... --user_core 3); or cut where "
+        "there are events on both sides (--task.split.valid_from, --task.split.test_from)"
+    )
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset = cfg, dataset
         self._use_times = reads_times(cfg.encoder)
         _check(cfg, dataset, self._use_times)
-        self._split = leave_one_out(dataset.lengths)
-        self._baselines: dict[Part, dict[str, NDArray[np.int64]]] = {}
+        self._split = split_of(cfg.split, dataset)
+        self._results = RetrievalResults(dataset, self._split, cfg.evaluation)
         self.model = RetrievalModel(cfg.encoder, cfg.similarity)
         self.variant: Variant = "plain" if cfg.negatives.variant == "auto" else cfg.negatives.variant
         """how the loss is computed; where the config says auto, set when a run begins"""
@@ -142,7 +147,8 @@ class RetrievalTask(Task):
         )
 
     def num_held_out(self, part: Part) -> int:
-        return len(self._split.users_with(part))
+        first, end = self._split.held_out(part)
+        return int((end > np.maximum(first, 1)).sum())
 
     def cost(self) -> TrainingCost:
         """The layers, and a product with the positive's and every negative's vector, which the plain loss keeps."""
@@ -249,33 +255,17 @@ class RetrievalTask(Task):
         return self._dataset.rows(np.arange(self._dataset.num_samples)).lists["timestamps_ms"]
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
-        queries = RetrievalQueries(self._dataset, self._split, self.cfg.history, part, use_times=self._use_times)
-        measure = CatalogueRanks(self.model, engine, queries, self.cfg.evaluation, self._dataset.num_items)
-        if part not in self._baselines:
-            self._baselines[part] = self._baseline_ranks(measure)
-        rank = {"model": measure.of_model(), **self._baselines[part]}
-        if self.cfg.evaluation.sampled_negatives:
-            rank["model, sampled"] = measure.among_sampled()
-        # A validation is one of many and only its mean decides; the test is the figure that people quote.
-        num_draws = 1000 if part == "test" else 100
-        metrics = {
-            system: bootstrap(ranking_metrics(r, self.cfg.evaluation.ks), num_draws=num_draws)
-            for system, r in rank.items()
-        }
-        notes = self._notes(measure, len(queries.users)) if part == "test" else ()
-        details = {"users": queries.users, **{f"rank/{system}": r for system, r in rank.items()}}
-        return Evaluation(part, self.cfg.evaluation.headline, metrics, details, notes)
-
-    def _notes(self, measure: CatalogueRanks, num_users: int) -> tuple[str, ...]:
-        """Targets that nothing could find: in logs where users return to items they pull every metric down."""
-        num_barred = measure.num_barred_targets()
-        if num_barred == 0:
-            return ()
-        return (
-            f"{num_barred:,} of {num_users:,} targets ({num_barred / num_users:.1%}) are items that filter_seen bars "
-            "because the user had them before: they count as misses, for the model and its baselines. "
-            "--task.evaluation.filter_seen none lets them be found",
+        options = self.cfg.evaluation
+        queries = RetrievalQueries(
+            self._dataset,
+            self._split,
+            self.cfg.history,
+            part,
+            use_times=self._use_times,
+            max_targets=options.max_targets,
         )
+        measure = CatalogueRanks(self.model, engine, queries, options, self._dataset.num_items)
+        return self._results.evaluation(measure, queries, part, engine.topology)
 
     def _sampler(self, num_negatives: int) -> Sampler | None:
         """What draws the negatives; none for the whole catalogue."""
@@ -285,24 +275,12 @@ class RetrievalTask(Task):
         if options.sampler == "uniform":
             _check_enough(num_negatives, num_items, "items")
             return Uniform(num_negatives, num_items)
-        counts_N = np.bincount(self._training_events()[0], minlength=num_items + 1)[1:]
+        counts_N = np.bincount(self._results.training_events()[0], minlength=num_items + 1)[1:]
         if options.sampler in ("in_batch", "groups"):
             kind = InBatch if options.sampler == "in_batch" else Groups
             return kind(counts_N if options.log_q else None, num_negatives)
         _check_enough(num_negatives, int((counts_N > 0).sum()), "items with events")
         return ByPopularity(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
-
-    def _training_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Items of the training events of all users, and the offsets of the users."""
-        items, offsets = self._dataset.rows(np.arange(self._dataset.num_samples)).lists["item_ids"]
-        index, train_offsets = slice_index(offsets[:-1], offsets[:-1] + self._split.train_end)
-        return items[index], train_offsets
-
-    def _baseline_ranks(self, measure: CatalogueRanks) -> dict[str, NDArray[np.int64]]:
-        items, train_offsets = self._training_events()
-        popularity = Popularity(items, self._dataset.num_items)
-        last_item = LastItem(items, train_offsets, popularity)
-        return {"popularity": measure.of_baseline(popularity), "last item": measure.of_baseline(last_item)}
 
 
 def _meets_others(cfg: RetrievalTaskConfig) -> bool:
@@ -337,6 +315,8 @@ def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
     mistakes = Mistakes()
+    with mistakes.noted():
+        check_slices(cfg.evaluation.slices, dataset, "task.evaluation.slices")
     with mistakes.noted():
         if use_times and not dataset.card.has_timestamps:
             name = backbone_of(cfg.encoder).times_field or "kind"

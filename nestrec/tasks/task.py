@@ -22,6 +22,7 @@ from nestrec.models.backbone import ForwardFlops
 from nestrec.pipeline import Coupling
 from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.tasks.metrics import Interval
+from nestrec.tasks.slices import SliceResult
 from nestrec.tasks.table_options import ChosenTables
 
 
@@ -38,6 +39,8 @@ class Evaluation:
     """values of each user or event, for paired comparisons"""
     notes: tuple[str, ...] = ()
     """what a reader of the figures must know"""
+    slices: Mapping[str, SliceResult] = field(default_factory=dict)
+    """the same on parts of the users or events, by name"""
 
     @property
     def score(self) -> float:
@@ -46,7 +49,8 @@ class Evaluation:
     def to_plain(self) -> dict[str, Any]:
         systems = {s: {m: [v.mean, v.low, v.high] for m, v in values.items()} for s, values in self.metrics.items()}
         notes = {"notes": list(self.notes)} if self.notes else {}
-        return {"part": self.part, "headline": self.headline, "metrics": systems, **notes}
+        slices = {"slices": {name: found.to_plain() for name, found in self.slices.items()}} if self.slices else {}
+        return {"part": self.part, "headline": self.headline, "metrics": systems, **notes, **slices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

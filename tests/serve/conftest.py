@@ -7,7 +7,7 @@ import pytest
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
-from nestrec.data.samples.split import TimeSplitConfig
+from nestrec.data.samples.split import SplitConfig
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
@@ -34,7 +34,7 @@ def ranking_recipe(folder: Path) -> RunConfig:
     task = RankingTaskConfig(
         encoder=encoder,
         inputs=inputs,
-        split=TimeSplitConfig(valid_from="2022-01-16T02:26:40", test_from="2022-01-17T06:13:20"),
+        split=SplitConfig(valid_from="2022-01-16T02:26:40", test_from="2022-01-17T06:13:20"),
     )
     return RunConfig(
         name="small_ranking", task=task, data=DataConfig(folder=str(folder)), batch=BatchConfig(batch_samples=64)

@@ -111,19 +111,42 @@ class RetrievalAssembler(Assembler):
 
 
 class RetrievalQueries:
-    """Evaluation: the history of each user up to a held-out event, and that event as the target."""
+    """Evaluation: the history of a user up to a held-out event, and that event as the target.
 
-    def __init__(self, dataset: Dataset, split: Split, history: HistoryConfig, part: Part, *, use_times: bool):
+    Queries are numbered from 0 in the order of users and events. Every held-out event that has one before it is asked
+    for, up to `max_targets` of a user.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: Split,
+        history: HistoryConfig,
+        part: Part,
+        *,
+        use_times: bool,
+        max_targets: int = 1,
+    ):
         self._dataset, self._history, self._use_times = dataset, history, use_times
-        first, _ = split.held_out(part)
-        self.users = split.users_with(part)
-        self._target_at = first
+        first, end = split.held_out(part)
+        first = np.maximum(first, 1)
+        counts = np.clip(end - first, 0, max_targets)
+        self.users = np.repeat(np.arange(len(counts)), counts)
+        """(Q,) user of each query"""
+        self.target_at, _ = slice_index(first, first + counts)
+        """(Q,) place of the target in the user's row, which is also the number of events before it"""
 
-    def assemble(self, users: NDArray[np.int64]) -> MicroBatch:
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """All queries."""
+        return np.arange(len(self.users))
+
+    def assemble(self, queries: NDArray[np.int64]) -> MicroBatch:
         """Tensors also hold `target` (B,) item ids, and `seen`/`seen_offsets`, all items before the target."""
+        users = self.users[queries]
         rows = self._dataset.rows(users)
         items, row_offsets = rows.lists["item_ids"]
-        target_at = row_offsets[:-1] + self._target_at[users]
+        target_at = row_offsets[:-1] + self.target_at[queries]
         first = np.maximum(row_offsets[:-1], target_at - self._history.max_length)
         index, offsets = slice_index(first, target_at)
         seen, seen_offsets = slice_index(row_offsets[:-1], target_at)

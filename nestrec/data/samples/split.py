@@ -1,5 +1,6 @@
 """Which events of a user train the model and which are held out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,14 +11,25 @@ from nestrec.base.bounds import Share
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError
 from nestrec.base.moments import moment_ms
+from nestrec.data.dataset import Dataset
+from nestrec.data.prepare.features.fitting import ValueSample
 
 Part = Literal["valid", "test"]
 
 
-@config
-class TimeSplitConfig:
-    """Two points in time: events before the first train, those from the second on test, those between validate."""
+SplitKind = Literal["leave_one_out", "time"]
+EXACT_TIMES = 1 << 22
+"""Of about twice as many events and more, shares are taken of a sample of about so many."""
 
+
+@config
+class SplitConfig:
+    """Which events train, validate and test: by two points in time that are the same for all users, or by the last
+    events of each user."""
+
+    kind: SplitKind = "time"
+    """`time`: events before `valid_from` train, those from `test_from` on test, those between validate.
+    `leave_one_out`: the last event of each user tests, the one before validates"""
     valid_from: str | None = None
     """events from this date on validate, such as 2026-10-25 or 2026-10-25T12:00+02:00 (UTC where no zone is named);
     none takes `valid_share`"""
@@ -33,6 +45,13 @@ class TimeSplitConfig:
         for name in ("valid_from", "test_from"):
             with mistakes.noted():
                 moment_ms(getattr(self, name), f"task.split.{name}")
+                if self.kind == "leave_one_out" and getattr(self, name) is not None:
+                    raise UserError(
+                        "means nothing to task.split.kind = 'leave_one_out'",
+                        field=f"task.split.{name}",
+                        value=getattr(self, name),
+                        remedy="leave it out, or give --task.split.kind time",
+                    )
         mistakes.raise_all()
 
     def cuts_ms(self, times_ms: NDArray[np.int64]) -> tuple[int, int]:
@@ -79,6 +98,36 @@ class Split:
     def users_with(self, part: Part) -> NDArray[np.int64]:
         first, end = self.held_out(part)
         return np.flatnonzero(end > first)
+
+
+def split_of(cfg: SplitConfig, dataset: Dataset) -> Split:
+    """The split of a dataset; times are read by row groups, so that not all of them need lie in memory."""
+    if cfg.kind == "leave_one_out":
+        return leave_one_out(dataset.lengths)
+    if not dataset.card.has_timestamps:
+        raise UserError(
+            "needs times, and the dataset has none",
+            field="task.split.kind",
+            value=cfg.kind,
+            remedy="give --task.split.kind leave_one_out, or prepare the data from a log with times (--log.time)",
+        )
+    sample = ValueSample(EXACT_TIMES)
+    if cfg.valid_from is None or cfg.test_from is None:
+        for times, _ in _times_by_group(dataset):
+            sample.add(times)
+    valid_from_ms, test_from_ms = cfg.cuts_ms(sample.values().astype(np.int64))
+    parts = [
+        by_time(times, offsets, valid_from_ms=valid_from_ms, test_from_ms=test_from_ms)
+        for times, offsets in _times_by_group(dataset)
+    ]
+    ends = (np.concatenate([getattr(p, name) for p in parts]) for name in ("train_end", "valid_end", "test_end"))
+    return Split(*ends)
+
+
+def _times_by_group(dataset: Dataset) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    for group in range(dataset.num_row_groups):
+        users = np.arange(dataset.row_group_bounds[group], dataset.row_group_bounds[group + 1])
+        yield dataset.rows(users).lists["timestamps_ms"]
 
 
 def leave_one_out(lengths: NDArray[np.int32]) -> Split:

@@ -2,7 +2,7 @@
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
-from nestrec.data.samples.split import TimeSplitConfig
+from nestrec.data.samples.split import SplitConfig
 from nestrec.models import HSTUConfig
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.ranking import RankingTaskConfig
@@ -37,7 +37,7 @@ def kuairand_ranking() -> RunConfig:
                 item_features=("author_id", "video_type", "upload_type", "music_type"),
                 max_events=MAX_EVENTS,
             ),
-            split=TimeSplitConfig(valid_from="2022-04-29T00:00+08:00", test_from=LAST_DAY),
+            split=SplitConfig(valid_from="2022-04-29T00:00+08:00", test_from=LAST_DAY),
             baseline_category="tab",
         ),
         data=DataConfig(

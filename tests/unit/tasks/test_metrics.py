@@ -4,10 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.tasks.metrics import (
+    Exposed,
     Interval,
     auc,
+    binary_metrics,
     bootstrap,
     bootstrap_auc,
+    exposure_metrics,
     log_loss,
     normalised_entropy,
     ranking_metrics,
@@ -99,3 +102,51 @@ def test_nothing_to_measure_gives_nan_and_no_warning() -> None:
 
 def test_an_interval_reads_as_mean_and_bounds() -> None:
     assert str(Interval(0.12345, 0.1, 0.2)) == "0.1235 [0.1000, 0.2000]"
+
+
+exposures = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12)
+
+
+@given(exposures)
+def test_what_is_shown_equals_its_definition(pairs: list[tuple[int, int]]) -> None:
+    """Gini as the mean difference of all pairs of items over twice the mean."""
+    shown, trained = (np.array([0, *column]) for column in zip(*pairs, strict=True))
+    found = {name: value.mean for name, value in exposure_metrics(Exposed(shown, 5), trained).items()}
+    if not shown.sum():
+        assert all(np.isnan(value) for value in found.values())
+        return
+    counts, events = shown[1:].tolist(), trained[1:].tolist()
+    size, total = len(counts), sum(counts)
+    assert found["coverage@5"] == pytest.approx(sum(c > 0 for c in counts) / size)
+    differences = sum(abs(a - b) for a in counts for b in counts)
+    assert found["gini@5"] == pytest.approx(differences / (2 * size * total), abs=1e-12)
+    shares = [(e + 1) / (sum(events) + size) for e in events]
+    assert found["novelty@5"] == pytest.approx(
+        -sum(c * np.log2(s) for c, s in zip(counts, shares, strict=True)) / total
+    )
+
+
+@given(scored)
+def test_gauc_and_calibration_equal_their_definitions(events: list[tuple[int, int, int]]) -> None:
+    label, logit, user = (np.array(column) for column in zip(*events, strict=True))
+    found = binary_metrics(label, logit.astype(np.float64), user, num_draws=2)
+    own = []
+    for u in sorted(set(user.tolist())):
+        mine = [(y, s) for y, s, v in events if v == u]
+        pairs = [(a, b) for ya, a in mine for yb, b in mine if ya and not yb]
+        if pairs:
+            own.append((sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs), len(mine)))
+    if own:
+        assert found["gauc"].mean == pytest.approx(sum(a * n for a, n in own) / sum(n for _, n in own))
+    else:
+        assert np.isnan(found["gauc"].mean)
+    if label.any():
+        mean = sum(1 / (1 + np.exp(-s)) for _, s, _ in events) / len(events)
+        assert found["calibration"].mean == pytest.approx(mean / (label.sum() / len(label)))
+
+
+def test_values_of_one_user_are_drawn_together() -> None:
+    """Two users, one always right and one always wrong: with many values each, the interval still spans all of it."""
+    values, users = {"hit": np.repeat([1.0, 0.0], 500)}, np.repeat([3, 9], 500)
+    assert bootstrap(values, groups=users)["hit"] == Interval(0.5, 0.0, 1.0)
+    assert bootstrap(values)["hit"].low > 0.4

@@ -17,7 +17,7 @@ from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs
-from nestrec.data.samples.split import Split, TimeSplitConfig
+from nestrec.data.samples.split import Split, SplitConfig
 from nestrec.data.samples.windows import held_out_slices
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
@@ -59,7 +59,7 @@ def ranking_run(data: Path) -> RunConfig:
         task=RankingTaskConfig(
             encoder=HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=1, max_length=40, dropout=0.1),
             inputs=RankingInputConfig(labels=("click", "like"), max_events=20),
-            split=TimeSplitConfig(valid_from=iso_moment(CUT_MS[0]), test_from=iso_moment(CUT_MS[1])),
+            split=SplitConfig(valid_from=iso_moment(CUT_MS[0]), test_from=iso_moment(CUT_MS[1])),
         ),
         data=DataConfig(folder=str(data)),
         batch=BatchConfig(batch_samples=64),
@@ -99,7 +99,7 @@ def test_an_unknown_label_is_refused_with_the_known_ones(log, tmp_path):
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("task.split.valid_from", {"split": TimeSplitConfig(valid_from="2030-01-02", test_from="2030-01-01")}),
+        ("task.split.valid_from", {"split": SplitConfig(valid_from="2030-01-02", test_from="2030-01-01")}),
         ("task.baseline_category", {"baseline_category": "tab"}),
         ("task.inputs.labels", {"inputs": RankingInputConfig(labels=(), max_events=20)}),
     ],
@@ -138,9 +138,9 @@ def test_dates_are_dates():
 
 def test_without_dates_the_last_events_are_held_out():
     times = np.arange(1000)[::-1] * 10
-    assert TimeSplitConfig().cuts_ms(times) == (8000, 9000)
-    assert TimeSplitConfig(test_share=0.25, valid_share=0.05).cuts_ms(times) == (7000, 7500)
-    assert TimeSplitConfig(test_from=iso_moment(5000)).cuts_ms(times) == (4000, 5000)
+    assert SplitConfig().cuts_ms(times) == (8000, 9000)
+    assert SplitConfig(test_share=0.25, valid_share=0.05).cuts_ms(times) == (7000, 7500)
+    assert SplitConfig(test_from=iso_moment(5000)).cuts_ms(times) == (4000, 5000)
 
 
 def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(log, tmp_path):

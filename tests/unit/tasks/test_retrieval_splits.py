@@ -1,0 +1,96 @@
+"""Retrieval under a split by time: every held-out event is asked for, beside all baselines, on slices."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserError
+from nestrec.base.moments import iso_moment
+from nestrec.data.dataset import Dataset
+from nestrec.data.prepare.preparation import prepare
+from nestrec.data.samples.split import SplitConfig, split_of
+from nestrec.distributed import Topology
+from nestrec.tasks.catalogue_ranks import BASELINES
+from nestrec.training.recipes import recipe
+from nestrec.training.session import Session
+
+NUM_USERS, NUM_ITEMS = 30, 25
+CUTS = (1_600, 1_800)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thousand events at random, one a second from 1000 on; the last users and items come late."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    lines = ["user,item,at,brand"]
+    for second in range(1_000, 2_000):
+        late = second >= CUTS[0]
+        user, item = draw.integers(NUM_USERS - (0 if late else 6)), draw.integers(NUM_ITEMS - (0 if late else 3))
+        lines.append(f"u{user},i{item},{second},b{item % 3}")
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    prepare("log", folder / "log.csv", folder / "out", log={"time": "at"}, item_columns={"categories": ("brand",)})
+    return folder / "out"
+
+
+def session_of(data: Path, **overrides: Any) -> Session:
+    given = {
+        "data.folder": str(data),
+        "training.device": "cpu",
+        "task.loss": "full",
+        "task.encoder.dim": "16",
+        "task.split.kind": "time",
+        "task.split.valid_from": iso_moment(CUTS[0] * 1000),
+        "task.split.test_from": iso_moment(CUTS[1] * 1000),
+        "task.evaluation.slices": "items,users,history,item_brand",
+        "task.evaluation.filter_seen": "none",
+        **overrides,
+    }
+    return Session.open(with_overrides(recipe("demo"), given), Topology.single())
+
+
+def test_every_held_out_event_is_asked_for_and_sliced(data: Path) -> None:
+    session = session_of(data, **{"task.evaluation.max_targets": "1000"})
+    evaluation = session.task.evaluate(session.engine, "test")
+    dataset = Dataset.open(data)
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    (items, offsets), times = rows.lists["item_ids"], rows.lists["timestamps_ms"][0]
+    keys = [row["item_key"] for row in dataset.items().to_pylist()]
+    asked, trained = [], items[times < CUTS[0] * 1000]
+    for user in range(dataset.num_samples):
+        own = range(offsets[user], offsets[user + 1])
+        events = [i for i in own if times[i] >= CUTS[1] * 1000 and i > offsets[user]]
+        asked += [(user, int(items[i]), i - offsets[user], bool(times[own[0]] >= CUTS[0] * 1000)) for i in events]
+    assert evaluation.details["users"].tolist() == [user for user, *_ in asked]
+    counts = np.bincount(trained, minlength=NUM_ITEMS + 1)
+    slices = {name: found.count for name, found in evaluation.slices.items()}
+    assert slices["new items"] == sum(counts[item] == 0 for _, item, *_ in asked)
+    assert slices["new users"] == sum(is_new for *_, is_new in asked)
+    assert slices["history 20-49"] == sum(20 <= place < 50 for _, _, place, _ in asked)
+    assert slices["item_brand=b1"] == sum(int(keys[item - 1][1:]) % 3 == 1 for _, item, *_ in asked)
+    assert list(evaluation.metrics) == ["model", *BASELINES]
+    assert evaluation.slices["new items"].metrics["popularity"]["hr@10"].mean == 0
+    assert set(evaluation.metrics["ease"]) >= {"ndcg@10", "coverage@10", "gini@10", "novelty@10"}
+    assert "slices" in evaluation.to_plain()
+
+
+def test_few_targets_a_user_and_a_catalogue_too_large_for_all_pairs(data: Path) -> None:
+    session = session_of(data, **{"task.evaluation.max_targets": "2", "task.evaluation.ease_max_items": "5"})
+    evaluation = session.task.evaluate(session.engine, "test")
+    assert np.bincount(evaluation.details["users"]).max() == 2
+    assert "ease" not in evaluation.metrics
+    [note] = evaluation.notes
+    assert note.startswith("baseline 'ease' is left out: all pairs of 25 items are more than task.evaluation.ease_max")
+
+
+def test_what_a_dataset_cannot_be_split_or_sliced_by_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task.evaluation.slices = 'item_brnd'.*\n.*item_brand"):
+        session_of(data, **{"task.evaluation.slices": "item_brnd"})
+    with pytest.raises(UserError, match=r"means nothing to task.split.kind = 'leave_one_out'"):
+        SplitConfig(kind="leave_one_out", valid_from="2026-01-01")
+    (tmp_path / "log.csv").write_text("user,item\nu,a\nu,b\n")
+    prepare("log", tmp_path / "log.csv", tmp_path / "out")
+    with pytest.raises(UserError, match="needs times, and the dataset has none"):
+        split_of(SplitConfig(), Dataset.open(tmp_path / "out"))
