@@ -4,7 +4,6 @@ A manifest is one JSON file in canonical form, written last: it lists each file 
 digest of itself. A reader accepts exactly the bytes that `encode` writes, so no edit passes unnoticed.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import DamagedError, UserError
+from nestrec.checkpoint.sealed import digest_of_plain, seal
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -70,12 +70,12 @@ class Manifest:
 
 def digest_of(manifest: Manifest) -> str:
     """SHA-256 over the canonical JSON of the manifest."""
-    return hashlib.sha256(_canonical(to_plain(manifest))).hexdigest()
+    return digest_of_plain(to_plain(manifest))
 
 
 def encode(manifest: Manifest) -> bytes:
     """The content of the manifest file."""
-    return _canonical({**to_plain(manifest), "digest": digest_of(manifest)})
+    return seal(to_plain(manifest))
 
 
 def decode(content: bytes, where: str) -> Manifest:
@@ -103,7 +103,3 @@ def _without_digest(plain: Any, where: str) -> Mapping[str, Any]:
 
 def _damaged(where: str, problem: str) -> DamagedError:
     return DamagedError(problem, field="manifest", value=where)
-
-
-def _canonical(plain: Any) -> bytes:
-    return json.dumps(plain, sort_keys=True, indent=1).encode()

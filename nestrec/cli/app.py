@@ -286,6 +286,26 @@ def export(
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
 
 
+@app.command()
+def publish(
+    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    address: Annotated[str, typer.Argument(help="A folder, or an address that fsspec knows (s3://..., gs://...).")],
+    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+) -> None:
+    """Publish a run as the newest version at an address, for servers that follow it (`nestrec serve --follow`).
+
+    A run publishes by itself as it goes on: [bold]nestrec train demo --publish.address published/demo
+    --publish.every_steps 100[/bold]; then each version holds only what has changed since the one before.
+    """
+    from nestrec.report import progress_for
+    from nestrec.serving.versions.publish_run import publish_run
+
+    with progress_for(f"publish {address}"):
+        manifest = publish_run(run, address, best=not last)
+    size_mb = manifest.num_bytes / 1e6
+    typer.echo(f"version {manifest.number} ({manifest.version[:12]}) of step {manifest.step}: {size_mb:.1f} MB")
+
+
 @app.command(context_settings=PASSED_ON)
 def serve(
     context: typer.Context,

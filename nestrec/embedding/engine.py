@@ -349,6 +349,13 @@ class EmbeddingEngine:
         keys = residency.evicted_since(step) if isinstance(residency, DynamicResidency) else np.empty(0, np.int64)
         return torch.from_numpy(keys)
 
+    def gone_since(self, table: str, step: int) -> torch.Tensor:
+        """Sorted keys of this rank that had a row after `step` and read their initial vector now, for those who keep no
+        count of time: evicted, or past their time to live."""
+        residency = self.shards[table].residency
+        keys = residency.gone_since(step) if isinstance(residency, DynamicResidency) else np.empty(0, np.int64)
+        return torch.from_numpy(keys)
+
     def forget(self, table: str, keys: torch.Tensor) -> None:
         """Drop the rows of these keys where this rank has them (loading an incremental save)."""
         residency = self.shards[table].residency

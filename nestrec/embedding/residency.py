@@ -235,6 +235,17 @@ class DynamicResidency:
         keys = np.unique(np.concatenate(gone)) if gone else np.empty(0, np.int64)
         return keys[self._rows.find(keys) < 0]
 
+    def gone_since(self, step: int) -> Keys:
+        """Keys that had a row after `step` and read their initial vector now, sorted: evicted, or past their time and
+        not swept yet."""
+        gone = [self.evicted_since(step)]
+        ttl = self._store.ttl_steps
+        if ttl is not None:
+            live = self._rows.live_slots()
+            last_step = self._rows.last_step[live]
+            gone.append(self._rows.key[live[(self.newest_step - last_step > ttl) & (step - last_step <= ttl)]])
+        return np.unique(np.concatenate(gone))
+
     def drop_eviction_log(self, step: int) -> None:
         """Evictions up to `step` will not be asked for again."""
         self._evicted = [(at, keys) for at, keys in self._evicted if at > step]

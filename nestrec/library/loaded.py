@@ -30,6 +30,7 @@ from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import MANIFEST_FILE
 from nestrec.serving.model.tables import ResidentTable
 from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.versions.opening import is_published, open_newest
 from nestrec.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -241,7 +242,8 @@ class Recommender:
 
 
 def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> Recommender:
-    """The model of a run, or of a folder that `nestrec export` wrote, ready to recommend.
+    """The model of a run, of a folder that `nestrec export` wrote, or the newest at an address to which versions are
+    published, ready to recommend.
 
     best: of a run the weights of the best validation score, else the last ones. Models of every sequence task can be
     loaded; those that the server cannot serve are computed in whole passes.
@@ -249,6 +251,8 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
     folder = Path(run) if isinstance(run, str | Path) else run.folder
     if (folder / MANIFEST_FILE).exists():
         return Recommender(Servable.load(folder, device))
+    if is_published(str(run)):
+        return Recommender(open_newest(str(run), device).servable)
     RunFolder(folder).config()  # says what is wrong with a folder that is neither
     from nestrec.serving.model.export import servable_of_run
 

@@ -16,6 +16,7 @@ from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.tasks.built_in import TaskConfig
 from nestrec.tasks.table_options import TableOptions
+from nestrec.training.publishing import PublishConfig
 
 
 @config
@@ -83,3 +84,5 @@ class RunConfig:
     """how lookup, communication and compute share the time of a step"""
     training: TrainingConfig = TrainingConfig()
     """how long, where, how often"""
+    publish: PublishConfig = PublishConfig()
+    """versions of the model for servers that follow the run"""

@@ -20,10 +20,10 @@ from nestrec.training.config import RunConfig
 from nestrec.training.resumption import is_fixed
 
 SEED = "training.seed"
-# Saves and evaluations are fences, after which schedules that are not exact read anew; so they belong to the course.
+# Saves, evaluations and versions are fences, after which schedules that are not exact read anew: part of the course.
 _COURSE = (
     "optimizer.", "balance.", "ranks.", "replica_sync.", "pipeline.", "batch.micro_batches", "training.precision",
-    "training.checkpoint_every_steps", "training.evaluate_every_epochs",
+    "training.checkpoint_every_steps", "training.evaluate_every_epochs", "publish.every_steps", "publish.every_s",
 )  # fmt: skip
 _MOST_NAMED = 4
 

@@ -29,6 +29,8 @@ class SavedTables:
             name: {} for name, table in engine.tables.items() if table.store.admission_count > 1
         }
         """Table to step to the keys that its checkpoint holds as waiting."""
+        self._built_on: int | None = None
+        self._held_from: int | None = None
 
     def rows(self, step: int, base: int | None, *, copied: bool) -> dict[str, Iterable[Chunk]]:
         """Rows used after the step `base`, or all; with `copied` safe from later steps, else read when written."""
@@ -64,11 +66,21 @@ class SavedTables:
 
     def build_on(self, step: int) -> None:
         """Later incremental saves build on this step: forget what only earlier ones needed."""
-        for name in self._engine.tables:
-            self._engine.drop_eviction_log(name, step)
+        self._built_on = step
+        self._drop_evictions()
         for keys_at in self._waiting.values():
             for earlier in [at for at in keys_at if at < step]:
                 del keys_at[earlier]
+
+    def hold_from(self, step: int | None) -> None:
+        """Somebody else will ask what was evicted after this step; none: nobody will."""
+        self._held_from = step
+        self._drop_evictions()
+
+    def _drop_evictions(self) -> None:
+        needed = [step for step in (self._built_on, self._held_from) if step is not None]
+        for name in self._engine.tables if needed else ():
+            self._engine.drop_eviction_log(name, min(needed))
 
     def load(self, restored: Restored) -> None:
         """Take back what a checkpoint holds for this shard; nothing else remains. Collective."""

@@ -28,6 +28,7 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
 from nestrec.training.part_checks import check_parts
+from nestrec.training.publishing import Publishing, open_publishing
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import Saving
@@ -97,6 +98,7 @@ class Trainer:
         )
         self.saving = Saving(self.session, self.folder, self._listener.warned)
         self._begun: list[str] = []
+        self.publishing: Publishing | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
 
@@ -121,7 +123,7 @@ class Trainer:
                 self._after_step(batch)
             self.pipeline.schedule.close()
         self._save()
-        self.saving.close()
+        self._end()
         return self.state
 
     @contextlib.contextmanager
@@ -194,6 +196,9 @@ class Trainer:
             loss_variant=self._settled_variant(self.state.loss_variant),
         )
         self._check_folder()
+        self.publishing = open_publishing(
+            self.cfg.publish, self.session, self.folder.identity(), self.state.step, self._listener.warned
+        )
         self._listener.started(self._total_steps(), self.state.step)
         if self.state.windows_done and self.state.window_step == self.state.step:
             self._call_hooks(is_restart=True)
@@ -238,7 +243,8 @@ class Trainer:
         self.saving.close()
         number = self.state.windows_done - 1
         window = self.windows[number % len(self.windows)]
-        for hook in self._window_hooks:
+        published = [] if self.publishing is None else [self.publishing.on_window]
+        for hook in [*self._window_hooks, *published]:
             hook(
                 WindowEnd(
                     session=self.session,
@@ -278,7 +284,8 @@ class Trainer:
         ends_epoch = self.batches.order.after(batch.position).epoch > batch.position.epoch
         is_last = number == self._last_step
         ends_window = self.batches.order.ends_window(batch.position)
-        is_due = ends_epoch or ends_window or is_last or (saves is not None and number % saves == 0)
+        is_saved = saves is not None and number % saves == 0
+        is_due = ends_epoch or ends_window or is_last or is_saved or self._is_published(number)
         return Step(
             number=number,
             batch=batch,
@@ -304,13 +311,15 @@ class Trainer:
             self._start_watching()  # the time of an evaluation is not that of steps
         if self._stops:
             self._save()
-            self.saving.close()
+            self._end()
             raise Interrupted
         saves = self.cfg.training.checkpoint_every_steps
         if evaluates or ended_window or (saves and self.state.step % saves == 0):
             self._save()
         if ended_window:
             self._call_hooks()
+        if self._is_published(self.state.step):
+            self._publish()
 
     def _validate(self) -> None:
         self._meter.flush()
@@ -325,6 +334,22 @@ class Trainer:
     def _save(self) -> None:
         self._meter.flush()
         self.saving.save(self.state)
+
+    def _is_published(self, step: int) -> bool:
+        return self.publishing is not None and self.publishing.is_due(step)
+
+    def _publish(self) -> None:
+        """After a save of the same step: a run that is started again from it goes on from the version as well."""
+        self._meter.flush()  # what is not finite is no version
+        if self.publishing is not None:
+            self.publishing.publish(self.session, self.state.step)
+
+    def _end(self) -> None:
+        """Everything is written; what the run has come to is published."""
+        self.saving.close()
+        if self.publishing is not None:
+            self.publishing.publish(self.session, self.state.step)
+            self.publishing.close()
 
     def _report(self) -> None:
         spans = self.tracer.take()

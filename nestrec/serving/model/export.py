@@ -6,14 +6,17 @@ file. Nothing in it is executable. The folder appears whole or not at all.
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from nestrec.base.config import config, dumps
+from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.paths import check_folder
 from nestrec.checkpoint import Checkpoints, Restored
@@ -25,8 +28,9 @@ from nestrec.models.features import ToWidth
 from nestrec.ops.rows.round import whole
 from nestrec.serving.engine.probe import recorded_probe
 from nestrec.serving.model.can_serve import check_served
-from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables, mapped
+from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables
 from nestrec.serving.model.input_defaults import check_defaults
+from nestrec.serving.model.mapped import mapped
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import serving_form_of
 from nestrec.serving.model.spec import (
@@ -69,12 +73,19 @@ def export_run(
 
 def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
     """The best (or last) weights of a run, on the CPU. scratch: a folder on a disk with room for its tables."""
+    with restored_session(run, best=best) as (session, step):
+        return servable_of_session(session, step, scratch)
+
+
+@contextlib.contextmanager
+def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
+    """A run on the CPU with its best (or last) weights, and their step."""
     session = Session.open(RunFolder(run).config(), Topology.from_environment("cpu"))
     restored = _newest(RunFolder(run), best)
     check_restored(restored, Identity.of(session.cfg, RunFolder(run).identity() or identity_of(restored.state)))
     with contextlib.closing(session.engine):
         session.restore(restored)
-        return _servable(session, restored.step, scratch)
+        yield session, restored.step
 
 
 def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
@@ -104,10 +115,22 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
     return found
 
 
-def _servable(session: Session, step: int, scratch: Path) -> Servable:
-    task, dataset, model = session.cfg.task, session.dataset, session.task.model
+def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
+    """The model of a session as it is now, on the CPU. Collective."""
+    servable, tables = described(session, step), ExportedTables(session, scratch)
+    served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in servable.spec.columns}
+    vectors_of = servable.serving.index
+    if vectors_of is None:
+        return replace(servable, tables=served)
+    index = _index(partial(vectors_of, servable.model), served["items"].weight, scratch)
+    return replace(servable, tables=served, index=index)
+
+
+def described(session: Session, step: int) -> Servable:
+    """The model of a session without its tables and index."""
+    task, dataset = session.cfg.task, session.dataset
     serving = serving_form_of(task)
-    tables = ExportedTables(session, scratch)
+    tables = ExportedTables(session, Path())
     columns = tuple(
         ColumnSpec(
             name=c.name,
@@ -126,20 +149,25 @@ def _servable(session: Session, step: int, scratch: Path) -> Servable:
         columns=columns,
         action_bits=dict(dataset.card.action_bits),
     )
-    served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in columns}
     of_items = [c.name for c in columns if c.name.startswith(ITEM_PREFIX)]
-    if hasattr(model, "to_width"):
-        model.to_width = ToWidth(0, {})  # its products are in the exported rows
     return Servable(
         spec=spec,
         version="",
-        model=model.eval().requires_grad_(False),
-        tables=served,
+        model=served_model(session),
+        tables={},
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
         item_titles=tuple(dataset.item_texts()),
-        index=None if serving.index is None else _index(partial(serving.index, model), served["items"].weight, scratch),
+        index=None,
         item_columns={name: torch.from_numpy(item_column(dataset.items(), name)) for name in of_items},
     )
+
+
+def served_model(session: Session) -> nn.Module:
+    """A copy of the dense part, without the matrices whose products are in the exported rows."""
+    model = deepcopy(session.task.model)
+    if hasattr(model, "to_width"):
+        model.to_width = ToWidth(0, {})
+    return model.to("cpu").eval().requires_grad_(False)
 
 
 def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:
@@ -151,25 +179,34 @@ def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:
 
 def _write(folder: Path, servable: Servable) -> ServableManifest:
     files = [
-        _write_json(folder, SPEC_FILE, dumps(servable.spec)),
-        _write_json(folder, ITEMS_FILE, json.dumps(servable.item_keys)),
         _write_json(folder, PROBE_FILE, dumps(recorded_probe(servable))),
         _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
     ]
+    for name, content in descriptions(servable).items():
+        if name.endswith(".json"):
+            files.append(_write_json(folder, name, json.dumps(content, indent=2 if name == SPEC_FILE else None)))
+        else:
+            files.append(_write_tensors(folder, name, content))
     file_of = {"items": "items"} | {c.name: c.table_name for c in servable.spec.columns}
     tables = {file_of[column]: table for column, table in servable.tables.items()}
     files += [_write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in tables.items()]
-    if servable.item_titles:
-        files.append(_write_json(folder, TITLES_FILE, json.dumps(servable.item_titles)))
     if servable.index is not None:
         ids = torch.arange(1, servable.spec.num_items + 1)
         files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))
-    else:
-        files.append(_write_tensors(folder, COLUMNS_FILE, servable.item_columns))
     manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)))
     _write_json(folder, MANIFEST_FILE, dumps(manifest))
     sync_folder(folder)
     return manifest
+
+
+def descriptions(servable: Servable) -> dict[str, Any]:
+    """What a folder holds beside numbers that are learnt, by file: JSON, or tensors by name."""
+    found: dict[str, Any] = {SPEC_FILE: to_plain(servable.spec), ITEMS_FILE: list(servable.item_keys)}
+    if servable.item_titles:
+        found[TITLES_FILE] = list(servable.item_titles)
+    if servable.serving.index is None:
+        found[COLUMNS_FILE] = dict(servable.item_columns)
+    return found
 
 
 def _weight(table: ServedTable) -> torch.Tensor:

@@ -5,9 +5,8 @@ item has lists, its row is all that the model reads of it. So a server adds vect
 training: narrow, wide, shared, hashed, dynamic or pooled.
 """
 
-import mmap
-import tempfile
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.embedding import TableConfig
+from nestrec.serving.model.mapped import mapped
 from nestrec.serving.model.serving_form import serving_form_of
 from nestrec.serving.model.tables import ResidentTable
 from nestrec.training.session import Session
@@ -38,13 +38,27 @@ class ExportedTables:
 
     def num_rows(self, feature: str) -> int:
         """Ids that its table has rows of."""
-        return self._num_ids(self.table_of(feature))
+        return self.num_ids(self.table_of(feature))
 
     def rows(self, name: str) -> ResidentTable:
         """Every row as evaluation reads it: keys that never trained have their initial vector."""
         if name not in self._read:
-            self._read[name] = ResidentTable(self._filled(self._num_ids(name), lambda keys: self._vectors(name, keys)))
+            self._read[name] = ResidentTable(self._filled(self.num_ids(name), lambda keys: self._vectors(name, keys)))
         return self._read[name]
+
+    def vectors(self, name: str, keys: NDArray[np.int64]) -> torch.Tensor:
+        """(n, D) some rows of a table as it is served, whose name may be `items`. Collective."""
+        content = self._item_content if name == "items" else None
+        if content is None:
+            return self._vectors(name, keys)
+        return content(self._session.task, self._session.engine, keys)
+
+    def holds_rows_of(self, name: str) -> bool:
+        """Whether what is served under a row's id is that row of the table and nothing else."""
+        table: TableConfig = self._session.engine.tables[name]
+        model: Any = self._session.task.model
+        goes_through = hasattr(model, "to_width") and model.to_width.changes(name)
+        return not (table.is_hashed or goes_through or (name == "items" and self._item_content is not None))
 
     @property
     def folds_items(self) -> bool:
@@ -54,13 +68,18 @@ class ExportedTables:
 
     def items(self) -> ResidentTable:
         """What the model reads of each item, or of its id alone."""
-        session, content = self._session, serving_form_of(self._session.cfg.task).item_content
-        if content is None or not self.folds_items:
+        if self._item_content is None:
             return self.rows("items")
-        num_items = session.dataset.num_items + 1
-        return ResidentTable(self._filled(num_items, lambda keys: content(session.task, session.engine, keys)))
+        num_items = self._session.dataset.num_items + 1
+        return ResidentTable(self._filled(num_items, lambda keys: self.vectors("items", keys)))
 
-    def _num_ids(self, name: str) -> int:
+    @cached_property
+    def _item_content(self) -> Callable[..., torch.Tensor] | None:
+        """What is served of an item, where that is more than its own row."""
+        return serving_form_of(self._session.cfg.task).item_content if self.folds_items else None
+
+    def num_ids(self, name: str) -> int:
+        """Ids that a table has rows of."""
         known = (self._session.task.num_ids or {}).get(name) or self._session.engine.tables[name].num_rows
         if known is None:
             remedy = "which ids there are is not known, so they cannot be written"
@@ -91,12 +110,3 @@ def _in_width(model: Any, table: TableConfig, found: torch.Tensor) -> torch.Tens
     if hasattr(model, "to_width") and model.to_width.changes(table.name):
         return model.to_width(table.name, found)  # type: ignore[no-any-return]
     return found.to(table.weight_dtype)
-
-
-def mapped(scratch: Path, num_rows: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that the system may write out: a table may be larger than the host's."""
-    num_bytes = num_rows * dim * dtype.itemsize
-    with tempfile.TemporaryFile(dir=scratch) as file:
-        file.truncate(num_bytes)
-        memory = mmap.mmap(file.fileno(), num_bytes)
-    return torch.frombuffer(memory, dtype=dtype).view(num_rows, dim)

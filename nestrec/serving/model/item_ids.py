@@ -28,18 +28,35 @@ class ItemIds:
             self._table = np.zeros(max(numbers) + 2, np.int64)  # the last entry is nobody's
             self._table[list(numbers)] = list(numbers.values())
 
+    def grow(self, keys: Sequence[str], known: int) -> None:
+        """Names of the items after the `known` first ones. Whoever asks meanwhile finds them, or does not yet."""
+        numbers = {int(key): known + i + 1 for i, key in enumerate(keys) if _is_number(key)}
+        table = self._table
+        if numbers and len(table):
+            low, high = min(numbers), max(numbers)
+            if low >= 0 and high < _SPARSE * (known + len(keys)):
+                table = np.zeros(max(len(table), high + 2), np.int64)
+                table[: len(self._table) - 1] = self._table[:-1]
+                table[list(numbers)] = list(numbers.values())
+            else:
+                table = np.zeros(0, np.int64)
+        self._ids.update({key: known + i + 1 for i, key in enumerate(keys)})
+        self._ids.update(numbers.items())
+        self._table = table
+
     def of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
         """`TypeError` where a key is neither text nor a whole number."""
         types = set(map(type, keys))
         if not types <= {str, int}:
             raise TypeError
-        if types == {int} and len(self._table):
+        table = self._table  # another one may take its place meanwhile
+        if types == {int} and len(table):
             try:
                 places = np.array(keys, np.int64)
             except OverflowError:  # more than 64 bits, so nobody's
                 pass
             else:  # what is negative is large without its sign, and nobody's
-                return self._table.take(np.minimum(places.view(np.uint64), len(self._table) - 1).view(np.int64))
+                return table.take(np.minimum(places.view(np.uint64), len(table) - 1).view(np.int64))
         return np.fromiter(map(self._ids.get, keys, repeat(0)), np.int64, len(keys))
 
 

@@ -37,6 +37,10 @@ class RowSource(Protocol):
         """(end - first, D) on the host; not to be changed"""
         ...
 
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows of distinct ids, while nobody reads."""
+        ...
+
 
 class DramRows:
     """All rows in host memory."""
@@ -50,6 +54,9 @@ class DramRows:
 
     def read_range(self, first: int, end: int) -> torch.Tensor:
         return self._weight[first:end]
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._weight.index_copy_(0, ids, rows)
 
 
 class DiskRows:
@@ -84,6 +91,9 @@ class DiskRows:
                 raise self._damaged()
             done += count
         return rows
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        raise AssertionError("an exported file is never changed: a model that follows a run has files of its own")
 
     def _damaged(self) -> DamagedError:
         remedy = "check the disk and export the run again"

@@ -1,10 +1,11 @@
 """A servable folder in memory. Every file is checked against its digest before anything is read from it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,31 +156,57 @@ class Servable:
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
         """Verify and load; `DamagedError` where a file is missing, changed or foreign."""
         manifest = verified_manifest(folder)
-        spec = from_plain(ServableSpec, json.loads((folder / SPEC_FILE).read_text()))
-        weights = load_file(folder / WEIGHTS_FILE)
-        serving, device, cfg = serving_form_of(spec.task), torch.device(device), tables or TablesConfig()
+        cfg, place = tables or TablesConfig(), torch.device(device)
+        return Servable.of_parts(
+            {entry.name: _content(folder / entry.name) for entry in manifest.files if is_description(entry.name)},
+            load_file(folder / WEIGHTS_FILE),
+            lambda file, tensor: open_table(folder / file, tensor, place, cfg, is_streamed=file == INDEX_FILE),
+            version=manifest.version,
+            device=place,
+            exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
+            probe=_probe(folder),
+        )
+
+    @staticmethod
+    def of_parts(
+        descriptions: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        table: Callable[[str, str], ServedTable],
+        *,
+        version: str,
+        device: torch.device,
+        exported_at_s: float,
+        probe: Probe | None = None,
+    ) -> "Servable":
+        """descriptions: content of the files that hold no learnt numbers, by their names. table: the one that a file
+        holds under the name of a tensor."""
+        spec = from_plain(ServableSpec, descriptions[SPEC_FILE])
+        serving = serving_form_of(spec.task)
         model = serving.model(spec)
-        _fill(model, weights)
+        fill(model, weights)
         model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
         read = {"items": "items"} | {c.name: c.table_name for c in spec.columns}
-        opened = {name: open_table(folder / table_file(name), "weight", device, cfg) for name in set(read.values())}
-        has_index = serving.index is not None
-        columns = {} if has_index else load_file(folder / COLUMNS_FILE)
-        index = open_table(folder / INDEX_FILE, "vectors", device, cfg, is_streamed=True) if has_index else None
+        opened = {name: table(table_file(name), "weight") for name in dict.fromkeys(read.values())}
+        columns = descriptions.get(COLUMNS_FILE, {})
         servable = Servable(
             spec=spec,
-            version=manifest.version,
+            version=version,
             model=model,
-            index=index,
+            index=None if serving.index is None else table(INDEX_FILE, "vectors"),
             item_columns=columns,
             tables={column: opened[name] for column, name in read.items()},
-            item_keys=tuple(json.loads((folder / ITEMS_FILE).read_text())),
-            probe=_probe(folder),
-            item_titles=_titles(folder),
-            exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
+            item_keys=tuple(descriptions[ITEMS_FILE]),
+            probe=probe,
+            item_titles=tuple(descriptions.get(TITLES_FILE, ())),
+            exported_at_s=exported_at_s,
         )
         place = servable.lookup_device
         return replace(servable, item_columns={name: column.to(place) for name, column in columns.items()})
+
+
+def is_description(file: str) -> bool:
+    """Of a servable folder: it holds no learnt numbers."""
+    return file not in {WEIGHTS_FILE, INDEX_FILE, PROBE_FILE} and not file.startswith(table_file("").partition(".")[0])
 
 
 def verified_manifest(folder: Path) -> ServableManifest:
@@ -207,7 +234,7 @@ def verified_manifest(folder: Path) -> ServableManifest:
     return manifest
 
 
-def _fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -220,9 +247,8 @@ def _probe(folder: Path) -> Probe | None:
     return from_plain(Probe, json.loads(path.read_text())) if path.exists() else None
 
 
-def _titles(folder: Path) -> tuple[str, ...]:
-    path = folder / TITLES_FILE
-    return tuple(json.loads(path.read_text())) if path.exists() else ()
+def _content(file: Path) -> Any:
+    return load_file(file) if file.suffix == ".safetensors" else json.loads(file.read_text())
 
 
 def _damaged(name: str, problem: str) -> DamagedError:

@@ -23,7 +23,7 @@ def check_sound(servable: Servable) -> None:
         num_keys = 0 if column.keys is None else len(column.keys)
         _check(num_keys < column.num_rows, SPEC_FILE, f"has more keys of {column.name} than its table has rows")
     for name, categories in servable.item_columns.items():
-        _check(len(categories) == spec.num_items + 1, COLUMNS_FILE, f"must have {spec.num_items + 1} values of {name}")
+        _check(len(categories) >= spec.num_items + 1, COLUMNS_FILE, f"must have {spec.num_items + 1} values of {name}")
         num_rows = servable.columns[name].num_rows
         is_there = not len(categories) or bool(((categories >= 0) & (categories < num_rows)).all())
         _check(is_there, COLUMNS_FILE, f"has categories of {name} that its table does not have")

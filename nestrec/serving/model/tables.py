@@ -50,18 +50,46 @@ class ServedTable(Protocol):
         """Rows on the device, and distinct rows that were asked for and were not there."""
         ...
 
+    # Of a model that follows a run, between two batches:
+
+    @property
+    def room(self) -> int:
+        """rows that there is memory for"""
+        ...
+
+    @property
+    def row_device(self) -> torch.device:
+        """where `put` takes rows from best"""
+        ...
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows in the place of those of distinct ids."""
+        ...
+
 
 class ResidentTable:
     """Whole on the device."""
 
-    def __init__(self, weight: torch.Tensor):
-        self.weight, self.num_rows = weight, len(weight)
+    def __init__(self, weight: torch.Tensor, num_rows: int | None = None):
+        """num_rows: the rows beyond are room for more."""
+        self.weight, self.num_rows = weight, len(weight) if num_rows is None else num_rows
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids.to(self.weight.device))
 
     def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        yield 0, self.weight
+        yield 0, self.weight[: self.num_rows]
+
+    @property
+    def room(self) -> int:
+        return len(self.weight)
+
+    @property
+    def row_device(self) -> torch.device:
+        return self.weight.device
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self.weight.index_copy_(0, ids, rows)
 
     def statistics(self) -> dict[str, int]:
         return {"rows": self.num_rows, "device_rows": self.num_rows, "asked": 0, "missed": 0}
@@ -74,8 +102,10 @@ class CachedTable:
     are handed out as copies, and those that were missing are kept afterwards, as far as there is room.
     """
 
-    def __init__(self, source: RowSource, device: torch.device, cache_rows: int):
-        self._source, self._device, self.num_rows = source, device, source.num_rows
+    def __init__(self, source: RowSource, device: torch.device, cache_rows: int, num_rows: int | None = None):
+        """num_rows: the rows of the source beyond are room for more."""
+        self._source, self._device = source, device
+        self.num_rows = source.num_rows if num_rows is None else num_rows
         self._cache = torch.empty(cache_rows, source.dim, dtype=source.dtype, device=device)
         self._slots = KeySlots()
         self._use = np.zeros(cache_rows, np.uint8)
@@ -99,6 +129,24 @@ class CachedTable:
                 "asked": self._num_asked,
                 "missed": self._num_missed,
             }
+
+    @property
+    def room(self) -> int:
+        return self._source.num_rows
+
+    @property
+    def row_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._source.put(ids, rows)
+        keys = ids.numpy()
+        with self._lock:
+            slots = self._slots.find(keys)
+            here = np.flatnonzero(slots >= 0)
+            if len(here):
+                fresh = sent_to_device(rows.index_select(0, torch.from_numpy(here)), self._device)
+                self._cache.index_copy_(0, to_device(slots[here], self._device), fresh)
 
     def _distinct(self, keys: NDArray[np.int64]) -> torch.Tensor:
         with self._lock:

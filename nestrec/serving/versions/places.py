@@ -1,0 +1,142 @@
+"""Where versions lie: a folder, or any address that `fsspec` knows.
+
+A file is written once and never changed, but for the one that says which version is the newest: that is replaced as a
+whole. A folder of the file system replaces by renaming and flushes to the disk; an object store has an object when all
+of it is there.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from nestrec.base.errors import UserError
+from nestrec.checkpoint.durable import remove_folder, sync_folder, write_file
+
+
+class Place(Protocol):
+    """Names are relative, with slashes. What cannot be done raises an `OSError`."""
+
+    address: str
+
+    def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
+        """A new file; its size and SHA-256 (of what was meant to be written)."""
+        ...
+
+    def replace(self, name: str, content: bytes) -> None:
+        """A small file, which readers find as it was before or as it is now."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """`FileNotFoundError` where there is none."""
+        ...
+
+    def folders(self, name: str) -> list[str]:
+        """Names of the folders in a folder; none where it does not exist."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """A file, or a folder with all that is in it; what is gone already is fine."""
+        ...
+
+
+class FolderPlace:
+    """A folder of the file system."""
+
+    def __init__(self, folder: Path):
+        self._folder, self.address = folder, str(folder)
+
+    def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
+        path = self._folder / name
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent.parent)
+        return write_file(path, content)
+
+    def replace(self, name: str, content: bytes) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / name
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+        try:
+            write_file(partial, iter([memoryview(content)]))
+            if path.parent.exists():
+                sync_folder(path.parent)  # what it speaks of is on the disk before it is
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def folders(self, name: str) -> list[str]:
+        path = self._folder / name
+        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir()) if path.is_dir() else []
+
+    def remove(self, name: str) -> None:
+        path = self._folder / name
+        if path.is_dir():
+            remove_folder(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+class FsspecPlace:
+    """An address of another kind, such as s3://bucket/models or memory://models."""
+
+    def __init__(self, address: str):
+        self.address = address
+        try:
+            import fsspec  # type: ignore[import-untyped]
+
+            self._files, self._root = fsspec.core.url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            remedy = (
+                "install what its kind needs (pip install 'nestrec[addresses]', s3fs, gcsfs, ...), or name a folder"
+            )
+            raise UserError(f"cannot be opened: {error}", field="address", value=address, remedy=remedy) from error
+
+    def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
+        digest, size = hashlib.sha256(), 0
+        self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+        with self._files.open(self._at(name), "wb") as file:
+            for piece in content:
+                digest.update(piece)
+                file.write(piece)
+                size += len(piece)
+        return size, digest.hexdigest()
+
+    def replace(self, name: str, content: bytes) -> None:
+        self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(self._at(name), content)
+
+    def read(self, name: str) -> bytes:
+        self._files.invalidate_cache()
+        content: bytes = self._files.cat_file(self._at(name))
+        return content
+
+    def folders(self, name: str) -> list[str]:
+        self._files.invalidate_cache()
+        try:
+            found: list[dict[str, Any]] = self._files.ls(self._at(name), detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory")
+
+    def remove(self, name: str) -> None:
+        self._files.invalidate_cache()
+        if self._files.exists(self._at(name)):
+            self._files.rm(self._at(name), recursive=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}" if self._root else name
+
+
+def place_of(address: str) -> Place:
+    """The place that an address names; nothing is asked of it yet."""
+    kind, separator, rest = address.partition("://")
+    if not separator:
+        return FolderPlace(Path(address))
+    return FolderPlace(Path(rest)) if kind == "file" else FsspecPlace(address)

@@ -1,0 +1,206 @@
+"""A run's side of publishing: what has changed since the last version is copied after a step and written beside the
+next ones.
+
+A run that is started again goes on with deltas where the newest version at the address is that of the very step it
+starts from; what changed since any other is not known any more, and a full version comes first. A version that could
+not be written costs nothing but time: the next one holds what has changed since the last that was.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nestrec.base.config import from_plain, to_plain
+from nestrec.base.errors import DamagedError
+from nestrec.checkpoint.background import Background
+from nestrec.checkpoint.peers import Peers, SaveError
+from nestrec.checkpoint.sealed import digest_of_plain
+from nestrec.serving.model.can_serve import check_served
+from nestrec.serving.versions.content import Described, RankContent, changes_of, everything_of, weights_of
+from nestrec.serving.versions.manifest import Parent, Times, VersionManifest
+from nestrec.serving.versions.merging import can_merge, merged
+from nestrec.serving.versions.places import place_of
+from nestrec.serving.versions.reader import Versions, VersionStep
+from nestrec.serving.versions.retention import prune
+from nestrec.serving.versions.writer import About, VersionWriter
+from nestrec.training.identity import Identity
+from nestrec.training.publishing import PublishConfig
+from nestrec.training.session import Session, on_first
+from nestrec.training.windows import WindowEnd
+
+_LOG = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes the versions of one run. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        cfg: PublishConfig,
+        session: Session,
+        identity: Identity | None = None,
+        step: int = 0,
+        warn: Callable[[str], None] = _LOG.warning,
+    ):
+        """identity: of the run, on the first rank. step: from which it goes on. warn: told what went wrong and does not
+        end the run. Collective."""
+        on_first(session.topology, lambda: check_served(session.cfg.task))
+        self._cfg, self._identity, self._warn = cfg, identity, warn
+        self._versions = Versions(place_of(cfg.address))
+        self._peers = Peers.of_topology(session.topology)
+        self._writer = VersionWriter(self._versions.place, self._peers)
+        self._background = Background()
+        self._described: tuple[object, Described] | None = None
+        self._base: VersionStep | None = None
+        """the version that the next one builds on; none where the next one is told in full"""
+        self._base_described: Described | None = None
+        """what that says beside what is learnt; none where it was said before this start"""
+        self._compared: Mapping[str, torch.Tensor] = {}
+        """this rank's rows of tables that are compared, as that version holds them"""
+        self._chain: list[VersionStep] = []
+        """the versions from the last full one to that"""
+        self._number = 0
+        on_first(session.topology, lambda: self._find(step) if self._peers.is_first else None)
+        self._agree_on_beginning()
+        self._next_step = None if cfg.every_s is None else step + 1
+        self._last = (step, time.monotonic())
+        session.tables.hold_from(None if self._base is None else step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a version of this step is to be published."""
+        every = self._cfg.every_steps
+        return (every is not None and step % every == 0) or (self._next_step is not None and step >= self._next_step)
+
+    def publish(self, session: Session, step: int, times: Times | None = None) -> None:
+        """What has changed is copied, and written in the background. Nothing where this step is published already."""
+        self._background.join()
+        if self._base is not None and self._base.manifest.step == step:
+            return
+        session.tables.hold_from(None if self._base is None else self._base.manifest.step)
+        now = self._describe(session, step)
+        about = About(
+            number=self._number + 1,
+            step=step,
+            run=self._run_at(step),
+            parent=None,
+            tables=now.tables,
+            times=replace(times or Times(), trained_s=time.time()),
+            weights=weights_of(session),
+            descriptions=self._changed_descriptions(now),
+        )
+        if self._base is None:
+            # Rows are read as they are written, so the next step waits for it.
+            self._attempt(lambda: self._write_everything(about, everything_of(session, now), now))
+            session.tables.hold_from(None if self._base is None else step)
+        else:
+            base = self._base
+            about = replace(about, parent=Parent(folder=base.folder, version=base.manifest.version))
+            changes = changes_of(session, now, base.manifest, self._compared)
+            owns_copy = session.topology.replica == 0
+            self._background.start(
+                lambda: self._attempt(lambda: self._write_changes(about, changes, now, owns_copy=owns_copy))
+            )
+        self._agree_on_next(step)
+
+    def on_window(self, end: WindowEnd) -> None:
+        """After a window of a run."""
+        self.publish(end.session, end.state.step, Times(last_event_s=end.read_at_s))
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._background.join()
+
+    @property
+    def newest(self) -> VersionStep | None:
+        """The last version of this run that is at the address; after `close`."""
+        return self._base
+
+    def _find(self, step: int) -> None:
+        """The newest version, where this run can go on from it."""
+        try:
+            newest = self._versions.newest()
+            if newest is None:
+                return
+            self._number = newest.number
+            told = self._versions.told(newest.folder, newest.version)
+            if told is not None and told.step == step and told.run == self._run_at(step):
+                self._chain = self._versions.way_from_full((newest.folder, newest.version))
+                self._base = VersionStep(newest.folder, told)
+        except (DamagedError, FileNotFoundError) as error:
+            self._warn(f"what was published before cannot be gone on from, so a full version follows: {error}")
+
+    def _agree_on_beginning(self) -> None:
+        told = [(at.folder, to_plain(at.manifest)) for at in ([self._base] if self._base else []) + self._chain]
+        self._number, told = self._peers.gather((self._number, told))[0]
+        steps = [VersionStep(folder, from_plain(VersionManifest, plain)) for folder, plain in told]
+        if steps:
+            self._base, *self._chain = steps
+
+    def _describe(self, session: Session, step: int) -> Described:
+        """Made anew where the dataset is another one: a catalogue is long."""
+        if self._described is None or self._described[0] is not session.dataset:
+            self._described = (session.dataset, Described.of(session, step))
+        return self._described[1].at(step)
+
+    def _changed_descriptions(self, now: Described) -> Any:
+        return now.since(self._base_described) if self._peers.is_first else ({}, {})
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        """What cannot be written is told, on all ranks alike; the run goes on."""
+        try:
+            write()
+        except SaveError as error:
+            if self._peers.is_first:
+                self._warn(f"{error.problem}; the next version will hold it as well")
+
+    def _write_everything(self, about: About, content: RankContent, now: Described) -> None:
+        written = self._writer.write("full", about, content)
+        self._base = VersionStep(written.folder, written.manifest)
+        self._base_described, self._compared = now, content.compared
+        self._number, self._chain = about.number, [self._base]
+        self._prune()
+
+    def _write_changes(self, about: About, changes: RankContent, now: Described, *, owns_copy: bool) -> None:
+        written = self._writer.write("delta", about, changes)
+        self._base = VersionStep(written.folder, written.manifest)
+        self._base_described, self._compared, self._number = now, changes.compared, about.number
+        self._chain = [*self._chain, self._base]
+        if len(self._chain) > self._cfg.snapshot_every:
+            self._write_full(about, now, changes.shard, owns_copy=owns_copy)
+        self._prune()
+
+    def _write_full(self, about: About, now: Described, shard: tuple[int, int], *, owns_copy: bool) -> None:
+        """The last version once more, told in full, out of the files of those before it."""
+        assert self._base is not None
+        if not can_merge(self._chain, shard[1]):
+            self._base = None  # other ranks wrote them: the next version is read from the tables
+            return
+        about = replace(about, descriptions=now.since(None) if self._peers.is_first else ({}, {}))
+        content = merged(self._versions, self._chain, shard, owns_copy=owns_copy)
+        written = self._writer.write_full(self._base, about, content)
+        self._chain = [VersionStep(written.folder, written.manifest)]
+
+    def _prune(self) -> None:
+        if not self._peers.is_first:
+            return
+        try:
+            prune(self._versions, self._cfg.keep)
+        except (OSError, DamagedError) as error:
+            self._warn(f"old versions could not be deleted: {error}")
+
+    def _run_at(self, step: int) -> str:
+        """The same text for the same run on the same course up to a step; only the first rank's counts."""
+        return "" if self._identity is None else digest_of_plain(self._identity.at(step).to_plain())[:16]
+
+    def _agree_on_next(self, step: int) -> None:
+        """The step of the next version, one value for all ranks."""
+        if self._cfg.every_s is None:
+            return
+        (last_step, last_s), now_s = self._last, time.monotonic()
+        step_s = max(1e-6, (now_s - last_s) / max(1, step - last_step))
+        self._last = (step, now_s)
+        self._next_step = self._peers.gather(step + max(1, round(self._cfg.every_s / step_s)))[0]

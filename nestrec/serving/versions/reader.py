@@ -1,0 +1,201 @@
+"""Reading versions: which there are, how one follows from another, what they hold. Nothing is believed unverified."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from nestrec.base.errors import DamagedError
+from nestrec.serving.versions.manifest import (
+    NEWEST_FILE,
+    VERSIONS,
+    Kind,
+    Newest,
+    PublishedTable,
+    VersionFile,
+    VersionManifest,
+    decode_manifest,
+    decode_newest,
+    manifest_file,
+    version_of,
+)
+from nestrec.serving.versions.places import Place
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""(n,) int64 ids and (n, D) rows, on the host"""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStep:
+    """One version on the way to another."""
+
+    folder: str
+    manifest: VersionManifest
+
+
+class Versions:
+    """What lies at an address. `DamagedError` for what is not as it was written, `OSError` where it cannot be asked."""
+
+    def __init__(self, place: Place):
+        self.place = place
+
+    def newest(self) -> Newest | None:
+        """None where nothing was published yet."""
+        try:
+            content = self.place.read(NEWEST_FILE)
+        except FileNotFoundError:
+            return None
+        return decode_newest(content, NEWEST_FILE)
+
+    def manifest(self, folder: str, kind: Kind, version: str) -> VersionManifest:
+        """Of the version of this name; `FileNotFoundError` where it is not told in this way."""
+        where = manifest_file(folder, kind)
+        manifest = decode_manifest(self.place.read(where), where)
+        is_named = manifest.version == version
+        if manifest.kind == "delta" or manifest.parent is None:
+            made_of = version_of(manifest.parent, manifest.number, manifest.step, manifest.files)
+            is_named = is_named and made_of == version
+        if not is_named or manifest.kind != kind:
+            raise _damaged(where, "is that of another version")
+        return manifest
+
+    def history(self) -> Iterator[tuple[str, str]]:
+        """(folder, version) from the newest back, as far as they are told of."""
+        newest = self.newest()
+        at = None if newest is None else (newest.folder, newest.version)
+        while at is not None and (manifest := self.told(*at)) is not None:
+            yield at
+            parent = manifest.parent
+            at = None if parent is None else (parent.folder, parent.version)
+
+    def find(self, version: str) -> tuple[str, str] | None:
+        """(folder, version) of the one whose name begins so."""
+        return next((at for at in self.history() if at[1].startswith(version)), None)
+
+    def way(self, target: tuple[str, str], current: str) -> list[VersionStep]:
+        """What leads from a version to another, oldest first. A `DamagedError` or `FileNotFoundError` where nothing
+        does."""
+        steps: list[VersionStep] = []
+        folder, version = target
+        while version != current:
+            delta = self.manifest(folder, "delta", version)
+            steps.append(VersionStep(folder, delta))
+            assert delta.parent is not None, "a delta has a parent"
+            folder, version = delta.parent.folder, delta.parent.version
+        return steps[::-1]
+
+    def way_from_full(self, target: tuple[str, str]) -> list[VersionStep]:
+        """The like from the newest that is told in full, which comes first."""
+        steps: list[VersionStep] = []
+        folder, version = target
+        while True:
+            try:
+                return [VersionStep(folder, self.manifest(folder, "full", version)), *steps[::-1]]
+            except (FileNotFoundError, DamagedError) as error:
+                try:
+                    delta = self.manifest(folder, "delta", version)
+                except FileNotFoundError:
+                    raise error from None
+            steps.append(VersionStep(folder, delta))
+            assert delta.parent is not None, "a delta has a parent"
+            folder, version = delta.parent.folder, delta.parent.version
+
+    def read(self, step: VersionStep, entry: VersionFile) -> bytes:
+        """The content of a file, which is that of its digest."""
+        return read_file(self.place, step.folder, entry)
+
+    def weights(self, step: VersionStep) -> dict[str, torch.Tensor]:
+        """Dense weights by name."""
+        (entry,) = _of_kind(step.manifest, "weights")
+        return tensors_of(self.read(step, entry), entry.name)
+
+    def descriptions(self, step: VersionStep) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What is not learnt, as `differences` of JSON and of tensors."""
+        plain, tensors = {}, {}
+        for entry in _of_kind(step.manifest, "descriptions"):
+            content = self.read(step, entry)
+            if entry.name.endswith(".json"):
+                plain = json.loads(content)
+            else:
+                tensors = tensors_of(content, entry.name)
+        return plain, tensors
+
+    def rows(self, step: VersionStep, table: PublishedTable) -> Iterator[Rows]:
+        """Rows of a table, file by file."""
+        for entry in _of_kind(step.manifest, "rows"):
+            if entry.table == table.name:
+                yield self._rows(step, entry, table.num_rows)
+
+    def index(self, step: VersionStep, num_items: int) -> Iterator[Rows]:
+        """Vectors that are retrieved, file by file, and the rows of the index that they are in."""
+        for entry in _of_kind(step.manifest, "index"):
+            yield self._rows(step, entry, num_items)
+
+    def removed(self, step: VersionStep, table: PublishedTable) -> torch.Tensor:
+        """Keys that are as they begin again."""
+        keys = [torch.zeros(0, dtype=torch.int64)]
+        for entry in _of_kind(step.manifest, "removed"):
+            if entry.table == table.name:
+                keys.append(tensors_of(self.read(step, entry), entry.name)["keys"])
+                _check_keys(keys[-1], table.num_rows, entry.name)
+        return torch.cat(keys)
+
+    def _rows(self, step: VersionStep, entry: VersionFile, num_rows: int) -> Rows:
+        tensors = tensors_of(self.read(step, entry), entry.name)
+        keys, weight = tensors["keys"], tensors["weight"]
+        _check_keys(keys, num_rows, entry.name)
+        if not bool(weight.isfinite().all()) or len(keys) != len(weight):
+            raise _damaged(entry.name, "holds rows that are not finite, or not one a key")
+        return keys, weight
+
+    def told(self, folder: str, version: str) -> VersionManifest | None:
+        """A manifest of a version, in whichever way it is told; none where it is not, or is damaged."""
+        kinds: tuple[Kind, Kind] = ("delta", "full")
+        for kind in kinds:
+            try:
+                return self.manifest(folder, kind, version)
+            except (FileNotFoundError, DamagedError):
+                continue
+        return None
+
+
+def read_file(place: Place, folder: str, entry: VersionFile) -> bytes:
+    """The content of a file of a version; `DamagedError` where it is missing or not that of its digest."""
+    where = f"{folder}/{entry.name}"
+    try:
+        content = place.read(f"{VERSIONS}/{where}")
+    except FileNotFoundError as error:
+        raise _damaged(where, "is missing") from error
+    if len(content) != entry.bytes or hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise _damaged(where, "does not match its digest")
+    return content
+
+
+def tensors_of(content: bytes, where: str) -> dict[str, torch.Tensor]:
+    try:
+        return dict(load(content))
+    except SafetensorError as error:
+        raise _damaged(where, f"cannot be read: {error}") from error
+
+
+def _of_kind(manifest: VersionManifest, kind: str) -> list[VersionFile]:
+    return [entry for entry in manifest.files if entry.kind == kind]
+
+
+def _check_keys(keys: torch.Tensor, num_rows: int, where: str) -> None:
+    if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= num_rows):
+        raise _damaged(where, f"holds keys beyond the {num_rows} rows of the table")
+
+
+def _damaged(where: str, problem: str) -> DamagedError:
+    return DamagedError(problem, field="version", value=where, remedy="wait for the next full one")
+
+
+def tables_of(manifest: VersionManifest) -> Mapping[str, PublishedTable]:
+    """By name."""
+    return {table.name: table for table in manifest.tables}

@@ -1,0 +1,37 @@
+"""A server that has applied every delta has, to the bit, what a full export of the same step holds."""
+
+import pytest
+from changing_run import publish_versions
+
+from nestrec.testing.tiny_runs import make_datasets
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_datasets(folder, num_topics=5)
+    return folder
+
+
+KINDS = [
+    ("hstu", "ttl"), ("ranking", "lru"), ("hstu", "lru"), ("ranking", "static"), ("ranking", "ttl"), ("hstu", "hashed"),
+    ("hstu", "narrow"), ("ranking", "narrow"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"), [(1, KINDS[0]), (1, KINDS[1]), (1, KINDS[6]), (2, KINDS[2]), (2, KINDS[3]), (2, KINDS[5])]
+)
+def test_deltas_lead_to_what_an_export_holds(pools, data, tmp_path, world, kind):
+    removed = pools[world].run(publish_versions, data, tmp_path, kind, 12)
+    assert kind[1] not in ("lru", "ttl") or removed[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_two_hundred_deltas_lead_to_what_an_export_holds(pools, data, tmp_path, world, kind):
+    removed = pools[world].outcomes(publish_versions, data, tmp_path, kind, 200, timeout_s=800)
+    assert isinstance(removed[0], int), removed
+    assert kind[1] not in ("lru", "ttl") or removed[0] > 0

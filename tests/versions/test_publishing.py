@@ -1,0 +1,122 @@
+"""Runs publish versions as they go on: in the end they hold what an export holds, whatever happens on the way."""
+
+import contextlib
+import sys
+import threading
+
+import pytest
+from changing_run import ChangingRun, assert_same
+
+import nestrec
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import armed
+from nestrec.distributed import Topology
+from nestrec.library.runs import train
+from nestrec.serving.model.export import restored_session, servable_of_session
+from nestrec.serving.versions.followed import Followed
+from nestrec.serving.versions.places import place_of
+from nestrec.serving.versions.publish_run import publish_run
+from nestrec.serving.versions.reader import Versions
+from nestrec.testing.tiny_runs import config_of, make_datasets
+
+POINTS = [
+    f"publish.{kind}.{place}"
+    for kind in ("delta", "full")
+    for place in ("before_files", "between_files", "before_manifest", "after_manifest")
+] + ["publish.after_newest", "publish.during_pruning"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_datasets(folder, num_topics=5)
+    return folder
+
+
+def followed_at(address):
+    versions = Versions(place_of(address))
+    newest = versions.newest()
+    return Followed.open(versions, versions.way_from_full((newest.folder, newest.version)))
+
+
+def test_training_publishes_deltas_and_goes_on_with_them_when_started_again(data, tmp_path):
+    address = str(tmp_path / "published")
+    options = {"publish.address": address, "publish.every_steps": 2, "training.max_steps": 5}
+    train(config_of("hstu", data, options), output=tmp_path / "run")
+    versions = Versions(place_of(address))
+    assert [versions.told(*at).step for at in versions.history()] == [5, 4, 2]
+    train(config_of("hstu", data, {**options, "training.max_steps": 7}), output=tmp_path / "run")
+    told = [versions.told(*at) for at in versions.history()]
+    assert [(manifest.step, manifest.kind) for manifest in told] == [
+        (7, "delta"), (6, "delta"), (5, "delta"), (4, "delta"), (2, "full"),
+    ]  # fmt: skip
+    with restored_session(tmp_path / "run", best=False) as (session, step):
+        assert_same(followed_at(address).servable, servable_of_session(session, step, tmp_path))
+        history = {"items": ["1", "2"], "times_ms": [1, 2], "now_ms": 3}
+        items = nestrec.load(tmp_path / "run", best=False).recommend(history=history, k=5)
+    assert nestrec.load(address).recommend(history=history, k=5).items == items.items
+    manifest = publish_run(tmp_path / "run", address, best=False)
+    assert (manifest.version, manifest.step) == (told[0].version, 7)  # it is there already
+
+
+def test_a_run_that_was_killed_after_a_version_begins_with_a_full_one(data, tmp_path):
+    address = str(tmp_path / "published")
+    options = {"publish.address": address, "publish.every_steps": 1, "training.max_steps": 3}
+    train(config_of("hstu", data, options), output=tmp_path / "run")
+    more = {**options, "training.max_steps": 6, "training.checkpoint_every_steps": 2}
+    with armed("train.step", lambda: sys.exit(1), at=3), pytest.raises(SystemExit):
+        train(config_of("hstu", data, more), output=tmp_path / "run")
+    for thread in threading.enumerate():  # what a killed process would not have gone on writing is written here
+        if thread.name == "nestrec-checkpoint":
+            thread.join()
+    versions = Versions(place_of(address))
+    assert versions.told(*next(versions.history())).step == 5  # the last checkpoint is of step 4
+    train(config_of("hstu", data, more), output=tmp_path / "run")
+    steps = [versions.told(*at) for at in versions.history()]
+    assert [(manifest.step, manifest.kind) for manifest in steps] == [(6, "delta"), (5, "full")]
+    with restored_session(tmp_path / "run", best=False) as (session, step):
+        assert_same(followed_at(address).servable, servable_of_session(session, step, tmp_path))
+
+
+@pytest.mark.parametrize(("kind_of_address", "points"), [("folder", POINTS[3::4]), ("memory", POINTS)])
+def test_a_version_that_cannot_be_written_is_made_up_for_by_the_next(data, tmp_path, kind_of_address, points):
+    def fail():
+        failed.append(point)
+        raise OSError("no space left")
+
+    address = f"memory://{tmp_path}" if kind_of_address == "memory" else str(tmp_path / "published")
+    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=3, snapshot_every=2)
+    exported, failed = {}, []
+    for point in [None, *points]:
+        for attempt in ("first", "second", "third"):
+            run.change()
+            with armed(point, fail) if point and attempt != "third" else contextlib.nullcontext():
+                run.publisher.publish(run.session, run.step)
+                run.publisher.close()
+            exported[run.step] = run.export(tmp_path)
+        found = followed_at(address)
+        assert_same(found.servable, exported[found.step.manifest.step])
+        assert found.step.manifest.step == run.step
+    assert set(failed) == set(points)
+
+
+def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path):
+    address = str(tmp_path / "published")
+    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=1, snapshot_every=3)
+    for _ in range(14):
+        run.change()
+        run.publisher.publish(run.session, run.step)
+        run.publisher.close()
+    versions = Versions(place_of(address))
+    kept = sorted(int(name.partition("-")[0]) for name in versions.place.folders("versions"))
+    assert kept == list(range(kept[0], 15))
+    assert 14 - kept[0] + 1 <= 6 + 3
+    for at in versions.history():  # a server can be pinned to any of the newest six
+        if versions.told(*at).number >= 9:
+            Followed.open(versions, versions.way_from_full(at))
+
+
+def test_a_run_without_a_form_for_serving_does_not_begin_to_publish(data, tmp_path):
+    cfg = config_of("rows", data, {"publish.address": str(tmp_path / "published"), "training.max_steps": 1})
+    with pytest.raises(UserError, match="cannot be served"):
+        train(cfg, output=tmp_path / "run")
