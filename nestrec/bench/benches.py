@@ -25,6 +25,7 @@ BENCHES: Seam[Bench] = Seam(
         "prepare": "nestrec.bench.quality.prepare:BENCH",
         "quality": "nestrec.bench.quality.quality:BENCH",
         "relay": "nestrec.bench.serving.relay:BENCH",
+        "retrieval": "nestrec.bench.serving.retrieval:BENCH",
         "schedules": "nestrec.bench.schedules.schedules:BENCH",
         "simulator": "nestrec.bench.planning.simulator:BENCH",
         "sparse": "nestrec.bench.schedules.sparse:BENCH",

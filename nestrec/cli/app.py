@@ -282,7 +282,7 @@ def export(
 
     cfg = with_overrides(ExportConfig(), parse_overrides(context.args, ("last",)))
     with progress_for(f"export {output}"):
-        manifest = export_run(run, output, best=not last, defaults=cfg.defaults)
+        manifest = export_run(run, output, best=not last, defaults=cfg.defaults, search=cfg.search)
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
 
 

@@ -21,15 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.models.backbones import backbone_of
-from nestrec.models.whole_forward import whole_forward
-from nestrec.serving.engine.runner import Part, Runner, Scored
-from nestrec.serving.model.forms import form_of
+from nestrec.serving.engine.plain_runner import plain_runner
+from nestrec.serving.engine.runner import Part, Scored
 from nestrec.serving.model.inputs import Candidates
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import MANIFEST_FILE
 from nestrec.serving.model.tables import ResidentTable
-from nestrec.serving.prefix.page_pool import PagePool
 from nestrec.serving.versions.opening import is_published, open_newest
 from nestrec.training.run_folder import RunFolder
 
@@ -71,30 +68,15 @@ class _Asked:
     """ids that the model does not know"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is kept of a prefix where there is none."""
-
-    num_layers: int = 1
-    num_heads: int = 1
-    head_dim: int = 1
-
-
 class Recommender:
     """A model in memory. Nothing is kept between calls; any thread may call."""
 
-    def __init__(self, servable: Servable):
+    def __init__(self, servable: Servable, slide_events: int | None = 1):
+        """slide_events: events by which a full history slides; 1 as in evaluation, none as a server has it by
+        default."""
         self.servable = servable
-        self._form = form_of(servable, slide_events=1)
-        has_cached = backbone_of(servable.encoder_config).cached is not None
-        pool = PagePool(
-            servable.kept if has_cached else _Kept(),
-            num_pages=1,
-            page_tokens=1,
-            device=servable.device,
-            dtype=servable.dtype,
-        )
-        self._runner = Runner(self._form, pool, None if has_cached else whole_forward)
+        self._runner = plain_runner(servable, slide_events)
+        self._form = self._runner.form
 
     @property
     def item_ids(self) -> tuple[str, ...]:

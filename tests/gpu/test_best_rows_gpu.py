@@ -1,5 +1,6 @@
 """The fused search against its definition. Under TRITON_INTERPRET=1 the same tests run on a CPU."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,3 +99,20 @@ def test_real_numbers_and_graphs(dtype):
     for _ in range(2):
         graph.replay()
         assert torch.equal(again, found)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="captured by a graph: on a GPU alone")
+def test_captured_searches_are_the_plain_one_batch_after_batch():
+    from nestrec.serving.model.graph_search import GraphSearch
+    from nestrec.serving.model.item_search import ExactSearch, Excluded
+    from nestrec.serving.model.tables import ResidentTable
+
+    torch.manual_seed(3)
+    table = ResidentTable(torch.randn(50_000, 64, device="cuda"))
+    plain, captured, rng = ExactSearch(table), GraphSearch(table), np.random.default_rng(3)
+    with torch.inference_mode():
+        for count, k, seen in ((3, 20, 0), (16, 100, 50), (1, 20, 4), (40, 100, 20), (5, 20, 0), (2, 1000, 900)):
+            asked = torch.randn(count, 64, device="cuda")
+            excluded = Excluded.of([rng.integers(0, 50_000, seen) for _ in range(count)])
+            for found, expected in zip(captured.best(asked, k, excluded), plain.best(asked, k, excluded), strict=True):
+                np.testing.assert_array_equal(found, expected)

@@ -16,7 +16,9 @@ from nestrec.models.whole_forward import whole_forward
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.runner import Part, Runner
+from nestrec.serving.model.export import export_run
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.model.search_options import SearchConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 NOW_MS = 1_642_300_000_000
@@ -34,7 +36,7 @@ def asked_of_server(folder, path, body):
         async def ask():
             transport = httpx.ASGITransport(App(service, LimitsConfig()))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return (await client.post(path, json=body)).json()
+                return (await (client.get(path) if body is None else client.post(path, json=body))).json()
 
         return asyncio.run(ask())
     finally:
@@ -52,6 +54,21 @@ def test_recommendations_are_those_of_the_server(retrieval):
         assert list(found.items) == served["items"]
         np.testing.assert_allclose(found.scores["score"], served["scores"]["score"], rtol=1e-5)
         assert not set(found.items) & {"5", "9", "13"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_export_with_a_search_says_its_recall_and_finds_what_it_says(retrieval, tmp_path):
+    pytest.importorskip("faiss", reason="the extra `faiss` is not installed")
+    export_run(retrieval.run, tmp_path / "model", search=SearchConfig(kind="faiss_hnsw", links=16, width=400))
+    said = asked_of_server(tmp_path / "model", "/v1/models", None)["models"]["retrieval"]["search"]
+    assert (said["kind"], said["of"]) == ("faiss_hnsw", "users of the dataset")
+    assert 0.9 < said["recall"] <= 1.0
+    assert asked_of_server(retrieval.folder, "/v1/models", None)["models"]["retrieval"]["search"] == {"kind": "exact"}
+    exact, found = (
+        nestrec.load(folder).recommend(HISTORIES[0], 5) for folder in (retrieval.folder, tmp_path / "model")
+    )
+    assert len(set(found.items) & set(exact.items)) >= 4
+    assert (np.diff(found.scores["score"]) <= 0).all()
 
 
 def test_ranks_are_those_of_the_server(ranking):

@@ -11,9 +11,9 @@ import psutil
 
 from nestrec.base.config import config
 from nestrec.bench.bench import Bench
-from nestrec.bench.serving.served import Served, made_up_load, quantile, serve_load, server
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.load.replay import Reads
+from nestrec.serving.load.served import Served, made_up_load, quantile, serve_load, server
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval
 

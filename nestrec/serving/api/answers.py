@@ -116,6 +116,9 @@ class ModelAnswer(TypedDict):
     """categories of users"""
     defaults: Mapping[str, Any]
     """what its export takes for a field that is left out"""
+    search: NotRequired[Mapping[str, Any]]
+    """of a retrieval model: how its index is searched, and where not every row is looked at the recall that its export
+    measured"""
 
 
 class ModelsAnswer(TypedDict):

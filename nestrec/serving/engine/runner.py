@@ -109,6 +109,13 @@ class Runner:
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[Scored | None]:
         """Scores of each part with candidates; none for the others."""
+        states = self.states(parts)
+        best = self._best(parts, states)
+        return [best.pop(b) if b in best else self._scores(part, states[b]) for b, part in enumerate(parts)]
+
+    @torch.inference_mode()
+    def states(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """(new tokens, D) of each part: of its history, then of its candidates where they are tokens."""
         appended = int(self.form.appends_candidates)
         counts = [part.end - part.first + appended * part.num_candidates for part in parts]
         bounds, made = list(itertools.accumulate(counts, initial=0)), list[KeysAndValues]()
@@ -124,9 +131,7 @@ class Runner:
             )
         for part, start in zip(parts, bounds[:-1], strict=True):
             self._store(part, start, made)
-        states = [state_TD[start:end] for start, end in itertools.pairwise(bounds)]
-        best = self._best(parts, states)
-        return [best.pop(b) if b in best else self._scores(part, states[b]) for b, part in enumerate(parts)]
+        return [state_TD[start:end] for start, end in itertools.pairwise(bounds)]
 
     def _best(self, parts: Sequence[Part], states: Sequence[torch.Tensor]) -> dict[int, Scored]:
         """Of the whole catalogue, for all who ask for that at once; by place in the batch."""

@@ -31,6 +31,8 @@ from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.mapped import mapped
+from nestrec.serving.model.search_options import SearchConfig
+from nestrec.serving.model.search_recall import with_search
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import serving_form_of
 from nestrec.serving.model.spec import (
@@ -39,6 +41,7 @@ from nestrec.serving.model.spec import (
     ITEMS_FILE,
     MANIFEST_FILE,
     PROBE_FILE,
+    SEARCH_FILE,
     SPEC_FILE,
     TITLES_FILE,
     WEIGHTS_FILE,
@@ -59,16 +62,26 @@ from nestrec.training.session import Session
 class ExportConfig:
     defaults: InputDefaults = InputDefaults()
     """what stands in for something that the model reads and a request does not tell"""
+    search: SearchConfig = SearchConfig()
+    """of the index of a retrieval model"""
 
 
 def export_run(
-    run: Path, output: Path, *, best: bool = True, defaults: InputDefaults | None = None
+    run: Path,
+    output: Path,
+    *,
+    best: bool = True,
+    defaults: InputDefaults | None = None,
+    search: SearchConfig | None = None,
 ) -> ServableManifest:
     """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out."""
     check_served(RunFolder(run).config().task)
     check_folder(output.parent, "OUT")
     output.parent.mkdir(parents=True, exist_ok=True)
-    return write_servable(_with_defaults(servable_of_run(run, output.parent, best=best), defaults), output)
+    servable = _with_defaults(servable_of_run(run, output.parent, best=best), defaults)
+    if search is not None and search.kind != "exact":
+        servable = with_search(servable, search, Path(RunFolder(run).config().data.folder))
+    return write_servable(servable, output)
 
 
 def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
@@ -193,6 +206,8 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
     if servable.index is not None:
         ids = torch.arange(1, servable.spec.num_items + 1)
         files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))
+        if servable.search is not None:
+            files.append(_write_tensors(folder, SEARCH_FILE, servable.search))
     manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)))
     _write_json(folder, MANIFEST_FILE, dumps(manifest))
     sync_folder(folder)

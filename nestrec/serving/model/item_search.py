@@ -74,10 +74,15 @@ class ExactSearch:
     def best(
         self, queries_BD: torch.Tensor, k: int, excluded: Excluded
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        pairs, count = excluded.on(queries_BD.device), min(k + SPARE, self._table.num_rows)
+        scores_BK, rows_BK = scores_and_rows(self.best_keys(queries_BD, k, excluded.on(queries_BD.device)))
+        return rows_BK.cpu().numpy(), scores_BK.cpu().numpy()
+
+    def best_keys(self, queries_BD: torch.Tensor, k: int, pairs: ExcludedPairs | None) -> torch.Tensor:
+        """(B, at most k) keys by exact scores, best first, on the device. Captured by a graph where all lies on it."""
+        count = min(k + SPARE, self._table.num_rows)
         keys = [best_of_part(queries_BD, part_ND, start, count, pairs) for start, part_ND in self._table.parts()]
         rows_BK = scores_and_rows(keys[0] if len(keys) == 1 else merged_keys(keys, count))[1]
-        return exactly_ordered(self._table, queries_BD, rows_BK, k)
+        return _ordered_keys(self._table, queries_BD, rows_BK, k)
 
 
 class ShardedSearch:
@@ -135,9 +140,13 @@ def exactly_ordered(
     table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Tensor, k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """(B, at most k) rows and scores on the host of a first choice, -1 where there is none."""
-    keys = _exact_keys(table, queries_BD, rows_BK, 0)
-    scores_BK, rows_BK = scores_and_rows(keys.topk(min(k, keys.shape[1]), dim=1).values)
+    scores_BK, rows_BK = scores_and_rows(_ordered_keys(table, queries_BD, rows_BK, k))
     return rows_BK.cpu().numpy(), scores_BK.cpu().numpy()
+
+
+def _ordered_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Tensor, k: int) -> torch.Tensor:
+    keys = _exact_keys(table, queries_BD, rows_BK, 0)
+    return keys.topk(min(k, keys.shape[1]), dim=1).values
 
 
 def _exact_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Tensor, first: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
+from nestrec.serving.model.tables import ResidentTable
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 
 
@@ -70,9 +71,7 @@ class RetrievalForm:
     def best(
         self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        nobody = torch.zeros(self.servable.encoder_config.dim, dtype=self.servable.dtype, device=self.servable.device)
-        queries_BD = self.query(torch.stack([nobody if one is None else one for one in last]))
-        queries_BD = queries_BD * torch.tensor([[one is not None] for one in last], device=nobody.device)
+        queries_BD = self.queries(last)
         found: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         open_ones = [b for b, one in enumerate(asked) if one.allowed is None]
         if open_ones:
@@ -98,8 +97,26 @@ class RetrievalForm:
 
     @cached_property
     def _search(self) -> ItemSearch:
-        assert self.servable.index is not None
-        return ExactSearch(self.servable.index)
+        index = self.servable.index
+        assert index is not None
+        if isinstance(index, ResidentTable) and index.weight.is_cuda:
+            from nestrec.serving.model.graph_search import GraphSearch
+
+            return GraphSearch(index)
+        if isinstance(index, ResidentTable) and self.servable.search is not None:
+            from nestrec.serving.model.faiss_search import FaissSearch
+
+            return FaissSearch(index.weight, self.servable.spec.search, self.servable.search)
+        return ExactSearch(index)
+
+    def queries(self, last: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """(B, D) what is multiplied with item vectors; zeros where there is no last state."""
+        nobody = torch.zeros(self.servable.encoder_config.dim, dtype=self.servable.dtype, device=self.servable.device)
+        if not last:
+            return nobody.new_zeros(0, len(nobody))
+        queries_BD = self.query(torch.stack([nobody if one is None else one for one in last]))
+        missing = [b for b, one in enumerate(last) if one is None]
+        return queries_BD.index_fill(0, torch.tensor(missing, device=nobody.device), 0.0) if missing else queries_BD
 
     def query(self, last_BD: torch.Tensor) -> torch.Tensor:
         """(B, D) what is multiplied with item vectors."""

@@ -28,6 +28,7 @@ from nestrec.serving.model.spec import (
     ITEMS_FILE,
     MANIFEST_FILE,
     PROBE_FILE,
+    SEARCH_FILE,
     SPEC_FILE,
     TITLES_FILE,
     WEIGHTS_FILE,
@@ -59,6 +60,8 @@ class Servable:
     """a request that the export has recorded the scores of"""
     item_titles: tuple[str, ...] = ()
     """what people call item 1, 2, ...; none where the dataset had no text of its items"""
+    search: Mapping[str, torch.Tensor] | None = None
+    """what was built over the index, where a search on a CPU does not look at every row (retrieval)"""
     exported_at_s: float | None = None
     """Unix seconds; none for one that was not read from a folder"""
 
@@ -148,6 +151,11 @@ class Servable:
         """Where ids are when they are looked up: a cache is asked by the host."""
         return self.device if self.is_resident else torch.device("cpu")
 
+    @property
+    def search_kind(self) -> str:
+        """How its index is searched where it is: a GPU looks at every row."""
+        return "exact" if self.search is None or self.device.type != "cpu" else self.spec.search.kind
+
     def ids_of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
         """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
         return self.item_ids.of(keys)
@@ -157,7 +165,7 @@ class Servable:
         """Verify and load; `DamagedError` where a file is missing, changed or foreign."""
         manifest = verified_manifest(folder)
         cfg, place = tables or TablesConfig(), torch.device(device)
-        return Servable.of_parts(
+        servable = Servable.of_parts(
             {entry.name: _content(folder / entry.name) for entry in manifest.files if is_description(entry.name)},
             load_file(folder / WEIGHTS_FILE),
             lambda file, tensor: open_table(folder / file, tensor, place, cfg, is_streamed=file == INDEX_FILE),
@@ -166,6 +174,8 @@ class Servable:
             exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
             probe=_probe(folder),
         )
+        has_search = (folder / SEARCH_FILE).exists()
+        return replace(servable, search=load_file(folder / SEARCH_FILE)) if has_search else servable
 
     @staticmethod
     def of_parts(
@@ -206,7 +216,8 @@ class Servable:
 
 def is_description(file: str) -> bool:
     """Of a servable folder: it holds no learnt numbers."""
-    return file not in {WEIGHTS_FILE, INDEX_FILE, PROBE_FILE} and not file.startswith(table_file("").partition(".")[0])
+    learnt = {WEIGHTS_FILE, INDEX_FILE, PROBE_FILE, SEARCH_FILE}
+    return file not in learnt and not file.startswith(table_file("").partition(".")[0])
 
 
 def verified_manifest(folder: Path) -> ServableManifest:

@@ -7,6 +7,7 @@ from dataclasses import field
 from typing import Literal
 
 from nestrec.base.config import config, to_plain
+from nestrec.serving.model.search_options import SearchConfig, SearchRecall
 from nestrec.tasks.built_in import TaskConfig
 
 FORMAT = 1
@@ -14,6 +15,7 @@ SPEC_FILE, MANIFEST_FILE = "spec.json", "manifest.json"
 WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
 ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
 PROBE_FILE, TITLES_FILE = "probe.json", "item_titles.json"
+SEARCH_FILE = "search.safetensors"
 
 
 @config
@@ -64,6 +66,10 @@ class ServableSpec:
     """categories beside the item (ranking)"""
     defaults: InputDefaults = InputDefaults()
     """of inputs that a request leaves out"""
+    search: SearchConfig = SearchConfig()
+    """of the index (retrieval)"""
+    recall: SearchRecall | None = None
+    """of a search that does not look at every row, as the export measured it"""
     format: int = FORMAT
     """version of this layout"""
 

@@ -5,8 +5,8 @@ import pytest
 
 from nestrec.bench.serving.front import FrontBench, measure_front
 from nestrec.bench.serving.overload import normal_after_s
-from nestrec.bench.serving.served import Served, quantile
 from nestrec.serving.load.open_loop import Trial
+from nestrec.serving.load.served import Served, quantile
 
 
 def served(latency_ms):

@@ -75,7 +75,7 @@ def _model(fleet: Fleet) -> ModelAnswer:
     of_events = {"times_ms": servable.reads_times, "actions": servable.reads_actions}
     reads = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
     reads += [f"history.features.{name}" for name in features] + [f"context.{name}" for name in features]
-    return {
+    answer: ModelAnswer = {
         "version": servable.version[:12],
         "name": servable.spec.name,
         "outputs": list(form.outputs),
@@ -87,6 +87,9 @@ def _model(fleet: Fleet) -> ModelAnswer:
         "user_features": user_features,
         "defaults": to_plain(servable.spec.defaults),
     }
+    if servable.index is not None:
+        answer["search"] = {"kind": servable.search_kind, **(to_plain(servable.spec.recall) or {})}
+    return answer
 
 
 PAGE_LIVE = Endpoint(

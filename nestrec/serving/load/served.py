@@ -65,10 +65,16 @@ def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
 
 
 def serve_load(
-    port: int, process: psutil.Process, at_s: Floats, bodies: Sequence[bytes], *, polls: bool = False
+    port: int,
+    process: psutil.Process,
+    at_s: Floats,
+    bodies: Sequence[bytes],
+    *,
+    polls: bool = False,
+    path: str = "/v1/rank",
 ) -> Served:
-    """Send ranking requests at their moments and wait for all answers. polls: with a client that never sleeps."""
-    requests = [post("/v1/rank", body) for body in bodies]
+    """Send requests at their moments and wait for all answers. polls: with a client that never sleeps."""
+    requests = [post(path, body) for body in bodies]
     before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
     gc.collect()
     gc.disable()  # a collection over all those bodies would be felt as latency
@@ -107,13 +113,16 @@ def made_up_load(
     timeout_ms: int,
     seed: int,
     reads: Reads,
+    k: int = 0,
 ) -> tuple[Floats, list[bytes]]:
-    """Poisson arrivals of users of whom none returns."""
+    """Poisson arrivals of users of whom none returns. k: they ask for so many items instead of scores of candidates."""
     at_s = poisson_arrivals(rate, duration_s, seed)
     cfg = ReplayConfig(candidates=candidates, items=items, seed=seed)
     bodies = []
     for user in range(first_user, first_user + len(at_s)):
         _, body = made_up_request(user, history, cfg, np.random.default_rng(user), reads)
+        if k:
+            body = {"k": k, **{name: body[name] for name in ("user", "history", "now_ms")}}
         bodies.append(orjson.dumps({**body, "timeout_ms": timeout_ms}))
     return at_s, bodies
 

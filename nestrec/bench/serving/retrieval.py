@@ -1,0 +1,159 @@
+"""The best of a catalogue: the fused pass of a GPU, the exact search of a CPU, and faiss with its recall.
+
+nestrec bench retrieval --items 1000000,10000000 --batch 1,16,64 --device cuda --dtype bfloat16
+nestrec bench retrieval --items 100000 --batch 1,16 --kinds exact,faiss_hnsw,faiss_ivf
+nestrec bench retrieval --items 1000000 --rates 500,1000 --device cuda        # over HTTP
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nestrec.base.config import config
+from nestrec.bench.bench import Bench
+from nestrec.bench.kernels.timing import medians_ms
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.load.replay import reads_of
+from nestrec.serving.load.served import made_up_load, quantile, serve_load, server
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, ItemSearch, best_of_part
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.model.search_options import SearchConfig
+from nestrec.serving.model.tables import ResidentTable
+
+_CLUSTERS = 1024
+
+
+@config
+class RetrievalBench:
+    items: tuple[int, ...] = (100_000,)
+    """rows of the index"""
+    dim: int = 128
+    """elements of a row"""
+    k: int = 100
+    """best items of a request"""
+    batch: tuple[int, ...] = (1, 16)
+    """requests that are searched for at once"""
+    seen: int = 50
+    """items of each request that may not be found"""
+    kinds: tuple[str, ...] = ("exact",)
+    """searches: exact, faiss_hnsw, faiss_ivf"""
+    search: SearchConfig = SearchConfig()
+    """options of faiss"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the index lies"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of its rows"""
+    rounds: int = 100
+    """batches that are timed"""
+    rates: tuple[float, ...] = ()
+    """requests a second over HTTP, instead: `/v1/recommend` of a model whose encoder computes next to nothing"""
+    duration_s: float = 5.0
+    """of a rate"""
+    seed: int = 0
+    """of rows and queries"""
+
+
+def measure_retrieval(bench: RetrievalBench) -> Iterator[dict[str, Any]]:
+    """Rows lie around centres, as those of a trained model do: faiss finds more there than among random ones."""
+    for num_items in bench.items:
+        if bench.rates:
+            yield from _over_http(bench, num_items)
+            continue
+        torch.manual_seed(bench.seed)
+        centres = torch.randn(_CLUSTERS, bench.dim, device=bench.device)
+        rows, queries = (_around(centres, count, getattr(torch, bench.dtype)) for count in (num_items, 1024))
+        exact = _search(bench, "exact", rows)
+        for kind in bench.kinds:
+            start_s = time.perf_counter()
+            search = exact if kind == "exact" else _search(bench, kind, rows)
+            build_s = round(time.perf_counter() - start_s, 1)
+            recall = _recall(search, exact, queries[:200], bench.k)
+            for batch in bench.batch:
+                measured = _measured(bench, search, rows, queries, batch, is_exact=kind == "exact")
+                yield {
+                    **_labels(bench, num_items, kind),
+                    "batch": batch,
+                    "recall": recall,
+                    "build_s": build_s,
+                    **measured,
+                }
+
+
+def _measured(
+    bench: RetrievalBench, search: ItemSearch, rows: torch.Tensor, queries: torch.Tensor, batch: int, *, is_exact: bool
+) -> dict[str, Any]:
+    rng, times_ms = np.random.default_rng(bench.seed), list[float]()
+    for number in range(bench.rounds + 3):
+        asked = queries[torch.from_numpy(rng.integers(0, len(queries), batch)).to(queries.device)]
+        excluded = Excluded.of([rng.integers(1, len(rows), bench.seen) for _ in range(batch)])
+        start_s = time.perf_counter()
+        search.best(asked, bench.k, excluded)
+        times_ms += [(time.perf_counter() - start_s) * 1e3] if number >= 3 else []
+    device_ms = None
+    if bench.device == "cuda" and is_exact:
+        found = partial(best_of_part, queries[:batch], rows, 0, bench.k + SPARE, excluded.on(rows.device))
+        (device_ms,) = medians_ms([lambda _: found()], 20)
+    return {"device_ms": device_ms and round(device_ms, 4), "qps": round(1e3 * batch / float(np.mean(times_ms)), 1),
+            "p50_ms": quantile(np.sort(times_ms), 50), "p99_ms": quantile(np.sort(times_ms), 99)}  # fmt: skip
+
+
+def _over_http(bench: RetrievalBench, num_items: int) -> Iterator[dict[str, Any]]:
+    encoder = HSTUConfig(dim=bench.dim, num_layers=1, num_heads=1, head_dim=16, max_length=64, position_bias=False)
+    with tempfile.TemporaryDirectory() as root:
+        write_servable(random_retrieval(encoder, num_items=num_items, seed=bench.seed), Path(root) / "model")
+        with server(Path(root) / "model", "--device", bench.device) as (port, process):
+            for number, rate in enumerate((bench.rates[0], *bench.rates)):
+                load = made_up_load(
+                    rate, bench.duration_s if number else 2.0, first_user=number << 32, history=bench.seen,
+                    candidates=1, items=num_items, timeout_ms=1000, seed=number, k=bench.k,
+                    reads=reads_of(f"http://127.0.0.1:{port}"),
+                )  # fmt: skip
+                served = serve_load(port, process, *load, path="/v1/recommend")
+                ordered = served.answered_ms
+                row = {**_labels(bench, num_items, "exact"), "http": True, "rate": rate, "requests": len(served.at_s)}
+                row |= {"qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
+                        "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms)}  # fmt: skip
+                if number:
+                    yield row
+
+
+def _labels(bench: RetrievalBench, num_items: int, kind: str) -> dict[str, Any]:
+    return {"items": num_items, "dim": bench.dim, "k": bench.k, "search": kind, "exact": kind == "exact",
+            "device": bench.device, "dtype": bench.dtype, "seen": bench.seen}  # fmt: skip
+
+
+def _around(centres: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    rows = torch.empty(count, centres.shape[1], dtype=dtype, device=centres.device)
+    for part in rows.split(1 << 20):
+        own = centres[torch.randint(0, len(centres), (len(part),), device=centres.device)]
+        part.copy_(torch.nn.functional.normalize(own + torch.randn_like(own)))
+    return rows
+
+
+def _search(bench: RetrievalBench, kind: str, rows: torch.Tensor) -> ItemSearch:
+    if kind == "exact" and rows.is_cuda:
+        from nestrec.serving.model.graph_search import GraphSearch
+
+        return GraphSearch(ResidentTable(rows))
+    if kind == "exact":
+        return ExactSearch(ResidentTable(rows))
+    from nestrec.serving.model.faiss_search import FaissSearch, built
+
+    cfg = replace(bench.search, kind=kind)  # type: ignore[arg-type]
+    return FaissSearch(rows, cfg, built(rows, cfg))
+
+
+def _recall(search: ItemSearch, exact: ItemSearch, queries: torch.Tensor, k: int) -> float:
+    found, wanted = (one.best(queries, k, Excluded.of([]))[0] for one in (search, exact))
+    return round(float(np.mean([len(np.intersect1d(a, b)) / k for a, b in zip(found, wanted, strict=True)])), 4)
+
+
+BENCH = Bench(config=RetrievalBench, measure=measure_retrieval)
