@@ -20,7 +20,8 @@ SMALL_LOSSES = ["-k", "(fused and (shape0 or shape2 or shape3)) or tile1-shape2 
 """the interpreter is slow"""
 LONG_SUMS = "sums_are and ((3000 and not dtype2) or (1500 and not dtype0))"
 MORE_LAYERS = "ways_into and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
-FEW_DTYPES = ["-k", f"not ({LONG_SUMS}) and not ({MORE_LAYERS})"]
+MORE_BIASES = "by_bias_alone and ((lengths0 and dtype1) or (lengths1 and dtype0))"
+FEW_DTYPES = ["-k", f"not ({LONG_SUMS}) and not ({MORE_LAYERS}) and not ({MORE_BIASES})"]
 """Every shape and every type occurs, not every pair of them."""
 ROWS_AND_LAYERS = ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "gpu/test_fp8_gpu.py"]
 KERNELS = {

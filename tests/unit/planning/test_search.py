@@ -33,7 +33,10 @@ SPACES = {
 }
 
 
-@pytest.mark.parametrize("name", SPACES)
+IN_CI = ("cores", "heavy traffic", "devices", "devices, large tables")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.slow) for n in SPACES])
 def test_the_choice_is_within_five_percent_of_the_best(name):
     given, cluster = SPACES[name]
     space = SMALL.on(cluster, given)
