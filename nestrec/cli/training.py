@@ -15,7 +15,8 @@ from nestrec.distributed.options import RanksConfig
 from nestrec.library.runs import topology_of
 from nestrec.report import LiveProgress, evaluation_table, progress_for
 from nestrec.report.description import describe
-from nestrec.report.evaluations import verdict_on
+from nestrec.report.evaluations import slice_rows, verdict_on
+from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
 from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.tasks.task import Evaluation
@@ -40,6 +41,8 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
         except Interrupted:
             print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
             sys.exit(exit_codes.INTERRUPTED)
+    if topology.is_first:
+        _warn_of_baselines(folder)
     with contextlib.closing(trainer):
         evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
     if evaluation is None:
@@ -49,6 +52,16 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
         name = f"{folder.resolve().name} (recipe {cfg.name})"
         _show(evaluation, f"{name}: test part, best validation epoch, 95% intervals")
         print(f"run folder: {folder}")
+
+
+def _warn_of_baselines(folder: Path) -> None:
+    """Say it loudly where the best validation of a run is behind a system without a model."""
+    best = best_evaluation(load_run(folder))
+    if best is None or (verdict := verdict_on(best["metrics"], best["headline"])) is None or verdict.outcome == "wins":
+        return
+    print(f"on validation: {verdict.sentence}", file=sys.stderr)
+    if verdict.outcome == "loses":
+        print("serve the baseline, or try other sizes and rates: nestrec tune, nestrec train auto", file=sys.stderr)
 
 
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
@@ -113,6 +126,8 @@ def show_dataset(folder: Path) -> None:
 def _show(evaluation: Evaluation, title: str) -> None:
     plain = evaluation.to_plain()
     Console().print(evaluation_table(plain, title=title))
+    if rows := slice_rows(plain):
+        print_rows(rows, title="by slices")
     if (verdict := verdict_on(plain["metrics"], plain["headline"])) is not None:
         print(verdict.sentence)
     for note in evaluation.notes:

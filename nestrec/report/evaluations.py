@@ -84,6 +84,17 @@ def verdict_on(metrics: Metrics, metric: str) -> Verdict | None:
     return Verdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
 
 
+def slice_rows(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Slices of an evaluation as rows: name, members, and the headline metric of each system (or the nearest to it)."""
+    rows = []
+    for name, found in evaluation.get("slices", {}).items():
+        metrics = found["metrics"]
+        metric = metric_names(metrics, evaluation["headline"])[0]
+        values = {system: mean_of_metric(metrics, system, metric) for system in metrics}
+        rows.append({"slice": name, "members": found["count"], "metric": metric, **values})
+    return rows
+
+
 def _protocol(system: str) -> str:
     return system.partition(",")[2].strip()
 

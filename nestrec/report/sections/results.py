@@ -11,6 +11,7 @@ from nestrec.report.evaluations import (
     mean_of_metric,
     metric_names,
     ratio_to_best,
+    slice_rows,
     verdict_on,
 )
 from nestrec.report.markup import Markup, element
@@ -25,7 +26,22 @@ def results(run: RunRecords) -> Markup | None:
     notes = [element("p", f"Note: {note}", class_="quiet") for note in evaluation.get("notes", ())]
     verdict = verdict_on(evaluation["metrics"], evaluation["headline"])
     loud = element("p", verdict.sentence, class_="problem") if verdict and verdict.outcome != "wins" else None
-    return element("div", loud, _tiles(run, evaluation, verdict), _table(evaluation), _explanation(evaluation), *notes)
+    parts = [_tiles(run, evaluation, verdict), _table(evaluation), _explanation(evaluation), _slices(evaluation)]
+    return element("div", loud, *parts, *notes)
+
+
+def _slices(evaluation: Record) -> Markup | None:
+    """What was measured on parts of the users or events."""
+    rows = slice_rows(evaluation)
+    if not rows:
+        return None
+    head = element("thead", element("tr", [element("th", name) for name in rows[0]]))
+    body = []
+    for row in rows:
+        named = [element("th", row["slice"]), element("td", f"{row['members']:,}"), element("td", row["metric"])]
+        body.append(element("tr", named, [element("td", _figure(value)) for value in list(row.values())[3:]]))
+    table = element("table", head, element("tbody", body), class_="results")
+    return element("details", element("summary", "By slices"), element("div", table, class_="wide"))
 
 
 def _tiles(run: RunRecords, evaluation: Record, verdict: Verdict | None) -> Markup:

@@ -1,0 +1,113 @@
+"""Gradient-boosted trees on hand-made columns: the baseline of ranking that is hard to beat where features tell much.
+
+Columns of an event: smoothed rates of its item, user and of every category with many values, learnt on other folds of
+the training events than the event's own; the ids of categories with few values; numbers as they came; the training
+events of its item and user; the hour of the day. scikit-learn's HistGradientBoostingClassifier fits them (extra `trees`).
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.random import mix64_array
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NUM_FOLDS = 5
+MOST_EVENTS = 500_000
+"""Of more training events, so many of the last ones in time are fitted; all of them count for rates."""
+FEW_VALUES = 32
+SMOOTHING = 10.0
+MISSING_PACKAGE = "baseline 'boosted trees' is left out: pip install 'nestrec[trees]' brings scikit-learn"
+
+
+def is_available() -> bool:
+    """Whether scikit-learn is installed."""
+    return importlib.util.find_spec("sklearn") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EventTable:
+    """What is known of each event before the user reacts, one row an event."""
+
+    ids: dict[str, Ints]
+    """Category to id, `item` and `user` among them; 0 or more."""
+    numbers: dict[str, Floats]
+    """NaN where blank."""
+    times_ms: Ints
+
+    def take(self, places: Ints) -> "EventTable":
+        return EventTable(
+            {name: values[places] for name, values in self.ids.items()},
+            {name: values[places] for name, values in self.numbers.items()},
+            self.times_ms[places],
+        )
+
+
+class BoostedTrees:
+    """Fitted on training events; `logits` scores any others."""
+
+    def __init__(self, events: EventTable, label: Ints, *, seed: int = 0):
+        from sklearn.ensemble import HistGradientBoostingClassifier
+
+        self._overall = float(label.mean())
+        self._sums = {name: _Sums.of(ids, label, fold_of(len(label))) for name, ids in events.ids.items()}
+        self._few = [n for n, ids in events.ids.items() if n not in ("item", "user") and ids.max(initial=0) < FEW_VALUES]
+        columns = self._columns(events, fold_of(len(label)))
+        chosen = np.argsort(events.times_ms, kind="stable")[-MOST_EVENTS:]
+        self._model = HistGradientBoostingClassifier(
+            max_iter=200, learning_rate=0.08, max_leaf_nodes=31, l2_regularization=1.0, early_stopping=False,
+            random_state=seed,
+        )  # fmt: skip
+        self._model.fit(columns[chosen], label[chosen])
+
+    def logits(self, events: EventTable) -> Floats:
+        probability = self._model.predict_proba(self._columns(events, None))[:, 1].clip(1e-7, 1 - 1e-7)
+        odds: Floats = np.log(probability) - np.log1p(-probability)
+        return odds
+
+    def _columns(self, events: EventTable, fold: Ints | None) -> Floats:
+        """fold: of training events, whose own fold is left out of the rates."""
+        columns = []
+        for name, ids in events.ids.items():
+            positive, total = self._sums[name].of_others(ids, fold)
+            columns.append((positive + SMOOTHING * self._overall) / (total + SMOOTHING))
+            if name in ("item", "user"):
+                columns.append(total)
+            if name in self._few:
+                columns.append(ids.astype(np.float64))
+        columns += [values.astype(np.float64) for values in events.numbers.values()]
+        columns.append((events.times_ms // 3_600_000 % 24).astype(np.float64))
+        return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """(folds, ids) positives and events."""
+
+    positive: Floats
+    total: Floats
+
+    @staticmethod
+    def of(ids: Ints, label: Ints, fold: Ints) -> "_Sums":
+        size = int(ids.max(initial=0)) + 1
+        place = fold * size + ids
+        positive = np.bincount(place, weights=label, minlength=NUM_FOLDS * size).reshape(NUM_FOLDS, size)
+        total = np.bincount(place, minlength=NUM_FOLDS * size).reshape(NUM_FOLDS, size).astype(np.float64)
+        return _Sums(positive.astype(np.float64), total)
+
+    def of_others(self, ids: Ints, fold: Ints | None) -> tuple[Floats, Floats]:
+        """Sums over all folds but the given one; an id that was never seen has none."""
+        known = np.where(ids < self.total.shape[1], ids, 0)
+        is_known = ids < self.total.shape[1]
+        positive, total = self.positive.sum(0)[known], self.total.sum(0)[known]
+        if fold is not None:
+            positive, total = positive - self.positive[fold, known], total - self.total[fold, known]
+        return positive * is_known, total * is_known
+
+
+def fold_of(num_events: int) -> Ints:
+    """The fold of each training event, by its place alone."""
+    return (mix64_array(np.arange(num_events)) % np.uint64(NUM_FOLDS)).astype(np.int64)

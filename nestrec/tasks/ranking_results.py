@@ -1,0 +1,142 @@
+"""What is said of a ranking model on held-out events: beside its baselines, and on slices."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.data.dataset import Dataset
+from nestrec.data.samples.slices import positions, slice_index
+from nestrec.data.samples.split import Part, Split
+from nestrec.distributed import Topology
+from nestrec.tasks.boosted import MISSING_PACKAGE, BoostedTrees, EventTable, is_available
+from nestrec.tasks.logistic import LogisticBaseline
+from nestrec.tasks.metrics import Interval, binary_metrics
+from nestrec.tasks.slices import Targets, measure_slices, slice_masks
+from nestrec.tasks.task import Evaluation, sum_over_ranks
+
+Ints = NDArray[np.int64]
+Logits = NDArray[np.float64]
+LOGISTIC, BOOSTED = "logistic", "boosted trees"
+SLICE_DRAWS = 50
+
+
+class RankingResults:
+    """Baselines of a dataset and split, fitted once a part, and evaluations beside them."""
+
+    def __init__(
+        self, dataset: Dataset, split: Split, labels: Sequence[str], *, category: str, slices: Sequence[str]
+    ):
+        """category: event feature that the logistic baseline reads; '' for none. slices: see nestrec.tasks.slices."""
+        self._dataset, self._split, self._labels = dataset, split, labels
+        self._category, self._slices = category, slices
+        self._logits: dict[Part, dict[str, Logits]] = {}
+        self._metrics: dict[Part, dict[str, Mapping[str, Interval]]] = {}
+
+    def evaluation(self, part: Part, logit_EK: Logits, label_EK: Ints, user_E: Ints, topology: Topology) -> Evaluation:
+        """The model's logits of all held-out events of a part, in the order of users and events. Collective."""
+        if part not in self._logits:
+            self._logits[part] = self._baselines(part, logit_EK.shape, topology)
+            self._metrics[part] = {
+                system: self._measure(logits, label_EK, user_E) for system, logits in self._logits[part].items()
+            }
+        logits = {"model": logit_EK, **self._logits[part]}
+        metrics = {"model": self._measure(logit_EK, label_EK, user_E), **self._metrics[part]}
+        details = {"logit": logit_EK, "label": label_EK, "users": user_E}
+        headline = f"auc/{self._labels[0]}"
+        if part == "valid":
+            return Evaluation(part, headline, metrics, details)
+        slices = measure_slices(
+            slice_masks(self._slices, self._dataset, self._targets(part)),
+            list(logits),
+            lambda system, mask: self._measure(
+                logits[system][mask], label_EK[mask], user_E[mask], num_draws=SLICE_DRAWS
+            ),
+        )
+        notes = () if BOOSTED in logits else (MISSING_PACKAGE,)
+        return Evaluation(part, headline, metrics, details, notes, slices)
+
+    def _measure(self, logit_EK: Logits, label_EK: Ints, user_E: Ints, num_draws: int = 200) -> dict[str, Interval]:
+        found: dict[str, Interval] = {}
+        for k, label in enumerate(self._labels):
+            of_label = binary_metrics(label_EK[:, k], logit_EK[:, k], user_E, num_draws=num_draws)
+            found |= {f"{metric}/{label}": value for metric, value in of_label.items()}
+        return found
+
+    def _baselines(self, part: Part, shape: tuple[int, ...], topology: Topology) -> dict[str, Logits]:
+        """On the first rank alone, whose events are all in memory; the others are given the results."""
+        names = [LOGISTIC, *([BOOSTED] if is_available() else [])]
+        found = {name: np.zeros(shape) for name in names}
+        if topology.is_first:
+            events, label_AK, train, held = self._all_events(part)
+            for k in range(len(self._labels)):
+                label = label_AK[:, k]
+                found[LOGISTIC][:, k] = self._logistic(events, label, train, held)
+                is_mixed = 0 < label[train].sum() < train.size
+                if BOOSTED in found and is_mixed:
+                    trees = BoostedTrees(events.take(train), label[train])
+                    found[BOOSTED][:, k] = trees.logits(events.take(held))
+        return {name: sum_over_ranks(topology, logits) for name, logits in found.items()}
+
+    def _logistic(self, events: EventTable, label: Ints, train: Ints, held: Ints) -> Logits:
+        item, user = events.ids["item"], events.ids["user"]
+        category = events.ids[f"event_{self._category}"] if self._category else np.zeros(item.size, np.int64)
+        model = LogisticBaseline(
+            item[train],
+            user[train],
+            category[train],
+            label[train],
+            num_items=self._dataset.num_items + 1,
+            num_users=self._dataset.num_samples,
+            num_categories=int(category.max()) + 1,
+        )
+        return model.logits(item[held], user[held], category[held])
+
+    def _all_events(self, part: Part) -> tuple[EventTable, Ints, Ints, Ints]:
+        """All events, their labels, and the places of those that train and of those that are held out."""
+        rows = self._dataset.rows(np.arange(self._dataset.num_samples))
+        items, offsets = rows.lists["item_ids"]
+        user = np.repeat(np.arange(rows.num_rows), np.diff(offsets))
+        ids: dict[str, Ints] = {"item": items, "user": user}
+        numbers: dict[str, NDArray[np.float64]] = {}
+        for feature in self._dataset.card.features:
+            if feature.known == "after" or feature.kind not in ("category", "number"):
+                continue
+            if feature.owner == "item":
+                column = self._dataset.items().column(feature.column).to_numpy()
+                values = np.concatenate([column[:1] * 0, column])[items]
+            else:
+                is_event = feature.owner == "event"
+                values = rows.lists[feature.column][0] if is_event else rows.scalars[feature.column][user]
+            if feature.kind == "category":
+                ids[feature.column] = values.astype(np.int64)
+            else:
+                numbers[feature.column] = values.astype(np.float64)
+        actions, bits = rows.lists["actions"][0].astype(np.int64), self._dataset.card.action_bits
+        label_AK = np.stack([(actions & bits[name] > 0).astype(np.int64) for name in self._labels], axis=1)
+        first, end = self._split.held_out(part)
+        train, _ = slice_index(offsets[:-1], offsets[:-1] + self._split.train_end)
+        held, _ = slice_index(offsets[:-1] + first, offsets[:-1] + end)
+        return EventTable(ids, numbers, rows.lists["timestamps_ms"][0]), label_AK, train, held
+
+    def _targets(self, part: Part) -> Targets:
+        first, end = self._split.held_out(part)
+        users, item, counts = np.flatnonzero(end > first), [], np.zeros(self._dataset.num_items + 1, np.int64)
+        for group in range(self._dataset.num_row_groups):
+            low, high = self._dataset.row_group_bounds[group : group + 2]
+            items, offsets = self._dataset.rows(np.arange(low, high)).lists["item_ids"]
+            held, _ = slice_index(offsets[:-1] + first[low:high], offsets[:-1] + end[low:high])
+            train, _ = slice_index(offsets[:-1], offsets[:-1] + self._split.train_end[low:high])
+            item.append(items[held])
+            counts += np.bincount(items[train], minlength=counts.size)
+        num_held = (end - first)[users]
+        user = np.repeat(users, num_held)
+        place = np.repeat(first[users], num_held) + positions(np.concatenate([[0], np.cumsum(num_held)]))
+        found = np.concatenate(item)
+        return Targets(
+            item=found,
+            user=user,
+            place=place,
+            item_events=counts[found],
+            user_events=self._split.train_end[user],
+        )
