@@ -2,7 +2,8 @@
 
 Columns of an event: smoothed rates of its item, user and of every category with many values, learnt on other folds of
 the training events than the event's own; the ids of categories with few values; numbers as they came; the training
-events of its item and user; the hour of the day. scikit-learn's HistGradientBoostingClassifier fits them (extra `trees`).
+events of its item and user; the hour of the day. HistGradientBoostingClassifier of scikit-learn fits them (extra
+`trees`).
 """
 
 import importlib.util
@@ -50,11 +51,12 @@ class BoostedTrees:
     """Fitted on training events; `logits` scores any others."""
 
     def __init__(self, events: EventTable, label: Ints, *, seed: int = 0):
-        from sklearn.ensemble import HistGradientBoostingClassifier
+        from sklearn.ensemble import HistGradientBoostingClassifier  # type: ignore[import-untyped,unused-ignore]
 
         self._overall = float(label.mean())
         self._sums = {name: _Sums.of(ids, label, fold_of(len(label))) for name, ids in events.ids.items()}
-        self._few = [n for n, ids in events.ids.items() if n not in ("item", "user") and ids.max(initial=0) < FEW_VALUES]
+        of_few = {name for name, ids in events.ids.items() if ids.max(initial=0) < FEW_VALUES}
+        self._few = of_few - {"item", "user"}
         columns = self._columns(events, fold_of(len(label)))
         chosen = np.argsort(events.times_ms, kind="stable")[-MOST_EVENTS:]
         self._model = HistGradientBoostingClassifier(

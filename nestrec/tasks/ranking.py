@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from nestrec.data.samples.ranking import (
 )
 from nestrec.data.samples.slice_samples import RankingSlices
 from nestrec.data.samples.slices import slice_index
-from nestrec.data.samples.split import Part, SplitConfig, by_time
+from nestrec.data.samples.split import Part, SplitConfig, split_of
 from nestrec.data.samples.windows import (
     Past,
     Reach,
@@ -44,8 +44,9 @@ from nestrec.models.ranking import HeadConfig, RankingModel
 from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
-from nestrec.tasks.logistic import LogisticBaseline
-from nestrec.tasks.metrics import Interval, bootstrap_auc, normalised_entropy, window_metrics
+from nestrec.tasks.metrics import Interval, window_metrics
+from nestrec.tasks.ranking_results import BASELINES, BaselineName, RankingResults
+from nestrec.tasks.slices import check_slices
 from nestrec.tasks.spec import TaskSpec
 from nestrec.tasks.table_options import ChosenTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info, share_of_ranks, sum_over_ranks
@@ -71,6 +72,11 @@ class RankingTaskConfig:
     """where the item table lives"""
     baseline_category: str = ""
     """event feature that the logistic baseline uses beside the rates of items and users; '' for none"""
+    baselines: tuple[BaselineName, ...] = BASELINES
+    """systems without a model of their own that are measured beside it; trees need the extra `trees`"""
+    slices: tuple[str, ...] = ("items", "users", "history")
+    """parts of the events that are measured apart: by how often the item was trained on, by whether the user was, by
+    the length of the history, or by a category by its column, such as event_tab"""
     batch_slices: Count = 256
     """slices scored at a time"""
 
@@ -83,11 +89,15 @@ class RankingTask(Task):
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg, self._dataset, self._seed = cfg, dataset, seed
         _check(cfg, dataset)
-        rows = dataset.rows(np.arange(dataset.num_samples))
-        times, self._offsets = rows.lists["timestamps_ms"]
-        valid_from_ms, test_from_ms = cfg.split.cuts_ms(times)
-        self._split = by_time(times, self._offsets, valid_from_ms=valid_from_ms, test_from_ms=test_from_ms)
-        self._events: dict[str, NDArray[Any]] = {name: values for name, (values, _) in rows.lists.items()}
+        self._split = split_of(cfg.split, dataset)
+        self._results = RankingResults(
+            dataset,
+            self._split,
+            cfg.inputs.labels,
+            baselines=cfg.baselines,
+            category=cfg.baseline_category,
+            slices=cfg.slices,
+        )
         self._inputs = RankingInputs(dataset, cfg.inputs, seed=seed)
         num_bits = max(dataset.card.action_bits.values()).bit_length()
         self.model = RankingModel(cfg.encoder, cfg.head, num_tasks=len(cfg.inputs.labels), num_action_bits=num_bits)
@@ -114,7 +124,6 @@ class RankingTask(Task):
         self.bags = frozenset(c.name for c in self._inputs.columns if c.is_bag)
         self.take(chosen_tables(self.tables, {}, self.bags))
         self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
-        self._baseline: dict[Part, dict[str, Interval]] = {}
 
     def take(self, chosen: ChosenTables) -> None:
         self.tables, self.num_ids = chosen.tables, chosen.num_ids
@@ -144,11 +153,11 @@ class RankingTask(Task):
         return binary_cross_entropy_with_logits(logit_EK, label_EK, weight, reduction="sum")
 
     def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
-        times = self._events["timestamps_ms"]
-        return windows_by_time(times, self._offsets, self._split.train_end, cfg, start_ms)
+        times, offsets = self._times()
+        return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
 
     def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
-        past = past or past_of(self._events["timestamps_ms"], self._offsets)
+        past = past or past_of(*self._times())
         reach = Reach(self.cfg.inputs.max_events, first_scored=0)
         slices = training_slices(windows, reach, past, seed=self._seed, replay_share=replay_share)
         self.assembler = RankingSlices(self._inputs, slices, self._seed)
@@ -161,20 +170,13 @@ class RankingTask(Task):
             found |= {f"{m}/{name}": v for m, v in window_metrics(label_EK[:, k], logit_EK[:, k], user_E).items()}
         return found
 
+    def _times(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self._dataset.rows(np.arange(self._dataset.num_samples)).lists["timestamps_ms"]
+
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
         logit_EK, label_EK, user_E = self._scores(engine, slices)
-        metrics: dict[str, Interval] = {}
-        for k, name in enumerate(self.cfg.inputs.labels):
-            metrics[f"auc/{name}"] = bootstrap_auc(label_EK[:, k], logit_EK[:, k], user_E)
-            entropy = normalised_entropy(label_EK[:, k], logit_EK[:, k])
-            metrics[f"ne/{name}"] = Interval(entropy, float("nan"), float("nan"))
-        systems: dict[str, Mapping[str, Interval]] = {"model": metrics}
-        if part not in self._baseline:
-            self._baseline[part] = self._logistic(part)
-        systems["logistic"] = self._baseline[part]
-        details = {"logit": logit_EK, "label": label_EK, "users": user_E}
-        return Evaluation(part, f"auc/{self.cfg.inputs.labels[0]}", systems, details)
+        return self._results.evaluation(part, logit_EK, label_EK, user_E, engine.topology)
 
     def _scores(
         self, engine: EmbeddingEngine, slices: NDArray[np.int64]
@@ -218,35 +220,6 @@ class RankingTask(Task):
         with torch.no_grad():
             return summed([self._vectors.of_looked_up(name, moved, vectors) for name in batch.keys])
 
-    def _logistic(self, part: Part) -> dict[str, Interval]:
-        """The baseline, fitted on the same training events and measured on the same held-out ones."""
-        train, _ = slice_index(self._offsets[:-1], self._offsets[:-1] + self._split.train_end)
-        first, end = self._split.held_out(part)
-        held, _ = slice_index(self._offsets[:-1] + first, self._offsets[:-1] + end)
-        user = np.repeat(np.arange(len(first)), np.diff(self._offsets))
-        item = self._events["item_ids"]
-        named = self._events.get(f"event_{self.cfg.baseline_category}")
-        category = np.zeros(item.size, np.int64) if named is None else named.astype(np.int64)
-        result: dict[str, Interval] = {}
-        for name in self.cfg.inputs.labels:
-            label = (self._events["actions"].astype(np.int64) & self._dataset.card.action_bits[name] > 0).astype(
-                np.int64
-            )
-            model = LogisticBaseline(
-                item[train],
-                user[train],
-                category[train],
-                label[train],
-                num_items=self._dataset.card.counts.items + 1,
-                num_users=len(first),
-                num_categories=int(category.max()) + 1,
-            )
-            logit = model.logits(item[held], user[held], category[held])
-            result[f"auc/{name}"] = bootstrap_auc(label[held], logit, user[held])
-            entropy = normalised_entropy(label[held], logit)
-            result[f"ne/{name}"] = Interval(entropy, float("nan"), float("nan"))
-        return result
-
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     """All that a dataset cannot give, at once."""
@@ -265,6 +238,8 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
                 "names nothing to predict", field="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy
             )
         label_bits(card, cfg.inputs)
+    with mistakes.noted():
+        check_slices(cfg.slices, dataset, "task.slices")
     with mistakes.noted():
         checked_columns(card, cfg.inputs)
     categories = [feature.name for feature in card.event_features if feature.kind == "category"]

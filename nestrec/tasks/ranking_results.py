@@ -1,6 +1,7 @@
 """What is said of a ranking model on held-out events: beside its baselines, and on slices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +18,39 @@ from nestrec.tasks.task import Evaluation, sum_over_ranks
 
 Ints = NDArray[np.int64]
 Logits = NDArray[np.float64]
-LOGISTIC, BOOSTED = "logistic", "boosted trees"
+BaselineName = Literal["logistic", "boosted trees"]
+BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+LOGISTIC, BOOSTED = BASELINES
 SLICE_DRAWS = 50
+MOST_EVENTS = 50_000_000
+"""Of a log with more events no baseline is fitted: they hold all of it in memory."""
 
 
 class RankingResults:
     """Baselines of a dataset and split, fitted once a part, and evaluations beside them."""
 
     def __init__(
-        self, dataset: Dataset, split: Split, labels: Sequence[str], *, category: str, slices: Sequence[str]
+        self,
+        dataset: Dataset,
+        split: Split,
+        labels: Sequence[str],
+        *,
+        baselines: Sequence[BaselineName],
+        category: str,
+        slices: Sequence[str],
     ):
         """category: event feature that the logistic baseline reads; '' for none. slices: see nestrec.tasks.slices."""
         self._dataset, self._split, self._labels = dataset, split, labels
         self._category, self._slices = category, slices
+        self._notes: list[str] = []
+        if dataset.card.counts.events > MOST_EVENTS:
+            baselines = ()
+            self._notes.append(f"baselines are left out: they hold all events in memory, up to {MOST_EVENTS:,}")
+        if BOOSTED in baselines and not is_available():
+            baselines = [name for name in baselines if name != BOOSTED]
+            self._notes.append(MISSING_PACKAGE)
+        self._names = baselines
+        self._fitted: dict[tuple[BaselineName, str], Callable[[EventTable], Logits]] = {}
         self._logits: dict[Part, dict[str, Logits]] = {}
         self._metrics: dict[Part, dict[str, Mapping[str, Interval]]] = {}
 
@@ -53,8 +74,7 @@ class RankingResults:
                 logits[system][mask], label_EK[mask], user_E[mask], num_draws=SLICE_DRAWS
             ),
         )
-        notes = () if BOOSTED in logits else (MISSING_PACKAGE,)
-        return Evaluation(part, headline, metrics, details, notes, slices)
+        return Evaluation(part, headline, metrics, details, tuple(self._notes), slices)
 
     def _measure(self, logit_EK: Logits, label_EK: Ints, user_E: Ints, num_draws: int = 200) -> dict[str, Interval]:
         found: dict[str, Interval] = {}
@@ -64,33 +84,39 @@ class RankingResults:
         return found
 
     def _baselines(self, part: Part, shape: tuple[int, ...], topology: Topology) -> dict[str, Logits]:
-        """On the first rank alone, whose events are all in memory; the others are given the results."""
-        names = [LOGISTIC, *([BOOSTED] if is_available() else [])]
-        found = {name: np.zeros(shape) for name in names}
-        if topology.is_first:
+        """On the first rank alone, which then has all events in memory; the others are given the results."""
+        found = {name: np.zeros(shape) for name in self._names}
+        if topology.is_first and self._names:
             events, label_AK, train, held = self._all_events(part)
-            for k in range(len(self._labels)):
-                label = label_AK[:, k]
-                found[LOGISTIC][:, k] = self._logistic(events, label, train, held)
-                is_mixed = 0 < label[train].sum() < train.size
-                if BOOSTED in found and is_mixed:
-                    trees = BoostedTrees(events.take(train), label[train])
-                    found[BOOSTED][:, k] = trees.logits(events.take(held))
+            for k, label in enumerate(self._labels):
+                for name in self._names:
+                    if (name, label) not in self._fitted:
+                        fit = self._boosted if name == BOOSTED else self._logistic
+                        self._fitted[name, label] = fit(events.take(train), label_AK[train, k])
+                    found[name][:, k] = self._fitted[name, label](events.take(held))
         return {name: sum_over_ranks(topology, logits) for name, logits in found.items()}
 
-    def _logistic(self, events: EventTable, label: Ints, train: Ints, held: Ints) -> Logits:
-        item, user = events.ids["item"], events.ids["user"]
-        category = events.ids[f"event_{self._category}"] if self._category else np.zeros(item.size, np.int64)
+    def _boosted(self, events: EventTable, label: Ints) -> Callable[[EventTable], Logits]:
+        if label.min() == label.max():  # nothing to tell apart
+            return lambda held: np.zeros(held.times_ms.size)
+        return BoostedTrees(events, label).logits
+
+    def _logistic(self, events: EventTable, label: Ints) -> Callable[[EventTable], Logits]:
+        named = f"event_{self._category}"
+        sizes = {f.column: f.vocabulary_size for f in self._dataset.card.event_features}
+
+        def columns(events: EventTable) -> tuple[Ints, Ints, Ints]:
+            item = events.ids["item"]
+            return item, events.ids["user"], events.ids[named] if self._category else np.zeros(item.size, np.int64)
+
         model = LogisticBaseline(
-            item[train],
-            user[train],
-            category[train],
-            label[train],
+            *columns(events),
+            label,
             num_items=self._dataset.num_items + 1,
             num_users=self._dataset.num_samples,
-            num_categories=int(category.max()) + 1,
+            num_categories=sizes[named] if self._category else 1,
         )
-        return model.logits(item[held], user[held], category[held])
+        return lambda held: model.logits(*columns(held))
 
     def _all_events(self, part: Part) -> tuple[EventTable, Ints, Ints, Ints]:
         """All events, their labels, and the places of those that train and of those that are held out."""

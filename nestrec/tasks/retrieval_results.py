@@ -28,6 +28,8 @@ from nestrec.tasks.task import Evaluation, sum_over_ranks
 MOST_PAIRS = 4e9
 """Pairs of items of one user that are counted for `item knn` and `ease`; more would take minutes."""
 SLICE_DRAWS = 100
+MOST_EVENTS = 50_000_000
+"""Of a log with more events no baseline is fitted: they hold all of it in memory."""
 
 
 class RetrievalResults:
@@ -133,6 +135,9 @@ class RetrievalResults:
             else "",
         }
         self._notes = [f"baseline {n!r} is left out: {why}" for n, why in reasons.items() if why and n in cfg.baselines]
+        if self._dataset.card.counts.events > MOST_EVENTS:
+            self._notes = [f"baselines are left out: they hold all events in memory, up to {MOST_EVENTS:,}"]
+            return {}
         kept = [name for name in cfg.baselines if not reasons.get(name)]
         return {name: _maker(name, self, device) for name in kept}
 

@@ -31,6 +31,7 @@ _OVERRIDES: dict[str, dict[str, str]] = {
         "task.inputs.event_features": "[]",
         "task.inputs.user_features": "[]",
         "task.inputs.item_features": "topic",
+        "task.baselines": "logistic",
         "task.baseline_category": "",
         "task.split.valid_from": iso_moment(_VALID_MS),
         "task.split.test_from": iso_moment(_TEST_MS),

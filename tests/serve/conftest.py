@@ -35,6 +35,7 @@ def ranking_recipe(folder: Path) -> RunConfig:
         encoder=encoder,
         inputs=inputs,
         split=SplitConfig(valid_from="2022-01-16T02:26:40", test_from="2022-01-17T06:13:20"),
+        baselines=("logistic",),
     )
     return RunConfig(
         name="small_ranking", task=task, data=DataConfig(folder=str(folder)), batch=BatchConfig(batch_samples=64)

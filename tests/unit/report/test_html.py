@@ -102,6 +102,15 @@ def test_the_page_says_loudly_that_a_model_does_not_beat_its_best_baseline(tmp_p
     assert "over popularity" not in lost.text, "no factor over a weaker baseline"
 
 
+def test_the_page_shows_slices(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    of_new = {"model": {"ndcg@10": [0.1234, 0.0, 0.2]}, "popularity": {"ndcg@10": [0.0, 0.0, 0.0]}}
+    with_slices = {**make_records(12)[-1], "slices": {"new items": {"count": 12, "metrics": of_new}}, "step": 10**6}
+    append(folder, json.dumps(with_slices) + "\n")
+    page = outline(write_report(folder))
+    assert "new items12ndcg@100.12340.0000" in page.text
+
+
 def test_before_the_test_the_best_validation_result_leads(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_epochs=3, with_test=False)
     worse = make_records(1)[-2] | {"step": 500, "epoch": 4}

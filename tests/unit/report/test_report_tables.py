@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nestrec.report import bench_table, evaluation_table, print_rows
-from nestrec.report.evaluations import verdict_on
+from nestrec.report.evaluations import slice_rows, verdict_on
 
 
 def shown(table: Table, width: int = 160) -> str:
@@ -113,3 +113,11 @@ def test_wide_rows_are_shown_whole_on_a_terminal_and_in_a_file() -> None:
     assert max(len(line) for line in texts[True].splitlines()) <= 60
     assert len([line for line in texts[True].splitlines() if "mode 1" in line]) > 1
     assert len([line for line in texts[False].splitlines() if "mode 1" in line]) == 1
+
+
+def test_slices_are_rows_with_the_headline_of_every_system() -> None:
+    of_new = {"model": {"ndcg@10": [0.1, 0.0, 0.2]}, "popularity": {"ndcg@10": [0.0, 0.0, 0.0]}}
+    evaluation = {**make_evaluation(), "slices": {"new items": {"count": 12, "metrics": of_new}}}
+    row = {"slice": "new items", "members": 12, "metric": "ndcg@10", "model": 0.1, "popularity": 0.0}
+    assert slice_rows(evaluation) == [row]
+    assert slice_rows(make_evaluation()) == []

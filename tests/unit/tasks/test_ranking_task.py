@@ -60,6 +60,7 @@ def ranking_run(data: Path) -> RunConfig:
             encoder=HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=1, max_length=40, dropout=0.1),
             inputs=RankingInputConfig(labels=("click", "like"), max_events=20),
             split=SplitConfig(valid_from=iso_moment(CUT_MS[0]), test_from=iso_moment(CUT_MS[1])),
+            baselines=("logistic",),
         ),
         data=DataConfig(folder=str(data)),
         batch=BatchConfig(batch_samples=64),

@@ -1,0 +1,95 @@
+"""Ranking beside its baselines: boosted trees, slices, GAUC and calibration, under either kind of split."""
+
+import numpy as np
+import pytest
+
+from nestrec.data.dataset import Dataset
+from nestrec.data.prepare.preparation import prepare
+from nestrec.data.samples.split import SplitConfig, split_of
+from nestrec.distributed import Topology
+from nestrec.tasks import ranking_results
+from nestrec.tasks.boosted import NUM_FOLDS, _Sums, fold_of
+from nestrec.tasks.ranking_results import RankingResults
+from nestrec.tasks.task import Evaluation
+
+NUM_EVENTS = 1_500
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """A click where a number lies in the middle and the device is a phone: no sum of rates can tell that."""
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    lines = ["user,item,at,clicked,device,place,topic"]
+    for second in range(NUM_EVENTS):
+        place, device, item = draw.random(), draw.choice(["phone", "tv"]), draw.integers(20)
+        chance = 0.9 if (0.3 < place < 0.7) == (device == "phone") else 0.1
+        row = (draw.integers(40), item, second, int(draw.random() < chance), device, f"{place:.4f}", f"t{item % 3}")
+        lines.append(",".join(map(str, row)))
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    log = {
+        "time": "at",
+        "actions": {"click": "clicked"},
+        "categories": ("device",),
+        "numbers": ("place",),
+        "transforms": {"place": "standard"},
+    }
+    prepare("log", folder / "log.csv", folder / "out", log=log, item_columns={"categories": ("topic",)})
+    return Dataset.open(folder / "out")
+
+
+def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evaluation:
+    """A model that always says the same."""
+    found = split_of(split, dataset)
+    first, end = found.held_out("test")
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    actions, offsets = rows.lists["actions"]
+    held = np.concatenate([np.arange(a, b) for a, b in zip(offsets[:-1] + first, offsets[:-1] + end, strict=True)])
+    label, user = (actions[held, None] & 1).astype(np.int64), np.repeat(np.arange(len(first)), end - first)
+    given = {
+        "baselines": ranking_results.BASELINES,
+        "category": "device",
+        "slices": ("items", "event_device"),
+        **options,
+    }
+    results = RankingResults(dataset, found, ("click",), **given)  # type: ignore[arg-type]
+    return results.evaluation("test", np.zeros(label.shape), label, user, Topology.single())
+
+
+def test_trees_see_what_rates_cannot_and_slices_add_up(dataset: Dataset) -> None:
+    found = evaluated(dataset, SplitConfig(test_share=0.2, valid_share=0.1))
+    metrics = found.metrics
+    assert metrics["boosted trees"]["auc/click"].low > 0.8
+    assert metrics["logistic"]["auc/click"].high < 0.7
+    assert metrics["boosted trees"]["gauc/click"].mean > 0.75
+    assert metrics["boosted trees"]["calibration/click"].mean == pytest.approx(1, abs=0.25)
+    assert metrics["model"]["auc/click"].mean == metrics["model"]["gauc/click"].mean == 0.5
+    devices = {name: s.count for name, s in found.slices.items() if name.startswith("event_device")}
+    assert set(devices) == {"event_device=phone", "event_device=tv"}
+    assert sum(devices.values()) == len(found.details["label"]) == 300
+    assert found.notes == ()
+
+
+def test_ranking_takes_the_last_events_of_users_as_well(dataset: Dataset) -> None:
+    found = evaluated(dataset, SplitConfig(kind="leave_one_out"), baselines=("logistic",))
+    assert len(found.details["label"]) == dataset.num_samples
+    assert list(found.metrics) == ["model", "logistic"]
+
+
+def test_without_the_package_a_line_says_what_is_missing(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking_results, "is_available", lambda: False)
+    found = evaluated(dataset, SplitConfig())
+    assert list(found.metrics) == ["model", "logistic"]
+    assert "pip install 'nestrec[trees]'" in found.notes[0]
+    monkeypatch.setattr(ranking_results, "MOST_EVENTS", 10)
+    assert list(evaluated(dataset, SplitConfig()).metrics) == ["model"]
+
+
+def test_rates_of_training_events_come_from_other_folds() -> None:
+    ids, label, fold = np.array([1, 1, 2, 1, 2, 0]), np.array([1, 0, 1, 1, 0, 1]), np.array([0, 1, 0, 0, 3, 2])
+    sums = _Sums.of(ids, label, fold)
+    positive, total = sums.of_others(ids, fold)
+    for i in range(len(ids)):
+        others = [j for j in range(len(ids)) if ids[j] == ids[i] and fold[j] != fold[i]]
+        assert (positive[i], total[i]) == (sum(label[j] for j in others), len(others))
+    assert [x.tolist() for x in sums.of_others(np.array([1, 9]), None)] == [[2, 0], [3, 0]]
+    assert set(fold_of(100).tolist()) == set(range(NUM_FOLDS))
