@@ -1,7 +1,7 @@
 """Reading of a prepared dataset: random access to rows by their global index."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,6 +120,13 @@ class Dataset:
         if not places:  # the columns and their types are those of any row group
             places.append((self._cache.get(0), indices, indices))
         return _gather(indices, places)
+
+    def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, RowGroup]]:
+        """Row groups one after the other with the number of their first row: these columns alone, of which nothing is
+        kept, however large the dataset is."""
+        groups = ((part, g) for part in self._parts for g in range(part.metadata.num_row_groups))
+        for (part, group), first in zip(groups, self.row_group_bounds[:-1], strict=True):
+            yield int(first), part.read_group(group, list(columns))
 
     def user_keys(self, indices: NDArray[np.int64]) -> list[str]:
         """Ids of the given rows in the source."""

@@ -381,16 +381,19 @@ class EmbeddingEngine:
         exclude: Jagged | None = None,
         candidates: Candidates = None,
         row_transform: RowTransform | None = None,
+        needs_rows: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, k) float32 scores, highest first, and (B, k) int64 keys of the rows with the largest dot products.
 
         Collective; each rank gives its own queries (B may be 0). exclude: keys that do not count, a row for each
         query; on every rank or on none. candidates: sorted keys that count, the same on every rank; none: every key
         of a static table, every row of a dynamic one. row_transform: (vectors, keys) to vectors, applied before
-        scoring. Where fewer than k rows count, scores end in -inf and keys in -1. Equal scores are ordered by smaller
-        key.
+        scoring. needs_rows: candidates that a dynamic table has no row of do not count. Where fewer than k rows count,
+        scores end in -inf and keys in -1. Equal scores are ordered by smaller key.
         """
-        question = Question(k=k, exclude=exclude, candidates=candidates, row_transform=row_transform)
+        question = Question(
+            k=k, exclude=exclude, candidates=candidates, row_transform=row_transform, needs_rows=needs_rows
+        )
         return top_k(self.shards[table], self.topology, queries_BD, question)
 
     def store_statistics(self) -> dict[str, dict[str, int]]:

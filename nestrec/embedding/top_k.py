@@ -39,6 +39,8 @@ class Question:
     """Sorted keys that count; none: every key of a static table, every row of a dynamic one."""
     row_transform: RowTransform | None = None
     """(vectors, keys) to vectors, applied before scoring."""
+    needs_rows: bool = True
+    """Candidates without a row of a dynamic table do not count; else they count with their initial vector."""
 
 
 def top_k(
@@ -75,7 +77,7 @@ def _best_of_shard(
     best_scores = torch.full((len(queries_BD), question.k), -torch.inf, device=device)
     best_keys = torch.full((len(queries_BD), question.k), NO_KEY, dtype=torch.int64, device=device)
     queries = queries_BD.double()
-    owned = _owned_candidates(shard, topology, question.candidates)
+    owned = _owned_candidates(shard, topology, question)
     for start in range(0, len(owned), _CHUNK_ROWS):
         keys = owned[start : start + _CHUNK_ROWS]
         keys_C = torch.from_numpy(keys).to(device)
@@ -93,12 +95,12 @@ def _best_of_shard(
     return best_scores, best_keys
 
 
-def _owned_candidates(shard: TableShard, topology: Topology, candidates: Candidates) -> NDArray[np.int64]:
-    if candidates is None:
+def _owned_candidates(shard: TableShard, topology: Topology, question: Question) -> NDArray[np.int64]:
+    if question.candidates is None:
         return shard.keys()
-    keys: NDArray[np.int64] = np.asarray(candidates, np.int64)
+    keys: NDArray[np.int64] = np.asarray(question.candidates, np.int64)
     keys = keys[owner_of(keys, topology.num_shards) == topology.shard]
-    if not isinstance(shard.residency, StaticResidency):
+    if question.needs_rows and not isinstance(shard.residency, StaticResidency):
         keys = keys[shard.residency.find(keys) >= 0]
     return keys
 

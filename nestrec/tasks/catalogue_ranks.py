@@ -17,11 +17,10 @@ from nestrec.data.gather import add_counts
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.embedding import EmbeddingEngine
 from nestrec.jagged import Jagged
-from nestrec.models.retrieval import RetrievalModel
-from nestrec.pipeline.compute import on_device
 from nestrec.tasks.baselines import Baseline
+from nestrec.tasks.item_side import ItemSide
 from nestrec.tasks.metrics import Exposed
-from nestrec.tasks.task import sequence_info, share_of_ranks, sum_over_ranks
+from nestrec.tasks.task import share_of_ranks, sum_over_ranks
 
 Ranks = NDArray[np.int64]
 """1-based rank of each query's target, in the order of the queries; 0 beyond the largest k"""
@@ -76,20 +75,19 @@ class CatalogueRanks:
 
     def __init__(
         self,
-        model: RetrievalModel,
+        side: ItemSide,
         engine: EmbeddingEngine,
         queries: RetrievalQueries,
         cfg: RetrievalEvaluationConfig,
-        num_items: int,
     ):
-        self._model, self._engine, self._queries, self._cfg = model, engine, queries, cfg
-        self._num_items, self._k, self._shown = num_items, max(cfg.ks), min(cfg.ks)
+        self._side, self._engine, self._queries, self._cfg = side, engine, queries, cfg
+        self._num_items, self._k, self._shown = side.num_items, max(cfg.ks), min(cfg.ks)
         topology = engine.topology
         self._shares = share_of_ranks(queries.ids, cfg.batch_users, topology.rank, topology.world)
 
     def of_model(self) -> Ranked:
         """In the whole catalogue, without the items that the config excludes."""
-        parts, exposed = [], np.zeros(self._num_items + 1, np.int64)
+        parts, exposed, compared = [], np.zeros(self._num_items + 1, np.int64), self._side.compared(self._engine)
         for users in self._shares:
             batch = self._queries.assemble(users)
             _, keys = self._engine.top_k(
@@ -97,8 +95,9 @@ class CatalogueRanks:
                 self._last_states(batch),
                 self._k,
                 exclude=self._excluded(batch),
-                row_transform=lambda rows, keys: self._compared(rows),
+                row_transform=compared,
                 candidates=np.arange(1, self._num_items + 1),
+                needs_rows=False,
             )
             best = keys.cpu()
             hit = best == batch.tensors["target"][:, None]
@@ -113,8 +112,8 @@ class CatalogueRanks:
         for users in self._shares:
             batch = self._queries.assemble(users)
             candidates = self._sampled_candidates(self._queries.users[users], batch)
-            rows = self._engine.lookup_readonly({"positive": candidates})["positive"]
-            vectors = self._compared(rows.flatten(0, 1)).unflatten(0, candidates.shape)
+            content = self._side.content(self._engine, candidates.reshape(-1))
+            vectors = self._side.scored(content).unflatten(0, candidates.shape)
             scores = (vectors.double() @ self._last_states(batch).double()[:, :, None]).squeeze(2)
             parts.append((scores[:, 1:] >= scores[:, :1]).sum(1).cpu().numpy() + 1)
         return self._merge(parts)
@@ -154,20 +153,8 @@ class CatalogueRanks:
 
     def _last_states(self, batch: MicroBatch) -> torch.Tensor:
         """(B, D) the state of each user's last token."""
-        rows = self._engine.lookup_readonly({"history": batch.keys["history"]})["history"]
-        if batch.num_tokens == 0:
-            return rows.new_zeros(0, self._model.dim)
-        moved = on_device(batch, self._engine.device)
-        self._model.eval()
-        with torch.no_grad():
-            states: torch.Tensor = self._model(self._model.item_rows(rows), sequence_info(moved))
-        self._model.train()
-        return states[moved.tensors["offsets"][1:] - 1]
-
-    @torch.no_grad()
-    def _compared(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the item table as scores meet them."""
-        return self._model.item_vectors(self._model.item_rows(rows))  # type: ignore[arg-type]
+        states = self._side.states(self._engine, batch)
+        return states[batch.tensors["offsets"][1:].to(states.device) - 1] if batch.num_tokens else states
 
     def _excluded(self, batch: MicroBatch) -> Jagged | None:
         if self._cfg.filter_seen == "none":

@@ -23,6 +23,8 @@ class FeatureRows:
         self, feature: str, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """(*places, model width), in training. rows: distinct ones of each table; index: places of keys in them."""
+        if feature not in self._table_of:
+            return self._of_numbers(feature, batch)
         table = self._table_of[feature]
         if feature in self._pooling:
             found = self._pooled(feature, batch, rows[table], index[feature])
@@ -32,10 +34,15 @@ class FeatureRows:
 
     def of_looked_up(self, feature: str, batch: MicroBatch, vectors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The same of the vectors of all keys, as `EmbeddingEngine.lookup_readonly` gives them."""
+        if feature not in self._table_of:
+            return self._of_numbers(feature, batch)
         found = vectors[feature]
         if feature in self._pooling:
             found = self._pooled(feature, batch, found, torch.arange(len(found), device=found.device))
         return self._to_width(self._table_of[feature], found)  # type: ignore[no-any-return]
+
+    def _of_numbers(self, feature: str, batch: MicroBatch) -> torch.Tensor:
+        return self._to_width(feature, batch.tensors[feature].to(self._to_width.dtype))  # type: ignore[no-any-return]
 
     def _pooled(self, feature: str, batch: MicroBatch, rows: Rows, index_P: torch.Tensor) -> torch.Tensor:
         offsets, weight_P = batch.tensors[feature + OFFSETS], batch.tensors.get(feature + WEIGHT)

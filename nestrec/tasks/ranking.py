@@ -36,6 +36,7 @@ from nestrec.data.samples.windows import (
     training_slices,
     windows_by_time,
 )
+from nestrec.data.schema import ITEM_PREFIX
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.features import ToWidth, summed
@@ -119,6 +120,7 @@ class RankingTask(Task):
             *(
                 replace(category, name=c.name, num_rows=c.vocabulary_size, seed=seed + 1 + i)
                 for i, c in enumerate(self._inputs.columns)
+                if c.vocabulary_size
             ),
         )
         self.bags = frozenset(c.name for c in self._inputs.columns if c.is_bag)
@@ -127,7 +129,9 @@ class RankingTask(Task):
 
     def take(self, chosen: ChosenTables) -> None:
         self.tables, self.num_ids = chosen.tables, chosen.num_ids
-        self.model.to_width = ToWidth(self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables})
+        dense = {c.name: c.width for c in self._inputs.columns if not c.vocabulary_size}
+        widths = {table.name: table.dim for table in chosen.tables}
+        self.model.to_width = ToWidth(self.cfg.encoder.dim, widths, dense)
         self._vectors = FeatureRows(chosen, self.model.to_width)
 
     def num_held_out(self, part: Part) -> int:
@@ -218,7 +222,8 @@ class RankingTask(Task):
         vectors = engine.lookup_readonly(batch.keys)
         moved = on_device(batch, engine.device)
         with torch.no_grad():
-            return summed([self._vectors.of_looked_up(name, moved, vectors) for name in batch.keys])
+            of_item = [name for name in self._features if name == "item" or name.startswith(ITEM_PREFIX)]
+            return summed([self._vectors.of_looked_up(name, moved, vectors) for name in of_item])
 
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:

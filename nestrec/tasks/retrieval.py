@@ -1,7 +1,8 @@
 """Next-item retrieval: trained on every position, measured by ranking the whole catalogue."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
 from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, RetrievalInputConfig, RetrievalInputs
 from nestrec.data.samples.slice_samples import RetrievalSlices
 from nestrec.data.samples.split import Part, SplitConfig, split_of
+from nestrec.data.samples.training_events import item_counts
 from nestrec.data.samples.windows import (
     Past,
     Reach,
@@ -29,6 +32,7 @@ from nestrec.data.samples.windows import (
     training_slices,
     windows_by_time,
 )
+from nestrec.data.schema import EVENT_PREFIX
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
@@ -43,6 +47,8 @@ from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
 from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
+from nestrec.tasks.feature_rows import FeatureRows
+from nestrec.tasks.item_side import ItemSide
 from nestrec.tasks.metrics import Interval, bootstrap, ranking_metrics
 from nestrec.tasks.negatives_checks import check_supply, mean_micro_batch
 from nestrec.tasks.retrieval_results import RetrievalResults
@@ -64,6 +70,8 @@ class RetrievalTaskConfig:
     """how states and items meet"""
     history: HistoryConfig = HistoryConfig()
     """what of a user's history the model sees"""
+    inputs: RetrievalInputConfig = RetrievalInputConfig()
+    """what it reads beside ids, and which events it is to find"""
     loss: Literal["sampled_softmax", "full", "bce"] = "sampled_softmax"
     """what the next item is told from: sampled negatives (softmax), the whole catalogue, or single negatives (bce)"""
     num_negatives: Count = 128
@@ -110,21 +118,25 @@ class RetrievalTask(Task):
         self.model = RetrievalModel(cfg.encoder, cfg.similarity)
         self.variant: Variant = "plain" if cfg.negatives.variant == "auto" else cfg.negatives.variant
         """how the loss is computed; where the config says auto, set when a run begins"""
-        self.tables = (
-            TableConfig(
-                name="items",
-                dim=cfg.encoder.dim,
-                num_rows=dataset.num_items + 1,
-                features=_features(cfg),
-                dtype=dtype,
-                seed=seed,
-                init=cfg.item_init,
-                optimizer=cfg.item_optimizer,
-                store=cfg.item_store,
-                **_half(cfg),
-            ),
+        is_trained = self._item_counts > 0 if cfg.inputs.item_features else None
+        self._inputs = RetrievalInputs(dataset, cfg.inputs, seed=seed, is_trained=is_trained)
+        items = TableConfig(
+            name="items",
+            dim=cfg.encoder.dim,
+            num_rows=dataset.num_items + 1,
+            features=("item",) if self._inputs.has_item_features else _features(cfg),
+            dtype=dtype,
+            seed=seed,
+            init=cfg.item_init,
+            optimizer=cfg.item_optimizer,
+            store=cfg.item_store,
+            **_half(cfg),
         )
-        self.take(chosen_tables(self.tables, {}))
+        self.tables = (items, *_feature_tables(self._inputs, items))
+        of_all = (*self._inputs.item_columns, *self._inputs.token_columns, *self._inputs.context_columns)
+        self._dense = {column.name: column.width for column in of_all if not column.vocabulary_size}
+        self.bags = frozenset(column.name for column in of_all if column.is_bag)
+        self.take(chosen_tables(self.tables, {}, self.bags))
         self._seed = seed
         if _meets_others(cfg):
             self.couples_samples = cfg.negatives.reach
@@ -132,7 +144,10 @@ class RetrievalTask(Task):
 
     def take(self, chosen: ChosenTables) -> None:
         self.tables, self.num_ids = chosen.tables, chosen.num_ids
-        self.model.to_width = ToWidth(self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables})
+        widths = {table.name: table.dim for table in chosen.tables}
+        self.model.to_width = ToWidth(self.cfg.encoder.dim, widths, self._dense)
+        vectors = FeatureRows(chosen, self.model.to_width)
+        self.side = ItemSide(self.model, self._inputs, vectors, self._dataset.num_items)
 
     def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
         """Samples with so many negatives a token."""
@@ -144,6 +159,7 @@ class RetrievalTask(Task):
             use_times=self._use_times,
             sampler=self._sampler(num_negatives),
             sharing=self.cfg.negatives.sharing,
+            inputs=self._inputs,
         )
 
     def num_held_out(self, part: Part) -> int:
@@ -185,14 +201,22 @@ class RetrievalTask(Task):
         return self.variant, measured_ms
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        row_UD = self.model.item_rows(rows["items"])
-        query_TD = self.model(gather_rows(row_UD, index["history"]), sequence_info(batch))
+        row_UD, index, token_TD = self.side.read(batch, rows, index)
+        query_TD = self.model(token_TD, sequence_info(batch))
         if "scored" in batch.tensors:
             query_TD = query_TD[batch.tensors["scored"]]
+        loss_T = self._losses(query_TD, row_UD, batch, index)
+        weight_T = batch.tensors.get("target_weight")
+        return loss_T.sum() if weight_T is None else (loss_T * weight_T.to(loss_T.dtype)).sum()
+
+    def _losses(
+        self, query_TD: torch.Tensor, row_UD: Rows, batch: MicroBatch, index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Of each token that has a target."""
         if self.cfg.loss == "full":
             catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
             cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
-            return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1).sum()
+            return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1)
         if self.cfg.negatives.sampler == "groups":
             return grouped_loss(
                 query_TD,
@@ -201,7 +225,7 @@ class RetrievalTask(Task):
                 batch.tensors["group_token"],
                 self.cfg.loss,
                 bias_T=batch.tensors.get("target_bias"),
-            ).sum()
+            )
         return sampled_loss(
             query_TD,
             self.model.compared_rows(row_UD),
@@ -209,7 +233,7 @@ class RetrievalTask(Task):
             self.cfg.loss,
             variant=self.variant,
             segment_tokens=self.cfg.negatives.segment_tokens,
-        ).sum()
+        )
 
     def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
         times, offsets = self._times()
@@ -223,6 +247,13 @@ class RetrievalTask(Task):
                 value=self.cfg.history.stochastic_length_alpha,
                 remedy="leave it out, or take --batch.order shuffled",
             )
+        if self._inputs.weighs_targets:
+            raise UserError(
+                "windows of time train on every event alike",
+                field="task.inputs.actions",
+                value=self.cfg.inputs.actions,
+                remedy="leave it and task.inputs.action_weights out, or take --batch.order shuffled",
+            )
         past = past or past_of(*self._times())
         slices = training_slices(windows, self._reach, past, seed=self._seed, replay_share=replay_share)
         self.assembler = self._slices(slices, self._sampler(self.cfg.num_negatives))
@@ -231,7 +262,7 @@ class RetrievalTask(Task):
         """HR, NDCG and MRR of every event that has one before it, in the whole catalogue."""
         slices = slices_of_runs(scored_runs(window.runs, self._reach), self._reach.max_events)
         queries = self._slices(Slices(slices, np.array([0, len(slices)])), None)
-        ranks = ranks_of_slices(self.model, engine, queries, self.cfg.evaluation, self._dataset.num_items)
+        ranks = ranks_of_slices(self.side, engine, queries, self.cfg.evaluation)
         return bootstrap(ranking_metrics(ranks, self.cfg.evaluation.ks), num_draws=100)
 
     @property
@@ -247,6 +278,7 @@ class RetrievalTask(Task):
             sampler=sampler,
             sharing=self.cfg.negatives.sharing,
             use_times=self._use_times,
+            inputs=self._inputs,
         )
 
     def _times(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -263,8 +295,9 @@ class RetrievalTask(Task):
             part,
             use_times=self._use_times,
             max_targets=options.max_targets,
+            inputs=self._inputs,
         )
-        measure = CatalogueRanks(self.model, engine, queries, options, self._dataset.num_items)
+        measure = CatalogueRanks(self.side, engine, queries, options)
         return self._results.evaluation(measure, queries, part, engine.topology)
 
     def _sampler(self, num_negatives: int) -> Sampler | None:
@@ -275,17 +308,47 @@ class RetrievalTask(Task):
         if options.sampler == "uniform":
             _check_enough(num_negatives, num_items, "items")
             return Uniform(num_negatives, num_items)
-        counts_N = np.bincount(self._results.training_events()[0], minlength=num_items + 1)[1:]
+        counts_N = self._item_counts[1:]
         if options.sampler in ("in_batch", "groups"):
             kind = InBatch if options.sampler == "in_batch" else Groups
             return kind(counts_N if options.log_q else None, num_negatives)
         _check_enough(num_negatives, int((counts_N > 0).sum()), "items with events")
         return ByPopularity(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
 
+    @cached_property
+    def _item_counts(self) -> NDArray[np.int64]:
+        """(items + 1,) training events of each item."""
+        return item_counts(self._dataset, self._split.train_end)
+
+    def item_content(self, engine: EmbeddingEngine, items: NDArray[np.int64]) -> torch.Tensor:
+        """(items, model width) as histories hold them. Collective."""
+        return self.side.content(engine, items)
+
 
 def _meets_others(cfg: RetrievalTaskConfig) -> bool:
     """Whether the loss of a token depends on other tokens' targets or negatives."""
     return cfg.loss != "full" and (cfg.negatives.sampler in ("in_batch", "groups") or cfg.negatives.sharing > 1)
+
+
+def _feature_tables(inputs: RetrievalInputs, like: TableConfig) -> Iterator[TableConfig]:
+    """One a feature; what is asked of an event's own and of the next event's is one feature."""
+    read: dict[str, tuple[int, list[str]]] = {}
+    for column in (*inputs.token_columns, *inputs.item_columns, *inputs.context_columns):
+        if column.vocabulary_size:
+            name = column.name
+            if name.startswith(CONTEXT_PREFIX):
+                name = EVENT_PREFIX + name.removeprefix(CONTEXT_PREFIX)
+            read.setdefault(name, (column.vocabulary_size, []))[1].append(column.name)
+    for place, (name, (num_rows, features)) in enumerate(read.items()):
+        yield replace(
+            like,
+            name=name,
+            num_rows=num_rows,
+            features=tuple(features),
+            seed=like.seed + 1 + place,
+            store=StoreConfig(),
+            half_features=(),
+        )
 
 
 def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:
@@ -298,6 +361,8 @@ def _features(cfg: RetrievalTaskConfig) -> tuple[str, ...]:
 
 def _half(cfg: RetrievalTaskConfig) -> dict[str, Any]:
     """Fields of the item table for negatives that cross in half precision."""
+    if cfg.inputs.item_features:
+        return {}
     if cfg.negatives.lookup == "full" or "negative" not in _features(cfg):
         return {}
     return {"half_features": ("negative",), "half_dtype": cfg.negatives.lookup}
@@ -334,6 +399,22 @@ def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
                 field="task.history.max_length",
                 value=cfg.history.max_length,
                 remedy="give both the same value",
+            )
+    with mistakes.noted():
+        if cfg.inputs.item_features and cfg.negatives.lookup != "full":
+            raise UserError(
+                "an item with features is looked up once for all that it is",
+                field="task.negatives.lookup",
+                value=cfg.negatives.lookup,
+                remedy="leave it at full, or keep all rows in 16 bits (--tables.items.dtype bfloat16)",
+            )
+    with mistakes.noted():
+        if (cfg.inputs.actions or cfg.inputs.action_weights) and cfg.history.stochastic_length_alpha is not None:
+            raise UserError(
+                "which targets a sample has, and so what it counts, would be known too late",
+                field="task.history.stochastic_length_alpha",
+                value=cfg.history.stochastic_length_alpha,
+                remedy="leave it out, or train on all actions alike",
             )
     mistakes.raise_all()
 

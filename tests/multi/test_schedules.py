@@ -89,7 +89,7 @@ def check_tables(pools, tmp_path, values: tuple[Any, ...], num_steps: int) -> No
 
 @pytest.mark.parametrize("values", pairwise_cover(TABLE_FACTORS), ids=str)
 def test_pooled_shared_hashed_dynamic_and_unlike_tables_of_one_model_equal_serial_bit_for_bit(pools, tmp_path, values):
-    check_tables(pools, tmp_path, values, num_steps=6)
+    check_tables(pools, tmp_path, values, num_steps=4)
 
 
 def test_unlike_tables_share_rows_between_steps_which_stale_reads_too_early(tmp_path):

@@ -5,24 +5,20 @@ behind the content token that predicts them. Columns that tell how the user reac
 are refused as features of its content.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
-from nestrec.data.batches import OFFSETS, Assembler, KeysOfSamples, MicroBatch
+from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.samples.features import Column, EventFeatures, ItemFeatures, column_of, columns_of
 from nestrec.data.samples.retrieval import sequence_tensors
 from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Split
-from nestrec.data.schema import ITEM_PREFIX
 
 
 @config
@@ -30,25 +26,13 @@ class RankingInputConfig:
     labels: tuple[str, ...] = ("click",)
     """action bits that are predicted, one task each"""
     event_features: tuple[str, ...] = ()
-    """categories of the event that are known before the user reacts"""
+    """features of the event that are known before the user reacts, by their names on the dataset's card"""
     user_features: tuple[str, ...] = ()
-    """categories of the user that the model reads, by their names on the dataset's card"""
+    """features of the user that the model reads"""
     item_features: tuple[str, ...] = ()
-    """categories of the item that the model reads, single ones and lists, by their names on the dataset's card"""
+    """features of the item that the model reads: categories, lists, numbers, texts as bags, vectors"""
     max_events: Count = 100
     """longest history; each event gives two tokens"""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A category that is looked up for each event."""
-
-    name: str
-    """feature and table name, such as `event_tab`"""
-    vocabulary_size: int
-    """rows of its table"""
-    is_bag: bool = False
-    """an event has several of them"""
 
 
 class RankingInputs:
@@ -58,9 +42,9 @@ class RankingInputs:
         self._dataset, self._cfg, self._seed = dataset, cfg, seed
         self.columns = checked_columns(dataset.card, cfg)
         self._label_bit = label_bits(dataset.card, cfg)
-        of_items = [column for column in self.columns if column.name.startswith(ITEM_PREFIX)]
-        self._item_columns = {c.name: item_column(dataset.items(), c.name) for c in of_items if not c.is_bag}
-        self._item_bags = {c.name: item_bags(dataset.items(), c.name) for c in of_items if c.is_bag}
+        features = features_of(dataset.card, cfg)
+        self._of_items = ItemFeatures(dataset, features["item"])
+        self._of_events = EventFeatures(dataset, [*features["event"], *features["user"]])
 
     def read(self, users: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(users)
@@ -81,32 +65,16 @@ class RankingInputs:
             "time": torch.from_numpy(time_s),
             "query_time": torch.from_numpy(time_s),
         }
-        of_items = self.of_items(items[index])
-        keys = {**of_items.keys, **self._feature_keys(rows, index, np.diff(offsets))}
-        tensors |= of_items.tensors
+        of_items, of_events = self.of_items(items[index]), self._of_events.of(rows, index, np.diff(offsets))
+        keys = {**of_items.keys, **of_events.keys}
+        tensors |= {**of_items.tensors, **of_events.tensors}
         longest = int(np.diff(token_offsets).max(initial=0))
         return MicroBatch(users, keys, tensors, max_length=longest, num_tokens=int(token_offsets[-1]))
 
     def of_items(self, items: NDArray[np.int64]) -> MicroBatch:
-        """What is looked up of these items."""
-        keys = {"item": items} | {name: categories[items] for name, categories in self._item_columns.items()}
-        tensors: dict[str, torch.Tensor] = {}
-        for name, bags in self._item_bags.items():
-            keys[name], offsets = bags.of(items)
-            tensors[name + OFFSETS] = torch.from_numpy(offsets)
-        return MicroBatch(items, keys, tensors, max_length=1, num_tokens=len(items))
-
-    def _feature_keys(
-        self, rows: Rows, index: NDArray[np.int64], events: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.int64]]:
-        """Of the events and their users."""
-        keys: dict[str, NDArray[np.int64]] = {}
-        for column in self.columns:
-            if column.name in rows.lists:
-                keys[column.name] = rows.lists[column.name][0][index].astype(np.int64)
-            elif column.name in rows.scalars:
-                keys[column.name] = np.repeat(rows.scalars[column.name].astype(np.int64), events)
-        return keys
+        """What is read of these items."""
+        found = self._of_items.of(items)
+        return MicroBatch(items, {"item": items, **found.keys}, found.tensors, max_length=1, num_tokens=len(items))
 
 
 class RankingAssembler(Assembler):
@@ -132,30 +100,15 @@ class RankingAssembler(Assembler):
         return self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
 
 
+def features_of(card: Card, cfg: RankingInputConfig) -> dict[str, list[Feature]]:
+    """The features that the config asks for, by owner, or an error that names what the dataset has."""
+    wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
+    return columns_of(card, wanted, "task.inputs")
+
+
 def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
-    """The category columns that the config asks for, or an error that names what the dataset has."""
-    groups: Mapping[str, tuple[tuple[str, ...], tuple[Feature, ...]]] = {
-        "event": (cfg.event_features, card.event_features),
-        "user": (cfg.user_features, card.user_features),
-        "item": (cfg.item_features, card.item_features),
-    }
-    columns, mistakes = [], Mistakes()
-    for prefix, (wanted, known) in groups.items():
-        kinds = ("category", "categories") if prefix == "item" else ("category",)
-        usable = {f.name: f for f in known if f.kind in kinds and f.known == "before"}
-        for name in wanted:
-            with mistakes.noted():
-                if name not in usable:
-                    raise UserError(
-                        "is not a category of this dataset that is known before the user reacts",
-                        field=f"task.inputs.{prefix}_features",
-                        value=name,
-                        remedy=f"{did_you_mean(name, usable)}; '' takes none",
-                    )
-                feature = usable[name]
-                columns.append(Column(f"{prefix}_{name}", feature.vocabulary_size, feature.kind == "categories"))
-    mistakes.raise_all()
-    return tuple(columns)
+    """The same as columns, in the order in which their vectors are summed."""
+    return tuple(column_of(feature) for features in features_of(card, cfg).values() for feature in features)
 
 
 def label_bits(card: Card, cfg: RankingInputConfig) -> list[int]:
@@ -166,33 +119,6 @@ def label_bits(card: Card, cfg: RankingInputConfig) -> list[int]:
             bits.append(_bit(card, label))
     mistakes.raise_all()
     return bits
-
-
-def item_column(items: pa.Table, name: str) -> NDArray[np.int64]:
-    """Category of each item id; row 0 (unknown item) is 0."""
-    values = items.column(name).to_numpy().astype(np.int64)
-    return np.concatenate([[0], values])
-
-
-@dataclass(frozen=True, slots=True)
-class ItemBags:
-    """Several ids of each item: those of item i are values[offsets[i]:offsets[i + 1]]."""
-
-    values: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-    def of(self, items: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Those of these items, one after the other, and where each item's begin."""
-        index, offsets = slice_index(self.offsets[items], self.offsets[items + 1])
-        return self.values[index], offsets
-
-
-def item_bags(items: pa.Table, name: str) -> ItemBags:
-    """Ids of each item id; item 0, which nobody knows, has none."""
-    column = items.column(name).combine_chunks()
-    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    return ItemBags(values, np.concatenate([[0, 0], np.cumsum(lengths)]))
 
 
 def _bit(card: Card, label: str) -> int:

@@ -12,9 +12,11 @@ from nestrec.base.random import as_int64
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.samples.negatives import Sampler, shared_tokens
+from nestrec.data.samples.retrieval_inputs import RetrievalInputs
 from nestrec.data.samples.slices import positions, sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Part, Split
 from nestrec.data.samples.stochastic_length import kept_events, kept_length
+from nestrec.data.samples.training_events import target_weights
 
 
 @config
@@ -40,18 +42,28 @@ class RetrievalAssembler(Assembler):
         sampler: Sampler | None,
         sharing: int = 1,
         use_times: bool,
+        inputs: RetrievalInputs | None = None,
     ):
-        """sampler: of negatives; none compares with the whole catalogue. sharing: tokens whose negatives one meets."""
+        """sampler: of negatives; none compares with the whole catalogue. sharing: tokens whose negatives one meets.
+        inputs: what is read beside ids."""
         self._dataset, self._split, self._history, self._seed = dataset, split, history, seed
+        self._inputs = inputs
         self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
         self._users = np.flatnonzero(split.train_end >= 2)
+        if inputs is not None and inputs.weighs_targets:
+            weights = target_weights(dataset, split.train_end, history.max_length, inputs.weights_of_masks)
+            self._users = self._users[weights[self._users] > 0]
+            self.weights = weights[self._users]
         self.tokens = np.minimum(split.train_end[self._users] - 1, history.max_length)
-        self.weights = self.tokens.astype(np.float64)
+        if inputs is None or not inputs.weighs_targets:
+            self.weights = self.tokens.astype(np.float64)
 
     def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         return self._kept(self._users[samples], epoch) - 1
 
     def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
+        if self._inputs is not None and self._inputs.weighs_targets:
+            return float(self.weights[samples].sum())
         return float(self.tokens_in(samples, epoch).sum())
 
     def read(self, samples: NDArray[np.int64]) -> Rows:
@@ -86,7 +98,12 @@ class RetrievalAssembler(Assembler):
             tensors |= drawn.tensors
             if self._sharing > 1:
                 tensors["shared_token"] = torch.from_numpy(shared_tokens(key_T, self._sharing - 1))
-        return MicroBatch(users, keys, tensors, max_length=_longest(offsets), num_tokens=int(offsets[-1]))
+        batch = MicroBatch(users, keys, tensors, max_length=_longest(offsets), num_tokens=int(offsets[-1]))
+        if self._inputs is None:
+            return batch
+        own, asked = index[is_input], index[is_target]
+        batch = self._inputs.with_tokens(batch, rows, own, asked, np.diff(offsets))
+        return self._inputs.with_items(self._inputs.with_weights(batch, rows, asked), key_T, epoch)
 
     def _kept(self, users: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Events of each user that take part in this epoch."""
@@ -126,8 +143,9 @@ class RetrievalQueries:
         *,
         use_times: bool,
         max_targets: int = 1,
+        inputs: RetrievalInputs | None = None,
     ):
-        self._dataset, self._history, self._use_times = dataset, history, use_times
+        self._dataset, self._history, self._use_times, self._inputs = dataset, history, use_times, inputs
         first, end = split.held_out(part)
         first = np.maximum(first, 1)
         counts = np.clip(end - first, 0, max_targets)
@@ -159,7 +177,10 @@ class RetrievalQueries:
         if self._use_times:
             times = rows.lists["timestamps_ms"][0]
             tensors |= time_tensors(times[index], times[index + 1], self._history)
-        return MicroBatch(users, {"history": items[index]}, tensors, _longest(offsets), int(offsets[-1]))
+        batch = MicroBatch(users, {"history": items[index]}, tensors, _longest(offsets), int(offsets[-1]))
+        if self._inputs is None:
+            return batch
+        return self._inputs.with_tokens(batch, rows, index, index + 1, np.diff(offsets))
 
 
 def sequence_tensors(offsets: NDArray[np.int64], key_T: NDArray[np.uint64]) -> dict[str, torch.Tensor]:

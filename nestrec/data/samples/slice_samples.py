@@ -13,6 +13,7 @@ from nestrec.data.gather import offsets_of_lengths
 from nestrec.data.samples.negatives import Sampler, shared_tokens
 from nestrec.data.samples.ranking import RankingInputs
 from nestrec.data.samples.retrieval import HistoryConfig, sequence_tensors, time_tensors
+from nestrec.data.samples.retrieval_inputs import RetrievalInputs
 from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.windows import Slices
 from nestrec.jagged import Jagged
@@ -85,9 +86,11 @@ class RetrievalSlices(SliceAssembler):
         sampler: Sampler | None,
         sharing: int = 1,
         use_times: bool,
+        inputs: RetrievalInputs | None = None,
     ):
         """As of `RetrievalAssembler`."""
         super().__init__(slices, seed)
+        self._inputs = inputs
         self._dataset, self._history = dataset, history
         self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
         self.tokens = self._end - self._first - 1
@@ -113,7 +116,8 @@ class RetrievalSlices(SliceAssembler):
             tensors |= drawn.tensors
             if self._sharing > 1:
                 tensors["shared_token"] = torch.from_numpy(shared_tokens(key_S, self._sharing - 1))
-        return replace(batch, keys=keys, tensors=tensors)
+        batch = replace(batch, keys=keys, tensors=tensors)
+        return batch if self._inputs is None else self._inputs.with_items(batch, key_S, epoch)
 
     def queries(self, samples: Ints, rows: Rows, epoch: int = 0) -> tuple[MicroBatch, NDArray[np.uint64]]:
         """The same without negatives, and the keys of all tokens."""
@@ -135,7 +139,10 @@ class RetrievalSlices(SliceAssembler):
             tensors |= time_tensors(times[is_input], times[is_target], self._history)
         longest = int(np.diff(offsets).max(initial=0))
         history = {"history": items[index[is_input]]}
-        return MicroBatch(self._user[samples], history, tensors, longest, int(offsets[-1])), key_T
+        batch = MicroBatch(self._user[samples], history, tensors, longest, int(offsets[-1]))
+        if self._inputs is not None:
+            batch = self._inputs.with_tokens(batch, rows, index[is_input], index[is_target], np.diff(offsets))
+        return batch, key_T
 
     def before_targets(self, samples: Ints, rows: Rows, *, of_input: bool) -> Jagged:
         """Items of the user before each target: those of the model's input alone, or all of them."""

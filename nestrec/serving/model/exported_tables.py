@@ -32,6 +32,18 @@ class ExportedTables:
         self._session, self._scratch = session, scratch
         self._read: dict[str, ResidentTable] = {}
         self._table_of = {f: name for name, table in session.engine.tables.items() for f in table.feature_names}
+        self._check_is_served()
+
+    def _check_is_served(self) -> None:
+        task, card = self._session.cfg.task, self._session.dataset.card
+        known = {column.name for column in serving_form_of(task).columns(task, card)}
+        of_items = self._session.engine.tables["items"].feature_names
+        for feature in self._table_of:
+            if feature not in known and feature not in of_items:
+                remedy = "train without it to serve the model"
+                raise UserError(
+                    "is read by the model, and not by servers yet", field="feature", value=feature, remedy=remedy
+                )
 
     def table_of(self, feature: str) -> str:
         return self._table_of[feature]

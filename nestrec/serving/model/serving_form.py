@@ -18,7 +18,7 @@ from torch import nn
 
 from nestrec.base.seam import resolved
 from nestrec.data.card import Card
-from nestrec.data.samples.ranking import Column
+from nestrec.data.samples.features import Column
 from nestrec.embedding import EmbeddingEngine
 from nestrec.models.backbone import SequenceConfig
 from nestrec.tasks.built_in import TASKS, task_spec

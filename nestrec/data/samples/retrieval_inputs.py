@@ -1,0 +1,201 @@
+"""What next-item retrieval reads beside item ids, and what it is trained to find.
+
+An item is its id and its features. Its id can be left out: at random in training, so that features learn to stand for
+it, and always where an item has never been trained on. So each distinct item of a micro-batch has two vectors, with its
+id and without, and every use of it takes one of them.
+
+A token is the item of its event, the features of event and user, and the context in which the next event is asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.bounds import Decay
+from nestrec.base.config import config
+from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.random import fold, fold_array
+from nestrec.data.batches import MicroBatch
+from nestrec.data.card import Card, Feature
+from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.samples.features import (
+    Column,
+    EventFeatures,
+    Inputs,
+    ItemFeatures,
+    chosen_features,
+    column_of,
+    columns_of,
+    renamed,
+)
+from nestrec.data.schema import EVENT_PREFIX
+
+CONTEXT_PREFIX = "context_"
+AT = "at/"
+"""before the name of a use of items: the tensor that says which vector of the micro-batch's each of them is"""
+USES = {"history": 1, "positive": 2, "negative": 3, "catalogue": 4}
+"""of items, with numbers that tell apart the draws made for them"""
+Ints = NDArray[np.int64]
+
+
+@config
+class RetrievalInputConfig:
+    item_features: tuple[str, ...] = ()
+    """features of items, by their names on the dataset's card: items are then found by what they are, new ones too"""
+    event_features: tuple[str, ...] = ()
+    """features of the events of a history"""
+    user_features: tuple[str, ...] = ()
+    """features of the user"""
+    context: tuple[str, ...] = ()
+    """features of the event that is asked for and known when it is, such as device, country or hour"""
+    id_dropout: Decay = 0.1
+    """of items with features: how often the id of one is left out in training"""
+    actions: tuple[str, ...] = ()
+    """only events with one of these actions are to be found; histories hold all. none: every event"""
+    action_weights: Mapping[str, float] = field(default_factory=dict)
+    """action to what an event with it counts in the loss, the most of those it has; 1 where nothing is said"""
+
+
+class RetrievalInputs:
+    """Adds what a config asks for to the micro-batches of retrieval."""
+
+    def __init__(self, dataset: Dataset, cfg: RetrievalInputConfig, *, seed: int, is_trained: NDArray[np.bool_] | None):
+        """is_trained: by item id, whether it has training events; only asked where items have features."""
+        self._cfg, self._card, self._seed = cfg, dataset.card, seed
+        features = features_of(dataset.card, cfg)
+        self.item_columns = tuple(column_of(f) for f in features["item"])
+        self.token_columns = tuple(column_of(f) for f in [*features["event"], *features["user"]])
+        self.context_columns = tuple(context_column(f) for f in features["context"])
+        self._of_items = ItemFeatures(dataset, features["item"])
+        self._of_events = EventFeatures(dataset, [*features["event"], *features["user"]])
+        self._of_context = EventFeatures(dataset, features["context"])
+        self._is_trained = is_trained
+        self._weight_of_mask = _weights_of_masks(dataset.card, cfg)
+
+    @property
+    def has_item_features(self) -> bool:
+        return bool(self.item_columns)
+
+    @property
+    def has_token_features(self) -> bool:
+        return bool(self.token_columns or self.context_columns)
+
+    @property
+    def weighs_targets(self) -> bool:
+        """Whether targets do not all count 1."""
+        return self._weight_of_mask is not None
+
+    def weights_of_masks(self, masks: Ints) -> NDArray[np.float64]:
+        """What events with these actions count as targets."""
+        assert self._weight_of_mask is not None
+        weights: NDArray[np.float64] = self._weight_of_mask[masks]
+        return weights
+
+    def with_weights(self, batch: MicroBatch, rows: Rows, targets: Ints) -> MicroBatch:
+        """The micro-batch with what each target counts. targets: places in the concatenated rows."""
+        if self._weight_of_mask is None:
+            return batch
+        weights = torch.from_numpy(self.weights_of_masks(rows.lists["actions"][0][targets].astype(np.int64)))
+        return replace(batch, tensors={**batch.tensors, "target_weight": weights})
+
+    def with_tokens(self, batch: MicroBatch, rows: Rows, own: Ints, asked: Ints, events: Ints) -> MicroBatch:
+        """The micro-batch with the features of its tokens. own, asked: the event of each token and the one that it asks
+        for, as places in the concatenated rows; events: tokens of each row."""
+        if not self.has_token_features:
+            return batch
+        found = self._of_events.of(rows, own, events)
+        context = renamed(self._of_context.of(rows, asked, events), EVENT_PREFIX, CONTEXT_PREFIX)
+        return _with(batch, found, context)
+
+    def with_items(self, batch: MicroBatch, key_T: NDArray[np.uint64] | None, epoch: int) -> MicroBatch:
+        """The micro-batch with its distinct items in the place of their uses. key_T: of the tokens that have a target,
+        or, of a batch that is not trained on, none: no id is left out at random."""
+        if not self.has_item_features:
+            return batch
+        uses = {name: batch.keys[name] for name in USES if name in batch.keys}
+        flat = np.concatenate([ids.reshape(-1) for ids in uses.values()])
+        items, place = np.unique(flat, return_inverse=True)
+        bounds = np.cumsum([0, *(ids.size for ids in uses.values())])
+        tensors = {}
+        for (name, ids), start, end in zip(uses.items(), bounds[:-1], bounds[1:], strict=True):
+            is_out = self._has_no_id(ids, self._draws(name, ids, batch, key_T, epoch))
+            at = place[start:end].reshape(ids.shape) + len(items) * is_out
+            tensors[AT + name] = torch.from_numpy(at)
+        others = {name: ids for name, ids in batch.keys.items() if name not in uses}
+        batch = replace(batch, keys={**others, "item": items}, tensors={**batch.tensors, **tensors})
+        return _with(batch, self._of_items.of(items))
+
+    def of_items(self, items: Ints) -> MicroBatch:
+        """Items by themselves: `at/item` says whether with or without their ids."""
+        at = np.arange(len(items)) + len(items) * self._has_no_id(items, None)
+        batch = MicroBatch(items, {"item": items}, {AT + "item": torch.from_numpy(at)}, 1, len(items))
+        return _with(batch, self._of_items.of(items))
+
+    def _has_no_id(self, items: Ints, draws: NDArray[np.uint64] | None) -> NDArray[np.bool_]:
+        assert self._is_trained is not None
+        is_new: NDArray[np.bool_] = ~self._is_trained[items]
+        if draws is None:
+            return is_new
+        return is_new | ((draws >> np.uint64(40)) < np.uint64(round(self._cfg.id_dropout * 2**24)))
+
+    def _draws(
+        self, name: str, ids: Ints, batch: MicroBatch, key_T: NDArray[np.uint64] | None, epoch: int
+    ) -> NDArray[np.uint64] | None:
+        """Functions of (seed, epoch, sample, token, use), wherever a sample runs; of the catalogue, which is no
+        sample's own, of (seed, epoch, item)."""
+        if key_T is None or self._cfg.id_dropout == 0:
+            return None
+        use = USES[name]
+        if name == "catalogue":
+            return fold_array(fold(self._seed, epoch, use), ids)
+        keys = batch.tensors["token_key"].numpy().view(np.uint64) if name == "history" else key_T
+        of_token = fold_array(keys, np.full(len(keys), use))
+        return of_token if ids.ndim == 1 else fold_array(of_token[:, None], np.arange(ids.shape[1])[None, :])
+
+
+def features_of(card: Card, cfg: RetrievalInputConfig) -> dict[str, list[Feature]]:
+    """The features that the config asks for, by owner and `context`."""
+    wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
+    found, mistakes = dict[str, list[Feature]](), Mistakes()
+    with mistakes.noted():
+        found |= columns_of(card, wanted, "task.inputs")
+    with mistakes.noted():
+        found["context"] = chosen_features(card.event_features, cfg.context, "task.inputs.context")
+    mistakes.raise_all()
+    return found
+
+
+def context_column(feature: Feature) -> Column:
+    """A feature of the event that is asked for: it has its own name, and the table of the feature."""
+    return replace(column_of(feature), name=CONTEXT_PREFIX + feature.name)
+
+
+def _with(batch: MicroBatch, *found: Inputs) -> MicroBatch:
+    keys = {name: ids for one in found for name, ids in one.keys.items()}
+    tensors = {name: tensor for one in found for name, tensor in one.tensors.items()}
+    return replace(batch, keys={**batch.keys, **keys}, tensors={**batch.tensors, **tensors})
+
+
+def _weights_of_masks(card: Card, cfg: RetrievalInputConfig) -> NDArray[np.float64] | None:
+    """By mask of actions, what an event counts; none where all count 1."""
+    if not cfg.actions and not cfg.action_weights:
+        return None
+    mistakes = Mistakes()
+    for name, where in [*((a, "actions") for a in cfg.actions), *((a, "action_weights") for a in cfg.action_weights)]:
+        with mistakes.noted():
+            if name not in card.action_bits:
+                remedy = did_you_mean(name, card.action_bits)
+                raise UserError("is no action of this dataset", field=f"task.inputs.{where}", value=name, remedy=remedy)
+            if cfg.action_weights.get(name, 1.0) < 0:
+                field_name, value = f"task.inputs.action_weights.{name}", cfg.action_weights[name]
+                raise UserError("is negative", field=field_name, value=value, remedy="give 0 or more")
+    mistakes.raise_all()
+    masks = np.arange(1 << max(card.action_bits.values()).bit_length())
+    most = np.full(len(masks), -1.0)
+    for name in cfg.actions or cfg.action_weights:
+        has = (masks & card.action_bits[name]) > 0
+        most[has] = np.maximum(most[has], cfg.action_weights.get(name, 1.0))
+    return np.where(most >= 0, most, 0.0 if cfg.actions else 1.0)

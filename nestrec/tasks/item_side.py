@@ -1,0 +1,111 @@
+"""Vectors of items and of the tokens of histories, for training, evaluation and export alike.
+
+Legend: U distinct items, T tokens, D channels.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.data.batches import MicroBatch
+from nestrec.data.samples.retrieval_inputs import AT, RetrievalInputs
+from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.hashing import owner_of
+from nestrec.embedding.top_k import RowTransform
+from nestrec.models.features import summed
+from nestrec.models.retrieval import RetrievalModel
+from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.rows.stored import Rows
+from nestrec.pipeline.compute import on_device
+from nestrec.tasks.feature_rows import FeatureRows
+from nestrec.tasks.task import sequence_info
+
+_CHUNK_ITEMS = 1 << 14
+VectorOf = Callable[[str], torch.Tensor]
+"""Feature to its vectors."""
+
+
+class ItemSide:
+    """What a retrieval model is given for items and tokens."""
+
+    def __init__(self, model: RetrievalModel, inputs: RetrievalInputs, vectors: FeatureRows, num_items: int):
+        self._model, self._inputs, self._vectors, self.num_items = model, inputs, vectors, num_items
+        self._of_token = [c.name for c in (*inputs.token_columns, *inputs.context_columns)]
+
+    def read(
+        self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
+    ) -> tuple[Rows, Mapping[str, torch.Tensor], torch.Tensor]:
+        """In training: vectors of items, the place among them of each use of one, and the (T, D) tokens."""
+
+        def of(feature: str) -> torch.Tensor:
+            return self._vectors.of(feature, batch, rows, index)
+
+        items = self._model.item_rows(rows["items"])
+        if self._inputs.has_item_features:
+            items = self._pair(of)
+            at = {n.removeprefix(AT): t for n, t in batch.tensors.items() if n.startswith(AT)}
+            index = {**index, **at}
+        return items, index, self._tokens(gather_rows(items, index["history"]), of)
+
+    @torch.no_grad()
+    def states(self, engine: EmbeddingEngine, batch: MicroBatch) -> torch.Tensor:
+        """(T, D) queries of the tokens of a batch that is not trained on. Collective."""
+        batch = self._inputs.with_items(batch, None, 0)
+        found = engine.lookup_readonly(batch.keys)
+        if batch.num_tokens == 0:
+            return next(iter(found.values())).new_zeros(0, self._model.dim)
+        moved = on_device(batch, engine.device)
+
+        def of(feature: str) -> torch.Tensor:
+            return self._vectors.of_looked_up(feature, moved, found)
+
+        if self._inputs.has_item_features:
+            history_TD = self._pair(of).index_select(0, moved.tensors[AT + "history"])
+        else:
+            history_TD = self._vectors.of_looked_up("history", moved, found)
+        self._model.eval()
+        states: torch.Tensor = self._model(self._tokens(history_TD, of), sequence_info(moved))
+        self._model.train()
+        return states
+
+    @torch.no_grad()
+    def content(self, engine: EmbeddingEngine, items: NDArray[np.int64]) -> torch.Tensor:
+        """(items, D) as histories hold them. Collective."""
+        if not self._inputs.has_item_features:
+            feature = engine.tables["items"].feature_names[0]
+            rows = engine.lookup_readonly({feature: items})[feature]
+            return self._model.to_width("items", rows)  # type: ignore[no-any-return]
+        batch = self._inputs.of_items(items)
+        found = engine.lookup_readonly(batch.keys)
+        moved = on_device(batch, engine.device)
+        pair = self._pair(lambda feature: self._vectors.of_looked_up(feature, moved, found))
+        return pair.index_select(0, moved.tensors[AT + "item"])
+
+    @torch.no_grad()
+    def scored(self, content: torch.Tensor) -> torch.Tensor:
+        """What queries meet of items' content."""
+        return self._model.item_vectors(content)
+
+    def compared(self, engine: EmbeddingEngine) -> RowTransform:
+        """For `EmbeddingEngine.top_k`: from rows of the item table to what queries meet. Collective where items have
+        features, of which each rank then computes those that it owns."""
+        if not self._inputs.has_item_features:
+            return lambda rows, keys: self.scored(self._model.to_width("items", rows))
+        topology, owned, parts = engine.topology, list[NDArray[np.int64]](), list[torch.Tensor]()
+        for start in range(1, self.num_items + 1, _CHUNK_ITEMS * topology.num_shards):
+            keys = np.arange(start, min(start + _CHUNK_ITEMS * topology.num_shards, self.num_items + 1))
+            mine = keys[owner_of(keys, topology.num_shards) == topology.shard]
+            owned.append(mine)
+            parts.append(self._model.item_vectors(self.content(engine, mine)).detach())
+        keys_O, vectors_OD = torch.from_numpy(np.concatenate(owned)).to(engine.device), torch.cat(parts)
+        return lambda rows, keys: vectors_OD.index_select(0, torch.searchsorted(keys_O, keys))
+
+    def _pair(self, of: VectorOf) -> torch.Tensor:
+        """(2U, D) items with their ids, then without."""
+        content_UD = summed([of(column.name) for column in self._inputs.item_columns])
+        return torch.cat([content_UD + of("item"), content_UD])
+
+    def _tokens(self, history_TD: torch.Tensor, of: VectorOf) -> torch.Tensor:
+        return summed([history_TD, *(of(name) for name in self._of_token)]) if self._of_token else history_TD

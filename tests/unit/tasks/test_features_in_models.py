@@ -1,0 +1,132 @@
+"""Models read features of events, items and users; what nobody has seen is known by what it is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserErrors
+from nestrec.data.dataset import Dataset
+from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
+from nestrec.data.samples.split import leave_one_out
+from nestrec.data.samples.training_events import item_counts
+from nestrec.distributed import Topology
+from nestrec.tasks.built_in import make_task
+from nestrec.testing.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
+from nestrec.training.config import RunConfig
+from nestrec.training.recipes import recipe
+from nestrec.training.trainer import Trainer
+
+SMALL = {
+    "task.encoder.dim": "8",
+    "task.encoder.head_dim": "4",
+    "training.device": "cpu",
+    "batch.batch_samples": "12",
+    "batch.micro_batches": "2",
+    "training.max_steps": "3",
+    "training.evaluate_every_epochs": "0",
+}
+FEATURES = {
+    "task.inputs.item_features": ",".join(ITEM_FEATURES),
+    "task.inputs.event_features": ",".join(EVENT_FEATURES),
+    "task.inputs.user_features": ",".join(USER_FEATURES),
+}
+OF_RECIPE = {
+    "demo": {
+        "data.synthetic": "none",
+        "task.history.max_length": "12",
+        "task.encoder.max_length": "12",
+        "task.num_negatives": "4",
+        "task.evaluation.ks": "5,10",
+        "task.inputs.context": "device,place",
+        "task.inputs.actions": "click,buy",
+        "task.inputs.action_weights": "buy=3",
+    },
+    "ranking": {"task.encoder.max_length": "16", "task.inputs.max_events": "8"},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_featured_log(tmp_path_factory.mktemp("featured"))
+
+
+def config_of(name: str, data: Path, **more: str) -> RunConfig:
+    dotted = {key.replace("__", "."): value for key, value in more.items()}
+    return with_overrides(recipe(name), {**SMALL, **FEATURES, **OF_RECIPE[name], "data.folder": str(data), **dotted})
+
+
+@pytest.mark.parametrize("name", ["demo", "ranking"])
+def test_with_features_of_every_kind_nested_equals_serial_bit_for_bit(data, tmp_path, name):
+    def trained(schedule: str) -> tuple[list[str], float]:
+        cfg = config_of(name, data, pipeline__schedule=schedule, tables__brand__dim="4", tables__tags__pooling="sum")
+        trainer = Trainer(cfg, tmp_path / f"{name}-{schedule}", Topology.single())
+        trainer.train()
+        engine = trainer.session.engine
+        return [engine.digest(table) for table in engine.tables], trainer.evaluate("test").score
+
+    digests, score = trained("serial")
+    assert trained("nested") == (digests, score)
+    assert len(digests) == 8, "items, and a table for each category, list and text"
+    assert np.isfinite(score)
+
+
+@pytest.fixture(scope="module")
+def retrieval(data):
+    return make_task(config_of("demo", data).task, Dataset.open(data), seed=1, dtype="float32")
+
+
+def test_which_ids_are_left_out_depends_on_the_sample_and_not_on_its_company(retrieval):
+    def left_out(samples: np.ndarray) -> dict[str, np.ndarray]:
+        assembler = retrieval.assembler
+        batch = assembler.assemble(samples, assembler.read(samples), epoch=3)
+        num_items = len(batch.keys["item"])
+        return {n: (t.numpy() >= num_items) for n, t in batch.tensors.items() if n.startswith("at/")}
+
+    both, one, other = (left_out(np.array(samples)) for samples in ([2, 5], [2], [5]))
+    assert set(both) == {"at/history", "at/positive", "at/negative"}
+    for use, found in both.items():
+        assert np.array_equal(found, np.concatenate([one[use], other[use]])), use
+    every = left_out(np.arange(20))
+    assert 0.02 < every["at/negative"].mean() < 0.5
+
+
+def test_an_item_that_nobody_trained_on_is_known_by_its_features_alone(retrieval, data):
+    dataset = Dataset.open(data)
+    keys = dataset.items()["item_key"].to_pylist()
+    ids = np.array([keys.index("n0") + 1, keys.index("i0") + 1])
+    counts = item_counts(dataset, leave_one_out(dataset.lengths).train_end)
+    assert (counts[ids] > 0).tolist() == [False, True]
+    at = retrieval._inputs.of_items(ids).tensors["at/item"]
+    assert (at >= 2).tolist() == [True, False], "the second half of the vectors is without ids"
+
+
+def test_targets_count_by_their_actions(retrieval, data):
+    assembler = retrieval.assembler
+    samples = np.arange(len(assembler.tokens))
+    batch = assembler.assemble(samples, assembler.read(samples), epoch=0)
+    weights = batch.tensors["target_weight"].numpy()
+    assert set(weights.tolist()) == {0.0, 1.0, 3.0}
+    assert assembler.weight(samples, 0) == pytest.approx(weights.sum())
+    assert (assembler.weights > 0).all(), "who has nothing to find is no sample"
+
+
+def test_without_features_nothing_is_added(data):
+    plain = replace(config_of("demo", data).task, inputs=RetrievalInputConfig(id_dropout=0.5))
+    task = make_task(plain, Dataset.open(data), seed=1, dtype="float32")
+    assert [table.name for table in task.tables] == ["items"]
+    samples = np.arange(4)
+    batch = task.assembler.assemble(samples, task.assembler.read(samples), epoch=0)
+    assert set(batch.keys) == {"history", "positive", "negative"}
+    assert [name for name, _ in task.model.named_parameters() if "to_width" in name] == []
+
+
+def test_what_the_dataset_does_not_have_is_named_with_what_it_has(data):
+    wrong = config_of("demo", data, task__inputs__item_features="brnd", task__inputs__context="devise")
+    with pytest.raises(UserErrors) as refused:
+        make_task(wrong.task, Dataset.open(data), seed=1, dtype="float32")
+    told = {error.field: str(error.remedy) for error in refused.value.errors}
+    assert "did you mean 'brand'" in told["task.inputs.item_features"]
+    assert "did you mean 'device'" in told["task.inputs.context"]
