@@ -27,7 +27,7 @@ UNIT = 2.0**-4
 """e4m3 has three bits behind the first: half a unit of the last, twice"""
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 96), (5, 640)])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 96), (5, 640), (3, 3072)])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_rows_of_eight_bits_are_those_of_the_definition(shape, dtype):
     torch.manual_seed(0)
@@ -54,6 +54,8 @@ def test_products_are_those_of_the_definition_and_repeat(tokens, inner, outer):
     b = torch.randn(inner, outer, device=DEVICE, dtype=HALF)
     found, expected = fp8_product(a, b), fp8_product_reference(a, b)
     assert torch.equal(found, fp8_product(a, b))
+    bias = torch.randn(outer, device=DEVICE, dtype=HALF)
+    torch.testing.assert_close(fp8_product(a, b, bias), found + bias, rtol=0.02, atol=0.02 * inner**0.5)
     assert (found - expected).float().norm() <= 0.01 * expected.float().norm()
     exact = a.double() @ b.double()
     assert (found - exact).norm() <= UNIT * exact.norm()

@@ -127,7 +127,8 @@ def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
         made = [encoder_of(bench, case, biases) for biases in bench.biases]
         # A model without such an option is the same with every choice, and measured once.
         for encoder, lengths in {encoder: (encoder, lengths) for encoder, lengths in made}.values():
-            yield {"model": case, "biases": _biases_of(encoder), **_case(bench, encoder, lengths)}
+            row = {"model": case, "biases": _biases_of(encoder), "precision": bench.precision}
+            yield {**row, **_case(bench, encoder, lengths)}
             _release(bench.device)
     if bench.memory_length:
         encoder, _ = encoder_of(bench, "hstu-4x256-u1024")

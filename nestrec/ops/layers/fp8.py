@@ -1,7 +1,7 @@
 """Products of eight-bit numbers: each row of both factors is scaled to the range of e4m3 by a scale of its own.
 
     product(a, b)  = (a8 b8) * (scale of a's row) * (scale of b's column)
-    x8, scale      = round(x / scale), largest |x| of the row / 448
+    x8, scale      = round(x * 448 / largest), largest / 448         largest: |x| of the row
 
 What is summed is the products of the eight-bit numbers, in float32. Gradients of the inputs are products of this kind
 too; those of weights sum over tokens, whose scales differ, and stay in bf16.
@@ -63,8 +63,8 @@ def fp8_product_reference(a_TK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tenso
     return ((a.float() @ b.float().T) * a_scale[:, None] * b_scale).to(a_TK.dtype)
 
 
-def fp8_product(a_TK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """The same by the GPU's own product."""
+def fp8_product(a_TK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """The same by the GPU's own product, with `bias_N` added to each row where it is given."""
     inner, outer = b_KN.shape
     if inner % WIDTH_STEP or outer % WIDTH_STEP:
         raise UserError(
@@ -76,28 +76,29 @@ def fp8_product(a_TK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     if len(a_TK) == 0:
         return a_TK.new_empty(0, outer)
     (a, a_scale), (b, b_scale) = eight_bit_rows(a_TK), eight_bit_rows(b_KN.T.contiguous())
-    return torch._scaled_mm(
-        a, b.T, scale_a=a_scale[:, None], scale_b=b_scale[None, :], out_dtype=a_TK.dtype, use_fast_accum=True
-    )
+    scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
+    return torch._scaled_mm(a, b.T, **scales, bias=bias_N, out_dtype=a_TK.dtype, use_fast_accum=True)
 
 
 def eight_bit_rows_reference(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows in e4m3, their scales); a row of zeros has the scale of a row of the smallest numbers."""
     x = x_TK.float()
-    scale = x.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * LARGEST) * (1.0 / LARGEST)
-    return (x / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+    largest = x.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * LARGEST)
+    factor = torch.full_like(largest, LARGEST) / largest  # a number over a tensor would be rounded twice
+    rows = (x * factor[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return rows, largest * (1.0 / LARGEST)
 
 
 @kernel_op("eight_bit_rows", fake=lambda x: (x.new_empty(x.shape, dtype=torch.float8_e4m3fn), column(x)))
 def eight_bit_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by a kernel that reads each row once; rows may be strided."""
+    """The same by a kernel; rows may be strided."""
     from nestrec.ops.layers.fp8_kernels import eight_bit_rows_kernel
 
     check_strided(x)
     out, scale = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), column(x)
-    block = power_of_two(x.shape[1])
-    rows = max(1, 4096 // block)
+    block = min(1024, power_of_two(x.shape[1]))
+    rows = 1024 // block
     eight_bit_rows_kernel[(-(-len(x) // rows),)](
-        x, out, scale, len(x), x.stride(0), WIDTH=x.shape[1], BLOCK=block, ROWS=rows, num_warps=8
+        x, out, scale, len(x), x.stride(0), WIDTH=x.shape[1], BLOCK=block, ROWS=rows, num_warps=4
     )
     return out, scale

@@ -20,15 +20,20 @@ def eight_bit_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS whole rows: largest number, scale, and the rows divided by it."""
+    """ROWS rows, BLOCK channels at a time: their largest number first, then, out of the cache, the rows scaled."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
-    mask = has_row[:, None] & (channel < WIDTH)[None, :]
     place = row.to(tl.int64)[:, None]
-    values = tl.load(x + place * x_stride + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    own = tl.maximum(tl.max(tl.abs(values), axis=1), SMALLEST) * (1.0 / LARGEST)
-    scaled = tl.div_rn(values, own[:, None] + tl.zeros_like(values))
-    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-    tl.store(out + place * WIDTH + channel[None, :], scaled.to(tl.float8e4nv), mask=mask)
-    tl.store(scale + row, own, mask=has_row)
+    largest = tl.full([ROWS], SMALLEST, tl.float32)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        mask = has_row[:, None] & (first + channel < WIDTH)[None, :]
+        values = tl.load(x + place * x_stride + first + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(values), axis=1))
+    tl.store(scale + row, largest * (1.0 / LARGEST), mask=has_row)
+    factor = tl.div_rn(tl.full([ROWS], LARGEST, tl.float32), largest)[:, None]
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        mask = has_row[:, None] & (first + channel < WIDTH)[None, :]
+        values = tl.load(x + place * x_stride + first + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        scaled = tl.minimum(tl.maximum(values * factor, -LARGEST), LARGEST)
+        tl.store(out + place * WIDTH + first + channel[None, :], scaled.to(tl.float8e4nv), mask=mask)

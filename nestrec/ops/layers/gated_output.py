@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 
 from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.layers.dropout import Dropout
-from nestrec.ops.layers.fp8 import product, takes_fp8
+from nestrec.ops.layers.fp8 import fp8_product, product, takes_fp8
 from nestrec.ops.layers.gate_rows import gate_rows, gate_rows_backward
 from nestrec.ops.layers.norm_projection import NormKind, PackedGradient, normed, weight_gradient
 from nestrec.ops.layers.row_tiles import like
@@ -82,7 +82,7 @@ class _GatedOutput(torch.autograd.Function):
         ctx.options, ctx.types = options, (weight.dtype, bias.dtype)
         ctx.save_for_backward(gate, mean, rstd, cast, None if options.recompute else gated, *parts)
         if options.fp8:
-            return product(gated.to(options.dtype), cast.T, fp8=True) + bias.to(options.dtype)
+            return fp8_product(gated.to(options.dtype), cast.T, bias.to(options.dtype))
         return linear(gated.to(options.dtype), cast, bias.to(options.dtype))
 
     @staticmethod
