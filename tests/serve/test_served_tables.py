@@ -9,6 +9,7 @@ import torch
 
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.plain_runner import plain_runner
 from nestrec.serving.engine.runner import Part, Runner
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
@@ -59,6 +60,18 @@ def test_scores_equal_those_of_tables_on_the_device_to_the_bit(request, kind, st
     counts = runners[1].form.servable.tables["items"].statistics()
     assert counts["device_rows"] == cache_rows
     assert 0 < counts["missed"] < counts["asked"]
+
+
+def test_an_index_that_devices_share_gives_the_same_items_and_scores(retrieval):
+    whole, shared = (
+        plain_runner(Servable.load(retrieval.folder, tables=TablesConfig(index_devices=devices)))
+        for devices in ((), ("cpu", "cpu", "cpu"))
+    )
+    assert len(list(shared.form.servable.index.parts())) == 3
+    expected, found = (runner.run(draw_parts(runner.form, num_best=10)) for runner in (whole, shared))
+    for one, other in zip(expected, found, strict=True):
+        assert np.array_equal(one.items, other.items)
+        assert np.array_equal(one.scores, other.scores)
 
 
 def test_unknown_items_have_the_vector_of_evaluation_behind_a_cache_too(retrieval):

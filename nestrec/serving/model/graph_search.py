@@ -28,6 +28,7 @@ class GraphSearch:
     def __init__(self, table: ResidentTable):
         self._table, self._plain = table, ExactSearch(table)
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
+        self._num_rows = table.num_rows
         self._memory, self._lock = torch.cuda.graph_pool_handle(), threading.Lock()
 
     def best(
@@ -39,6 +40,8 @@ class GraphSearch:
             return self._plain.best(queries_BD, k, excluded)
         size = (sizes[0], sizes[1], sizes[2])
         with self._lock:
+            if self._num_rows != self._table.num_rows:  # a model that follows a run has learnt of new items
+                self._graphs, self._num_rows = {}, self._table.num_rows
             if size not in self._graphs:
                 self._graphs[size] = _Captured(self._table, queries_BD.dtype, size, self._memory)
             scores_BK, rows_BK = scores_and_rows(self._graphs[size].run(queries_BD, excluded)[:, :k])

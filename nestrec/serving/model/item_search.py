@@ -66,7 +66,7 @@ class ItemSearch(Protocol):
 
 
 class ExactSearch:
-    """Looks at every row: in one fused pass where a whole index lies on a GPU, else part by part."""
+    """Looks at every row, in one fused pass on a GPU. Parts of an index are searched where they lie."""
 
     def __init__(self, table: ServedTable):
         self._table = table
@@ -80,32 +80,19 @@ class ExactSearch:
     def best_keys(self, queries_BD: torch.Tensor, k: int, pairs: ExcludedPairs | None) -> torch.Tensor:
         """(B, at most k) keys by exact scores, best first, on the device. Captured by a graph where all lies on it."""
         count = min(k + SPARE, self._table.num_rows)
-        keys = [best_of_part(queries_BD, part_ND, start, count, pairs) for start, part_ND in self._table.parts()]
+        keys = [
+            best_of_part(queries_BD.to(part_ND.device), part_ND, start, count, _on(pairs, part_ND.device))
+            for start, part_ND in self._table.parts()
+        ]
+        keys = [found.to(queries_BD.device) for found in keys]  # after all devices have begun
         rows_BK = scores_and_rows(keys[0] if len(keys) == 1 else merged_keys(keys, count))[1]
         return _ordered_keys(self._table, queries_BD, rows_BK, k)
 
 
-class ShardedSearch:
-    """Looks at every row of an index that several devices share; their short lists meet on the first."""
-
-    def __init__(self, parts: Sequence[torch.Tensor]):
-        """parts: rows in order, each where it is searched"""
-        self._parts = list(parts)
-        self._firsts = np.cumsum([0, *(len(part) for part in parts)])
-
-    def best(
-        self, queries_BD: torch.Tensor, k: int, excluded: Excluded
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        home, num_rows = queries_BD.device, int(self._firsts[-1])
-        keys = []
-        for first, part_ND in zip(self._firsts[:-1].tolist(), self._parts, strict=True):
-            queries, pairs = queries_BD.to(part_ND.device), excluded.on(part_ND.device)
-            found = best_of_part(queries, part_ND, first, min(k + SPARE, num_rows), pairs)
-            rows_BK = scores_and_rows(found)[1]
-            # Each part orders its own list exactly, so that no row has to travel.
-            keys.append(_exact_keys(ResidentTable(part_ND), queries, rows_BK, first).to(home))
-        scores_BK, rows_BK = scores_and_rows(merged_keys(keys, k))
-        return rows_BK.cpu().numpy(), scores_BK.cpu().numpy()
+def _on(pairs: ExcludedPairs | None, device: torch.device) -> ExcludedPairs | None:
+    if pairs is None or pairs.row_P.device == device:
+        return pairs
+    return ExcludedPairs(query_P=pairs.query_P.to(device), row_P=pairs.row_P.to(device))
 
 
 def best_of_part(
@@ -145,18 +132,18 @@ def exactly_ordered(
 
 
 def _ordered_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Tensor, k: int) -> torch.Tensor:
-    keys = _exact_keys(table, queries_BD, rows_BK, 0)
+    keys = _exact_keys(table, queries_BD, rows_BK)
     return keys.topk(min(k, keys.shape[1]), dim=1).values
 
 
-def _exact_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Tensor, first: int) -> torch.Tensor:
-    """(B, K) keys of rows by their exact scores. first: number of the table's first row."""
+def _exact_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Tensor) -> torch.Tensor:
+    """(B, K) keys of rows by their exact scores."""
     most = max(1, _CHUNK_VECTORS // max(1, rows_BK.shape[1] * queries_BD.shape[1]))
     keys = [torch.zeros(0, rows_BK.shape[1], dtype=torch.int64, device=queries_BD.device)]
     for start in range(0, len(rows_BK), most):
         part_BK = rows_BK[start : start + most]
-        places = (part_BK - first).clamp(min=0).flatten()
-        vectors = table.rows(places if isinstance(table, ResidentTable) else places.cpu())
+        places = part_BK.clamp(min=0).flatten()
+        vectors = table.rows(places if isinstance(table, ResidentTable) else places.cpu()).to(queries_BD.device)
         vectors_BKD = vectors.double().view(*part_BK.shape, -1)
         exact = (vectors_BKD @ queries_BD[start : start + most].double()[:, :, None]).squeeze(2).float()
         keys.append(packed(torch.where(part_BK < 0, -torch.inf, exact), part_BK.clamp(min=0)))

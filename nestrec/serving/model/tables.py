@@ -4,8 +4,9 @@ Both give the same rows to the bit. Serving never inserts into a table: an id is
 that evaluation gives to whatever it does not know.
 """
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -31,6 +32,9 @@ class TablesConfig:
     """where tables lie: whole on the device, or in host memory or the exported files behind a cache on the device"""
     cache_rows: Natural = 1 << 20
     """rows of each table that the device keeps; a table of no more rows lies there whole"""
+    index_devices: tuple[str, ...] = ()
+    """devices that share the rows of a retrieval index, such as cuda:0,cuda:1, where it is larger than one of them;
+    none: it lies where the model does"""
 
 
 class ServedTable(Protocol):
@@ -93,6 +97,42 @@ class ResidentTable:
 
     def statistics(self) -> dict[str, int]:
         return {"rows": self.num_rows, "device_rows": self.num_rows, "asked": 0, "missed": 0}
+
+
+class DividedTable:
+    """Whole on several devices, each of which has a run of its rows."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]):
+        """parts: rows in order, each where it lies; rows are handed out on the device of the first"""
+        self._parts, self._firsts = list(parts), np.cumsum([0, *(len(part) for part in parts)])
+        self.num_rows = int(self._firsts[-1])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        ids, home = ids.cpu(), self._parts[0].device
+        out = torch.empty(len(ids), self._parts[0].shape[1], dtype=self._parts[0].dtype, device=home)
+        for (first, end), part in zip(itertools.pairwise(self._firsts.tolist()), self._parts, strict=True):
+            here = ((ids >= first) & (ids < end)).nonzero().squeeze(1)
+            out[here.to(home)] = part.index_select(0, (ids[here] - first).to(part.device)).to(home)
+        return out
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield from zip(self._firsts[:-1].tolist(), self._parts, strict=True)
+
+    def statistics(self) -> dict[str, int]:
+        return {"rows": self.num_rows, "device_rows": self.num_rows, "asked": 0, "missed": 0}
+
+    @property
+    def room(self) -> int:
+        return self.num_rows
+
+    @property
+    def row_device(self) -> torch.device:
+        return self._parts[0].device
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        for first, part in self.parts():
+            here = (ids >= first) & (ids < first + len(part))
+            part[(ids[here] - first).to(part.device)] = rows[here.to(rows.device)].to(part)
 
 
 class CachedTable:
@@ -195,6 +235,10 @@ def open_table(
     if cfg.cache_rows < 0:
         raise UserError("is negative", field="tables.cache_rows", value=cfg.cache_rows, remedy="give 0 or more rows")
     rows = DiskRows(path, tensor)
+    if is_streamed and cfg.index_devices:
+        bounds = np.linspace(0, rows.num_rows, len(cfg.index_devices) + 1).astype(int).tolist()
+        places = zip(itertools.pairwise(bounds), cfg.index_devices, strict=True)
+        return DividedTable([rows.read_range(first, end).to(place) for (first, end), place in places])
     if cfg.store == "device" or rows.num_rows <= cfg.cache_rows:
         return ResidentTable(rows.read_range(0, rows.num_rows).to(device))
     source: RowSource = DramRows(rows.read_range(0, rows.num_rows)) if cfg.store == "dram" else rows

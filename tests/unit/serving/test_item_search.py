@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nestrec.serving.model import item_search
-from nestrec.serving.model.item_search import ExactSearch, Excluded, ShardedSearch
-from nestrec.serving.model.tables import ResidentTable
+from nestrec.serving.model.item_search import ExactSearch, Excluded
+from nestrec.serving.model.tables import DividedTable, ResidentTable
 
 NUM_ROWS, DIM = 500, 8
 
@@ -41,7 +41,8 @@ def test_all_that_is_asked_at_once_is_the_definition(is_whole, k):
     excluded = [np.arange(1, 1 + 100 * i) for i in range(5)]
     expected = definition(queries, rows, k, excluded)
     parts = [rows[:7], rows[7:200], rows[200:]]
-    for search in (ExactSearch(ResidentTable(rows)), ShardedSearch(parts)):
+    for table in (ResidentTable(rows), DividedTable(parts)):
+        search = ExactSearch(table)
         found, scores = search.best(queries, k, Excluded.of(excluded))
         for query in range(5):
             there = found[query] >= 0
@@ -54,3 +55,12 @@ def test_all_that_is_asked_at_once_is_the_definition(is_whole, k):
 def test_item_0_is_no_item_and_excludes_nothing():
     excluded = Excluded.of([np.array([0, 3]), np.array([0])])
     assert (excluded.query_P.tolist(), excluded.row_P.tolist()) == ([0], [2])
+
+
+def test_rows_of_a_divided_index_are_put_and_read_where_they_lie():
+    rows = torch.arange(20.0).view(10, 2)
+    table = DividedTable([rows[:3].clone(), rows[3:].clone()])
+    ids = torch.tensor([9, 2, 3, 2])
+    assert torch.equal(table.rows(ids), rows[ids])
+    table.put(torch.tensor([4, 0]), torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]))
+    assert table.rows(torch.tensor([0, 4])).tolist() == [[-3.0, -4.0], [-1.0, -2.0]]
