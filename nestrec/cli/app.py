@@ -307,6 +307,45 @@ def publish(
 
 
 @app.command(context_settings=PASSED_ON)
+def recommend(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A run, an exported model, or an address of published versions.")],
+    output: Annotated[Path, typer.Option(help="Parquet file: user, items and scores, best first.")],
+    *,
+    users: Annotated[str, typer.Option(help="all, a text file of keys, or a Parquet file with histories.")] = "all",
+    data: Annotated[Path | None, typer.Option(help="Dataset of the users; of a run its own.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU where there is one.")] = "auto",
+) -> None:
+    """Write the best items of very many users; the same command goes on after a kill.
+
+    Equal to /v1/recommend for each of them, asked at the moment of the last event. Several ranks share the work:
+    [bold]nestrec launch -n 2 recommend runs/mine --k 100 --output recs.parquet[/bold]. A Parquet file of users has the
+    columns user, items (lists of ids) and, where the model reads times, times_ms. [bold]nestrec options
+    recommend[/bold] lists the other options.
+    """
+    from nestrec.cli.batch import recommend_users
+
+    recommend_users(model, users, output, data=data, device=device, words=context.args)
+
+
+@app.command(context_settings=PASSED_ON)
+def embed(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A run, an exported model, or an address of published versions.")],
+    output: Annotated[Path, typer.Option(help="Parquet file, or .npy with the keys in a .keys.json beside it.")],
+    *,
+    what: Annotated[str, typer.Option(help="users or items.")] = "users",
+    users: Annotated[str, typer.Option(help="all, a text file of keys, or a Parquet file with histories.")] = "all",
+    data: Annotated[Path | None, typer.Option(help="Dataset of the users; of a run its own.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU where there is one.")] = "auto",
+) -> None:
+    """Write vectors of users or items: the product of a user's and an item's is the item's score."""
+    from nestrec.cli.batch import embed_all
+
+    embed_all(model, what, users, output, data=data, device=device, words=context.args)
+
+
+@app.command(context_settings=PASSED_ON)
 def serve(
     context: typer.Context,
     model: Annotated[list[Path], typer.Option(help="A folder that `nestrec export` wrote; twice for a cascade.")],

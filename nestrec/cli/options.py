@@ -13,9 +13,11 @@ from nestrec.bench.benches import BENCHES
 
 CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
+    "embed": "nestrec.library.batch:BatchJobConfig",
     "export": "nestrec.serving.model.export:ExportConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "key": "nestrec.serving.safety.keys:KeyOptions",
+    "recommend": "nestrec.library.batch:BatchJobConfig",
     "replay": "nestrec.serving.load.replay:ReplayConfig",
 }
 """What commands build from dotted options; `train` and `plan` build a recipe, `prepare` and `bench` their members."""

@@ -31,6 +31,8 @@ from nestrec.serving.versions.opening import is_published, open_newest
 from nestrec.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from nestrec.distributed import Topology
+    from nestrec.library.batch import BatchJobConfig, BatchRecommender
     from nestrec.library.runs import Run
     from nestrec.serving.api.reading import Asked, Reader
     from nestrec.serving.api.requests import RankRequest
@@ -179,6 +181,15 @@ class Recommender:
         index = self.servable.index
         table, rows = (self.servable.tables["items"], ids) if index is None else (index, ids - 1)
         return table.rows(torch.from_numpy(rows)).float().cpu().numpy()
+
+    def batch(self, cfg: "BatchJobConfig | None" = None, topology: "Topology | None" = None) -> "BatchRecommender":
+        """For very many users: writes files part by part, goes on after a kill, and shares the work among ranks.
+
+        `model.batch().recommend("all", Path("recs.parquet"), data=Path("data/mine"))`
+        """
+        from nestrec.library.batch import BatchRecommender
+
+        return BatchRecommender(self.servable, cfg, topology)
 
     def _known(self, items: Items) -> NDArray[np.int64]:
         ids = self.servable.ids_of(_plain_ids(items))

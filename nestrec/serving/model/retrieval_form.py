@@ -57,21 +57,26 @@ class RetrievalForm:
         )
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        return self._rows(tokens.history.items[first:end])
+        return self.rows(tokens.history.items[first:end])
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
-        return self._rows(np.zeros(0, np.int64))
+        return self.rows(np.zeros(0, np.int64))
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
         if last_D is None:
             return torch.zeros(len(candidates), 1, device=self.servable.device)
-        vectors = self._model.item_vectors(self._rows(candidates.items))
+        vectors = self._model.item_vectors(self.rows(candidates.items))
         return (vectors.double() @ self.query(last_D[None])[0].double())[:, None].float()
 
     def best(
         self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        queries_BD = self.queries(last)
+        return self.best_of_queries(self.queries(last), asked)
+
+    def best_of_queries(
+        self, queries_BD: torch.Tensor, asked: Sequence[Candidates]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Items and (items, 1) scores for each request."""
         found: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         open_ones = [b for b, one in enumerate(asked) if one.allowed is None]
         if open_ones:
@@ -122,7 +127,8 @@ class RetrievalForm:
         """(B, D) what is multiplied with item vectors."""
         return self._model.item_vectors(last_BD) / self._model.similarity.temperature
 
-    def _rows(self, items: NDArray[np.int64]) -> torch.Tensor:
+    def rows(self, items: NDArray[np.int64]) -> torch.Tensor:
+        """(items, D) vectors of items as the encoder reads them."""
         return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items))).to(self.servable.dtype)
 
 

@@ -1,0 +1,201 @@
+"""Batch inference: the best items, or the vectors, of very many users, in parts that survive a kill.
+
+A job is cut into parts of so many users. Each part is a file that appears whole; ranks take parts by turns, and a part
+that is there is not computed again. When all are there the first rank joins them in order, so the output has the same
+bytes on any number of ranks and however often the job was begun.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from nestrec.base.bounds import Count
+from nestrec.base.config import config, to_plain
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import fail_point
+from nestrec.base.paths import check_file
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import barrier
+from nestrec.library.batch_users import BatchUsers, NamedUser, strings, users_of
+from nestrec.serving.engine.user_queries import user_queries
+from nestrec.serving.model.forms import form_of
+from nestrec.serving.model.inputs import Candidates
+from nestrec.serving.model.retrieval_form import RetrievalForm
+from nestrec.serving.model.servable import Servable
+
+JOB_FILE = "job.json"
+_NO_ITEMS, _BYTES = np.zeros(0, np.int64), torch.uint8
+
+
+@config
+class BatchJobConfig:
+    k: Count = 100
+    """items of a user"""
+    exclude_seen: bool = True
+    """items of the history are not recommended"""
+    part_users: Count = 4096
+    """of a part: what a killed job computes again at most, on each rank"""
+    batch_tokens: Count = 65_536
+    """events of users that are computed at once"""
+    slide_events: Count | None = None
+    """events by which a full history slides; none: an eighth of the longest history as a server has it, 1: as in
+    evaluation"""
+
+
+class BatchRecommender:
+    """Recommends and embeds by a retrieval model, part by part."""
+
+    def __init__(self, servable: Servable, cfg: BatchJobConfig | None = None, topology: Topology | None = None):
+        """topology: the ranks that share the work; none: this process alone"""
+        self.servable, self.cfg = servable, cfg or BatchJobConfig()
+        self._topology = topology or Topology.single(servable.device)
+        form = form_of(servable, self.cfg.slide_events)
+        if not isinstance(form, RetrievalForm):
+            remedy = "name a retrieval model"
+            raise UserError(
+                "has no catalogue to recommend from", field="model", value=servable.spec.name, remedy=remedy
+            )
+        self._form = form
+        self._item_keys = strings(list(servable.item_keys))
+
+    def recommend(self, users: str, output: Path, *, data: Path | None = None) -> int:
+        """Write user, items and scores, best first; the number of users. users, data: see `users_of`."""
+        return self._write(users_of(users, self.servable, data), output, "recommend", self._recommended)
+
+    def embed_users(self, users: str, output: Path, *, data: Path | None = None) -> int:
+        """Write vectors whose products with those of items are the scores; the number of users."""
+        return self._write(users_of(users, self.servable, data), output, "embed", self._embedded)
+
+    def embed_items(self, output: Path) -> int:
+        """Write the vectors of all items; their number."""
+        assert self.servable.index is not None
+        if self._topology.is_first:
+            vectors = np.concatenate([part.float().cpu().numpy() for _, part in self.servable.index.parts()])
+            _write_output(output, [_vector_table("item", self._item_keys, vectors)])
+        return len(self._item_keys)
+
+    def _write(
+        self,
+        users: BatchUsers,
+        output: Path,
+        what: Literal["recommend", "embed"],
+        compute: Callable[[list[NamedUser]], pa.Table],
+    ) -> int:
+        check_file(output)
+        parts = output.with_name(output.name + ".parts")
+        model = self.servable.version or self._weights_digest()
+        self._begin(parts, {"what": what, "model": model, "users": users.digest, **to_plain(self.cfg)})
+        firsts = list(range(0, len(users), self.cfg.part_users))
+        files = [parts / f"part-{number:06d}.parquet" for number in range(len(firsts))]
+        for number in range(self._topology.rank, len(firsts), self._topology.world):
+            if not files[number].exists():
+                first = firsts[number]
+                chosen = users.part(first, min(first + self.cfg.part_users, len(users)))
+                tables = [compute(batch) for batch in self._batches(chosen)]
+                _write_table(files[number], pa.concat_tables(tables))
+                fail_point("batch.part_written")
+        barrier(self._topology.control)
+        if self._topology.is_first:
+            empty = [] if files else [compute([])]
+            _write_output(output, [*empty, *(pq.read_table(file) for file in files)])
+            shutil.rmtree(parts)
+        barrier(self._topology.control)
+        return len(users)
+
+    def _begin(self, parts: Path, job: dict[str, Any]) -> None:
+        """Parts of another job may not be mixed with this one's."""
+        text = json.dumps(job, sort_keys=True, indent=2)
+        if self._topology.is_first:
+            parts.mkdir(parents=True, exist_ok=True)
+            if not (parts / JOB_FILE).exists():
+                (parts / JOB_FILE).write_text(text)
+        barrier(self._topology.control)
+        if (parts / JOB_FILE).read_text() != text:
+            remedy = "remove the folder, or give the model, users and options that it was begun with"
+            raise UserError("holds parts of another job", field="--output", value=str(parts), remedy=remedy)
+
+    def _weights_digest(self) -> str:
+        """Of a run that was never exported."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.servable.model.state_dict().items()):
+            digest.update(name.encode() + tensor.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy().tobytes())
+        assert self.servable.index is not None
+        for _, part in self.servable.index.parts():
+            digest.update(part.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _batches(self, users: list[NamedUser]) -> list[list[NamedUser]]:
+        batches, tokens = [list[NamedUser]()], 0
+        for user in users:
+            length = min(len(user[1]), self._form.max_events)
+            if batches[-1] and tokens + length > self.cfg.batch_tokens:
+                batches.append([])
+                tokens = 0
+            batches[-1].append(user)
+            tokens += length
+        return batches
+
+    def _recommended(self, users: list[NamedUser]) -> pa.Table:
+        queries = user_queries(self._form, [(history, now_ms) for _, history, now_ms in users])
+        asked = [
+            Candidates(
+                items=_NO_ITEMS,
+                now_ms=now_ms,
+                num_best=self.cfg.k,
+                excluded=np.unique(history.items) if self.cfg.exclude_seen else _NO_ITEMS,
+            )
+            for _, history, now_ms in users
+        ]
+        found = self._form.best_of_queries(queries, asked)
+        offsets = pa.array(np.concatenate([[0], np.cumsum([len(items) for items, _ in found])]).astype(np.int32))
+        items = np.concatenate([_NO_ITEMS, *(items for items, _ in found)])
+        scores = np.concatenate([np.zeros(0, np.float32), *(scores[:, 0] for _, scores in found)])
+        columns = {
+            "user": strings([key for key, _, _ in users]),
+            "items": pa.ListArray.from_arrays(offsets, self._item_keys.take(pa.array(items - 1))),
+            "scores": pa.ListArray.from_arrays(offsets, pa.array(scores, pa.float32())),
+        }
+        return pa.table(columns)
+
+    def _embedded(self, users: list[NamedUser]) -> pa.Table:
+        queries = user_queries(self._form, [(history, now_ms) for _, history, now_ms in users])
+        return _vector_table("user", strings([key for key, _, _ in users]), queries.float().cpu().numpy())
+
+
+def _vector_table(name: str, keys: pa.Array, vectors: np.ndarray[Any, np.dtype[np.float32]]) -> pa.Table:
+    flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
+    return pa.table({name: keys, "vector": pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])})
+
+
+def _write_output(output: Path, tables: list[pa.Table]) -> None:
+    """Parquet with a row group a part, or vectors as NAME.npy with their keys beside them as NAME.keys.json."""
+    if output.suffix != ".npy":
+        _write_table(output, *tables)
+        return
+    table = pa.concat_tables(tables)
+    if "vector" not in table.column_names:
+        remedy = "name a .parquet file"
+        raise UserError("holds arrays, not lists of items", field="--output", value=str(output), remedy=remedy)
+    vectors = table["vector"].combine_chunks()
+    temporary = output.with_name(f".{output.name}.writing.npy")
+    np.save(temporary, vectors.flatten().to_numpy().reshape(len(table), vectors.type.list_size))
+    output.with_suffix(".keys.json").write_text(json.dumps(table.column(0).to_pylist()))
+    temporary.replace(output)
+
+
+def _write_table(path: Path, *tables: pa.Table) -> None:
+    """It appears whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.writing")
+    with pq.ParquetWriter(temporary, tables[0].schema, compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table, row_group_size=max(1, len(table)))
+    temporary.replace(path)

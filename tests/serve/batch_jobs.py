@@ -1,0 +1,12 @@
+"""A batch job on a rank of its own."""
+
+from pathlib import Path
+
+from nestrec.library.batch import BatchJobConfig, BatchRecommender
+from nestrec.serving.model.servable import Servable
+
+CFG = BatchJobConfig(k=7, part_users=20, batch_tokens=200)
+
+
+def recommend_on(topology, folder: Path, users: str, output: Path, data: Path) -> int:
+    return BatchRecommender(Servable.load(folder), CFG, topology).recommend(users, output, data=data)

@@ -1,0 +1,136 @@
+"""Batch inference: what the server answers, for everybody, on any number of ranks and after any number of kills."""
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from batch_jobs import CFG, recommend_on
+
+import nestrec
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import armed
+from nestrec.distributed.local_ranks import run_on_ranks
+from nestrec.library.batch import BatchJobConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.service import Service, ServiceConfig
+
+
+@pytest.fixture(scope="module")
+def histories(retrieval):
+    """Key, items and times of the first users of the dataset."""
+    dataset = retrieval.trainer.session.dataset
+    places = np.arange(70)
+    rows, keys = dataset.rows(places), dataset.items().column("item_key").to_pylist()
+    (items, offsets), (times, _) = rows.lists["item_ids"], rows.lists["timestamps_ms"]
+    spans = list(itertools.pairwise(offsets))
+    return {
+        key: ([keys[i - 1] for i in items[a:b]], times[a:b].tolist())
+        for key, (a, b) in zip(dataset.user_keys(places), spans, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def listed(histories, tmp_path_factory):
+    path = tmp_path_factory.mktemp("users") / "users.txt"
+    path.write_text("\n".join(histories) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(retrieval, listed, dataset_folder, tmp_path_factory):
+    """The output of one uninterrupted job."""
+    output = tmp_path_factory.mktemp("whole") / "recs.parquet"
+    assert nestrec.load(retrieval.folder).batch(CFG).recommend(listed, output, data=dataset_folder) == 70
+    return output
+
+
+def test_everybody_gets_what_the_server_answers_item_by_item(retrieval, histories, whole):
+    service = Service.load([retrieval.folder], ServiceConfig())
+
+    async def answers():
+        transport = httpx.ASGITransport(App(service, LimitsConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for user, (items, times) in histories.items():
+                body = {"user": user, "history": {"items": items, "times_ms": times}, "now_ms": times[-1], "k": 7}
+                yield (await client.post("/v1/recommend", json=body)).json()
+
+    async def compared():
+        rows = pq.read_table(whole).to_pylist()
+        assert [row["user"] for row in rows] == list(histories)
+        async for answer in answers():
+            row = rows.pop(0)
+            assert row["items"] == answer["items"]
+            np.testing.assert_allclose(row["scores"], answer["scores"]["score"], rtol=1e-5)
+
+    try:
+        asyncio.run(compared())
+    finally:
+        service.close()
+
+
+def test_a_killed_job_goes_on_and_leaves_the_same_bytes(retrieval, listed, whole, dataset_folder, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def kill():
+        raise Killed
+
+    batch, output = nestrec.load(retrieval.folder).batch(CFG), tmp_path / "recs.parquet"
+    with armed("batch.part_written", kill, at=2), pytest.raises(Killed):
+        batch.recommend(listed, output, data=dataset_folder)
+    parts = tmp_path / "recs.parquet.parts"
+    before = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-*.parquet")}
+    assert len(before) == 2
+    assert not output.exists()
+    other = nestrec.load(retrieval.folder).batch(BatchJobConfig(k=8, part_users=20, batch_tokens=200))
+    with pytest.raises(UserError, match="parts of another job"):
+        other.recommend(listed, output, data=dataset_folder)
+    written = []
+    with armed("batch.part_written", lambda: written.append(1)):
+        batch.recommend(listed, output, data=dataset_folder)
+    assert len(written) == 2  # of four
+    assert output.read_bytes() == whole.read_bytes()
+    assert not parts.exists()
+
+
+def test_ranks_share_the_parts_and_leave_the_same_bytes(retrieval, listed, whole, dataset_folder, tmp_path):
+    output = tmp_path / "recs.parquet"
+    assert run_on_ranks(2, recommend_on, retrieval.folder, listed, output, dataset_folder) == [70, 70]
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_a_file_of_histories_needs_no_dataset(retrieval, histories, whole, tmp_path):
+    users = [{"user": user, "items": items, "times_ms": times} for user, (items, times) in histories.items()]
+    pq.write_table(pa.Table.from_pylist(users), tmp_path / "users.parquet")
+    nestrec.load(retrieval.folder).batch(CFG).recommend(str(tmp_path / "users.parquet"), tmp_path / "recs.parquet")
+    assert pq.read_table(tmp_path / "recs.parquet").equals(pq.read_table(whole))
+
+
+def test_products_of_embedded_users_and_items_are_the_scores(retrieval, listed, whole, dataset_folder, tmp_path):
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    batch.embed_users(listed, tmp_path / "users.npy", data=dataset_folder)
+    batch.embed_items(tmp_path / "items.parquet")
+    users, keys = np.load(tmp_path / "users.npy"), json.loads((tmp_path / "users.keys.json").read_text())
+    items = {row["item"]: row["vector"] for row in pq.read_table(tmp_path / "items.parquet").to_pylist()}
+    for row, key, user in zip(pq.read_table(whole).to_pylist(), keys, users, strict=True):
+        assert row["user"] == key
+        np.testing.assert_allclose(np.array([items[i] for i in row["items"]]) @ user, row["scores"], rtol=1e-4)
+
+
+def test_mistakes_in_batch_jobs_are_named(retrieval, ranking, dataset_folder, tmp_path):
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    with pytest.raises(UserError, match="does not say who its users are"):
+        batch.recommend("all", tmp_path / "out.parquet")
+    with pytest.raises(UserError, match="is no file"):
+        batch.recommend("nobody.txt", tmp_path / "out.parquet")
+    with pytest.raises(UserError, match="no catalogue"):
+        nestrec.load(ranking.folder).batch(CFG)
+    (tmp_path / "users.txt").write_text("no such user\n")
+    with pytest.raises(UserError, match="no users of the dataset"):
+        batch.recommend(str(tmp_path / "users.txt"), tmp_path / "out.parquet", data=dataset_folder)
