@@ -34,7 +34,7 @@ results: setup
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 test: check docs
-	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/unit tests/meta --numprocesses 3 $(BY_FILE)
+	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/versions tests/unit tests/meta --numprocesses 3 $(BY_FILE)
 
 # The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
 # the loop of edit and test.

@@ -154,3 +154,10 @@ def test_only_schedules_drive_the_engine():
             calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
             called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
             assert not called & {"write_back", "exchange_gradients"}, path
+
+
+def test_every_folder_of_tests_is_in_the_test_command() -> None:
+    """Others need a device or an environment of their own, and have a command of their own."""
+    named = set(re.findall(r"\btests/(\w+)", (ROOT / "Makefile").read_text())) | {"gpu"}
+    folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*/test_*.py")}
+    assert sorted(folders - named) == []
