@@ -13,6 +13,7 @@ from nestrec.base.lazy import lazy_exports
 if TYPE_CHECKING:
     from nestrec.base.config import config as config
     from nestrec.base.errors import UserError as UserError
+    from nestrec.data.growth.append import append as append
     from nestrec.data.prepare.preparation import prepare as prepare
     from nestrec.embedding.row_optimizer import RowOptimizer as RowOptimizer
     from nestrec.embedding.table import Table as Table
@@ -55,6 +56,7 @@ _EXPORTS = {
     "TaskSpec": "nestrec.tasks.spec:TaskSpec",
     "TrainingPipeline": "nestrec.pipeline.training_pipeline:TrainingPipeline",
     "UserError": "nestrec.base.errors:UserError",
+    "append": "nestrec.data.growth.append:append",
     "config": "nestrec.base.config:config",
     "evaluate": "nestrec.library.runs:evaluate",
     "load": "nestrec.library.loaded:load",

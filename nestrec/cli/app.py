@@ -241,6 +241,43 @@ def prepare(
     show_card(card, output)
 
 
+@app.command(context_settings=PASSED_ON)
+def append(
+    context: typer.Context,
+    events: Annotated[Path, typer.Argument(help="A file, a folder or a pattern in quotes, as for `prepare`.")],
+    dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")],
+    format: Annotated[
+        str | None, typer.Option(help="Of the events, where it is another than the dataset was prepared from.")
+    ] = None,
+) -> None:
+    """Add events to a dataset: ids keep their numbers, late events land in their place, a kill leaves it as it was.
+
+    Columns mean what they meant to `prepare`; options of its format change that, and name tables of what is new:
+    [bold]nestrec append today.parquet data/mine --items new-items.csv[/bold]. A file that is in the dataset already is
+    refused.
+    """
+    from nestrec.cli.training import show_card
+    from nestrec.data.growth.append import append as append_to
+    from nestrec.report import progress_for
+
+    overrides = parse_overrides(context.args, ("format",))
+    with progress_for(f"append to {dataset}") as progress:
+        card = append_to(events, dataset, format=format, overrides=overrides, progress=progress)
+    show_card(card, dataset)
+    typer.echo(f"generation {card.generation}, {len(card.all_layers)} layers")
+
+
+@app.command("compact")
+def compact_dataset(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec append` has grown.")]) -> None:
+    """Put what was appended to a dataset together with the rest, so that rows are read from one place again."""
+    from nestrec.data.growth.merging import compact
+    from nestrec.report import progress_for
+
+    with progress_for(f"compact {dataset}"):
+        card = compact(dataset)
+    typer.echo(f"{dataset}: generation {card.generation}, {card.counts.events:,} events in one layer")
+
+
 @app.command()
 def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")]) -> None:
     """Show what a dataset holds: coverage, cardinality and examples of its features, and what looks like a leak."""

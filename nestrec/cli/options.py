@@ -30,7 +30,7 @@ def config_of(words: list[str]) -> tuple[Any, str]:
         from nestrec.training.recipes import recipe
 
         return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
-    if command == "prepare":
+    if command in ("prepare", "append"):
         from nestrec.data.formats.registry import FORMATS
 
         format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
@@ -38,7 +38,7 @@ def config_of(words: list[str]) -> tuple[Any, str]:
     if command == "bench" and rest:
         return BENCHES.find(rest[0], field="bench").config(), " ".join(rest[1:])
     if command not in CONFIGS:
-        known = ["train", "plan", "prepare", "bench", *CONFIGS]
+        known = ["train", "plan", "prepare", "append", "bench", *CONFIGS]
         raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))
     module, _, name = CONFIGS[command].partition(":")
     return getattr(importlib.import_module(module), name)(), " ".join(rest)
@@ -47,7 +47,7 @@ def config_of(words: list[str]) -> tuple[Any, str]:
 def show_commands() -> None:
     """Print the commands that have dotted options, as they are asked about."""
     print("Commands with dotted options; a word at the end searches names and meanings:")
-    for command in ("train RECIPE", "plan RECIPE", "prepare FORMAT", *CONFIGS):
+    for command in ("train RECIPE", "plan RECIPE", "prepare FORMAT", "append FORMAT", *CONFIGS):
         print(f"  nestrec options {command}")
     print("`nestrec recipes` and `nestrec formats` list the recipes and formats.")
 

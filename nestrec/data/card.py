@@ -145,6 +145,21 @@ class BinnedCounts:
 
 
 @config
+class LayerEntry:
+    """Files that belong together: those of the dataset as it was prepared, or those of events appended to it."""
+
+    name: str
+    """Of the folder `layers/<name>`; empty for the files of the dataset's own folder."""
+    events: int
+    """Events in it."""
+
+    @property
+    def folder(self) -> str:
+        """Before the paths of its files."""
+        return f"layers/{self.name}/" if self.name else ""
+
+
+@config
 class Generation:
     """A state that a dataset has been in: as it was prepared, or after events were appended."""
 
@@ -202,6 +217,10 @@ class Card:
     """The options that the dataset was prepared with."""
     files: tuple[DataFile, ...] = ()
     """Every file but the card itself."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Files that the dataset was prepared from, by name, with their digests."""
+    layers: tuple[LayerEntry, ...] = ()
+    """Where events were appended: what is read, oldest first. A user's row is that of all layers together."""
     generations: tuple[Generation, ...] = ()
     """The states that it has been in, this one last; empty where nothing was appended yet."""
 
@@ -226,13 +245,32 @@ class Card:
         """Of events, items and users."""
         return self.event_features + self.item_features + self.user_features
 
+    @property
+    def all_layers(self) -> tuple[LayerEntry, ...]:
+        """The layers; one where nothing was appended yet."""
+        return self.layers or (LayerEntry(name="", events=self.counts.events),)
+
+    def files_of(self, layer: LayerEntry) -> tuple[DataFile, ...]:
+        """Files of a layer."""
+        if layer.folder:
+            return tuple(file for file in self.files if file.path.startswith(layer.folder))
+        return tuple(file for file in self.files if not file.path.startswith(("layers/", "quarantine/")))
+
+    @property
+    def all_inputs(self) -> dict[str, str]:
+        """Digest to name of every file that was prepared or appended."""
+        inputs = [self.inputs, *(generation.inputs for generation in self.generations)]
+        return {digest: name for each in inputs for name, digest in each.items()}
+
     def save(self, folder: Path) -> None:
         (folder / CARD_FILE).write_text(dumps(self) + "\n")
 
     @staticmethod
-    def load(folder: Path) -> "Card":
-        """Read and check the card of a dataset's folder."""
+    def load(folder: Path, generation: int | None = None) -> "Card":
+        """Read and check the card of a dataset's folder, as it is or as it was in an earlier generation."""
         path = folder / CARD_FILE
+        if generation is not None and (kept := folder / card_of_generation(generation)).is_file():
+            path = kept
         if not path.is_file():
             remedy = "name a folder written by `nestrec prepare`"
             raise DataError(
@@ -254,6 +292,11 @@ class Card:
             return from_plain(Card, plain if version > 1 else _from_version_1(plain))
         except UserError as error:
             raise _damaged(path, str(error)) from error
+
+
+def card_of_generation(number: int) -> str:
+    """Where the card of an earlier generation is kept, relative to the dataset's folder."""
+    return f"cards/{number:06d}.json"
 
 
 def describe_file(folder: Path, path: Path, num_rows: int = 0) -> DataFile:

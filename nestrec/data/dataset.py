@@ -1,6 +1,7 @@
 """Reading of a prepared dataset: random access to rows by their global index."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,16 +11,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
 from nestrec.data.card import CARD_FILE, Card, Feature, describe_file
 from nestrec.data.gather import copy_segments, offsets_of_lengths
-from nestrec.data.row_groups import RowGroup, RowGroupCache, UsersFile, damaged
-from nestrec.data.schema import LENGTH, USER_KEY
+from nestrec.data.layers import (
+    EventLayer,
+    LayerRows,
+    Merged,
+    merge,
+    merged_items,
+    merged_vectors,
+    merged_vocabulary,
+    needed_to_merge,
+    ragged_columns,
+)
+from nestrec.data.row_groups import RowGroup, RowGroupCache, damaged
+from nestrec.data.schema import ITEM_IDS, TIMESTAMPS_MS, USER_KEY
 
 DEFAULT_CACHE_BYTES = 2 << 30
+_ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +63,49 @@ class Rows:
 class Dataset:
     """A prepared dataset. Reading is thread safe, so a background thread may fetch the rows of the next batches."""
 
-    def __init__(self, folder: Path, card: Card, parts: list[UsersFile], columns: list[str], cache_bytes: int):
+    def __init__(self, folder: Path, card: Card, layers: list[EventLayer], columns: list[str], cache_bytes: int):
         self.folder, self.card, self.columns = folder, card, columns
-        self._parts = parts
-        self._cache = RowGroupCache(parts, columns, cache_bytes)
-        self.row_group_bounds = offsets_of_lengths(np.array([n for p in parts for n in p.group_rows()], dtype=np.int64))
-        """(G + 1,) row group g holds the rows from `row_group_bounds[g]` to `row_group_bounds[g + 1]`."""
+        self._layers = layers
+        needed = [*needed_to_merge(card), *columns] if len(layers) > 1 else columns
+        read = list(dict.fromkeys(needed))
+        self._cache = RowGroupCache([part for layer in layers for part in layer.parts], read, cache_bytes)
+        self._first_group = offsets_of_lengths(np.array([layer.group_bounds.size - 1 for layer in layers]))
+        self._ragged = ragged_columns(card.event_features)
+        self.row_group_bounds = layers[0].group_bounds
+        """(G + 1,) row group g of the first layer holds the rows from `row_group_bounds[g]` to the next of these."""
+        self.num_samples = max([layers[0].num_rows, *(int(u[-1]) + 1 for u in self._users_of_layers() if u.size)])
+        """Rows: users, or labelled examples."""
         self.lengths = self._load_lengths()
         """(num_samples,) int32 events a row; 1 for each labelled example of kind "rows"."""
 
     @staticmethod
     def open(
-        path: Path | str, *, columns: Sequence[str] | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+        path: Path | str,
+        *,
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        generation: int | None = None,
     ) -> "Dataset":
         """Open a folder written by `prepare`. Files must be present and of the right size; `verify` checks their bytes.
 
-        `columns` are those that `rows` returns; by default all but `user_key`, which is slow to decode.
+        `columns` are those that `rows` returns; by default all but `user_key`, which is slow to decode. `generation`:
+        as it was before more was appended.
         """
         folder = Path(path)
-        card = Card.load(folder)
+        card = Card.load(folder, generation)
         _check_files(folder, card)
-        parts = [UsersFile.open(folder / f.path) for f in card.files if f.path.startswith("users/")]
-        available = [field.name for field in parts[0].metadata.schema.to_arrow_schema()]
+        layers = [EventLayer(folder, card, entry, is_base=i == 0) for i, entry in enumerate(card.all_layers)]
+        available = [field.name for field in layers[0].parts[0].metadata.schema.to_arrow_schema()]
         chosen = [name for name in available if name != USER_KEY] if columns is None else list(columns)
         for name in chosen:
             if name not in available:
                 raise DataError(
                     "is no column of the dataset", field="columns", value=name, remedy=did_you_mean(name, available)
                 )
-        dataset = Dataset(folder, card, parts, chosen, cache_bytes)
+        dataset = Dataset(folder, card, layers, chosen, cache_bytes)
         if dataset.num_samples != card.counts.users:
             raise damaged(folder / CARD_FILE, ValueError(f"{card.counts.users} users, but {dataset.num_samples} rows"))
         return dataset
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.row_group_bounds[-1])
 
     @property
     def num_items(self) -> int:
@@ -111,12 +130,40 @@ class Dataset:
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and (indices.min() < 0 or indices.max() >= self.num_samples):
             raise IndexError(f"row indices must lie in [0, {self.num_samples})")
-        group_of = self.row_group_of(indices)
+        if len(self._layers) == 1:
+            return self._rows_of_layer(0, indices)
+        merged = self._merged(indices)
+        scalars = {name: values for name, values in merged.scalars.items() if name in self.columns}
+        return Rows(indices, scalars, {name: values for name, values in merged.lists.items() if name in self.columns})
+
+    def newest_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(users, places in their sequences, times) of the events that were appended last, by user and place."""
+        newest = self._layers[-1].users
+        if newest is None:
+            none = np.zeros(0, np.int64)
+            return none, none, none
+        merged = self._merged(newest)
+        _, offsets = merged.lists[ITEM_IDS]
+        chosen = np.flatnonzero(merged.layer_of_event == len(self._layers) - 1)
+        row = np.repeat(np.arange(newest.size), np.diff(offsets))[chosen]
+        times = merged.lists[TIMESTAMPS_MS][0][chosen] if TIMESTAMPS_MS in merged.lists else np.zeros(chosen.size)
+        return newest[row], chosen - offsets[row], times.astype(np.int64)
+
+    def _merged(self, indices: NDArray[np.int64]) -> Merged:
+        found = []
+        for number, layer in enumerate(self._layers):
+            places, rows = layer.find(indices)
+            read = self._rows_of_layer(number, rows)
+            found.append(LayerRows(places, read.scalars, read.lists))
+        return merge(found, indices, self._ragged)
+
+    def _rows_of_layer(self, number: int, indices: NDArray[np.int64]) -> Rows:
+        bounds, first = self._layers[number].group_bounds, int(self._first_group[number])
+        group_of = np.searchsorted(bounds, indices, side="right") - 1
         places = []
         for group in np.unique(group_of):
             out_rows = np.flatnonzero(group_of == group)
-            local = indices[out_rows] - self.row_group_bounds[group]
-            places.append((self._cache.get(int(group)), local, out_rows))
+            places.append((self._cache.get(first + int(group)), indices[out_rows] - bounds[group], out_rows))
         if not places:  # the columns and their types are those of any row group
             places.append((self._cache.get(0), indices, indices))
         return _gather(indices, places)
@@ -124,13 +171,39 @@ class Dataset:
     def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, RowGroup]]:
         """Row groups one after the other with the number of their first row: these columns alone, of which nothing is
         kept, however large the dataset is."""
-        groups = ((part, g) for part in self._parts for g in range(part.metadata.num_row_groups))
-        for (part, group), first in zip(groups, self.row_group_bounds[:-1], strict=True):
-            yield int(first), part.read_group(group, list(columns))
+        if len(self._layers) == 1:
+            groups = ((part, g) for part in self._layers[0].parts for g in range(part.metadata.num_row_groups))
+            for (part, group), first in zip(groups, self.row_group_bounds[:-1], strict=True):
+                yield int(first), part.read_group(group, list(columns))
+            return
+        reader = Dataset(self.folder, self.card, self._layers, list(columns), cache_bytes=64 << 20)
+        appended = np.arange(self._layers[0].num_rows, self.num_samples, _ROWS_AT_A_TIME)
+        bounds = np.concatenate([self.row_group_bounds[:-1], appended, [self.num_samples]])
+        for first, end in itertools.pairwise(bounds.tolist()):
+            rows = reader.rows(np.arange(first, end))
+            yield first, RowGroup(rows.scalars, rows.lists)
 
     def user_keys(self, indices: NDArray[np.int64]) -> list[str]:
         """Ids of the given rows in the source."""
         return [str(self._user_keys[i]) for i in indices]
+
+    def all_user_keys(self) -> pa.Array:
+        """Ids of all rows in the source."""
+        keys, known = [], 0
+        for layer in self._layers:
+            texts = layer.texts(USER_KEY)
+            is_new = None if layer.users is None else layer.users >= known
+            keys.append(texts if is_new is None else texts.filter(pa.array(is_new)))
+            known += len(keys[-1])
+        return pa.concat_arrays(keys)
+
+    def last_ms(self) -> int:
+        """The time of the latest event, by the statistics of the files; 0 where events have no times."""
+        return max((part.largest(TIMESTAMPS_MS) for layer in self._layers for part in layer.parts), default=0)
+
+    def schema(self) -> pa.Schema:
+        """Columns of the users table with their types."""
+        return self._layers[0].parts[0].metadata.schema.to_arrow_schema()
 
     def items(self) -> pa.Table:
         """The items table, in order of item id from 1."""
@@ -140,23 +213,25 @@ class Dataset:
             )
         return self._items
 
+    def has_vocabulary(self, column: str) -> bool:
+        """Whether ids of a category column have keys."""
+        return any(f"vocabularies/{column}.parquet" in layer.names for layer in self._layers)
+
     def vocabulary(self, column: str) -> pa.Table:
         """Ids and keys of a category column, such as `user_active_degree`."""
-        path = self.folder / "vocabularies" / f"{column}.parquet"
-        if not path.exists():
-            known = [p.stem for p in path.parent.glob("*.parquet")] if path.parent.exists() else []
+        found = merged_vocabulary(self._layers, column)
+        if found is None:
+            names = {name for layer in self._layers for name in layer.names if name.startswith("vocabularies/")}
+            known = [Path(name).stem for name in names]
             raise DataError("has no vocabulary", field="column", value=column, remedy=did_you_mean(column, known))
-        return _read_table(path)
+        return found
 
     def vectors(self, feature: Feature) -> NDArray[Any]:
         """A feature of dense vectors, mapped into memory: (items + 1, W) rows by item id, or (users, W) by user id."""
-        path = self.folder / feature.file
         if feature.kind != "vector":
             raise DataError("has no vectors", field="feature", value=feature.name, remedy="name one of kind vector")
-        try:
-            return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
-            raise damaged(path, error) from error
+        num_rows = self.num_items + 1 if feature.owner == "item" else self.num_samples
+        return merged_vectors(self._layers, feature.file, num_rows, feature.width)
 
     def item_lists(self, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Ids of a feature with several of them, as (values, offsets) by item id; item 0 has none."""
@@ -179,16 +254,25 @@ class Dataset:
 
     @cached_property
     def _items(self) -> pa.Table:
-        return _read_table(self.folder / "items.parquet")
+        return merged_items(self._layers)
 
     @cached_property
     def _user_keys(self) -> NDArray[Any]:
-        return np.concatenate([part.read_column(USER_KEY) for part in self._parts])
+        keys = np.empty(self.num_samples, dtype=object)
+        for layer in reversed(self._layers):
+            keys[slice(layer.num_rows) if layer.users is None else layer.users] = layer.column(USER_KEY)
+        return keys
+
+    def _users_of_layers(self) -> list[NDArray[np.int64]]:
+        return [layer.users for layer in self._layers if layer.users is not None]
 
     def _load_lengths(self) -> NDArray[np.int32]:
         if self.card.kind == "rows":
             return np.ones(self.num_samples, dtype=np.int32)
-        return np.concatenate([part.read_column(LENGTH).astype(np.int32) for part in self._parts])
+        lengths = np.zeros(self.num_samples, dtype=np.int32)
+        for layer in self._layers:
+            lengths[slice(layer.num_rows) if layer.users is None else layer.users] += layer.lengths()
+        return lengths
 
 
 def _check_files(folder: Path, card: Card) -> None:
@@ -198,14 +282,6 @@ def _check_files(folder: Path, card: Card) -> None:
             raise damaged(path, FileNotFoundError("the file is missing"))
         if path.stat().st_size != entry.num_bytes:
             raise damaged(path, ValueError(f"{path.stat().st_size} bytes, but the card says {entry.num_bytes}"))
-
-
-def _read_table(path: Path) -> pa.Table:
-    try:
-        with pq.ParquetFile(path) as file:
-            return file.read()
-    except (OSError, pa.ArrowException) as error:
-        raise damaged(path, error) from error
 
 
 def _gather(indices: NDArray[np.int64], places: list[tuple[RowGroup, NDArray[np.int64], NDArray[np.int64]]]) -> Rows:

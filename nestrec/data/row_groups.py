@@ -48,13 +48,32 @@ class UsersFile:
 
     def read_column(self, name: str) -> NDArray[Any]:
         """A scalar column of the whole part."""
+        return np.asarray(self.read_arrow(name).to_numpy(zero_copy_only=False))
+
+    def read_arrow(self, name: str) -> pa.Array:
+        """The same as Arrow has it."""
         try:
             # Not `pq.read_table`, which takes a folder called `a=b` for a column.
             with pq.ParquetFile(self.path, metadata=self.metadata) as file:
                 column = file.read(columns=[name], use_threads=False).column(name)
         except (OSError, pa.ArrowException) as error:
             raise damaged(self.path, error) from error
-        return np.asarray(column.combine_chunks().to_numpy(zero_copy_only=False))
+        joined = column.combine_chunks()
+        if isinstance(joined, pa.ChunkedArray):
+            return pa.concat_arrays(joined.chunks) if joined.num_chunks else pa.array([], column.type)
+        return joined
+
+    def largest(self, name: str) -> int:
+        """The largest value of a column of whole numbers, by the statistics of its row groups; 0 without any."""
+        found = 0
+        for group in range(self.metadata.num_row_groups):
+            row_group = self.metadata.row_group(group)
+            for index in range(row_group.num_columns):
+                column = row_group.column(index)
+                is_named = column.path_in_schema.partition(".")[0] == name
+                if is_named and column.statistics is not None and column.statistics.has_min_max:
+                    found = max(found, int(column.statistics.max))
+        return found
 
     def read_group(self, group: int, columns: list[str]) -> RowGroup:
         try:

@@ -49,7 +49,7 @@ def open_amazon(path: Path, options: AmazonOptions) -> LogSource:
         how, log = _csv_columns(path, first, options)
         batches = delimited_files([path], how)
     columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
-    return LogSource(plain_name(path), "amazon_csv", columns, batches)
+    return LogSource(plain_name(path), "amazon_csv", columns, batches, files=(path,))
 
 
 def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimited, LogColumns]:

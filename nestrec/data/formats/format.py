@@ -29,6 +29,8 @@ class Format:
     """a config whose fields, all with defaults, are the dotted options of `nestrec prepare FORMAT`"""
     prepare: Callable[[str, Path, Any, Progress], Card]
     """(input, output, options, progress): writes the dataset to the folder `output`, whole or not at all; its card"""
+    open: Callable[[Path, Any], LogSource] | None = None
+    """(input, options): where the rows of an event log are and what they mean; none: nothing can be appended from it"""
 
 
 def log_format(description: str, options: type[OptionsT], open: Callable[[Path, OptionsT], LogSource]) -> Format:
@@ -39,4 +41,4 @@ def log_format(description: str, options: type[OptionsT], open: Callable[[Path, 
         with whole_folder(output, force=options.force) as folder:
             return write_dataset(folder, source, options, progress)
 
-    return Format(description, options, prepare)
+    return Format(description, options, prepare, open)

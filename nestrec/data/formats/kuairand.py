@@ -86,6 +86,7 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
         drops_duplicates=True,
         users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)),
         items=items,
+        files=tuple(logs),
     )
 
 

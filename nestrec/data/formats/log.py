@@ -83,7 +83,8 @@ def open_log(path: Path, options: LogOptions) -> LogSource:
         given = tables[0] if file is not None else None
         tables += [open_vectors(n, text, given, f"{what.removesuffix('s')}_vectors") for n, text in vectors.items()]
         sides[what] = tuple(tables)
-    return LogSource(name, "log", columns, _batches(files, how, columns), users=sides["users"], items=sides["items"])
+    batches = _batches(files, how, columns)
+    return LogSource(name, "log", columns, batches, users=sides["users"], items=sides["items"], files=tuple(files))
 
 
 def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batches:

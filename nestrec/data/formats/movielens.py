@@ -82,6 +82,7 @@ def _source(
         delimited_files([file], how),
         users=(user_side,) if user_side else (),
         items=(item_side,) if item_side else (),
+        files=(file,),
     )
 
 

@@ -28,7 +28,8 @@ def open_recbole(file: Path, *, format: str, min_rating: float | None, positive_
     columns = EventColumns.of(log, min_rating=min_rating, positive_rating=positive_rating)
     stem = plain_name(file).removesuffix(".inter")
     users, items = (_side(find_file(file.parent, f"{stem}.{who}"), f"{who}_id") for who in ("user", "item"))
-    return LogSource(plain_name(file), format, columns, delimited_files([file], _how(types)), users=users, items=items)
+    batches = delimited_files([file], _how(types))
+    return LogSource(plain_name(file), format, columns, batches, users=users, items=items, files=(file,))
 
 
 def _side(file: Path | None, key: str) -> tuple[SideSource, ...]:

@@ -13,7 +13,8 @@ def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
     """Fields are separated by a space or a tab; events keep the order of the file."""
     separator = "\t" if "\t" in first_line(require_input(path)) else " "
     how = Delimited(separator=separator, names=("user", "item"), has_quotes=False)
-    return LogSource(plain_name(path), "sasrec_pairs", EventColumns.of(LogColumns()), delimited_files([path], how))
+    columns, batches = EventColumns.of(LogColumns()), delimited_files([path], how)
+    return LogSource(plain_name(path), "sasrec_pairs", columns, batches, files=(path,))
 
 
 FORMAT = log_format("SASRec's files: `user item` on each line, in order.", PrepareOptions, open_pairs)

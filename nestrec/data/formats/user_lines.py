@@ -37,7 +37,12 @@ def open_user_lines(path: Path, options: UserLinesOptions) -> LogSource:
         else ()
     )
     return LogSource(
-        plain_name(path), "user_lines", EventColumns.of(LogColumns()), over_files([path], _read), items=items
+        plain_name(path),
+        "user_lines",
+        EventColumns.of(LogColumns()),
+        over_files([path], _read),
+        items=items,
+        files=(path,),
     )
 
 

@@ -70,22 +70,23 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     """Write the dataset of a log into `folder`."""
     parser = EventParser(source.columns)
     work = Assembly(folder, source, options, progress, parser, Quarantine(folder))
-    spilled, user_counts = _read(work)
+    spilled, user_counts = read_events(work)
     work.quarantine.check(work.num_rows_read, options.max_bad_share)
     work.num_bad_events = work.quarantine.num_rows
     if not len(parser.users):
         remedy = "check the columns and filters"
         raise DataError("has no usable events", field="input", value=source.name, remedy=remedy)
-    partitions = _split(work, spilled, user_counts)
+    partitions = split_events(work, spilled, user_counts)
     fail_point("data.after_split")
-    _sort(work, partitions)
+    sort_events(work, partitions)
     kept = _filter(work, partitions)
     is_asked = any(side.learns() for side in (*source.users, *source.items))
     part = find_training_part(work.parser, partitions, kept, options, is_asked=is_asked)
     return _write(work, partitions, kept, part)
 
 
-def _read(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
+def read_events(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
+    """Records of all events in a file, and the number of each user's."""
     spilled = ListedFile(work.folder / "events.bin", work.parser.dtype, work.source.columns.lists())
     user_counts = np.zeros(1024, dtype=np.int64)
     for batch, done in work.source.batches():
@@ -99,7 +100,8 @@ def _read(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
     return spilled, user_counts[: len(work.parser.users)]
 
 
-def _split(work: Assembly, spilled: ListedFile, user_counts: NDArray[np.int64]) -> Partitions:
+def split_events(work: Assembly, spilled: ListedFile, user_counts: NDArray[np.int64]) -> Partitions:
+    """The records by ranges of users, in the order of the input."""
     by_memory = work.options.memory_bytes * spilled.num_records // (WORK_FACTOR * max(1, spilled.num_bytes))
     max_events = max(1, by_memory, spilled.num_records // MAX_PARTITIONS)
     bounds = balanced_bounds(user_counts, max_events)
@@ -114,7 +116,8 @@ def _split(work: Assembly, spilled: ListedFile, user_counts: NDArray[np.int64]) 
     return partitions
 
 
-def _sort(work: Assembly, partitions: Partitions) -> None:
+def sort_events(work: Assembly, partitions: Partitions) -> None:
+    """Put each range into order, in place; exact duplicates are counted, and dropped where that is asked for."""
     for p in range(len(partitions)):
         records = partitions[p].load()
         start, end = partitions.bounds[p : p + 2]
@@ -155,12 +158,12 @@ def _write(work: Assembly, partitions: Partitions, kept: FilterResult, part: Tra
     item_rows = np.where(kept.items, np.cumsum(kept.items), -1)
     users = Keyed("user", parser.users, user_rows, part.users, num_users)
     items = Keyed("item", parser.items, item_rows, part.items, num_items + 1)
-    user_sides = [_side(work, s, users, f"user{i}", partitions.bounds) for i, s in enumerate(work.source.users)]
+    user_sides = [side_table(work, s, users, f"user{i}", partitions.bounds) for i, s in enumerate(work.source.users)]
     files = _write_users(work, partitions, kept, user_sides)
     item_bounds = even_bounds(len(parser.items), ITEMS_A_PARTITION)
-    item_sides = [_side(work, s, items, f"item{i}", item_bounds) for i, s in enumerate(work.source.items)]
+    item_sides = [side_table(work, s, items, f"item{i}", item_bounds) for i, s in enumerate(work.source.items)]
     files.append(write_items(work.folder, _item_tables(work, kept, item_bounds, item_sides)))
-    files += _write_vocabularies(work, user_sides, item_sides)
+    files += write_vocabularies(work, user_sides, item_sides)
     for side in (*user_sides, *item_sides):
         files += side.files()
         side.delete()
@@ -173,7 +176,7 @@ def _write(work: Assembly, partitions: Partitions, kept: FilterResult, part: Tra
 def _write_users(work: Assembly, partitions: Partitions, kept: FilterResult, sides: list[SideTable]) -> list[DataFile]:
     id_of_item = np.cumsum(kept.items, dtype=np.int64)
     user_types = {name: column.type for side in sides for name, column in side.load(0).items()}
-    fields = _fields(work.parser) + [pa.field(schema.USER_PREFIX + n, t) for n, t in user_types.items()]
+    fields = event_fields(work.parser) + [pa.field(schema.USER_PREFIX + n, t) for n, t in user_types.items()]
     writer = UsersWriter(work.folder, fields)
     next_id = 0
     for p in range(len(partitions)):
@@ -182,25 +185,27 @@ def _write_users(work: Assembly, partitions: Partitions, kept: FilterResult, sid
         records = records.take(kept.users[records.rows["user"]] & kept.items[records.rows["item"]])
         codes = start + np.flatnonzero(kept.users[start:end])
         features = {n: c.take(pa.array(codes - start)) for side in sides for n, c in side.load(p).items()}
-        writer.append(_user_block(work.parser, records, codes, next_id, kept, id_of_item, features))
+        ids = np.arange(next_id, next_id + codes.size, dtype=np.int64)
+        writer.append(user_block(work.parser, records, codes, ids, kept.user_counts[codes], id_of_item, features))
         next_id += codes.size
         work.progress("write", (p + 1) / len(partitions))
     return writer.close()
 
 
-def _user_block(  # noqa: PLR0917
+def user_block(  # noqa: PLR0917
     parser: EventParser,
     records: Records,
     codes: NDArray[np.int64],
-    first_id: int,
-    kept: FilterResult,
+    ids: NDArray[np.int64],
+    counts: NDArray[np.int64],
     id_of_item: NDArray[np.int64],
     features: dict[str, pa.Array],
 ) -> UserBlock:
-    lengths, rows = kept.user_counts[codes].astype(np.int32), records.rows
+    """Rows of users. codes, ids, counts: of each, in the parser and in the dataset, and how many records it has."""
+    lengths, rows = counts.astype(np.int32), records.rows
     assert records.size == int(lengths.sum())
     scalars = {
-        schema.USER_ID: pa.array(np.arange(first_id, first_id + codes.size, dtype=np.int64)),
+        schema.USER_ID: pa.array(ids),
         schema.USER_KEY: parser.users.keys(codes),
         schema.LENGTH: pa.array(lengths),
         **{schema.USER_PREFIX + name: column for name, column in features.items()},
@@ -210,15 +215,15 @@ def _user_block(  # noqa: PLR0917
         lists[schema.TIMESTAMPS_MS] = np.ascontiguousarray(rows["time"])
     if "actions" in parser.field_names:
         lists[schema.ACTIONS] = np.ascontiguousarray(rows["actions"])
-    for name, kind in _event_types(parser).items():
+    for name, kind in event_types(parser).items():
         if name not in records.lists:
-            ids = parser.bucket_ids(name, rows[name])
-            lists[name] = rows[name].astype(kind.to_pandas_dtype()) if ids is None else ids
+            buckets = parser.bucket_ids(name, rows[name])
+            lists[name] = rows[name].astype(kind.to_pandas_dtype()) if buckets is None else buckets
     ragged = {name: values.astype(np.int64) for name, values in records.lists.items()}
     return UserBlock(lengths, scalars, lists, ragged)
 
 
-def _event_types(parser: EventParser) -> dict[str, pa.DataType]:
+def event_types(parser: EventParser) -> dict[str, pa.DataType]:
     """Type of a value of each event column."""
     types: dict[str, pa.DataType] = {}
     for name in parser.field_names:
@@ -230,8 +235,9 @@ def _event_types(parser: EventParser) -> dict[str, pa.DataType]:
     return types
 
 
-def _fields(parser: EventParser) -> list[pa.Field]:
-    kinds = {name.removeprefix(schema.EVENT_PREFIX): kind for name, kind in _event_types(parser).items()}
+def event_fields(parser: EventParser) -> list[pa.Field]:
+    """Columns of a user's row, without features of the user."""
+    kinds = {name.removeprefix(schema.EVENT_PREFIX): kind for name, kind in event_types(parser).items()}
     return schema.sequence_fields(
         has_timestamps="time" in parser.field_names, has_actions="actions" in parser.field_names, features=kinds
     )
@@ -255,7 +261,8 @@ def _item_tables(
         yield pa.table(columns)
 
 
-def _side(work: Assembly, source: SideSource, of: Keyed, name: str, bounds: NDArray[np.int64]) -> SideTable:
+def side_table(work: Assembly, source: SideSource, of: Keyed, name: str, bounds: NDArray[np.int64]) -> SideTable:
+    """Features of users or items, read."""
     table = SideTable(source, of, work.folder, name, bounds)
     table.read(work.quarantine, work.options.max_bad_share)
     return table
@@ -265,7 +272,7 @@ def _features(sides: list[SideTable]) -> tuple[Feature, ...]:
     return tuple(feature for side in sides for feature in side.features())
 
 
-def _write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[DataFile]:
+def write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[DataFile]:
     """One file for each category column: `id` from 1 and `key`."""
     tables = {schema.EVENT_PREFIX + name: keys for name, keys in work.parser.category_keys().items()}
     for prefix, sides in ((schema.USER_PREFIX, user_sides), (schema.ITEM_PREFIX, item_sides)):
@@ -314,6 +321,7 @@ def _card(
         item_features=item_features,
         fit=fit,
         options=to_plain(work.options),
+        inputs=work.source.digests(),
     )
 
 

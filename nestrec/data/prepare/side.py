@@ -1,6 +1,6 @@
 """Side tables: features of users or items from files of their own, joined by key through partitions on disk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +93,10 @@ class Keyed:
     """Codes with events in the part that transforms are learnt from."""
     num_rows: int
     """Of vectors: items count from 1, and row 0 is none of them."""
+    vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
+    """Where a dataset grows: the keys that features have already, in order of id from 1."""
+    features: Mapping[str, Feature] = field(default_factory=dict)
+    """Where a dataset grows: its features; their transforms are not learnt again."""
 
 
 class SideTable:
@@ -109,6 +113,9 @@ class SideTable:
         self._transforms: dict[str, Transform] = {
             c.feature: c.hashing.transform() for c in source.columns if c.kind == "bag"
         }
+        for feature, keys in of.vocabularies.items():
+            if feature in self._tables:
+                self._tables[feature].encode(keys)
         self._vectors: dict[str, VectorFile] = {}
         self._is_seen = np.zeros(len(of.keys), dtype=np.bool_)
         fields: list[tuple[str, str]] = [("key", "i4")]
@@ -142,7 +149,9 @@ class SideTable:
             raise DataError(
                 "has no row of any id in the log", field="table", value=self._source.must_match, remedy=remedy
             )
-        self._transforms |= {name: fitting.result() for name, fitting in self._fittings.items()}
+        for name, fitting in self._fittings.items():
+            known = self._of.features.get(name)
+            self._transforms[name] = fitting.result() if known is None else known.transform
 
     def load(self, partition: int) -> dict[str, pa.Array]:
         """Features of the keys of one partition, in order of key; unknown where the side table has no row."""

@@ -1,5 +1,6 @@
 """What a format gives to `write_dataset`: raw rows, the meaning of their columns, and side tables."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,18 @@ class LogSource:
     drops_duplicates: bool = False
     users: tuple[SideSource, ...] = ()
     items: tuple[SideSource, ...] = ()
+    files: tuple[Path, ...] = ()
+    """That hold the events."""
+
+    def digests(self) -> dict[str, str]:
+        """Of the files that hold the events, by name."""
+        return {path.name: sha256_of_file(path) for path in self.files}
+
+
+def sha256_of_file(path: Path) -> str:
+    """Digest of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def over_files(files: Sequence[Path], read: Callable[[Path], Iterator[RawBatch]]) -> Batches:

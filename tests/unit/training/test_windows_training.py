@@ -1,16 +1,22 @@
 """Training in the order of time, and runs that begin where others stand."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
+from nestrec.data.dataset import Dataset
+from nestrec.data.growth.append import append
+from nestrec.data.synthetic.logs import SPAN_MS, START_MS
 from nestrec.distributed import Topology
+from nestrec.embedding.initial import initial_rows
 from nestrec.report.html import render
 from nestrec.report.run_folder import load_run
 from nestrec.testing.tiny_runs import config_of
@@ -116,6 +122,38 @@ def test_a_run_begins_with_the_bits_of_another(tiny_data: Path, tmp_path: Path, 
     assert trainer_of(family, tiny_data, tmp_path / "third", again, start_from=tmp_path / "first").train().step == 10
     with pytest.raises(UserError, match="goes on from its own checkpoints"):
         trainer_of(family, tiny_data, tmp_path / "third", again, start_from=tmp_path / "second").train()
+
+
+def test_a_run_goes_on_with_what_was_appended_to_its_data(tiny_data: Path, tmp_path: Path) -> None:
+    """Rows of old items are taken over to the bit, those of new ones begin as in any table; new events alone train."""
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data / "sequences", data / "sequences")
+    first = {"training.max_steps": 5, "training.evaluate_every_epochs": 0}
+    trainer_of("hstu", data, tmp_path / "first", first).train()
+    lines = ["user,item,time_ms,click,like,long_view"]
+    lines += [f"{u},{i},{START_MS + 9 * SPAN_MS + u * 1000 + i},1,0,0" for u in (1, 3, 77) for i in (5, 900, 6, 901)]
+    (tmp_path / "more.csv").write_text("\n".join(lines) + "\n")
+    columns = {"log.time": "time_ms", "log.time_unit": "ms", "log.actions": "click=click,like=like,long_view=long_view"}
+    before = Dataset.open(data / "sequences")
+    append(tmp_path / "more.csv", data / "sequences", format="log", overrides=columns)
+    more = {**IN_TIME, "training.max_steps": 1}
+    trainer = trainer_of("hstu", data, tmp_path / "second", more, start_from=tmp_path / "first")
+    assert [w.num_events for w in trainer.windows] == [6]  # all new events but the two last of each user, held out
+    trainer._begin()
+    engine = trainer.session.engine
+    keys = np.arange(before.num_items + 3)
+    rows = engine.shards["items"].read(keys)
+    saved = Checkpoints(tmp_path / "first" / "checkpoints").restore_latest()
+    assert saved is not None
+    chunk = next(iter(saved.rows("items")))
+    weight = engine.shards["items"].layout.view(rows, "weight")
+    assert torch.equal(weight[chunk["keys"]], chunk["weight"])
+    fresh = initial_rows(keys[-2:], engine.tables["items"], engine.shards["items"].layout, engine.device)
+    assert torch.equal(rows[-2:], fresh)
+    told = "\n".join(trainer._begun)
+    assert "generation 1, with 1 users, 2 items, 12 events more" in told
+    assert f"table items: {before.num_items + 1} rows taken over, 2 new" in told
+    assert trainer.train().step == 6
 
 
 def test_what_does_not_fit_is_refused(tiny_data: Path, tmp_path: Path) -> None:

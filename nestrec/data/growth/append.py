@@ -1,0 +1,428 @@
+"""`append`: events and items are added to a prepared dataset, in time and memory that follow what is added.
+
+Users, items and category values keep their numbers; new ones get the next. The events go into a layer of their own
+(nestrec.data.layers), so nothing that is there is written again. Transforms of numbers stay as they were learnt.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from nestrec.base.config import from_plain, with_overrides
+from nestrec.base.errors import DataError
+from nestrec.base.failpoints import fail_point
+from nestrec.data import schema
+from nestrec.data.card import Card, Counts, DataFile, Feature, Generation, LayerEntry, describe_file
+from nestrec.data.dataset import Dataset
+from nestrec.data.formats.registry import FORMATS
+from nestrec.data.gather import add_counts
+from nestrec.data.growth.generations import commit, first_generation, growing, moved, partial_folder, place_layer
+from nestrec.data.growth.merging import merge_small_layers
+from nestrec.data.growth.repeats import is_repeated
+from nestrec.data.growth.unknown import unknown_values
+from nestrec.data.layers import COUNTS_FILE, ITEMS_FILE
+from nestrec.data.prepare.events import EventColumns, EventParser
+from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.progress import Progress, silent
+from nestrec.data.prepare.quarantine import QUARANTINE_FILE, Quarantine
+from nestrec.data.prepare.sequences import (
+    Assembly,
+    event_fields,
+    read_events,
+    side_table,
+    sort_events,
+    split_events,
+    user_block,
+)
+from nestrec.data.prepare.side import Keyed, SideTable
+from nestrec.data.prepare.source import LogSource
+from nestrec.data.prepare.spill import Partitions, even_bounds
+from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics
+from nestrec.data.prepare.writer import UsersWriter
+
+_NOT_AGAIN = ("user_core", "item_core", "min_user_events", "force", "items", "users", "item_vectors", "user_vectors")
+"""Options that do not hold for what is appended: events are not filtered by how many there are, and files of features
+of what was prepared say nothing of what is new."""
+
+
+def append(
+    events: Path | str,
+    dataset: Path | str,
+    *,
+    format: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+) -> Card:
+    """Add the events of `events` to a dataset; its new card.
+
+    Columns mean what they meant when it was prepared, unless `overrides` say otherwise (`{"items": "more.csv"}` names a
+    table of new items). format: of the events, where it is another than the dataset was prepared from.
+    """
+    folder = Path(dataset)
+    card = Card.load(folder)
+    name = format or card.source_format
+    found = FORMATS.find(name, field="format")
+    if found.open is None:
+        remedy = "name the format of the events (--format log)"
+        raise DataError("is no format of event logs", field="format", value=name, remedy=remedy)
+    options = found.options()
+    if name == card.source_format:
+        options = from_plain(found.options, _kept_options(card.options))
+    options = with_overrides(options, dict(overrides or {}))
+    return append_source(folder, found.open(Path(events), options), options, progress=progress)
+
+
+def append_source(
+    folder: Path,
+    source: LogSource,
+    options: PrepareOptions,
+    *,
+    inputs: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+) -> Card:
+    """The same for events from anywhere. inputs: names and digests of what they came from; none: of the files."""
+    with growing(folder) as card:
+        _check_kind(card, source, folder)
+        digests = source.digests() if inputs is None else dict(inputs)
+        _check_new(card, digests)
+        number = card.generation + 1
+        entry = LayerEntry(name=f"{number:06d}", events=0)
+        partial = partial_folder(folder, entry.name)
+        growth = _Growth(folder, card, source, options, partial, progress)
+        files, grown = growth.write()
+        fail_point("data.append.before_layer")
+        place_layer(folder, partial, entry.name)
+        entry = dataclasses.replace(entry, events=grown.counts.events - card.counts.events)
+        quarantined = _place_quarantine(folder, entry, growth.quarantine)
+        below, below_files = merge_small_layers(folder, card, entry.events)
+        all_files = (*below_files, *moved(files, entry), *quarantined)
+        after = dataclasses.replace(grown, layers=(*below, entry), files=all_files)
+        generations = first_generation(card, growth.last_ms_before)
+        new = Generation(
+            number=number,
+            digest=after.digest_of_files,
+            events=after.counts.events,
+            users=after.counts.users,
+            items=after.counts.items,
+            last_ms=max(generations[-1].last_ms, growth.last_ms),
+            inputs=digests,
+        )
+        return commit(folder, card, dataclasses.replace(after, generations=(*generations, new)))
+
+
+class _Growth:
+    """The state of one append, in a folder of its own."""
+
+    def __init__(  # noqa: PLR0917
+        self,
+        folder: Path,
+        card: Card,
+        source: LogSource,
+        options: PrepareOptions,
+        partial: Path,
+        progress: Progress,
+    ):
+        self.card, self.dataset = card, Dataset.open(folder, cache_bytes=256 << 20)
+        self.quarantine = Quarantine(partial)
+        _check_same_events(card, source.columns)
+        source = dataclasses.replace(
+            source, columns=dataclasses.replace(source.columns, action_bits=dict(card.action_bits))
+        )
+        parser, self._partial, self._source = EventParser(source.columns), partial, source
+        parser.users.encode(self.dataset.all_user_keys())
+        items = self.dataset.items()
+        parser.items.encode(_texts(items.column("item_key")))
+        for name, table in parser.vocabularies.items():
+            table.encode(self._vocabulary(f"{schema.EVENT_PREFIX}{name}"))
+        parser.transforms = {f.name: f.transform for f in card.event_features if f.name in source.columns.log.numbers}
+        self._item_counts = items.column("count").to_numpy().astype(np.int64)
+        self._work = Assembly(partial, source, options, progress, parser, self.quarantine)
+        self.last_ms_before = self.dataset.last_ms() if not card.generations else 0
+        self.last_ms = 0
+
+    def write(self) -> tuple[list[DataFile], Card]:
+        """The files of the layer, and the card of the dataset with them, but for its layers and files."""
+        work, parser = self._work, self._work.parser
+        sizes = {column: len(self._vocabulary(column)) for column in self._category_columns()}
+        spilled, user_counts = read_events(work)
+        work.quarantine.check(work.num_rows_read, work.options.max_bad_share)
+        work.num_bad_events = work.quarantine.num_rows
+        if not user_counts.sum():
+            remedy = "check the columns and filters"
+            raise DataError("has no usable events", field="input", value=self._source.name, remedy=remedy)
+        partitions = split_events(work, spilled, user_counts)
+        fail_point("data.append.after_split")
+        sort_events(work, partitions)
+        if work.drops_duplicates:
+            self._drop_repeats(partitions)
+        user_sides = self._sides("user", parser.users, self.card.counts.users, partitions.bounds)
+        lengths = self.dataset.lengths.astype(np.int64)
+        counts = np.zeros(len(parser.items), np.int64)
+        files, grown = self._write_users(partitions, user_sides, lengths, counts)
+        item_bounds = even_bounds(len(parser.items), 1 << 17)
+        item_sides = self._sides("item", parser.items, self.card.counts.items, item_bounds)
+        files += self._write_items(item_bounds, item_sides, counts)
+        files += self._write_vocabularies(sizes, user_sides, item_sides)
+        for side in (*user_sides, *item_sides):
+            files += side.files()
+            side.delete()
+        partitions.delete()
+        return files, self._card(grown, counts, user_sides, item_sides)
+
+    def _vocabulary(self, column: str) -> pa.Array:
+        """Keys of a category in order of id; none where it has had no value yet, or was drawn and not read."""
+        if not self.dataset.has_vocabulary(column):
+            return pa.array([], pa.string())
+        return _texts(self.dataset.vocabulary(column).column("key"))
+
+    def _category_columns(self) -> list[str]:
+        return [f.column for f in self.card.features if f.kind in ("category", "categories")]
+
+    def _sides(self, owner: Any, keys: Any, num_old: int, bounds: NDArray[np.int64]) -> list[SideTable]:
+        """Tables of the features of new users or items."""
+        codes = np.arange(len(keys), dtype=np.int64)
+        features = self.card.user_features if owner == "user" else self.card.item_features
+        known = {f.name: f for f in features}
+        of = Keyed(
+            owner,
+            keys,
+            np.where(codes >= num_old, codes - num_old, -1),
+            np.zeros(len(keys), np.bool_),
+            len(keys) - num_old,
+            {f.name: self._vocabulary(f.column) for f in features if f.kind in ("category", "categories")},
+            known,
+        )
+        sources = self._source.users if owner == "user" else self._source.items
+        tables = [side_table(self._work, s, of, f"{owner}{i}", bounds) for i, s in enumerate(sources)]
+        for table in tables:
+            for feature in table.features():
+                mine = known.get(feature.name)
+                if mine is not None and mine.kind != feature.kind:
+                    raise DataError(
+                        f"is a {feature.kind} in this table, and was a {mine.kind} when the dataset was prepared",
+                        field=f"{owner}_columns",
+                        value=feature.name,
+                        remedy=f"name it as it was: --{owner}_columns.categories, lists, numbers, texts or bags",
+                    )
+        return tables
+
+    def _drop_repeats(self, partitions: Partitions) -> None:
+        """Events that the dataset has already; compared by all that it keeps of an event."""
+        num_old = self.card.counts.users
+        for p in range(len(partitions)):
+            records = partitions[p].load()
+            users = np.unique(records.rows["user"])
+            old = users[users < num_old]
+            if not old.size:
+                continue
+            repeated = is_repeated(records, self._work.parser, self.dataset.rows(old.astype(np.int64)))
+            self._work.num_duplicates += int(repeated.sum())
+            partitions[p].replace(records.take(~repeated))
+
+    def _write_users(
+        self,
+        partitions: Partitions,
+        sides: list[SideTable],
+        lengths: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> tuple[list[DataFile], NDArray[np.int64]]:
+        """The rows of the users with new events; the lengths of all users with them. counts: of items, added to."""
+        parser = self._work.parser
+        kinds = {f.column: f for f in self.card.user_features if f.kind != "vector"}
+        types = {field.name: field.type for field in self.dataset.schema() if field.name in kinds}
+        fields = event_fields(parser) + [pa.field(name, kind) for name, kind in types.items()]
+        writer = UsersWriter(self._partial, fields)
+        id_of_item = np.arange(1, len(parser.items) + 1, dtype=np.int64)
+        grown = np.concatenate([lengths, np.zeros(len(parser.users) - lengths.size, np.int64)])
+        for p in range(len(partitions)):
+            start = int(partitions.bounds[p])
+            records = partitions[p].load()
+            codes, num_events = np.unique(records.rows["user"], return_counts=True)
+            codes = codes.astype(np.int64)
+            loaded = {schema.USER_PREFIX + n: c for side in sides for n, c in side.load(p).items()}
+            features = {}
+            for name, kind in types.items():
+                values = loaded[name].take(pa.array(codes - start)) if name in loaded else None
+                features[name.removeprefix(schema.USER_PREFIX)] = (
+                    unknown_values(kinds[name], kind, codes.size) if values is None else values
+                )
+            if codes.size:
+                writer.append(user_block(parser, records, codes, codes, num_events, id_of_item, features))
+            grown[codes] += num_events
+            add_counts(records.rows["item"], counts)
+            if "time" in parser.field_names and records.size:
+                self.last_ms = max(self.last_ms, int(records.rows["time"].max()))
+            self._work.progress("write", (p + 1) / len(partitions))
+        return writer.close(), grown
+
+    def _write_items(
+        self, bounds: NDArray[np.int64], sides: list[SideTable], counts: NDArray[np.int64]
+    ) -> list[DataFile]:
+        """Rows of new items, and how many events old ones got."""
+        num_old = self.card.counts.items
+        touched = np.flatnonzero(counts[:num_old])
+        files = []
+        if touched.size:
+            path = self._partial / COUNTS_FILE
+            table = pa.table({"item_id": pa.array(touched + 1), "count": pa.array(counts[touched])})
+            pq.write_table(table, path, compression="zstd")
+            files.append(describe_file(self._partial, path, touched.size))
+        if counts.size > num_old:
+            path = self._partial / ITEMS_FILE
+            with pq.ParquetWriter(path, self.dataset.items().schema, compression="zstd") as writer:
+                for table in self._item_tables(bounds, sides, counts):
+                    writer.write_table(table)
+            files.append(describe_file(self._partial, path, counts.size - num_old))
+        return files
+
+    def _item_tables(
+        self, bounds: NDArray[np.int64], sides: list[SideTable], counts: NDArray[np.int64]
+    ) -> Iterator[pa.Table]:
+        num_old, types = self.card.counts.items, self.dataset.items().schema
+        kinds = {f.column: f for f in self.card.item_features}
+        for p in range(bounds.size - 1):
+            codes = np.arange(max(num_old, bounds[p]), max(num_old, bounds[p + 1]), dtype=np.int64)
+            if not codes.size:
+                continue
+            columns: dict[str, Any] = {
+                "item_id": pa.array(codes + 1),
+                "item_key": self._work.parser.items.keys(codes),
+                "count": pa.array(counts[codes]),
+            }
+            for side in sides:
+                loaded = side.load(p)
+                columns |= {schema.ITEM_PREFIX + n: c.take(pa.array(codes - bounds[p])) for n, c in loaded.items()}
+            for field in types:
+                if field.name not in columns:
+                    columns[field.name] = unknown_values(kinds[field.name], field.type, codes.size)
+            yield pa.table([columns[field.name].cast(field.type) for field in types], schema=types)
+
+    def _write_vocabularies(
+        self, sizes: Mapping[str, int], user_sides: list[SideTable], item_sides: list[SideTable]
+    ) -> list[DataFile]:
+        """Values that no category had before."""
+        tables = {schema.EVENT_PREFIX + n: keys for n, keys in self._work.parser.category_keys().items()}
+        for prefix, sides in ((schema.USER_PREFIX, user_sides), (schema.ITEM_PREFIX, item_sides)):
+            tables |= {prefix + name: keys for side in sides for name, keys in side.vocabularies().items()}
+        files = []
+        for column, keys in tables.items():
+            size = sizes.get(column)
+            if size is None or len(keys) <= size:
+                continue
+            (self._partial / "vocabularies").mkdir(exist_ok=True)
+            path = self._partial / "vocabularies" / f"{column}.parquet"
+            ids = pa.array(np.arange(size + 1, len(keys) + 1, dtype=np.int64))
+            pq.write_table(pa.table({"id": ids, "key": keys.slice(size)}), path, compression="zstd")
+            files.append(describe_file(self._partial, path, len(keys) - size))
+        return files
+
+    def _card(
+        self,
+        lengths: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        user_sides: list[SideTable],
+        item_sides: list[SideTable],
+    ) -> Card:
+        card, work = self.card, self._work
+        before, num_new = card.counts, int(counts.sum())
+        dropped = work.num_duplicates if work.drops_duplicates else 0
+        below = work.parser.num_below_rating
+        filtered = Counter(before.filtered) + Counter({"min_rating": below})
+        all_counts = counts.copy()
+        all_counts[: self._item_counts.size] += self._item_counts
+        return dataclasses.replace(
+            card,
+            counts=Counts(
+                users=int(lengths.size),
+                items=int(counts.size),
+                events=before.events + num_new,
+                rows_read=before.rows_read + work.num_rows_read,
+                duplicates_dropped=before.duplicates_dropped + dropped,
+                duplicates_kept=before.duplicates_kept + work.num_duplicates - dropped,
+                filtered=dict(filtered),
+                quarantined=dict(sorted((Counter(before.quarantined) + work.quarantine.reasons).items())),
+            ),
+            event_features=_grown_features(card.event_features, work.parser.features()),
+            user_features=_grown_features(card.user_features, [f for s in user_sides for f in s.features()]),
+            item_features=_grown_features(card.item_features, [f for s in item_sides for f in s.features()]),
+            lengths=length_statistics(lengths),
+            popularity=popularity_statistics(all_counts),
+            length_histogram=log_histogram(lengths),
+            popularity_histogram=log_histogram(all_counts),
+        )
+
+
+def _kept_options(before: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds of the options that a dataset was prepared with; columns of a file go with the file."""
+    gone = {f"{table.removesuffix('s')}_columns" for table in ("items", "users") if before.get(table) is not None}
+    return {name: value for name, value in before.items() if name not in {*_NOT_AGAIN, *gone}}
+
+
+def _grown_features(before: tuple[Feature, ...], now: Any) -> tuple[Feature, ...]:
+    """Vocabularies grow; nothing else of a feature changes."""
+    sizes = {feature.name: feature.vocabulary_size for feature in now}
+    return tuple(dataclasses.replace(f, vocabulary_size=max(f.vocabulary_size, sizes.get(f.name, 0))) for f in before)
+
+
+def _check_kind(card: Card, source: LogSource, folder: Path) -> None:
+    if card.kind != "sequences":
+        remedy = "prepare all rows again: labelled examples have no users to append to"
+        raise DataError("holds labelled rows", field="dataset", value=str(folder), remedy=remedy)
+    if ("time" in source.columns.sort_fields()) != card.has_timestamps:
+        has = "has times" if card.has_timestamps else "has no times"
+        remedy = "name the column of times with --log.time, or leave it out where there are none"
+        raise DataError(f"the dataset {has}, the events do not agree", field="log.time", value="", remedy=remedy)
+
+
+def _check_same_events(card: Card, columns: EventColumns) -> None:
+    if set(card.action_bits) != set(columns.action_bits):
+        raise DataError(
+            f"the dataset has actions {', '.join(card.action_bits) or 'none'}",
+            field="log.actions",
+            value=", ".join(columns.action_bits),
+            remedy="name the same actions",
+        )
+    names, log = {f.name: f.kind for f in card.event_features}, columns.log
+    now = {*columns.number_features(), *log.categories, *log.lists, *log.texts}
+    if set(names) != now:
+        raise DataError(
+            f"the dataset has {', '.join(names) or 'none'}",
+            field="features of events",
+            value=", ".join(sorted(now)),
+            remedy="name the same columns in log.categories, lists, numbers, texts and values",
+        )
+
+
+def _check_new(card: Card, digests: Mapping[str, str]) -> None:
+    known = card.all_inputs
+    for name, digest in digests.items():
+        if digest in known:
+            raise DataError(
+                f"is in the dataset already, as {known[digest]}: nothing was appended",
+                field="input",
+                value=name,
+                remedy="name files that are new",
+            )
+    if len(set(digests.values())) < len(digests):
+        raise DataError("two files have the same content", field="input", value=sorted(digests), remedy="give one")
+
+
+def _place_quarantine(folder: Path, layer: LayerEntry, quarantine: Quarantine) -> list[DataFile]:
+    """Bad rows of a generation stay by its name, whatever becomes of its layer."""
+    if not quarantine.num_rows:
+        return []
+    (folder / "quarantine").mkdir(exist_ok=True)
+    path = folder / "quarantine" / f"{layer.name}.csv"
+    (folder / layer.folder / QUARANTINE_FILE).replace(path)
+    return [describe_file(folder, path, quarantine.num_rows)]
+
+
+def _texts(keys: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays([*keys.chunks, pa.array([], keys.type)])

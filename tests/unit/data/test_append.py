@@ -1,0 +1,250 @@
+"""`append(A, B)` reads as `prepare(A + B)`: the one is the other's definition."""
+
+import csv
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nestrec.base.errors import DataError
+from nestrec.base.failpoints import armed
+from nestrec.data.card import Card
+from nestrec.data.dataset import Dataset
+from nestrec.data.formats.tables import TableColumns
+from nestrec.data.growth.append import append
+from nestrec.data.growth.generations import go_back
+from nestrec.data.growth.merging import compact
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.preparation import prepare
+
+NAMES = ("user", "item", "time", "click", "tab", "tags", "price", "note", "brand", "level", "weight")
+Row = tuple[Any, ...]
+
+
+def options(duplicates: str) -> dict[str, Any]:
+    log = LogColumns(
+        time="time",
+        time_unit="ms",
+        actions={"click": "click"},
+        categories=("tab",),
+        lists=("tags",),
+        list_separator="|",
+        numbers=("price",),
+        transforms={"price": "standard"},
+        texts=("note",),
+    )
+    return {
+        "log": log,
+        "duplicates": duplicates,
+        "item_columns": TableColumns(categories=("brand",)),
+        "user_columns": TableColumns(categories=("level",)),
+        "max_bad_share": 1.0,
+    }
+
+
+@st.composite
+def logs(draw: st.DrawFn, *, most: int = 14) -> list[Row]:
+    """Rows of few users, items and times, so that ties, late events and repeats are common."""
+    rows = []
+    for _ in range(draw(st.integers(1, most))):
+        user, item = draw(st.integers(0, 4)), draw(st.sampled_from(["a", "b", "7", "007", "c", "12", "d"]))
+        time = draw(st.one_of(st.integers(1000, 1012), st.just("soon")))
+        tab, tags = draw(st.sampled_from(["", "x", "y", "z"])), draw(st.sampled_from(["", "p", "p|q", "r|p|s"]))
+        price, note = draw(st.sampled_from(["", "1.5", "2"])), draw(st.sampled_from(["", "red hat", "hat"]))
+        # What is told of items and users is a function of them: the first row of each counts, wherever it stands.
+        told = (f"brand{ord(item[0]) % 3}", f"level{user % 2}", "1")
+        rows.append((user, item, time, draw(st.integers(0, 1)), tab, tags, price, note, *told))
+    return rows
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(NAMES)
+        writer.writerows(rows)
+    return path
+
+
+def content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All that can be read, by the names of the source: sequences of users, and items."""
+    dataset = Dataset.open(folder)
+    dataset.verify()
+    card = dataset.card
+    items = dataset.items().to_pydict()
+    keys = {f.column: key_of(dataset, f.column) for f in card.features if f.kind in ("category", "categories")}
+    item_key = [None, *items["item_key"]]
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    assert dataset.lengths.tolist() == rows.scalars["length"].tolist()
+    assert rows.scalars["user_id"].tolist() == list(range(dataset.num_samples))
+    users = {}
+    for place, name in enumerate(dataset.user_keys(np.arange(dataset.num_samples))):
+        sequence: dict[str, Any] = {}
+        for column, (values, offsets) in rows.lists.items():
+            mine = values[offsets[place] : offsets[place + 1]].tolist()
+            names = {"item_ids": item_key}.get(column, keys.get(column))
+            sequence[column] = [str(v) if names is None else names[v] for v in mine]
+        sequence["level"] = keys["user_level"][rows.scalars["user_level"][place]]
+        users[name] = sequence
+    found = {
+        key: (count, keys["item_brand"][brand])
+        for key, count, brand in zip(items["item_key"], items["count"], items["item_brand"], strict=True)
+    }
+    assert items["item_id"] == list(range(1, len(items["item_id"]) + 1))
+    for feature in card.features:
+        if feature.kind in ("category", "categories"):
+            assert feature.vocabulary_size == len(keys[feature.column])
+    return users, found
+
+
+def key_of(dataset: Dataset, column: str) -> list[str | None]:
+    if not dataset.has_vocabulary(column):
+        return [None]
+    table = dataset.vocabulary(column).to_pydict()
+    assert table["id"] == list(range(1, len(table["id"]) + 1))
+    return [None, *table["key"]]
+
+
+def figures(card: Card) -> tuple[Any, ...]:
+    """Repeats of older events are looked for only where they are dropped."""
+    counts = dataclasses.replace(card.counts, duplicates_kept=0)
+    return counts, card.lengths, card.popularity, card.length_histogram, card.popularity_histogram
+
+
+def is_good(rows: list[Row]) -> bool:
+    return any(row[2] != "soon" for row in rows)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_append_reads_as_prepare_of_everything(tmp_path: Path, examples: int) -> None:
+    parts = st.lists(logs(most=8), min_size=1, max_size=4)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(logs(), parts, st.sampled_from(["keep", "drop"]), st.booleans())
+    def check(first: list[Row], more: list[list[Row]], duplicates: str, compacts: bool) -> None:
+        check_equal(tmp_path, first, more, duplicates, compacts=compacts)
+
+    check()
+
+
+def check_equal(tmp_path: Path, first: list[Row], more: list[list[Row]], duplicates: str, *, compacts: bool) -> None:
+    more = [rows for rows in more if is_good(rows)]
+    if not more:
+        return
+    # There is something to learn the transform of the number from.
+    first = [*((8, "z", 900 + n, 1, "x", "", str(n), "", "b", "l", 1) for n in range(4)), *first]
+    for name in ("grown", "whole"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+    prepare("log", write(tmp_path / "0.csv", first), tmp_path / "grown", **options(duplicates))
+    fitted = Card.load(tmp_path / "grown")
+    more = [[*rows, (9, f"new{n}", 1001 + n, 0, "", "", "", "", "b", "l", 1)] for n, rows in enumerate(more)]
+    for number, rows in enumerate(more, start=1):
+        append(write(tmp_path / f"{number}.csv", rows), tmp_path / "grown")
+    if compacts:
+        compact(tmp_path / "grown")
+    everything = [*first, *(row for rows in more for row in rows)]
+    prepare("log", write(tmp_path / "all.csv", everything), tmp_path / "whole", **options(duplicates))
+    grown, wanted = Card.load(tmp_path / "grown"), Card.load(tmp_path / "whole")
+    assert content(tmp_path / "grown") == content(tmp_path / "whole")
+    assert figures(grown) == figures(wanted)
+    assert grown.event_features[0].transform == fitted.event_features[0].transform
+    assert grown.generation == len(more) + int(compacts)
+    for number, generation in enumerate(grown.generations):
+        assert generation.digest == Card.load(tmp_path / "grown", number).digest_of_files
+
+
+@pytest.fixture
+def grown(tmp_path: Path) -> Path:
+    prepare("log", write(tmp_path / "0.csv", rows_of(0)), tmp_path / "data", **options("keep"))
+    return tmp_path / "data"
+
+
+def rows_of(number: int) -> list[Row]:
+    return [(u, f"i{number + u}", 1000 + 10 * number + u, 1, "x", "p", "1", "hat", "b0", "l0", 1) for u in range(3)]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+POINTS = ("data.append.after_split", "data.append.before_layer", "data.append.before_card")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_append_that_ends_in_the_middle_leaves_the_old_generation(grown: Path, point: str) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill() -> None:
+        raise Killed
+
+    append(write(grown.parent / "1.csv", rows_of(1)), grown)
+    before, second = content(grown), write(grown.parent / "2.csv", rows_of(2))
+    with armed(point, kill), pytest.raises(Killed):
+        append(second, grown)
+    assert content(grown) == before
+    assert Card.load(grown).generation == 1
+    append(second, grown)
+    untouched = grown.parent / "untouched"
+    prepare("log", grown.parent / "0.csv", untouched, **options("keep"))
+    for name in ("1.csv", "2.csv"):
+        append(grown.parent / name, untouched)
+    assert files_in(grown) == files_in(untouched)
+
+
+def test_a_file_that_is_in_the_dataset_is_refused(grown: Path) -> None:
+    first = write(grown.parent / "1.csv", rows_of(1))
+    append(first, grown)
+    before = files_in(grown)
+    again = shutil.copy(first, grown.parent / "other name.csv")
+    for path, known in ((again, "1.csv"), (grown.parent / "0.csv", "0.csv")):
+        with pytest.raises(DataError, match=f"in the dataset already, as {known}"):
+            append(path, grown)
+    assert files_in(grown) == before
+
+
+def test_an_earlier_generation_can_be_read_and_gone_back_to(grown: Path) -> None:
+    contents = [content(grown)]
+    for number in (1, 2, 3):
+        append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
+        contents.append(content(grown))
+    assert Dataset.open(grown, generation=1).card.counts.events == 6
+    go_back(grown, 1)
+    assert content(grown) == contents[1]
+    for number in (2, 3):
+        append(grown.parent / f"{number}.csv", grown)
+    assert content(grown) == contents[3]
+
+
+def test_many_small_appends_leave_few_layers(grown: Path) -> None:
+    for number in range(1, 13):
+        append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
+    card = Card.load(grown)
+    assert len(card.layers) <= 5
+    assert sum(layer.events for layer in card.layers) == card.counts.events == 39
+    assert len(list((grown / "layers").iterdir())) < 20  # those of a few generations back, and no more
+
+
+def test_what_the_dataset_does_not_have_is_refused(grown: Path) -> None:
+    path = write(grown.parent / "1.csv", rows_of(1))
+    for overrides, problem in (
+        ({"log.actions": '{"like": "click"}'}, "has actions click"),
+        ({"log.categories": "[]"}, "the dataset has price, tab"),
+        ({"log.time": "none"}, "has times"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            append(path, grown, overrides=overrides)
+
+
+def test_a_scan_sees_what_rows_see(grown: Path) -> None:
+    for number in (1, 2):
+        append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
+    dataset = Dataset.open(grown)
+    found = [(first, group.lists["item_ids"]) for first, group in dataset.scan(["item_ids"])]
+    values, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
+    assert np.array_equal(np.concatenate([values for _, (values, _) in found]), values)
+    assert [int(first + len(o) - 1) for first, (_, o) in found][-1] == dataset.num_samples == len(offsets) - 1
