@@ -151,7 +151,9 @@ def test_two_runs_of_one_layout_are_equal_to_the_bit(pools, data: str, tmp_path:
     assert run_digest(tmp_path / "a") == run_digest(tmp_path / "b")
 
 
-@pytest.mark.parametrize(("family", "world"), [("hstu", 4), ("rows", 2)])
+@pytest.mark.parametrize(
+    ("family", "world"), [("hstu", 2), pytest.param("hstu", 4, marks=pytest.mark.slow), ("rows", 2)]
+)
 def test_ranks_resume_exactly_from_incremental_saves_in_the_background(
     pools, data: str, tmp_path: Path, family: str, world: int
 ) -> None:
@@ -180,7 +182,7 @@ def test_full_catalogue_metrics_are_those_of_one_rank(pools, data: str, tmp_path
                 assert all(np.array_equal(details[part][name], values[name]) for name in values)
 
 
-@pytest.mark.parametrize("family", ["ranking", "rows"])
+@pytest.mark.parametrize("family", [pytest.param("ranking", marks=pytest.mark.slow), "rows"])
 def test_saved_on_4_loaded_on_2_1_3_and_back_on_4(pools, data: str, tmp_path: Path, family: str) -> None:
     """The tables of one and the same run, written by different numbers of ranks; keys that wait for admission too."""
     more = {**UNEVEN, "training.max_steps": 10}
@@ -205,7 +207,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(pools, data: str, tmp_path: 
     assert ranks[0]["state"].consumed == whole["state"].consumed
 
 
-@pytest.mark.parametrize("eviction", ["none", "lru", "ttl"])
+@pytest.mark.parametrize("eviction", ["lru", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "ttl"))])
 def test_a_bound_on_rows_holds_where_a_run_goes_on_with_more_ranks(
     pools, data: str, tmp_path: Path, eviction: str
 ) -> None:
