@@ -16,7 +16,7 @@ from torch.nn.functional import elu, layer_norm
 from nestrec import Backbone, CachedForward, ForwardFlops, SequenceInfo, config
 from nestrec.base.bounds import Count, Natural
 from nestrec.models.segments import KeysAndValues, PrefixReader, Segment
-from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 from nestrec.ops.rows.gather import gather_rows
 
 
@@ -55,10 +55,10 @@ class LinearLayer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         q, k, v, gate = self.projected(x_TD)
-        slot_T = padded_slots(info.offsets, len(x_TD), info.max_length)
-        q, k, v = (to_blocks(part, slot_T, info.offsets.numel() - 1, info.max_length) for part in (q, k, v))
+        place_T = padded_places(info.offsets, len(x_TD), info.max_length)
+        q, k, v = (to_blocks(part, place_T, info.offsets.numel() - 1, info.max_length) for part in (q, k, v))
         weights_BHNN = (q @ k.transpose(2, 3)).tril()
-        return self.added(x_TD, gate, from_blocks(weights_BHNN @ v, slot_T))
+        return self.added(x_TD, gate, from_blocks(weights_BHNN @ v, place_T))
 
 
 class Linear(nn.Module):

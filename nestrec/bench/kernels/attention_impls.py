@@ -17,7 +17,7 @@ from nestrec.ops.attention.hstu import NO_BIAS, hstu_attention, hstu_attention_p
 from nestrec.ops.attention.hstu_op import batch_buckets
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, semi_local
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 
 SEMI_LOCAL = "nestrec_semi_local_1024_256"
 WINDOW_AND_PREFIX = semi_local(1024, 256)
@@ -119,9 +119,9 @@ def _refuse_large_squares(batch: AttentionBatch, *, copies: int) -> None:
 
 
 def _padded_sdpa(batch: AttentionBatch) -> Attention:
-    slot_T = padded_slots(batch.offsets, batch.q.shape[0], batch.longest)
+    place_T = padded_places(batch.offsets, batch.q.shape[0], batch.longest)
     blocks = [
-        to_blocks(x.detach(), slot_T, len(batch.lengths), batch.longest)
+        to_blocks(x.detach(), place_T, len(batch.lengths), batch.longest)
         for x in (batch.q, batch.k, batch.v, batch.grad)
     ]
 
@@ -129,7 +129,7 @@ def _padded_sdpa(batch: AttentionBatch) -> Attention:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     q, k, v, grad = blocks
-    return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: from_blocks(x, slot_T))
+    return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: from_blocks(x, place_T))
 
 
 def _varlen(batch: AttentionBatch) -> Attention:

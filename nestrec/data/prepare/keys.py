@@ -24,7 +24,7 @@ class KeyTable:
     """Maps ids to codes 0, 1, ... in order of first appearance, and back."""
 
     def __init__(self) -> None:
-        self._slots = np.zeros(1 << 10, dtype=np.int64)
+        self._buckets = np.zeros(1 << 10, dtype=np.int64)
         self._codes = np.full(1 << 10, _EMPTY, dtype=np.int64)
         self._number_of_code = np.zeros(1 << 10, dtype=np.int64)
         self._code_of_text: dict[str, int] = {}
@@ -48,7 +48,7 @@ class KeyTable:
         """Codes of the ids, -1 where unknown."""
         numbers = as_numbers(ids)
         if numbers is not None:
-            return _find(self._slots, self._codes, numbers)
+            return _find(self._buckets, self._codes, numbers)
         encoded = ids.cast(pa.string()).dictionary_encode()
         codes = np.array([self._find_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
@@ -70,13 +70,13 @@ class KeyTable:
         out = np.empty(numbers.size, dtype=np.int64)
         done = 0
         while True:
-            self._reserve(len(self._code_of_text) + self._slots.size // 2 + 1)
+            self._reserve(len(self._code_of_text) + self._buckets.size // 2 + 1)
             self._size, self._num_numbers, done = _encode(
-                (self._slots, self._codes, self._number_of_code), (self._size, self._num_numbers), numbers, out, done
+                (self._buckets, self._codes, self._number_of_code), (self._size, self._num_numbers), numbers, out, done
             )
             if done == numbers.size:
                 return out
-            self._slots, self._codes = _grow(self._slots, self._codes)
+            self._buckets, self._codes = _grow(self._buckets, self._codes)
 
     def _encode_one(self, text: str) -> int:
         if is_plain_number(text):
@@ -91,7 +91,7 @@ class KeyTable:
 
     def _find_one(self, text: str) -> int:
         if is_plain_number(text):
-            return int(_find(self._slots, self._codes, np.array([int(text)], dtype=np.int64))[0])
+            return int(_find(self._buckets, self._codes, np.array([int(text)], dtype=np.int64))[0])
         return self._code_of_text.get(text, -1)
 
     def _reserve(self, size: int) -> None:
@@ -124,7 +124,7 @@ def is_plain_number(text: str) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _slot_of(number: int, mask: int) -> np.int64:
+def _bucket_of(number: int, mask: int) -> np.int64:
     h = np.uint64(number) * np.uint64(GOLDEN64)
     return np.int64((h ^ (h >> np.uint64(32))) & np.uint64(mask))
 
@@ -132,47 +132,47 @@ def _slot_of(number: int, mask: int) -> np.int64:
 @njit(cache=True, nogil=True)
 def _encode(table, sizes, numbers, out, start) -> Any:  # type: ignore[no-untyped-def]
     """Encode from `start` until the table is half full; the new sizes and how far it went."""
-    slots, codes, number_of_code = table
+    buckets, codes, number_of_code = table
     size, num_numbers = sizes
-    mask = slots.size - 1
+    mask = buckets.size - 1
     for i in range(start, numbers.size):
-        slot = _slot_of(numbers[i], mask)
-        while codes[slot] != _EMPTY and slots[slot] != numbers[i]:
-            slot = (slot + 1) & mask
-        if codes[slot] == _EMPTY:
-            if 2 * num_numbers >= slots.size:
+        bucket = _bucket_of(numbers[i], mask)
+        while codes[bucket] != _EMPTY and buckets[bucket] != numbers[i]:
+            bucket = (bucket + 1) & mask
+        if codes[bucket] == _EMPTY:
+            if 2 * num_numbers >= buckets.size:
                 return size, num_numbers, i
-            slots[slot] = numbers[i]
-            codes[slot] = size
+            buckets[bucket] = numbers[i]
+            codes[bucket] = size
             number_of_code[size] = numbers[i]
             size += 1
             num_numbers += 1
-        out[i] = codes[slot]
+        out[i] = codes[bucket]
     return size, num_numbers, numbers.size
 
 
 @njit(cache=True, nogil=True)
-def _find(slots: NDArray[np.int64], codes: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+def _find(buckets: NDArray[np.int64], codes: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     out = np.empty(numbers.size, dtype=np.int64)
-    mask = slots.size - 1
+    mask = buckets.size - 1
     for i in range(numbers.size):
-        slot = _slot_of(numbers[i], mask)
-        while codes[slot] != _EMPTY and slots[slot] != numbers[i]:
-            slot = (slot + 1) & mask
-        out[i] = codes[slot]
+        bucket = _bucket_of(numbers[i], mask)
+        while codes[bucket] != _EMPTY and buckets[bucket] != numbers[i]:
+            bucket = (bucket + 1) & mask
+        out[i] = codes[bucket]
     return out
 
 
 @njit(cache=True, nogil=True)
-def _grow(slots: NDArray[np.int64], codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    new_slots = np.zeros(2 * slots.size, dtype=np.int64)
-    new_codes = np.full(2 * slots.size, _EMPTY, dtype=np.int64)
-    mask = new_slots.size - 1
-    for old in range(slots.size):
+def _grow(buckets: NDArray[np.int64], codes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    new_buckets = np.zeros(2 * buckets.size, dtype=np.int64)
+    new_codes = np.full(2 * buckets.size, _EMPTY, dtype=np.int64)
+    mask = new_buckets.size - 1
+    for old in range(buckets.size):
         if codes[old] != _EMPTY:
-            slot = _slot_of(slots[old], mask)
-            while new_codes[slot] != _EMPTY:
-                slot = (slot + 1) & mask
-            new_slots[slot] = slots[old]
-            new_codes[slot] = codes[old]
-    return new_slots, new_codes
+            bucket = _bucket_of(buckets[old], mask)
+            while new_codes[bucket] != _EMPTY:
+                bucket = (bucket + 1) & mask
+            new_buckets[bucket] = buckets[old]
+            new_codes[bucket] = codes[old]
+    return new_buckets, new_codes

@@ -28,7 +28,7 @@ from nestrec.ops.attention.bias_products import (
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.kernel_op import runs_kernels
-from nestrec.ops.padding import padded_slots
+from nestrec.ops.padding import padded_places
 
 
 def bias_attention_reference(
@@ -57,10 +57,10 @@ def bias_attention_padded(
 def _channel_padded(
     v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionRules = PLAIN
 ) -> torch.Tensor:
-    slot_T, shape = padded_slots(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
-    flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, slot_T, v_TW)
+    place_T, shape = padded_places(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
+    flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, place_T, v_TW)
     weights_BNN = seen_weights(channel.dense(offsets, max_length, rules), offsets, rules).to(v_TW.dtype)
-    return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, slot_T)
+    return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, place_T)
 
 
 def bias_attention(

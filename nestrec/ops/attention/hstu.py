@@ -20,7 +20,7 @@ from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
 from nestrec.ops.attention.inputs import AttentionInputs
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 from nestrec.ops.registry import runs_triton
 
 LARGE_PAIRS = 1 << 20
@@ -98,13 +98,13 @@ def hstu_attention_padded(
 
     Padding stands behind each sequence, where no token of it looks, so it needs no mask of its own.
     """
-    slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
-    q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
+    place_T = padded_places(offsets, q_THD.shape[0], max_length)
+    q, k, v = (to_blocks(x, place_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
     scores_BHNN = q @ k.transpose(2, 3)
     if not bias.is_empty:
         scores_BHNN = scores_BHNN + bias.dense(offsets, max_length, rules).to(scores_BHNN.dtype)[:, None]
     weights_BHNN = seen_weights(silu(scores_BHNN), offsets, rules) / normaliser
-    return from_blocks(weights_BHNN @ v, slot_T)
+    return from_blocks(weights_BHNN @ v, place_T)
 
 
 def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:

@@ -17,7 +17,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.ops.attention.mask import PLAIN, AttentionRules, places
 from nestrec.ops.attention.time_function import functional_time_bias
-from nestrec.ops.padding import padded_slots
+from nestrec.ops.padding import padded_places
 
 
 def time_bucket(delta_s: torch.Tensor, num_buckets: int) -> torch.Tensor:
@@ -146,9 +146,9 @@ class RelativeBias:
     def _padded_times(self, offsets: torch.Tensor, max_length: int) -> list[torch.Tensor]:
         assert self.time_T is not None
         assert self.query_time_T is not None
-        slot_T = padded_slots(offsets, self.time_T.numel(), max_length)
+        place_T = padded_places(offsets, self.time_T.numel(), max_length)
         shape = (offsets.numel() - 1, max_length)
         return [
-            t.new_zeros(shape[0] * shape[1]).index_copy(0, slot_T, t).view(shape)
+            t.new_zeros(shape[0] * shape[1]).index_copy(0, place_T, t).view(shape)
             for t in (self.query_time_T, self.time_T)
         ]

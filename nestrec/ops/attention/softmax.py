@@ -8,7 +8,7 @@ Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N lon
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nestrec.ops.padding import from_blocks, padded_slots, to_blocks
+from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 
 
 def softmax_attention_reference(
@@ -28,6 +28,6 @@ def softmax_attention(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offsets: torch.Tensor, *, max_length: int
 ) -> torch.Tensor:
     """The same on padded blocks; padding stands behind each sequence, where no causal query looks."""
-    slot_T = padded_slots(offsets, q_THD.shape[0], max_length)
-    q, k, v = (to_blocks(x, slot_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
-    return from_blocks(scaled_dot_product_attention(q, k, v, is_causal=True), slot_T)
+    place_T = padded_places(offsets, q_THD.shape[0], max_length)
+    q, k, v = (to_blocks(x, place_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
+    return from_blocks(scaled_dot_product_attention(q, k, v, is_causal=True), place_T)

@@ -50,12 +50,12 @@ class PrefixCache:
     """Entries over a fixed number of pages. One thread uses it."""
 
     def __init__(
-        self, *, num_pages: int, page_tokens: int, slot_of: Callable[[CacheKey], bytes], clock: Clock, ttl_s: float
+        self, *, num_pages: int, page_tokens: int, bucket_of: Callable[[CacheKey], bytes], clock: Clock, ttl_s: float
     ):
-        self.num_pages, self.page_tokens, self._slot_of, self._clock, self._ttl_s = (
+        self.num_pages, self.page_tokens, self._bucket_of, self._clock, self._ttl_s = (
             num_pages,
             page_tokens,
-            slot_of,
+            bucket_of,
             clock,
             ttl_s,
         )
@@ -66,31 +66,31 @@ class PrefixCache:
 
     def find(self, key: CacheKey, content_of: ContentOf) -> Entry | None:
         """The entry whose tokens are the first ones of the request; one that no longer matches is dropped."""
-        entry = self._entries.get(self._slot_of(key))
+        entry = self._entries.get(self._bucket_of(key))
         if entry is None or entry.key != key:
             return None
         if self._clock.now_s() >= entry.expires_s or content_of(entry.length) != entry.content:
             if entry.pins == 0:
-                self._remove(self._slot_of(key))
+                self._remove(self._bucket_of(key))
             return None
-        self._entries.move_to_end(self._slot_of(key))
+        self._entries.move_to_end(self._bucket_of(key))
         return entry
 
     def length_of(self, key: CacheKey) -> int:
         """Tokens that are kept of a user, matching or not. Any thread may ask."""
-        entry = self._entries.get(self._slot_of(key))
+        entry = self._entries.get(self._bucket_of(key))
         return entry.length if entry is not None and entry.key == key else 0
 
     def create(self, key: CacheKey) -> Entry | None:
         """A new, empty, pinned entry in place of any older one of this key; none where a pinned one is in the way."""
-        slot = self._slot_of(key)
-        old = self._entries.get(slot)
+        bucket = self._bucket_of(key)
+        old = self._entries.get(bucket)
         if old is not None:
             if old.pins and old.key != key:
                 return None
-            self._remove(slot)
+            self._remove(bucket)
         entry = Entry(key, pins=1, expires_s=self._clock.now_s() + self._ttl_s)
-        self._entries[slot] = entry
+        self._entries[bucket] = entry
         return entry
 
     def grow(self, entry: Entry, num_tokens: int) -> bool:
@@ -122,19 +122,19 @@ class PrefixCache:
 
     def drop(self, key: CacheKey) -> bool:
         """Forget a key; whether there was something to forget."""
-        slot = self._slot_of(key)
-        entry = self._entries.get(slot)
+        bucket = self._bucket_of(key)
+        entry = self._entries.get(bucket)
         if entry is None or entry.key != key:
             return False
-        self._remove(slot)
+        self._remove(bucket)
         return True
 
     def drop_all(self, is_doomed: Callable[[CacheKey], bool]) -> int:
         """Forget every key that `is_doomed` names, such as those of an old model; how many."""
-        slots = [slot for slot, entry in self._entries.items() if is_doomed(entry.key)]
-        for slot in slots:
-            self._remove(slot)
-        return len(slots)
+        buckets = [bucket for bucket, entry in self._entries.items() if is_doomed(entry.key)]
+        for bucket in buckets:
+            self._remove(bucket)
+        return len(buckets)
 
     @property
     def num_free_pages(self) -> int:
@@ -149,21 +149,21 @@ class PrefixCache:
             return True
         now_s = self._clock.now_s()
         victims, gained = [], len(self._free)
-        for slot, entry in self._entries.items():
+        for bucket, entry in self._entries.items():
             if gained >= num_pages:
                 break
             if entry is not for_entry and entry.pins == 0 and entry.held_until_s <= now_s:
-                victims.append(slot)
+                victims.append(bucket)
                 gained += len(entry.pages)
         if gained < num_pages:
             return False
-        for slot in victims:
-            self._remove(slot)
+        for bucket in victims:
+            self._remove(bucket)
             self.num_evicted += 1
         return True
 
-    def _remove(self, slot: bytes) -> None:
-        entry = self._entries.pop(slot)
+    def _remove(self, bucket: bytes) -> None:
+        entry = self._entries.pop(bucket)
         entry.is_dropped = True
         if entry.pins == 0:
             self._release(entry)

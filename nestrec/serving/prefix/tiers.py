@@ -82,7 +82,7 @@ class PrefixTiers:
             page_tokens=self.pool.page_tokens,
             clock=clock,
             ttl_s=cfg.cache_ttl_s,
-            slot_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
+            bucket_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
         )
         self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes if cfg.keeps_prefix else 0)
         self.dram: Expander[list[int]] = Expander(

@@ -19,8 +19,11 @@ def digest(user, length):
 def make(num_pages=12, bits=64, ttl_s=50.0):
     clock = SimulatedClock()
     keyed = KeyedHash(b"secret")
-    slot_of = lambda key: (keyed.number("slot", key.user, key.version, key.config) % (1 << bits)).to_bytes(8, "little")  # noqa: E731
-    return PrefixCache(num_pages=num_pages, page_tokens=PAGE, slot_of=slot_of, clock=clock, ttl_s=ttl_s), clock
+
+    def bucket_of(key):
+        return (keyed.number("slot", key.user, key.version, key.config) % (1 << bits)).to_bytes(8, "little")
+
+    return PrefixCache(num_pages=num_pages, page_tokens=PAGE, bucket_of=bucket_of, clock=clock, ttl_s=ttl_s), clock
 
 
 def key_of(user, version="1"):
@@ -167,7 +170,7 @@ class Schedule:
 
 @pytest.mark.parametrize("num_schedules", [10_000, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_random_schedules_never_read_across_users_nor_lose_a_page(num_schedules):
-    """Schedules of 25 operations each; slots have two bits, so that most keys collide."""
+    """Schedules of 25 operations each; buckets have two bits, so that most keys collide."""
     num_reads = 0
     for seed in range(num_schedules):
         schedule = Schedule(seed, bits=2)
