@@ -61,6 +61,24 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
     ("Versions in service", "short", {"{{model}} {{version}}": "count by (model, version) (nestrec_model_info)"}),
     ("Age of the model", "s", {"{{model}}": "time() - min by (model) (nestrec_model_exported_timestamp_seconds)"}),
     (
+        "From an event to an answer",
+        "s",
+        {
+            "p50 {{model}}": _QUANTILE.format(q=0.5, by="model", metric="nestrec_freshness_seconds", where=""),
+            "p99 {{model}}": _QUANTILE.format(q=0.99, by="model", metric="nestrec_freshness_seconds", where=""),
+            "{{part}} {{model}}": "max by (model, part) (nestrec_freshness_part_seconds)",
+        },
+    ),
+    (
+        "Versions of followed models",
+        "short",
+        {
+            "number {{instance}} {{model}}": "max by (instance, model) (nestrec_version_number)",
+            "behind {{instance}} {{model}}": "max by (instance, model) (nestrec_versions_behind)",
+            "{{event}} a minute": "60 * sum by (event) (rate(nestrec_versions_total[$__rate_interval]))",
+        },
+    ),
+    (
         "Keys not let in",
         "reqps",
         {"{{reason}}": "sum by (reason) (rate(nestrec_refused_credentials_total[$__rate_interval]))"},

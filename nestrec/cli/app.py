@@ -385,7 +385,11 @@ def embed(
 @app.command(context_settings=PASSED_ON)
 def serve(
     context: typer.Context,
-    model: Annotated[list[Path], typer.Option(help="A folder that `nestrec export` wrote; twice for a cascade.")],
+    model: Annotated[
+        list[str],
+        typer.Option(help="A folder that `nestrec export` wrote, or an address of versions; twice for a cascade."),
+    ],
+    follow: Annotated[bool, typer.Option("--follow", help="Go on to newer versions of the address.")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys or TLS.")] = False,
 ) -> None:
     """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
@@ -394,7 +398,8 @@ def serve(
     orders. Options are dotted fields ([bold]nestrec options serve[/bold] lists them): [bold]nestrec serve --model
     models/demo --port 8080 --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on
     this machine, each with a cache of its own, behind one address: [bold]--instances 3 --front gateway[/bold] (nginx,
-    ray).
+    ray). Versions that a run publishes are taken as they come: [bold]nestrec serve --model published/demo
+    --follow[/bold].
     """
     from nestrec.base.config import with_overrides
     from nestrec.serving.api.process.signals import Signals
@@ -406,7 +411,8 @@ def serve(
     except ModuleNotFoundError as error:
         remedy = "install it with: pip install 'nestrec[serve]'"
         raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
-    overrides = parse_overrides(context.args, ("model", "insecure")) | ({"insecure": "true"} if insecure else {})
+    overrides = parse_overrides(context.args, ("model", "insecure", "follow"))
+    overrides |= ({"insecure": "true"} if insecure else {}) | ({"follow.on": "true"} if follow else {})
     if "histories" in overrides:  # --histories redis://...
         overrides["histories.url"] = overrides.pop("histories")
     cfg = with_overrides(ServeConfig(), overrides)
@@ -433,11 +439,15 @@ _ADDRESS = Annotated[str, typer.Argument(help="A server or a front, such as http
 @app.command()
 def swap(
     address: _ADDRESS,
-    model: Annotated[list[Path], typer.Argument(help="Folders that `nestrec export` wrote; two for a cascade.")],
+    model: Annotated[
+        list[str], typer.Argument(help="Folders of exports, or addresses of versions (ADDRESS, ADDRESS@VERSION).")
+    ],
 ) -> None:
     """Have a server, or every instance of a front, serve other models: warmed up first, one instance after the other.
 
-    Where one does not take them, all keep the old ones. A key for administrators is read from NESTREC_ADMIN_KEY.
+    Where one does not take them, all keep the old ones. A version that is named with its address stays until the
+    address is named alone: [bold]nestrec swap SERVER published/demo@9f2c41[/bold]. A key for administrators is read
+    from NESTREC_ADMIN_KEY.
     """
     from nestrec.cli.fleet import as_seen_by_server, operate, served
 

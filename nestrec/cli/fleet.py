@@ -13,9 +13,9 @@ KEY_VARIABLE = "NESTREC_ADMIN_KEY"
 _LOAD_S = 3600.0
 
 
-def as_seen_by_server(models: list[Path]) -> list[str]:
-    """Whole paths of folders of this machine; others are the server's own."""
-    return [str(model.absolute()) if model.exists() else str(model) for model in models]
+def as_seen_by_server(models: list[str]) -> list[str]:
+    """Whole paths of folders of this machine; others are the server's own, as are addresses of other kinds."""
+    return [str(Path(model).absolute()) if Path(model.partition("@")[0]).exists() else model for model in models]
 
 
 def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

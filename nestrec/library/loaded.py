@@ -27,7 +27,7 @@ from nestrec.serving.model.inputs import Candidates
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import MANIFEST_FILE
 from nestrec.serving.model.tables import ResidentTable
-from nestrec.serving.versions.opening import is_published, open_newest
+from nestrec.serving.versions.opening import open_source, source_of
 from nestrec.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -244,8 +244,8 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
     folder = Path(run) if isinstance(run, str | Path) else run.folder
     if (folder / MANIFEST_FILE).exists():
         return Recommender(Servable.load(folder, device))
-    if is_published(str(run)):
-        return Recommender(open_newest(str(run), device).servable)
+    if isinstance(run, str | Path) and (source := source_of(str(run))) is not None:
+        return Recommender(open_source(source, device).servable)
     RunFolder(folder).config()  # says what is wrong with a folder that is neither
     from nestrec.serving.model.export import servable_of_run
 

@@ -43,8 +43,16 @@ class PagedHSTU:
         self._pool, self._page_tokens = pool, page_tokens
         self._workspace = Workspace.make(model.cfg.num_heads, model.cfg.head_dim, pool.device)
         self._layers = [layer for layer in model.layers if isinstance(layer, HSTULayer)]
+        self._last_vk, self._last_uq = self._last_weights()
+
+    def _last_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         gate, value, query, key = self._layers[-1].uvqk.detach().chunk(4, dim=1)
-        self._last_vk, self._last_uq = torch.cat([value, key], dim=1), torch.cat([gate, query], dim=1)
+        return torch.cat([value, key], dim=1), torch.cat([gate, query], dim=1)
+
+    def weights_changed(self) -> None:
+        """Those of the model have other values; what was captured reads them where they were."""
+        for held, fresh in zip((self._last_vk, self._last_uq), self._last_weights(), strict=True):
+            held.copy_(fresh)
 
     def forward(self, x_TD: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """(C, D) states of the candidates."""

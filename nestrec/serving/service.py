@@ -5,7 +5,8 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.soundness import check_sound
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.prefix.trigger import Decision
+from nestrec.serving.versions.followed import Followed
+from nestrec.serving.versions.opening import open_source, source_of
 
 Ids = NDArray[np.int64]
 _POLL_S = 0.01
@@ -87,8 +90,11 @@ class Service:
     def __init__(self, models: Mapping[str, Servable], cfg: ServiceConfig, clock: Clock | None = None):
         self.cfg, self._clock, self._keyed = cfg, clock or RealClock(), KeyedHash()
         self._lock = threading.Lock()
-        self.sources: dict[str, Path] = {}
-        """folder of each model that was loaded, by its role"""
+        self.sources: dict[str, str] = {}
+        """folder or address of each model that was loaded, by its role"""
+        self.followed: dict[str, Followed] = {}
+        """by role: models that came from an address of versions, as they were loaded"""
+        self._changing = threading.Lock()
         self.reloads = Reloads()
         self.is_draining = False
         """whoever routes requests is told that this one is not ready; those that come all the same are served"""
@@ -99,18 +105,27 @@ class Service:
 
     @staticmethod
     def load(
-        folders: list[Path], cfg: ServiceConfig, device: torch.device | str = "cpu", tables: TablesConfig | None = None
+        models: Sequence[Path | str],
+        cfg: ServiceConfig,
+        device: torch.device | str = "cpu",
+        tables: TablesConfig | None = None,
     ) -> "Service":
-        models: dict[str, Servable] = {}
-        sources: dict[str, Path] = {}
-        for folder in folders:
-            servable = Servable.load(folder, device, tables)
+        """models: folders that `nestrec export` wrote, or addresses of versions."""
+        servables: dict[str, Servable] = {}
+        sources: dict[str, str] = {}
+        followed: dict[str, Followed] = {}
+        for text in map(str, models):
+            source = source_of(text)
+            found = None if source is None else open_source(source, device, tables)
+            servable = Servable.load(Path(text), device, tables) if found is None else found.servable
             role = role_of(servable)
-            if role in models:
-                raise UserError(f"is a second {role} model", field="MODEL", value=str(folder), remedy="give one")
-            models[role], sources[role] = servable, folder
-        service = Service(models, cfg)
-        service.sources = sources
+            if role in servables:
+                raise UserError(f"is a second {role} model", field="MODEL", value=text, remedy="give one")
+            servables[role], sources[role] = servable, text
+            if found is not None:
+                followed[role] = found
+        service = Service(servables, cfg)
+        service.sources, service.followed = sources, followed
         return service
 
     def fleet(self, role: str) -> Fleet:
@@ -169,10 +184,18 @@ class Service:
                     raise SwappedError from None
                 raise
             answer = await _result(work, timeout_s)
+            if answer.version != fleet.servable.version and self._has_grown_since(fleet):
+                raise SwappedError
             tracing.note_engine(work, answer.version)
             return answer
         finally:
             self._end(slot)
+
+    def _has_grown_since(self, fleet: Fleet) -> bool:
+        """Whether a request that was read with the names of this fleet's model may mean something else by now."""
+        old = fleet.servable
+        now = [other.servable for other in self.fleets.values() if other.engines == fleet.engines]
+        return not now or now[0].item_keys is not old.item_keys or now[0].spec.columns is not old.spec.columns
 
     def preinfer(
         self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
@@ -220,6 +243,10 @@ class Service:
             if role_of(servable) not in self.fleets:
                 remedy = f"serve a {' or '.join(self.fleets)} model, or start a server of both"
                 raise UserError("has no older version here", field="model", value=role_of(servable), remedy=remedy)
+        with self._changing:
+            self._swap(servables)
+
+    def _swap(self, servables: Sequence[Servable]) -> None:
         fresh: dict[str, Fleet] = {}
         with contextlib.ExitStack() as made:
             for servable in servables:
@@ -233,12 +260,35 @@ class Service:
         for fleet in old:
             fleet.close(self.cfg.drain_s)
 
+    def advance(self, role: str, servable: Servable, change: Callable[[], None]) -> None:
+        """Serve a later version of a model out of the same memory: `change` makes it that, or raises and leaves it.
+
+        All engines of the model stand still between two batches meanwhile. Works that they have begun begin again: no
+        answer is computed by two versions.
+        """
+        with self._changing:
+            fleet = self.fleets[role]
+            engines = [engine for engine in fleet.engines if engine.is_alive]
+
+            def switch() -> None:
+                change()
+                for engine in fleet.engines:
+                    engine.form.follow(servable)
+                with self._lock:
+                    self.fleets = {**self.fleets, role: Fleet(servable, fleet.engines)}
+
+            meeting = threading.Barrier(len(engines), action=switch, timeout=self.cfg.drain_s)
+            changes = [engine.change(servable.version, lambda: _meet(meeting)) for engine in engines]
+            errors = [error for error in (_error_of(one, self.cfg.drain_s) for one in changes) if error is not None]
+            for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+                raise error
+
     def _wait_for_sessions(self, old: list[Fleet]) -> None:
         """Until every ranking request that these engines were told of has come, or will not."""
-        end_s = self._clock.now_s() + self.cfg.session_s
+        end_s, engines = self._clock.now_s() + self.cfg.session_s, [fleet.engines for fleet in old]
         while self._clock.now_s() < end_s:
             with self._lock:
-                if not any(fleet in old for fleet, _ in self._expected.values()):
+                if not any(fleet.engines in engines for fleet, _ in self._expected.values()):
                     return
             self._clock.sleep(_POLL_S)
 
@@ -286,6 +336,17 @@ class Service:
 
     def _is_alive(self, number: int) -> bool:
         return all(fleet.engines[number].is_alive for fleet in self.fleets.values())
+
+
+def _meet(meeting: threading.Barrier) -> None:
+    meeting.wait()
+
+
+def _error_of(change: "Future[None]", timeout_s: float) -> BaseException | None:
+    try:
+        return change.exception(timeout_s + 1.0)
+    except TimeoutError as error:
+        return error
 
 
 async def _result(work: Work, timeout_s: float) -> Answer:

@@ -137,6 +137,8 @@ class StatusAnswer(TypedDict):
     """of recent answers, in milliseconds, and their number"""
     models: Mapping[str, Any]
     """by role: version, counts, fill of the caches"""
+    follow: Mapping[str, Any]
+    """by role, of models that come from an address: version, how far behind and why, and how fresh it is"""
     router: Mapping[str, Any]
     """loads of the instances, and requests that went elsewhere"""
 

@@ -53,7 +53,8 @@ class App:
         reloader: Reloader | None = None,
     ):
         """endpoints: by name; none takes those of this package and of others that are installed."""
-        self._service, self._limits, self.metrics = service, limits, Metrics(service)
+        self._service, self._limits = service, limits
+        self.metrics = Metrics(service, None if reloader is None else reloader.followers)
         self._store = store or MemoryHistoryStore(HistoryStoreConfig())
         found = all_endpoints() if endpoints is None else endpoints
         self.front = Front(

@@ -10,9 +10,11 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from nestrec.serving.api.engine_metrics import EngineCollector, RefusalCollector, engine_status
+from nestrec.serving.api.follow_metrics import FollowCollector, follow_status
 from nestrec.serving.api.timeline import ServingTimeline
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.service import Service
+from nestrec.serving.versions.follower import Follower
 
 _WINDOW = 4096
 
@@ -20,8 +22,9 @@ _WINDOW = 4096
 class Metrics:
     """Observed by the front, on the thread of its event loop."""
 
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, service: Service, followers: Mapping[str, Follower] | None = None):
+        """followers: of models that come from addresses, by role."""
+        self._service, self._followers = service, {} if followers is None else followers
         self._answers = _Answers()
         self._registry = CollectorRegistry()
         self._registry.register(self._answers)
@@ -29,6 +32,7 @@ class Metrics:
         self.refusals: Mapping[str, int] = {}
         """requests that the gate let not in, by reason"""
         self._registry.register(RefusalCollector(lambda: self.refusals))
+        self._registry.register(FollowCollector(lambda: self._followers))
         ProcessCollector(registry=self._registry)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self.timeline = ServingTimeline(service)
@@ -55,6 +59,7 @@ class Metrics:
             "reloads": {"asked": reloads.asked, "done": reloads.done, "refused": reloads.is_refused},
             "latency": {"answers": int(recent.size), **percentiles},
             "models": {role: engine_status(self._service, role) for role in self._service.fleets},
+            "follow": follow_status(self._followers),
             "router": {"loads": list(router.loads), "diverted": router.num_diverted, "leaked": router.num_leaked},
         }
 

@@ -1,7 +1,8 @@
 """Other models while the old ones serve: one load after another, and the last one asked for wins.
 
-A model is looked through and warmed up beside the one in service; where it will not do, that one stays. The folder that
-was in service before is remembered, so that a rollback needs no name.
+A model is looked through and warmed up beside the one in service; where it will not do, that one stays. What was in
+service before is remembered, so that a rollback needs no name. A model of an address of versions follows that from then
+on, where the server is to follow, or stays at the version that is named with it (ADDRESS@VERSION).
 """
 
 import logging
@@ -15,6 +16,9 @@ from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, role_of
+from nestrec.serving.versions.followed import Followed
+from nestrec.serving.versions.follower import FollowConfig, Follower
+from nestrec.serving.versions.opening import open_source, source_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,22 +27,23 @@ _LOG = logging.getLogger(__name__)
 class LoadedModel:
     """A model that is or was in service."""
 
-    folder: Path
-    """with no link in it: what a link points to may change"""
+    folder: str
+    """with no link in it: what a link points to may change; or an address, with the version that stays"""
     version: str
 
 
 class Reloader:
     """Thread safe; what is asked by a signal is done on a thread of its own."""
 
-    def __init__(self, service: Service, device: str, tables: TablesConfig):
+    def __init__(self, service: Service, device: str, tables: TablesConfig, follow: FollowConfig | None = None):
         self._service, self._device, self._tables = service, device, tables
+        self._follow = follow or FollowConfig()
         self._lock = threading.Lock()
-        self.current = {
-            role: LoadedModel(folder.resolve(), service.fleet(role).servable.version)
-            for role, folder in service.sources.items()
-        }
-        """by role"""
+        self._folders = {role: _whole(text) for role, text in service.sources.items()}
+        self.followers: dict[str, Follower] = {}
+        """by role: models of addresses"""
+        for role, followed in service.followed.items():
+            self._begin_to_follow(role, followed, service.sources[role])
         self.previous: Mapping[str, LoadedModel] = {}
         """what the last swap has replaced, by role"""
         self._turns = Serially("nestrec-reload", self._reload_all)
@@ -50,12 +55,34 @@ class Reloader:
 
     def close(self) -> None:
         self._turns.close()
+        for follower in self.followers.values():
+            follower.close()
 
-    def swap(self, folders: Sequence[Path]) -> None:
-        """Serve the models of these folders, one of each role that is served, or fewer. `UserError` where one will not
-        do, and all stay as they are."""
+    @property
+    def current(self) -> dict[str, LoadedModel]:
+        """What is in service, by role."""
+        found = {}
+        for role, folder in self._folders.items():
+            follower = self.followers.get(role)
+            told = folder if follower is None else str(follower.source)
+            found[role] = LoadedModel(told, self._service.fleet(role).servable.version)
+        return found
+
+    def _begin_to_follow(self, role: str, followed: Followed, text: str) -> None:
+        source = source_of(text)
+        assert source is not None, "a version comes from an address"
+        follower = Follower(
+            self._service, role, followed, source, self._follow, device=self._device, tables=self._tables
+        )
+        self.followers[role] = follower
+        if self._follow.on and self._follow.moves == "itself":
+            follower.start()
+
+    def swap(self, folders: Sequence[Path | str]) -> None:
+        """Serve the models of these folders or addresses, one of each role that is served, or fewer. `UserError` where
+        one will not do, and all stay as they are."""
         with self._lock:
-            self._swap([(folder, None) for folder in folders])
+            self._swap([(str(folder), None) for folder in folders])
 
     def rollback(self) -> None:
         """Serve what was served before the last swap."""
@@ -63,7 +90,8 @@ class Reloader:
             if not self.previous:
                 remedy = "name a model to swap to"
                 raise UserError("has had no other model yet", field="server", value="rollback", remedy=remedy)
-            self._swap([(loaded.folder, loaded.version) for loaded in self.previous.values()])
+            was = self.previous.values()
+            self._swap([(one.folder, None if source_of(one.folder) else one.version) for one in was])
 
     def _reload_all(self) -> None:
         reloads = self._service.reloads
@@ -77,36 +105,64 @@ class Reloader:
             reloads.is_refused = True
         reloads.done = asked
 
-    def _swap(self, wanted: Sequence[tuple[Path, str | None]]) -> None:
-        """wanted: folders, and the versions that they must hold."""
-        fresh: dict[str, Servable] = {}
-        current, seen = dict(self.current), set[str]()
-        for given, version in wanted:
+    def _swap(self, wanted: Sequence[tuple[str, str | None]]) -> None:
+        """wanted: folders or addresses, and the versions that folders must hold."""
+        before, seen = self.current, set[str]()
+        moves: list[tuple[Follower, str | None]] = []
+        fresh: dict[str, tuple[str, Servable, Followed | None]] = {}
+        for text, version in wanted:
+            if (found := self._follower_at(text)) is not None:
+                moves.append(found)
+                continue
             # Where the folder is a link, all files come from what it points to now, wherever it points meanwhile.
-            folder = given.resolve()
-            servable = Servable.load(folder, self._device, self._tables)
+            whole, source = _whole(text), source_of(text)
+            followed = None if source is None else open_source(source, self._device, self._tables)
+            servable = Servable.load(Path(whole), self._device, self._tables) if followed is None else followed.servable
             role = role_of(servable)
             if role not in self._service.fleets or role in seen:
-                raise _other_role(role, list(self._service.fleets), given)
+                raise _other_role(role, list(self._service.fleets), text)
             seen.add(role)
             if version is not None and servable.version != version:
                 remedy = "name the model to swap to"
-                raise UserError("does not hold the model of that time", field="model", value=str(given), remedy=remedy)
-            old = self._service.fleet(role).servable.version
-            if servable.version == old:
-                _LOG.info("the %s model is %s already", role, old[:12])
+                raise UserError("does not hold the model of that time", field="model", value=text, remedy=remedy)
+            if servable.version == before[role].version:
+                _LOG.info("the %s model is %s already", role, servable.version[:12])
                 continue
-            fresh[role], current[role] = servable, LoadedModel(folder, servable.version)
-        if not fresh:
-            return
-        self._service.swap(*fresh.values())
-        self.previous = {role: loaded for role, loaded in self.current.items() if role in fresh}
-        self.current = current
-        for role, loaded in self.previous.items():
-            new = current[role].version
-            _LOG.info("the %s model %s has taken over from %s", role, new[:12], loaded.version[:12])
+            fresh[role] = (text if source is not None else whole, servable, followed)
+        for follower, at in moves:
+            follower.move(at)
+        if fresh:
+            self._service.swap(*(servable for _, servable, _ in fresh.values()))
+        for role, (text, _, followed) in fresh.items():
+            self._folders[role] = text
+            if (old := self.followers.pop(role, None)) is not None:
+                old.close()
+            if followed is not None:
+                self._begin_to_follow(role, followed, text)
+        self._tell(before)
+
+    def _follower_at(self, text: str) -> tuple[Follower, str | None] | None:
+        """Who follows this address already, and the version that is named with it."""
+        source = source_of(text)
+        for follower in self.followers.values():
+            if source is not None and follower.source.address == source.address:
+                return follower, source.version
+        return None
+
+    def _tell(self, before: Mapping[str, LoadedModel]) -> None:
+        now = self.current
+        changed = {role: loaded for role, loaded in before.items() if now[role] != loaded}
+        if changed:
+            self.previous = changed
+        for role, loaded in changed.items():
+            _LOG.info("the %s model %s has taken over from %s", role, now[role].version[:12], loaded.version[:12])
 
 
-def _other_role(found: str, roles: Sequence[str], folder: Path) -> UserError:
+def _whole(text: str) -> str:
+    source = source_of(text)
+    return str(Path(text).resolve()) if source is None else str(source)
+
+
+def _other_role(found: str, roles: Sequence[str], folder: str) -> UserError:
     remedy = f"put a {' and a '.join(roles)} model there, or start a server of the {found} model"
-    return UserError(f"holds a {found} model now", field="--model", value=str(folder), remedy=remedy)
+    return UserError(f"holds a {found} model now", field="--model", value=folder, remedy=remedy)

@@ -124,7 +124,8 @@ class SwapRequest:
     """Other models are to be served."""
 
     models: Annotated[list[str], Least(1)]
-    """folders of exported models, on the machine of the server; one of each role that is to change"""
+    """folders of exported models, on the machine of the server, or addresses of versions (ADDRESS, ADDRESS@VERSION);
+    one of each role that is to change"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

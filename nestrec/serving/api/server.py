@@ -7,7 +7,6 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,6 +39,7 @@ from nestrec.serving.safety.exposure import check_exposure
 from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.tracing import TracingConfig
+from nestrec.serving.versions.follower import FollowConfig
 
 _LOG = logging.getLogger(__name__)
 _COLLECT_EVERY = 20_000
@@ -83,9 +83,11 @@ class ServeConfig:
     """what is written to standard error, and how"""
     histories: HistoryStoreConfig = HistoryStoreConfig()
     """events that the server keeps"""
+    follow: FollowConfig = FollowConfig()
+    """newer versions of models that come from an address"""
 
 
-def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
+def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; accepted requests are answered before it returns.
 
     announce: told the address when somebody listens there.
@@ -104,7 +106,7 @@ def serve(folders: list[Path], cfg: ServeConfig, signals: Signals, announce: Cal
     except BaseException:
         close_all(sockets)
         raise
-    reloader = Reloader(service, device, cfg.tables)
+    reloader = Reloader(service, device, cfg.tables, cfg.follow)
     signals.when_reloaded(reloader.ask)
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
 _SMOOTH = 0.05
+_STALE_A_TURN = 256
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -72,6 +74,8 @@ class Engine:
         self.queue_times, self.compute_times = Histogram(), Histogram()
         """of ranking requests that were answered; a request computes while a batch does that it has a part in"""
         self.recent = RecentRequests()
+        self.answered_s: float | None = None
+        """when the version in service has first answered a ranking request, in Unix seconds"""
         self.costs = EngineCostModel(most_seen=form.servable.cached.most_seen(form.servable.encoder_config))
         self.tiers = PrefixTiers(
             form,
@@ -178,6 +182,13 @@ class Engine:
 
         self._post(lambda: self.tiers.drop(self._key(user)))
 
+    def change(self, version: str, change: Callable[[], None]) -> "Future[None]":
+        """Between two batches, with none on its way: `change` makes the model that of another version, or raises and
+        leaves it. Works that have begun begin again, and no prefix of before is used any more."""
+        done: Future[None] = Future()
+        self._post(lambda: self._change(version, change, done))
+        return done
+
     def drain(self, timeout_s: float) -> bool:
         """Refuse new work and wait for what was accepted; whether all of it was done."""
         with self._condition:
@@ -252,6 +263,27 @@ class Engine:
 
     # The engine's thread.
 
+    def _change(self, version: str, change: Callable[[], None], done: "Future[None]") -> None:
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+        try:
+            change()
+            self._runner.weights_changed()
+        except BaseException as error:
+            done.set_exception(error)
+            return
+        self._version, self.answered_s = version, None
+        self._planner.begin_again(version)
+        for work in self.tiers.waiting():
+            work.begin_again(version)
+        self._drop_stale()
+        done.set_result(None)
+
+    def _drop_stale(self) -> None:
+        """Prefixes of other versions, a few between two batches: there may be many."""
+        if self.tiers.drop_stale(self._version, _STALE_A_TURN):
+            self._post(self._drop_stale)
+
     def _loop(self) -> None:
         try:
             self._warm_up()
@@ -291,6 +323,8 @@ class Engine:
         for message in messages:
             message()
         for work in arrived:
+            if work.key.version != self._version:
+                work.begin_again(self._version)
             self._planner.add(work)
         return True
 
@@ -369,6 +403,8 @@ class Engine:
                 self.tiers.spill(step.entry, ahead_s=self.queued_s)
         self._release(step)
         ended_s = time.perf_counter()
+        if self.answered_s is None:
+            self.answered_s = time.time()
         self.compute_times.observe(work.computed_s)
         self.queue_times.observe(max(0.0, ended_s - work.arrived_s - work.computed_s))
         self.recent.ranked(work, ended_s)

@@ -143,6 +143,10 @@ class GraphRunner:
         self._slots = deque(self._slot(self._most) for _ in range(self.depth + 1))
 
     @torch.inference_mode()
+    def weights_changed(self) -> None:
+        self._encoder.weights_changed()
+
+    @torch.inference_mode()
     def launch(self, parts: Sequence[Part]) -> Launched:
         extent = Extent.of(parts, self.pool.page_tokens)
         captured = self._captured_for(extent)

@@ -95,6 +95,14 @@ class Planner:
         if self._signals.get(work.key) is work:
             del self._signals[work.key]
 
+    def begin_again(self, version: str) -> None:
+        """The model is that of another version now."""
+        self._ranks.begin_again(version)
+        signals, self._signals = list(self._signals.values()), OrderedDict()
+        for work in signals:
+            work.begin_again(version)
+            self._signals[work.key] = work
+
     def waiting(self) -> list[Work]:
         return [*self._ranks.queue, *self._signals.values()]
 

@@ -81,6 +81,12 @@ class RankPlanner:
             self.queue.settle(work, is_left=is_left)
         return batch.steps, is_full
 
+    def begin_again(self, version: str) -> None:
+        """The model is that of another version now."""
+        self._begun.clear()
+        for work in self.queue:
+            work.begin_again(version)
+
     def forget(self, work: Work) -> None:
         """It has ended, however."""
         if self._begun.get(work.key) is work:

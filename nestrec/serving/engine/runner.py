@@ -85,6 +85,10 @@ class BatchRunner(Protocol):
 
     def launch(self, parts: Sequence[Part]) -> Launched: ...
 
+    def weights_changed(self) -> None:
+        """The dense weights have other values, in the same places."""
+        ...
+
 
 class Runner:
     """Runs any model anywhere, sequence by sequence inside a batch: the twin of the faster runners."""
@@ -105,6 +109,9 @@ class Runner:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start_s
         return Launched(lambda: (results, seconds))
+
+    def weights_changed(self) -> None:
+        """It holds nothing that was made of them."""
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[Scored | None]:

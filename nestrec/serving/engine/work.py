@@ -2,7 +2,7 @@
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -81,6 +81,12 @@ class Work:
     """`perf_counter` when that batch had been given to the device"""
     _content: tuple[int, bytes] = (0, b"")
     """of how many tokens, and what it is: asked for at every chunk of a signal"""
+
+    def begin_again(self, version: str) -> None:
+        """With another version of the model: nothing of what was computed is of use."""
+        self.key = replace(self.key, version=version)
+        self.source, self.num_cached, self.is_begun, self.num_planned = "none", 0, False, 0
+        self.scored.clear()
 
     @property
     def is_rank(self) -> bool:

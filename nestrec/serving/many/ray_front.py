@@ -29,7 +29,7 @@ from nestrec.serving.histories.store import make_store
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import user_of
 from nestrec.serving.many.operations import Operations
-from nestrec.serving.many.rollout import Rollout
+from nestrec.serving.many.rollout import Rollout, whole_name
 from nestrec.serving.many.router import Ring, Router
 from nestrec.serving.many.upstream import Response
 from nestrec.serving.service import Service
@@ -53,8 +53,8 @@ class RayInstance:
         torch.set_num_threads(cfg.threads)
         device = chosen_device(cfg.device)
         folders = current_folders() or folders  # those of a swap, where this replica replaces another
-        service = Service.load([Path(folder) for folder in folders], cfg.service, device, cfg.tables)
-        reloader = Reloader(service, device, cfg.tables)
+        service = Service.load(folders, cfg.service, device, cfg.tables)
+        reloader = Reloader(service, device, cfg.tables, cfg.follow)
         self._app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
         self._slot = int(serve.get_replica_context().rank.rank)
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.instances)
@@ -214,7 +214,7 @@ async def _is_ready() -> bool:
     return True
 
 
-def serve_on_ray(folders: Sequence[Path], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
+def serve_on_ray(folders: Sequence[str], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; SIGHUP lets every replica load its models anew, one after the other."""
     gate = start_on_ray(folders, cfg)
     signals.take_over()  # Ray has set its own meanwhile
@@ -239,7 +239,7 @@ def num_gpus(cfg: ServeConfig) -> float:
 
 def _roll(gate: Any, folders: list[str]) -> None:
     try:
-        status = gate.swap.remote([str(Path(folder).resolve()) for folder in folders]).result()
+        status = gate.swap.remote(folders).result()
     except Exception as error:  # whatever Ray says, the replicas serve on
         _LOG.error("the models stay as they are: %s", type(error).__name__)
         return
@@ -249,7 +249,7 @@ def _roll(gate: Any, folders: list[str]) -> None:
         _LOG.info("all replicas have loaded their models anew")
 
 
-def start_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> Any:
+def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:
     """Start the application on a Ray of this machine, or the one that RAY_ADDRESS names; its handle."""
     os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # read when Ray is imported
     try:
@@ -273,7 +273,7 @@ def start_on_ray(folders: Sequence[Path], cfg: ServeConfig) -> Any:
         request_router_config=router,
         max_ongoing_requests=1000,
         ray_actor_options={**light, "num_gpus": num_gpus(cfg)},
-    ).bind([str(folder.resolve()) for folder in folders], cfg, secret)
+    ).bind([whole_name(str(folder)) for folder in folders], cfg, secret)
     gate = serve.deployment(serve.ingress()(Gate), max_ongoing_requests=1000, ray_actor_options=light).bind(
         instances, cfg
     )

@@ -86,7 +86,7 @@ class Rollout:
     async def swap(self, folders: list[str]) -> Answered:
         """Every instance serves the models of these folders, or none does."""
         async with self._lock:
-            return await self._rolled([str(Path(folder).resolve()) for folder in folders])
+            return await self._rolled([whole_name(folder) for folder in folders])
 
     async def rollback(self) -> Answered:
         """Every instance serves what all of them served before the last swap."""
@@ -229,6 +229,11 @@ class Rollout:
             await asyncio.sleep(_POLL_S)
         await self._upstreams.pop().close()
         await asyncio.to_thread(self._supervisor.remove)
+
+
+def whole_name(folder: str) -> str:
+    """Of a folder or an address. Links are followed here: all instances get what they point to now."""
+    return folder if "://" in folder else str(Path(folder).resolve())
 
 
 def _taken(answer: dict[str, Any]) -> Taken:

@@ -30,7 +30,7 @@ _OF_FRONT = (
 
 
 def serve_many(
-    folders: Sequence[Path],
+    folders: Sequence[str],
     cfg: ServeConfig,
     overrides: dict[str, str],
     signals: Signals,

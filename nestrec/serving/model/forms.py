@@ -72,6 +72,10 @@ class Form(Protocol):
     outputs: tuple[str, ...]
     """names of a candidate's scores"""
 
+    def follow(self, servable: Servable) -> None:
+        """Read a later version of the model, which has the same tables in memory."""
+        ...
+
     def tokens(self, history: History, now_ms: int) -> Tokens: ...
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:

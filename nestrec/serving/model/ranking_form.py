@@ -41,6 +41,9 @@ class RankingForm:
         self._given = [name for name in self._columns if name not in servable.item_columns]
         self._uses_time = servable.reads_times
 
+    def follow(self, servable: Servable) -> None:
+        self.servable = servable
+
     def tokens(self, history: History, now_ms: int) -> Tokens:
         history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)

@@ -39,6 +39,10 @@ class RetrievalForm:
         self._uses_time = servable.reads_times
         self.max_events = task.history.max_length
 
+    def follow(self, servable: Servable) -> None:
+        self.servable = servable
+        self.__dict__.pop("_search", None)  # it may hold something made of the index
+
     def tokens(self, history: History, now_ms: int) -> Tokens:
         history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)

@@ -136,6 +136,17 @@ class PrefixCache:
             self._remove(bucket)
         return len(buckets)
 
+    def drop_oldest(self, is_doomed: Callable[[CacheKey], bool], most: int) -> int:
+        """Forget keys that `is_doomed` names, the longest unused first, up to one that it does not name; how many."""
+        slots: list[bytes] = []
+        for slot, entry in self._entries.items():
+            if len(slots) == most or not is_doomed(entry.key):
+                break
+            slots.append(slot)
+        for slot in slots:
+            self._remove(slot)
+        return len(slots)
+
     @property
     def num_free_pages(self) -> int:
         return len(self._free)

@@ -97,6 +97,17 @@ class Expander(Generic[Payload]):
         if self._kept.get(kept.key) is kept:
             self._remove(kept.key)
 
+    def drop_oldest(self, is_doomed: Callable[[CacheKey], bool], most: int) -> int:
+        """Forget keys that `is_doomed` names, the longest unused first, up to one that it does not name; how many."""
+        keys: list[CacheKey] = []
+        for key in self._kept:
+            if len(keys) == most or not is_doomed(key):
+                break
+            keys.append(key)
+        for key in keys:
+            self._remove(key)
+        return len(keys)
+
     def entries(self) -> list[Kept[Payload]]:
         return list(self._kept.values())
 

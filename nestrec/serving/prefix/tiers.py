@@ -117,6 +117,11 @@ class PrefixTiers:
         self.device.drop(key)
         self.dram.drop(key)
 
+    def drop_stale(self, version: str, most: int) -> bool:
+        """Forget some of what other versions than this one have computed; whether there may be more."""
+        dropped = self.device.drop_oldest(lambda key: key.version != version, most)
+        return dropped + self.dram.drop_oldest(lambda key: key.version != version, most) > 0
+
     def spill(self, entry: Entry, *, ahead_s: float) -> None:
         """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself.
 

@@ -1,5 +1,7 @@
-"""Models of an address: the newest version, or one that is named."""
+"""Models of an address: the newest version, or one that is named as ADDRESS@VERSION."""
 
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,41 +11,59 @@ from nestrec.serving.model.spec import MANIFEST_FILE
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.versions.followed import Followed
 from nestrec.serving.versions.manifest import NEWEST_FILE
-from nestrec.serving.versions.places import place_of
+from nestrec.serving.versions.places import Place, place_of
 from nestrec.serving.versions.reader import Versions
 
-
-def is_published(source: str) -> bool:
-    """Whether a model is named by an address of versions, not by a folder that `nestrec export` wrote."""
-    if "://" in source:
-        return True
-    return (Path(source) / NEWEST_FILE).exists() and not (Path(source) / MANIFEST_FILE).exists()
+_NAMED = re.compile(r"(.+)@([0-9a-f]{6,64})")
 
 
-def open_version(
-    versions: Versions,
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where versions of a model come from."""
+
+    address: str
+    version: str | None = None
+    """the one that is to stay; none: the newest"""
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.address)
+
+    def at(self, version: str | None) -> "Source":
+        return replace(self, version=version)
+
+    def __str__(self) -> str:
+        return self.address if self.version is None else f"{self.address}@{self.version}"
+
+
+def source_of(text: str) -> Source | None:
+    """The address of versions that a text names; none where it names a folder that `nestrec export` wrote."""
+    named = _NAMED.fullmatch(text)
+    address, version = (named[1], named[2]) if named else (text, None)
+    if "://" in address:
+        return Source(address, version)
+    folder = Path(address).resolve()
+    is_one = (folder / NEWEST_FILE).exists() and not (folder / MANIFEST_FILE).exists()
+    return Source(str(folder), version) if is_one else None
+
+
+def open_source(
+    source: Source,
     device: torch.device | str = "cpu",
     tables: TablesConfig | None = None,
-    *,
-    version: str | None = None,
     scratch: Path | None = None,
 ) -> Followed:
-    """The newest version that can be read, or the one whose name begins so. A `UserError` where there is none."""
+    """The newest version that can be read, or the one that is named. A `UserError` where there is none."""
+    versions = Versions(source.place)
     history = list(versions.history())
-    if version is not None:
-        history = [at for at in history if at[1].startswith(version)][:1]
-    problem = "holds no version yet" if version is None else f"holds no version {version!r}"
+    problem = "holds no version yet"
+    if source.version is not None:
+        history = [at for at in history if at[1].startswith(source.version)][:1]
+        problem = f"holds no version {source.version}"
     for at in history:
         try:
             return Followed.open(versions, versions.way_from_full(at), device, tables, scratch)
         except (DamagedError, FileNotFoundError) as error:
-            if version is not None:
-                raise
             problem = f"holds no version that can be read: {error}"
     remedy = "publish one: nestrec publish RUN ADDRESS"
-    raise UserError(problem, field="address", value=versions.place.address, remedy=remedy)
-
-
-def open_newest(address: str, device: torch.device | str = "cpu") -> Followed:
-    """The newest version at an address."""
-    return open_version(Versions(place_of(address)), device)
+    raise UserError(problem, field="address", value=source.address, remedy=remedy)

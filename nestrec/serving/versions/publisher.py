@@ -57,6 +57,7 @@ class Publisher:
         self._described: tuple[object, Described] | None = None
         self._base: VersionStep | None = None
         """the version that the next one builds on; none where the next one is told in full"""
+        self._newest: VersionStep | None = None
         self._base_described: Described | None = None
         """what that says beside what is learnt; none where it was said before this start"""
         self._compared: Mapping[str, torch.Tensor] = {}
@@ -117,7 +118,7 @@ class Publisher:
     @property
     def newest(self) -> VersionStep | None:
         """The last version of this run that is at the address; after `close`."""
-        return self._base
+        return self._newest
 
     def _find(self, step: int) -> None:
         """The newest version, where this run can go on from it."""
@@ -139,6 +140,7 @@ class Publisher:
         steps = [VersionStep(folder, from_plain(VersionManifest, plain)) for folder, plain in told]
         if steps:
             self._base, *self._chain = steps
+            self._newest = self._base
 
     def _describe(self, session: Session, step: int) -> Described:
         """Made anew where the dataset is another one: a catalogue is long."""
@@ -147,7 +149,8 @@ class Publisher:
         return self._described[1].at(step)
 
     def _changed_descriptions(self, now: Described) -> Any:
-        return now.since(self._base_described) if self._peers.is_first else ({}, {})
+        old = None if self._base is None else self._base_described
+        return now.since(old) if self._peers.is_first else ({}, {})
 
     def _attempt(self, write: Callable[[], None]) -> None:
         """What cannot be written is told, on all ranks alike; the run goes on."""
@@ -159,14 +162,14 @@ class Publisher:
 
     def _write_everything(self, about: About, content: RankContent, now: Described) -> None:
         written = self._writer.write("full", about, content)
-        self._base = VersionStep(written.folder, written.manifest)
+        self._base = self._newest = written
         self._base_described, self._compared = now, content.compared
         self._number, self._chain = about.number, [self._base]
         self._prune()
 
     def _write_changes(self, about: About, changes: RankContent, now: Described, *, owns_copy: bool) -> None:
         written = self._writer.write("delta", about, changes)
-        self._base = VersionStep(written.folder, written.manifest)
+        self._base = self._newest = written
         self._base_described, self._compared, self._number = now, changes.compared, about.number
         self._chain = [*self._chain, self._base]
         if len(self._chain) > self._cfg.snapshot_every:
@@ -181,8 +184,13 @@ class Publisher:
             return
         about = replace(about, descriptions=now.since(None) if self._peers.is_first else ({}, {}))
         content = merged(self._versions, self._chain, shard, owns_copy=owns_copy)
-        written = self._writer.write_full(self._base, about, content)
-        self._chain = [VersionStep(written.folder, written.manifest)]
+        try:
+            written = self._writer.write_full(self._base, about, content)
+        except SaveError as error:
+            if any(self._peers.gather(isinstance(error.__cause__, DamagedError))):
+                self._base = None  # they were damaged: likewise
+            raise
+        self._chain = [written]
 
     def _prune(self) -> None:
         if not self._peers.is_first:

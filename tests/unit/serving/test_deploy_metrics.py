@@ -10,16 +10,18 @@ import httpx
 import promql_parser
 import pytest
 import yaml
+from changing_run import ChangingRun
 from prometheus_client.parser import text_string_to_metric_families
 
-from nestrec.models.hstu import HSTUConfig
+from nestrec.distributed import Topology
 from nestrec.serving.api.app import App
+from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.fleet_metrics import FleetMetrics
 from nestrec.serving.many.router import Router
-from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.testing.tiny_runs import make_datasets
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
@@ -27,16 +29,29 @@ OF_OTHERS = {"up"}
 """what Prometheus makes itself"""
 
 
+def publish(run):
+    run.change()
+    run.publisher.publish(run.session, run.step)
+    run.publisher.close()
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Families of a server that has been asked everything once, and of a front with two slots."""
-    from nestrec.serving.model.export import write_servable
-
-    folder = tmp_path_factory.mktemp("model") / "model"
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    write_servable(random_retrieval(encoder, num_items=50), folder)
-    service = Service.load([folder], ServiceConfig(), tables=TablesConfig(store="dram", cache_rows=8))
-    app = App(service, LimitsConfig(default_timeout_ms=5000))
+    folder = tmp_path_factory.mktemp("model")
+    make_datasets(folder)
+    address = folder / "published"
+    run = ChangingRun.begin(Topology.single(), folder, str(address), family="hstu", store="static", seed=1)
+    publish(run)
+    tables = TablesConfig(store="dram", cache_rows=8)
+    service = Service.load([address], ServiceConfig(), tables=tables)
+    reloader = Reloader(service, "cpu", tables)
+    follower = reloader.followers["retrieval"]
+    publish(run)
+    assert follower.look()
+    (address / "newest.json").write_text("damaged")
+    assert not follower.look()
+    app = App(service, LimitsConfig(default_timeout_ms=5000), reloader=reloader)
     app.count_refusals_of({"unknown": 1})
 
     async def ask():
@@ -148,6 +163,7 @@ def test_names_follow_the_conventions_and_labels_are_bounded(exported):
                     "outcome",
                     "model",
                     "prefix",
+                    "part",
                     "event",
                     "table",
                     "reason",

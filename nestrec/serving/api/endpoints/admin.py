@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
@@ -17,7 +16,7 @@ _CONFLICT = 409
 
 async def swap(front: Front, request: SwapRequest) -> FleetAnswer:
     """Answered when the models of these folders serve; where one will not do, all stay as they are."""
-    return await _changed(front, lambda reloader: reloader.swap([Path(folder) for folder in request.models]))
+    return await _changed(front, lambda reloader: reloader.swap(request.models))
 
 
 async def rollback(front: Front, _: RollbackRequest) -> FleetAnswer:
@@ -56,7 +55,7 @@ def _fleet(front: Front) -> FleetAnswer:
 
 
 def _all(models: Mapping[str, LoadedModel]) -> dict[str, LoadedAnswer]:
-    return {role: {"version": loaded.version[:12], "folder": str(loaded.folder)} for role, loaded in models.items()}
+    return {role: {"version": loaded.version[:12], "folder": loaded.folder} for role, loaded in models.items()}
 
 
 SWAP = Endpoint(

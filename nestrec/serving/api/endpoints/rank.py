@@ -39,6 +39,8 @@ class _Scored:
     scores: NDArray[np.float32]
     """(keys, outputs)"""
     prefix: Prefix
+    version: str
+    """of the model that computed them"""
 
 
 async def rank(front: Front, request: RankRequest) -> RankAnswer:
@@ -53,7 +55,7 @@ async def rank(front: Front, request: RankRequest) -> RankAnswer:
     said = notes.said()
     answer: RankAnswer = {
         "scores": columns(fleet, scored.scores),
-        "model": fleet.servable.version[:12],
+        "model": scored.version[:12],
         "unknown": said["unknown"],
         "defaults": said["defaults"],
     }
@@ -77,12 +79,14 @@ async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes:
     chosen = Candidates(items=ids[is_scored], now_ms=asked.now_ms, features=features)
     scores = np.full((len(ids), len(fleet.engines[0].form.outputs)), LAST, np.float32)
     prefix: Prefix = {"from": "none", "tokens": 0}
+    version = fleet.servable.version
     if len(chosen):
         answer = await front.service.rank(fleet, asked.user, asked.history, chosen, timeout_s=asked.timeout_s)
-        scores[is_scored], prefix = answer.scores, prefix_of(answer)
+        scores[is_scored], prefix, version = answer.scores, prefix_of(answer), answer.version
     if done == "dropped":
-        return _Scored([key for key, keeps in zip(keys, is_scored, strict=True) if keeps], scores[is_scored], prefix)
-    return _Scored(list(keys), scores, prefix)
+        kept = [key for key, keeps in zip(keys, is_scored, strict=True) if keeps]
+        return _Scored(kept, scores[is_scored], prefix, version)
+    return _Scored(list(keys), scores, prefix, version)
 
 
 def columns(fleet: Fleet, scores: NDArray[np.float32]) -> dict[str, list[float]]:

@@ -77,7 +77,7 @@ class _Recommending:
         answer: RecommendAnswer = {
             "items": [str(scored.keys[i]) for i in order],
             "scores": columns(ranking, scored.scores[order]),
-            "model": ranking.servable.version[:12],
+            "model": scored.version[:12],
             "unknown": said["unknown"],
             "defaults": said["defaults"],
         }

@@ -1,0 +1,209 @@
+"""A server's side of following: what is new at an address is fetched, verified and brought into service.
+
+A delta is copied into the tables in service between two batches, where it is small; the model is loaded beside the old
+one, and swapped for it, where it is not, or where deltas do not lead there. Whatever is missing or damaged leaves the
+version in service as it is, and is tried again with the next look: the next full version heals it.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from nestrec.base.bounds import Natural, Positive
+from nestrec.base.config import config
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.failpoints import fail_point
+from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.service import Service
+from nestrec.serving.versions.followed import Followed, NoRoomError, Staged
+from nestrec.serving.versions.freshness import Freshness
+from nestrec.serving.versions.opening import Source
+from nestrec.serving.versions.reader import Versions, VersionStep
+
+_LOG = logging.getLogger(__name__)
+_LONGEST_PAUSE_S = 30.0
+
+At = tuple[str, str]
+"""(folder, version)"""
+
+
+@config
+class FollowConfig:
+    on: bool = False
+    """models of an address go on to its newer versions"""
+    poll_s: Positive = 1.0
+    """how often a server looks for a newer version"""
+    moves: Literal["itself", "told"] = "itself"
+    """each server goes to a newer version by itself, or when it is told to (`nestrec swap SERVER ADDRESS`), one after
+    the other"""
+    most_bytes: Natural = 1 << 30
+    """rows of a delta that are brought beside the tables at once; what is larger is loaded as a whole"""
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """What came of it so far."""
+
+    applied: int = 0
+    """deltas that were copied into the model in service"""
+    loaded: int = 0
+    """versions that were loaded beside it, in full"""
+    failures: dict[str, int] = field(default_factory=dict)
+    """looks that left the version as it was although there is another, by reason: damaged, away, refused"""
+    behind: int = 0
+    """versions that are newer than the one in service"""
+    problem: str = ""
+    """why it is behind; empty where it is not"""
+
+
+class Follower:
+    """Moves one model of a service. Thread safe."""
+
+    def __init__(
+        self,
+        service: Service,
+        role: str,
+        followed: Followed,
+        source: Source,
+        cfg: FollowConfig,
+        *,
+        device: torch.device | str = "cpu",
+        tables: TablesConfig | None = None,
+        scratch: Path | None = None,
+    ):
+        """followed: the version in service. source: where from, and whether one version of it is to stay."""
+        self._service, self._role, self._followed, self.source = service, role, followed, source
+        self._cfg, self._device, self._tables, self._scratch = cfg, device, tables, scratch
+        self._versions = Versions(source.place)
+        self.counts, self.freshness = FollowCounts(), Freshness()
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def version(self) -> str:
+        return self._followed.servable.version
+
+    @property
+    def number(self) -> int:
+        """Of the version in service."""
+        return self._followed.step.manifest.number
+
+    def start(self) -> None:
+        """Look for newer versions from now on, on a thread of its own."""
+        self._thread = threading.Thread(target=self._loop, name=f"nestrec-follow-{self._role}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No further look; one that is under way is finished."""
+        self._is_closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> bool:
+        """Go to the newest version where there is a newer one, unless one is to stay; whether it is there now. Nothing
+        is raised: the version in service stays where that fails."""
+        with self._lock:
+            if self.source.version is not None:
+                return True
+            try:
+                newest = self._versions.newest()
+                if newest is None:
+                    return True
+                self.counts.behind = newest.number - self._followed.step.manifest.number
+                self._go((newest.folder, newest.version), is_asked=False)
+            except Exception as error:
+                self._failed(error)
+                return False
+            self.counts.behind, self.counts.problem = 0, ""
+            return True
+
+    def move(self, version: str | None) -> None:
+        """To the version whose name begins so, which then stays; none: to the newest, and on from there. An error
+        where that fails, and all stays as it is."""
+        with self._lock:
+            found = self._versions.find(version) if version is not None else next(self._versions.history(), None)
+            if found is None:
+                remedy = "see what it has: versions/*/*.json"
+                raise UserError("is not there", field="version", value=version, remedy=remedy)
+            self._go(found, is_asked=True)
+            self.source = self.source.at(version)
+
+    def _go(self, target: At, *, is_asked: bool) -> None:
+        if target[1] == self.version:
+            return
+        try:
+            for step in self._versions.way(target, self.version):
+                self._apply(step)
+            return
+        except (DamagedError, FileNotFoundError, NoRoomError, _TooLargeError) as error:
+            way = self._versions.way_from_full(target)
+            is_ahead = way[0].manifest.number > self._followed.step.manifest.number
+            if not (is_ahead or is_asked or isinstance(error, NoRoomError | _TooLargeError)):
+                raise  # a full version from before this one would lead the same way
+        self._load(way)
+
+    def _apply(self, step: VersionStep) -> None:
+        """One delta, between two batches."""
+        staged = self._followed.staged(self._versions, step)
+        if staged.num_bytes > self._cfg.most_bytes:
+            raise _TooLargeError
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.synchronize()  # of this thread's copies, before another reads them
+        fetched_s = time.time()
+        fail_point("follow.before_apply")
+        self._end_freshness()
+        self._service.advance(self._role, staged.after.servable, staged.apply)
+        fail_point("follow.after_apply")
+        self._in_service(staged, fetched_s)
+        self.counts.applied += 1
+
+    def _in_service(self, staged: Staged, fetched_s: float) -> None:
+        self._followed = staged.after
+        self.freshness.began(staged.after.step.manifest, fetched_s=fetched_s, applied_s=time.time())
+
+    def _load(self, way: list[VersionStep]) -> None:
+        """The last version of a way, beside the one in service."""
+        fresh = Followed.open(self._versions, way, self._device, self._tables, self._scratch)
+        fetched_s = time.time()
+        fail_point("follow.before_swap")
+        self._end_freshness()
+        self._service.swap(fresh.servable)
+        self._followed = fresh
+        self.freshness.began(fresh.step.manifest, fetched_s=fetched_s, applied_s=time.time())
+        self.counts.loaded += 1
+
+    def _end_freshness(self) -> None:
+        """What is known of the version in service before another takes its place."""
+        answered = [engine.answered_s for engine in self._service.fleet(self._role).engines]
+        self.freshness.answered(min((at_s for at_s in answered if at_s is not None), default=None))
+
+    def told_freshness(self) -> Freshness:
+        """With the first answer of the version in service, where there was one."""
+        self._end_freshness()
+        return self.freshness
+
+    def _failed(self, error: Exception) -> None:
+        reason = "damaged" if isinstance(error, DamagedError | FileNotFoundError) else "refused"
+        reason = "away" if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else reason
+        self.counts.failures[reason] = self.counts.failures.get(reason, 0) + 1
+        problem = str(error) or type(error).__name__
+        if problem != self.counts.problem:  # said once
+            is_told = isinstance(error, UserError | OSError)
+            text = "the %s model stays at version %s: %s"
+            _LOG.error(text, self._role, self.version[:12], problem, exc_info=None if is_told else error)
+        self.counts.problem = problem
+
+    def _loop(self) -> None:
+        pause_s = self._cfg.poll_s
+        while not self._is_closed.wait(pause_s):
+            pause_s = self._cfg.poll_s if self.look() else min(max(_LONGEST_PAUSE_S, self._cfg.poll_s), 2 * pause_s)
+
+
+class _TooLargeError(Exception):
+    """A delta that is not worth staging."""

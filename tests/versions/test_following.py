@@ -1,0 +1,226 @@
+"""Servers that follow: every answer is that of one version, the one that it names, whatever happens to deltas."""
+
+import asyncio
+import contextlib
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from changing_run import ChangingRun, assert_same
+
+from nestrec.base.failpoints import armed
+from nestrec.distributed import Topology
+from nestrec.library.loaded import Recommender
+from nestrec.serving.api.app import App
+from nestrec.serving.api.reloader import Reloader
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.versions.follower import FollowConfig
+from nestrec.testing.tiny_runs import make_datasets
+
+LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
+FOLLOW = FollowConfig(on=True, moves="told")
+HISTORY = {"items": ["1", "2", "3"], "times_ms": [1, 2, 3], "actions": [1, 0, 1]}
+ASKED = {"user": "ann", "history": HISTORY, "candidates": ["4", "5", "6", "29"], "now_ms": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_datasets(folder, num_topics=5)
+    return folder
+
+
+class Served:
+    """A run that publishes, and a server that follows it when it is told to."""
+
+    def __init__(self, data: Path, folder: Path, family: str, instances: int = 1, tables: TablesConfig | None = None):
+        self.address, self._scratch, self.exported = str(folder / "published"), folder, {}
+        self.run = ChangingRun.begin(
+            Topology.single(), data, self.address, family=family, store="lru", seed=5, snapshot_every=4
+        )
+        self.publish()
+        cfg = ServiceConfig(engine=EngineConfig(max_queue_s=1e9), instances=instances)
+        self.service = Service.load([self.address], cfg, tables=tables)
+        self.reloader = Reloader(self.service, "cpu", tables or TablesConfig(), FOLLOW)
+        self.app = App(self.service, LIMITS, reloader=self.reloader)
+        ((self.role, self.follower),) = self.reloader.followers.items()
+
+    def publish(self) -> str:
+        """The name of the version."""
+        self.run.change()
+        self.run.publisher.publish(self.run.session, self.run.step)
+        self.run.publisher.close()
+        version = self.run.publisher.newest.manifest.version
+        self.exported[version] = self.run.export(self._scratch)
+        return version
+
+    def folder_of(self, version: str) -> Path:
+        return next(path.parent for path in Path(self.address).glob("versions/*/*.json") if version in path.read_text())
+
+    @property
+    def servable(self):
+        return self.service.fleet(self.role).servable
+
+    def check(self) -> None:
+        """What is in service is what an export of its step holds."""
+        assert_same(self.servable, self.exported[self.servable.version])
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
+
+    def close(self) -> None:
+        self.reloader.close()
+        self.service.close()
+
+
+@contextlib.contextmanager
+def serving(*args, **options):
+    served = Served(*args, **options)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "instances", "tables"),
+    [("hstu", 1, None), ("ranking", 2, None), ("ranking", 1, TablesConfig(store="dram", cache_rows=8))],
+)
+def test_every_answer_is_that_of_the_version_it_names(data, tmp_path, family, instances, tables):
+    with serving(data, tmp_path, family, instances, tables) as served:
+        answers, is_over = [], threading.Event()
+
+        async def ask_on():
+            async with served.client() as client:
+                users = [f"user {number}" for number in range(6)]
+                while not is_over.is_set() or len(answers) < 30:
+                    asked = [client.post("/v1/rank", json={**ASKED, "user": user}) for user in users]
+                    answers.extend(await asyncio.gather(*asked))
+
+        asking = threading.Thread(target=lambda: asyncio.run(ask_on()))
+        asking.start()
+        for _ in range(9):
+            served.publish()
+            assert served.follower.look(), served.follower.counts.problem
+            served.check()
+        is_over.set()
+        asking.join()
+        assert (served.follower.counts.applied, served.follower.counts.loaded) == (9, 0)
+        named = {version[:12]: servable for version, servable in served.exported.items()}
+        expected = {
+            name: Recommender(servable).rank({**HISTORY, "now_ms": 4}, ASKED["candidates"])
+            for name, servable in named.items()
+        }
+        assert len({answer.json()["model"] for answer in answers}) > 1
+        for answer in answers:
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            for name, scores in told["scores"].items():
+                assert np.allclose(scores, expected[told["model"]].scores[name], rtol=1e-4, atol=1e-5), told["model"]
+
+
+def test_new_items_are_known_as_soon_as_the_version_is_named(data, tmp_path):
+    async def run(served):
+        async with served.client() as client:
+            while served.run.session.dataset.num_items < 40:
+                served.publish()
+                assert served.follower.look()
+                told = (await client.get("/v1/models")).json()["models"]["retrieval"]
+                assert told["items"] == served.run.session.dataset.num_items
+                assert told["version"] == served.servable.version[:12]
+                newest = served.servable.item_keys[-1]
+                answer = (await client.post("/v1/rank", json={**ASKED, "candidates": [newest]})).json()
+                assert answer["unknown"] == []
+                assert answer["model"] == told["version"]
+
+    with serving(data, tmp_path, "hstu") as served:
+        asyncio.run(run(served))
+        served.check()
+
+
+def test_prefixes_of_older_versions_are_not_used(data, tmp_path):
+    async def run(served):
+        async with served.client() as client:
+            first = [(await client.post("/v1/rank", json=ASKED)).json() for _ in range(2)]
+            assert [answer["prefix"]["from"] for answer in first] == ["none", "device"]
+            served.publish()
+            assert served.follower.look()
+            later = [(await client.post("/v1/rank", json=ASKED)).json() for _ in range(2)]
+            assert [answer["prefix"]["from"] for answer in later] == ["none", "device"]
+            assert later[0]["model"] != first[0]["model"]
+
+    with serving(data, tmp_path, "ranking") as served:
+        asyncio.run(run(served))
+        (engine,) = served.service.fleet("ranking").engines
+        assert {entry.key.version for entry in engine.tiers.device.entries()} == {served.servable.version}
+
+
+def test_damage_keeps_the_version_in_service_until_a_full_one_heals_it(data, tmp_path):
+    with serving(data, tmp_path, "hstu") as served:
+        before = served.servable.version
+        bad = served.folder_of(served.publish())
+        file = next(bad.glob("delta-rows-items-*"))
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+        looks = []
+        for _ in range(5):  # the fifth version is told in full
+            looks.append(served.follower.look())
+            served.check()
+            if not looks[-1]:
+                assert served.servable.version == before
+                assert served.follower.counts.behind > 0
+            served.publish()
+        assert looks[0] is False
+        assert served.follower.look()
+        served.check()
+        assert served.follower.counts.loaded == 1
+        assert served.follower.counts.failures == {"damaged": looks.count(False)}
+        text = served.app.metrics.exposition().decode()
+        assert f'nestrec_follow_failures_total{{model="retrieval",reason="damaged"}} {looks.count(False)}.0' in text
+        assert 'nestrec_versions_behind{model="retrieval"} 0.0' in text
+
+
+@pytest.mark.parametrize("point", ["follow.between_tables", "follow.before_names", "follow.before_apply"])
+def test_a_delta_that_fails_half_way_leaves_no_trace(data, tmp_path, point):
+    def fail():
+        raise RuntimeError("out of memory")
+
+    with serving(data, tmp_path, "ranking", instances=2) as served:
+        before = served.servable.version
+        version = served.publish()
+        with armed(point, fail):
+            assert not served.follower.look()
+        assert served.servable.version == before
+        served.check()
+        assert served.follower.look()
+        assert served.servable.version == version
+        served.check()
+
+
+def test_a_server_can_be_pinned_to_a_version_and_go_on_from_it(data, tmp_path):
+    async def run(served):
+        versions = [served.servable.version, *(served.publish() for _ in range(3))]
+        assert served.follower.look()
+        async with served.client() as client:
+            for text in (f"@{versions[1][:12]}", ""):
+                version = versions[1] if text else versions[-1]
+                told = await client.post("/v1/admin/swap", json={"models": [served.address + text]})
+                assert told.status_code == 200, told.text
+                assert told.json()["models"]["retrieval"]["folder"] == served.address + text
+                assert served.servable.version == version
+                served.check()
+                versions.append(served.publish())
+                assert served.follower.look()
+                assert served.servable.version == (version if text else versions[-1])
+            back = (await client.post("/v1/admin/rollback", json={})).json()
+            assert back["models"]["retrieval"]["version"] == versions[1][:12]
+            refused = await client.post("/v1/admin/swap", json={"models": [f"{served.address}@abcdef123456"]})
+            assert refused.status_code == 409
+            assert served.servable.version == versions[1]
+
+    with serving(data, tmp_path, "hstu") as served:
+        asyncio.run(run(served))
