@@ -63,8 +63,9 @@ def train(  # noqa: PLR0917
 
     Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
     dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold];
-    [bold]nestrec options train demo[/bold] lists them. On several ranks of this machine: [bold]nestrec launch -n 2
-    train demo[/bold]; under torchrun the same command trains on all ranks.
+    [bold]nestrec options train demo[/bold] lists them. [bold]nestrec train auto --data.folder data/mine[/bold] reads
+    the card of a dataset and chooses task, model, sizes, loss, split and rates, with reasons. On several ranks of this
+    machine: [bold]nestrec launch -n 2 train demo[/bold]; under torchrun the same command trains on all ranks.
     """
     from nestrec.cli.training import train_run
     from nestrec.library.configured import configured
@@ -176,6 +177,7 @@ def recipes() -> None:
         cfg = make()
         what = " ".join((make.__doc__ or "").split()).removesuffix(".")
         table.add_row(name, cfg.task.kind, what, Text(cfg.data.folder or "your own", overflow="fold"))
+    table.add_row("auto", "any", "Chosen from the card of a dataset, with reasons", "your own")
     Console().print(table)
 
 

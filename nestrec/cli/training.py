@@ -30,6 +30,9 @@ from nestrec.training.trainer import Trainer
 def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> None:
     """Train, measure the best epoch on the test part, and print it beside its baselines."""
     topology = topology_of(cfg, cfg.ranks)
+    if topology.is_first:
+        for option, why in cfg.reasons.items():
+            print(f"chose {option} = {why}")
     with contextlib.ExitStack() as shown:
         listeners: list[Listener] = []
         if topology.is_first:

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from nestrec.base.config import from_plain, with_overrides
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.data.dataset import Dataset
 from nestrec.training.config import RunConfig
+from nestrec.training.recipes import auto
 from nestrec.training.recipes import recipe as named_recipe
 
 
@@ -18,9 +21,26 @@ def configured(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | No
     that the user names, a mistyped name would get them too.
     """
     texts = {name: override_text(value) for name, value in (overrides or {}).items()}
+    if recipe == auto.NAME:
+        return _automatic(texts)
     base = recipe if isinstance(recipe, RunConfig) else _named(str(recipe))
     own_folder = {"data.synthetic": "none"} if "data.folder" in texts else {}
     return with_overrides(base, {**own_folder, **texts})
+
+
+def _automatic(texts: dict[str, str]) -> RunConfig:
+    """The recipe that a dataset asks for; options that are given win, and lose the reason of what was chosen."""
+    if "data.folder" not in texts:
+        remedy = "name the dataset: nestrec train auto --data.folder data/mine"
+        raise UserError("reads the card of a dataset", field="RECIPE", value=auto.NAME, remedy=remedy)
+    given = dict(texts)
+    kind = given.pop("task.kind", None)
+    if kind is not None and kind not in get_args(auto.TaskKind):
+        remedy = did_you_mean(kind, get_args(auto.TaskKind))
+        raise UserError("is no task that it knows", field="task.kind", value=kind, remedy=remedy)
+    base = auto.auto(Dataset.open(texts["data.folder"]), kind)  # type: ignore[arg-type]
+    reasons = {name: why for name, why in base.reasons.items() if name not in given}
+    return replace(with_overrides(base, given), reasons=reasons)
 
 
 def override_text(value: Any) -> str:

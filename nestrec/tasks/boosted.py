@@ -7,6 +7,8 @@ events of its item and user; the hour of the day. HistGradientBoostingClassifier
 """
 
 import importlib.util
+import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,10 +65,12 @@ class BoostedTrees:
             max_iter=200, learning_rate=0.08, max_leaf_nodes=31, l2_regularization=1.0, early_stopping=False,
             random_state=seed,
         )  # fmt: skip
-        self._model.fit(columns[chosen], label[chosen])
+        with _fewer_threads():
+            self._model.fit(columns[chosen], label[chosen])
 
     def logits(self, events: EventTable) -> Floats:
-        probability = self._model.predict_proba(self._columns(events, None))[:, 1].clip(1e-7, 1 - 1e-7)
+        with _fewer_threads():
+            probability = self._model.predict_proba(self._columns(events, None))[:, 1].clip(1e-7, 1 - 1e-7)
         odds: Floats = np.log(probability) - np.log1p(-probability)
         return odds
 
@@ -108,6 +112,13 @@ class _Sums:
         if fold is not None:
             positive, total = positive - self.positive[fold, known], total - self.total[fold, known]
         return positive * is_known, total * is_known
+
+
+def _fewer_threads() -> AbstractContextManager[object]:
+    """Half of the cores: threads that wait for each other on a machine that is busy made it ten times as slow."""
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped,unused-ignore]
+
+    return threadpool_limits(limits=max(1, (os.cpu_count() or 2) // 2), user_api="openmp")  # type: ignore[no-any-return,unused-ignore]
 
 
 def fold_of(num_events: int) -> Ints:

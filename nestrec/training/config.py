@@ -86,3 +86,5 @@ class RunConfig:
     """how long, where, how often"""
     publish: PublishConfig = PublishConfig()
     """versions of the model for servers that follow the run"""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """option to why it was chosen, where `train auto` did"""

@@ -48,6 +48,10 @@ class Identity:
         model = {name: value for name, value in leaves(cfg).items() if is_fixed(name) and name != SEED}
         if cfg.batch.order == "shuffled":  # checkpoints from before there were windows name none
             model = {name: value for name, value in model.items() if not name.startswith(("batch.order", "windows."))}
+        usual = {"retrieval": "leave_one_out", "ranking": "time"}.get(cfg.task.kind)
+        if usual is not None and model.get("task.split.kind") == usual:  # nor of splits that there was no choice of
+            gone = "task.split." if usual == "leave_one_out" else "task.split.kind"
+            model = {name: value for name, value in model.items() if not name.startswith(gone)}
         if named is None:
             return Identity(secrets.token_hex(8), cfg.training.seed, model)
         return replace(named, seed=cfg.training.seed, model=model)
