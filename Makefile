@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-quick test-slow check docs results format torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo test all-tests test-quick test-slow check docs results format torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -29,12 +29,17 @@ results: setup
 	$(BIN)/python docs/result_tables.py
 
 # File by file, those that start processes first: what is left over at the end is short. Three at a time on two cores:
-# many tests wait for processes, signals and limits.
+# many tests wait for processes, signals and limits. The checks and the docs, a core each, run beside them.
 # Bytecode is kept, whatever the environment says: a hundred processes of tests import the package.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
-test: check docs
-	$(PYTEST) tests/faults tests/examples tests/multi tests/serve tests/versions tests/unit tests/meta --numprocesses 3 $(BY_FILE)
+WORKERS := 3
+ALL_TESTS := tests/faults tests/examples tests/multi tests/serve tests/versions tests/unit tests/meta
+test: setup
+	$(MAKE) --no-print-directory --jobs 3 check docs all-tests
+
+all-tests: setup
+	$(PYTEST) $(ALL_TESTS) --numprocesses $(WORKERS) $(BY_FILE)
 
 # The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
 # the loop of edit and test.
