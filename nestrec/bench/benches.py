@@ -15,6 +15,7 @@ BENCHES: Seam[Bench] = Seam(
         "evaluations": "nestrec.bench.quality.evaluations:BENCH",
         "exchange": "nestrec.bench.kernels.exchange:BENCH",
         "front": "nestrec.bench.serving.front:BENCH",
+        "host": "nestrec.bench.step.host:BENCH",
         "layer": "nestrec.bench.kernels.layer:BENCH",
         "lookup": "nestrec.bench.kernels.lookup:BENCH",
         "negatives": "nestrec.bench.step.negatives:BENCH",

@@ -9,6 +9,7 @@ says why this is not DistributedDataParallel).
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import PeerLostError, UserError
-from nestrec.distributed.shared_memory import SharedMemory
+from nestrec.distributed.shared_memory import SharedMemory, Shipment
 from nestrec.distributed.topology import Communicator
-from nestrec.distributed.transports import Parcel
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 
@@ -43,48 +43,42 @@ def all_to_all_rows(
     """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
     if communicator.transport is None:
         return rows if communicator.link is None else communicator.link.all_to_all(rows)
-    parcel = Parcel(rows, send_counts, receive_counts)
-    received, row_bytes = parcel.received(), parcel.row_bytes
+    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    size = rows.element_size() * math.prod(rows.shape[1:])
     sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
-    sizes = [n * row_bytes for n in receive_counts], [n * row_bytes for n in send_counts]
+    sizes = [n * size for n in receive_counts], [n * size for n in send_counts]
     with peers_watched(communicator, "all_to_all"):
         communicator.transport.all_to_all(into, sent, *sizes)
-        _hold(communicator, [parcel])
+        _hold(communicator, sizes[1], sizes[0], rows.device)
     return received
 
 
-def deliver(communicator: Communicator, parcels: Sequence[Parcel]) -> list[torch.Tensor]:
-    """`all_to_all_rows` of several parcels; through shared memory in one exchange, and each row is copied but once."""
-    if not parcels or not isinstance(communicator.transport, SharedMemory):
-        return [all_to_all_rows(communicator, p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
-    into = [parcel.received() for parcel in parcels]
-    with peers_watched(communicator, "all_to_all"):
-        communicator.transport.deliver(parcels, into)
-        _hold(communicator, parcels)
-    return into
+def exchange(communicator: Communicator, shipment: Shipment) -> list[torch.Tensor]:
+    """What comes, in order of source: in one piece, or in one piece for each source.
 
-
-def borrow(communicator: Communicator, parcels: Sequence[Parcel]) -> Sequence[Sequence[torch.Tensor]]:
-    """[parcel][source] rows that came, in memory that is valid until the next exchange. Parcels without `places`."""
-    if not parcels or not isinstance(communicator.transport, SharedMemory):
-        return [
-            rows.split(list(p.receive_counts)) for rows, p in zip(deliver(communicator, parcels), parcels, strict=True)
-        ]
+    Pieces may lie in memory that is used again: they are valid until the next exchange.
+    """
+    transport, like = communicator.transport, shipment.like
+    if transport is None:
+        rows = shipment.sent()
+        return [rows if communicator.link is None else communicator.link.all_to_all(rows)]
     with peers_watched(communicator, "all_to_all"):
-        pieces = communicator.transport.borrow(parcels)
-        _hold(communicator, parcels)
+        size = like.element_size()
+        receive, send = (shipment.receive * size).tolist(), (shipment.send * size).tolist()
+        if isinstance(transport, SharedMemory):
+            pieces = transport.exchange(shipment)
+        else:
+            pieces = [like.new_empty(int(shipment.receive.sum()))]
+            transport.all_to_all(_as_bytes(pieces[0]), _as_bytes(shipment.sent()), receive, send)
+        _hold(communicator, send, receive, like.device)
     return pieces
 
 
-def _hold(communicator: Communicator, parcels: Sequence[Parcel]) -> None:
-    """As long as an emulated link takes for all of it."""
-    if communicator.link is None:
-        return
-    sent, received = 0, 0
-    for parcel in parcels:
-        sent += parcel.row_bytes * (sum(parcel.send_counts) - parcel.send_counts[communicator.rank])
-        received += parcel.row_bytes * (sum(parcel.receive_counts) - parcel.receive_counts[communicator.rank])
-    communicator.link.hold(max(sent, received), parcels[0].rows.device)
+def _hold(communicator: Communicator, send: Sequence[int], receive: Sequence[int], device: torch.device) -> None:
+    """As long as an emulated link takes for these bytes of each rank."""
+    if communicator.link is not None:
+        mine = communicator.rank
+        communicator.link.hold(max(sum(send) - send[mine], sum(receive) - receive[mine]), device)
 
 
 def gather_rows_from_all(

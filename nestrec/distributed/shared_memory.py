@@ -15,19 +15,50 @@ import secrets
 import socket
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from nestrec.distributed.transports import Collectives, Parcel, Sizes, row_bytes
+from nestrec.distributed.transports import Collectives, Sizes
 
 _SPARE = 1.25
-_ALIGNMENT_BYTES = 64
 _TURNS = 2
 _NUMBER = struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Elements that one exchange takes to other ranks, and how many come back: of any number of tables, of one type."""
+
+    send: NDArray[np.int64]
+    """Elements for each rank."""
+    receive: NDArray[np.int64]
+    """Elements from each rank."""
+    like: torch.Tensor
+    """Any tensor of their type and device."""
+    write: Callable[[torch.Tensor], None] | None = None
+    """Puts all that is sent, in order of target, into memory that a transport gives."""
+    ready: torch.Tensor | None = None
+    """All that is sent, where it lies in that order already."""
+
+    def sent(self) -> torch.Tensor:
+        """All that is sent, in memory of its own."""
+        if self.ready is not None:
+            return self.ready
+        out = self.like.new_empty(int(self.send.sum()))
+        self.write_to(out)
+        return out
+
+    def write_to(self, out: torch.Tensor) -> None:
+        if self.ready is not None:
+            out.copy_(self.ready)
+        elif self.write is not None:
+            self.write(out)
 
 
 class SharedMemory(Collectives):
@@ -65,31 +96,15 @@ class SharedMemory(Collectives):
             return SharedMemory(group, outboxes, _introduce(listener, reached, outboxes, rank, ranks))
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
-        self.deliver([Parcel(sent, send, receive)], [into])
+        pieces = self.exchange(Shipment(np.array(send), np.array(receive), sent, ready=sent))
+        for place, piece in zip(into.split(list(receive)), pieces, strict=True):
+            place.copy_(piece)
 
-    def deliver(self, parcels: Sequence[Parcel], into: Sequence[torch.Tensor]) -> None:
-        """All parcels in one exchange; what comes is put where it is wanted."""
+    def exchange(self, shipment: Shipment) -> list[torch.Tensor]:
+        """What comes from each rank, where it lies. Valid until the next exchange."""
         with self._all_or_nobody():
-            self._send(parcels)
-        for parcel, all_of_it in zip(parcels, into, strict=True):
-            start, stop = _part_of(parcel.send_counts, self._rank)
-            if stop > start:
-                parcel.write(start, stop, _rows_of(all_of_it, parcel, self._rank))
-        with self._all_or_nobody():
-            received = self._receive(parcels)
-        for rank, pieces in received.items():
-            for parcel, piece, all_of_it in zip(parcels, pieces, into, strict=True):
-                if len(piece):
-                    _rows_of(all_of_it, parcel, rank).copy_(piece)
-
-    def borrow(self, parcels: Sequence[Parcel]) -> list[list[torch.Tensor]]:
-        """All parcels in one exchange: [parcel][source] rows, where they lie. Valid until the next exchange."""
-        with self._all_or_nobody():
-            self._send(parcels)
-            received = self._receive(parcels)
-        mine = [p.rows[slice(*_part_of(p.send_counts, self._rank))] for p in parcels if p.places is None]
-        pieces = sorted((received | {self._rank: mine}).items())
-        return [[of_rank[number] for _, of_rank in pieces] for number in range(len(parcels))]
+            own = self._send(shipment)
+            return self._receive(shipment, own)
 
     @contextlib.contextmanager
     def _all_or_nobody(self) -> Iterator[None]:
@@ -101,32 +116,24 @@ class SharedMemory(Collectives):
                 peer.hang_up()
             raise
 
-    def _send(self, parcels: Sequence[Parcel]) -> None:
-        sizes = [_size(p, p.send_counts[rank]) for rank in self._peers for p in parcels]
-        starts = list(accumulate(sizes, initial=0))
-        outbox = self._outboxes[self._turn]
-        outbox.reserve(starts[-1])
-        places = iter(starts)
+    def _send(self, shipment: Shipment) -> torch.Tensor:
+        """Lay out all that is sent and tell the peers where theirs begins; this rank's own part of it."""
+        size = shipment.like.element_size()
+        ends = np.cumsum(shipment.send)
+        starts, outbox = ends - shipment.send, self._outboxes[self._turn]
+        outbox.reserve(int(ends[-1]) * size)
+        shipment.write_to(outbox.elements(0, int(ends[-1]), shipment.like))
         for rank, peer in self._peers.items():
-            where = [(parcel, next(places)) for parcel in parcels]
-            for parcel, place in where:
-                start, stop = _part_of(parcel.send_counts, rank)
-                if stop > start:
-                    parcel.write(start, stop, outbox.rows(place, stop - start, parcel.rows))
-            peer.tell(where[0][1])
+            peer.tell(int(starts[rank]) * size)
+        return outbox.elements(int(starts[self._rank]) * size, int(shipment.send[self._rank]), shipment.like)
 
-    def _receive(self, parcels: Sequence[Parcel]) -> dict[int, list[torch.Tensor]]:
-        """Rank to its rows for each parcel."""
+    def _receive(self, shipment: Shipment, own: torch.Tensor) -> list[torch.Tensor]:
         turn, self._turn = self._turn, (self._turn + 1) % _TURNS
-        found: dict[int, list[torch.Tensor]] = {}
+        counts = shipment.receive.tolist()
+        found = {self._rank: own}
         for rank, peer in self._peers.items():
-            place, outbox = peer.hear(), peer.outboxes[turn]
-            found[rank] = []
-            for parcel in parcels:
-                count = parcel.receive_counts[rank]
-                found[rank].append(outbox.rows(place, count, parcel.rows))
-                place += _size(parcel, count)
-        return found
+            found[rank] = peer.outboxes[turn].elements(peer.hear(), counts[rank], shipment.like)
+        return [found[rank] for rank in range(len(counts))]
 
 
 class Outbox:
@@ -148,12 +155,12 @@ class Outbox:
             os.posix_fallocate(self.file, 0, int(num_bytes * _SPARE))
             self._map()
 
-    def rows(self, place: int, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Some rows of a given kind that begin at a place."""
-        end = place + count * row_bytes(like)
+    def elements(self, place: int, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Some elements of a given type that begin at a byte."""
+        end = place + count * like.element_size()
         if end > len(self._bytes):
             self._map()
-        return self._bytes[place:end].view(like.dtype).view(count, *like.shape[1:])
+        return self._bytes[place:end].view(like.dtype)
 
     def _map(self) -> None:
         self._bytes = torch.frombuffer(mmap.mmap(self.file, os.fstat(self.file).st_size), dtype=torch.uint8)
@@ -190,20 +197,6 @@ class Peer:
 
 def _lost(error: OSError) -> RuntimeError:
     return RuntimeError("no answer in time" if isinstance(error, TimeoutError) else f"connection lost: {error}")
-
-
-def _size(parcel: Parcel, count: int) -> int:
-    """Bytes that some rows of a parcel take in an outbox."""
-    return -(-count * parcel.row_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _part_of(counts: Sequence[int], rank: int) -> tuple[int, int]:
-    start = sum(counts[:rank])
-    return start, start + counts[rank]
-
-
-def _rows_of(received: torch.Tensor, parcel: Parcel, rank: int) -> torch.Tensor:
-    return received[slice(*_part_of(parcel.receive_counts, rank))]
 
 
 def _socket(timeout: timedelta) -> socket.socket:

@@ -160,16 +160,24 @@ class Topology:
 
     @staticmethod
     def of_process_group(
-        device: torch.device, ranks: RanksConfig | None = None, *, timeout_s: float = 300.0
+        device: torch.device,
+        ranks: RanksConfig | None = None,
+        *,
+        timeout_s: float = 300.0,
+        groups_of_one: bool = False,
     ) -> "Topology":
-        """The topology over the ranks of the default process group; every rank must call it."""
+        """The topology over the ranks of the default process group; every rank must call it.
+
+        groups_of_one: a rank that is alone in a group talks to itself by collectives, so that one device can run the
+        code of many.
+        """
         cfg, rank, world = ranks or RanksConfig(), dist.get_rank(), dist.get_world_size()
         _check_replicas(cfg, world)
         shard_axis = mesh(world, cfg.replicas, cfg.placement)
         replica_axis = [list(holders) for holders in zip(*shard_axis, strict=True)]
         everyone = [list(range(world))]
         log = CollectiveLog()
-        make = _group_maker(rank, device, timedelta(seconds=timeout_s), log)
+        make = _group_maker(rank, device, timedelta(seconds=timeout_s), log, fewest=1 if groups_of_one else 2)
         tensors = _exchange_of(cfg, device)
         hosts: ExchangeKind = tensors if device.type == "cpu" else "host"
         # Peer copies are for all-to-alls; where ranks share a device, sums go over the host.
@@ -254,14 +262,14 @@ def _check_peers(device: torch.device) -> None:
 
 
 def _group_maker(
-    rank: int, device: torch.device, timeout: timedelta, log: CollectiveLog
+    rank: int, device: torch.device, timeout: timedelta, log: CollectiveLog, *, fewest: int
 ) -> Callable[[str, list[list[int]], ExchangeKind], Communicator]:
     def make(name: str, axis: list[list[int]], exchange: ExchangeKind) -> Communicator:
         backend: Backend = "nccl" if exchange == "collectives" and device.type == "cuda" else "gloo"
         mine: Communicator | None = None
         for ranks in axis:
             # Every rank takes part in the making of every group, its own or not.
-            group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) > 1 else None
+            group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) >= fewest else None
             if rank in ranks:
                 transport = None if group is None else _transport(exchange, group, device, timeout)
                 mine = Communicator(name, ranks.index(rank), len(ranks), group, log, transport)

@@ -17,6 +17,7 @@ One rank takes the same path as many: its exchanges are no-ops.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,18 +25,18 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import agree, all_gather_equal, all_to_all_rows, borrow, deliver, gather_rows_from_all
+from nestrec.distributed.exchange import agree, all_gather_equal, exchange, gather_rows_from_all
+from nestrec.distributed.shared_memory import Shipment
 from nestrec.distributed.topology import Topology
-from nestrec.distributed.transports import Parcel
 from nestrec.embedding.digest import table_digest
-from nestrec.embedding.flight.half_rows import HalfRows
+from nestrec.embedding.flight.legs import RowRun, arrived_vectors, joined_gradients, vectors_of
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.reads_ahead import ReadsAhead
 from nestrec.embedding.flight.replica_keys import ReplicaKeys
 from nestrec.embedding.flight.routing import (
     AskedKeys,
     Routed,
-    RoutedTable,
+    RoutedMicroBatch,
     arrange,
     exchange_keys,
     join_holders,
@@ -43,7 +44,7 @@ from nestrec.embedding.flight.routing import (
     route,
 )
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
-from nestrec.embedding.flight.working_set import RowBuffers, RowWatch, WorkingSet, WorkingTable
+from nestrec.embedding.flight.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
 from nestrec.embedding.hashing import hashed_rows
 from nestrec.embedding.replica_sync import (
     Averaged,
@@ -54,12 +55,13 @@ from nestrec.embedding.replica_sync import (
 )
 from nestrec.embedding.residency import DynamicResidency
 from nestrec.embedding.shard import Chunk, FetchedRows, TableShard
-from nestrec.embedding.table import DTYPES, RowLayout, TableConfig, check_tables
+from nestrec.embedding.table import WORD_BYTES, RowLayout, RowShapes, TableConfig, check_tables
 from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.jagged import Jagged
-from nestrec.ops.rows.gather import gather_rows, take_rows
+from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.round import whole
-from nestrec.trace.counters import EngineStatistics, Leg
+from nestrec.ops.rows.spans import add_spans, gather_spans
+from nestrec.trace.counters import EngineStatistics
 
 
 class EmbeddingEngine:
@@ -84,6 +86,7 @@ class EmbeddingEngine:
         self.topology, self.device = topology, torch.device(device)
         self._shard, self._num_shards = topology.shard, topology.num_shards
         self.shards = {t.name: TableShard(t, self._shard, self._num_shards, self.device) for t in tables}
+        self.shapes = RowShapes.of(tables)
         self.statistics = EngineStatistics()
         self.reads_ahead = ReadsAhead()
         self.row_watch = RowWatch(len(self.tables), self.device)
@@ -109,15 +112,12 @@ class EmbeddingEngine:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same BatchError on every rank."""
         holders = None if self._replicas is None else self.topology.replica_keys
         asked = exchange_keys(source, list(self.tables.values()), self.topology, holders)
-        return asked if self._replicas is None else join_holders(asked, self._replicas, len(self.tables), step)
+        return asked if self._replicas is None else join_holders(asked, self._replicas, source.num_micro_batches, step)
 
     def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each micro-batch. Local."""
-        routed = arrange(source, asked, list(self.tables.values()), self.device)
-        self.statistics.keys.add(
-            sum(len(t.keys) for p in routed.micro_batches for t in p.tables.values()),
-            key_bytes_sent(routed, self._shard),
-        )
+        routed = arrange(source, asked, list(self.tables.values()), self.shapes, self.device)
+        self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._shard))
         return routed
 
     def fetch(self, routed: Routed, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
@@ -125,10 +125,10 @@ class EmbeddingEngine:
 
         buffers: where the rows are put, by turns; none takes fresh memory.
         """
-        working = WorkingSet(step)
-        for name, shard in self.shards.items():
+        working = self._working_set(routed, step, buffers)
+        for number, (name, shard) in enumerate(self.shards.items()):
             keys = routed.owned[name]
-            into = None if buffers is None else buffers.take(name, step, len(keys), shard.layout, self.device)
+            into = working.rows_of(number, len(keys))
             fetched = shard.fetch(keys, step, into, num_used=routed.num_touched[name])
             working.tables[name] = WorkingTable(
                 shard.table,
@@ -143,43 +143,42 @@ class EmbeddingEngine:
 
     def read_ahead(self, routed: Routed, *, step: int) -> WorkingSet:
         """Rows as the stores hold them now; creates, counts and evicts nothing. They may be old when they are used."""
-        working = WorkingSet(step)
-        for name, shard in self.shards.items():
-            keys = routed.owned[name]
-            nowhere = np.full(len(keys), -1, np.int64)
-            read = FetchedRows(keys, nowhere, shard.read(keys), np.zeros(len(keys), np.bool_))
-            working.tables[name] = WorkingTable(shard.table, shard.layout, read)
+        working = self._read(routed, step)
         self.reads_ahead.began(working)
         return working
 
-    def exchange_vectors(self, routed: Routed, working: WorkingSet, micro_batch: int = 0) -> dict[str, torch.Tensor]:
+    def _read(self, routed: Routed, step: int) -> WorkingSet:
+        working = self._working_set(routed, step, None)
+        for number, (name, shard) in enumerate(self.shards.items()):
+            keys = routed.owned[name]
+            nowhere, rows = np.full(len(keys), -1, np.int64), shard.read(keys, working.rows_of(number, len(keys)))
+            read = FetchedRows(keys, nowhere, rows, np.zeros(len(keys), np.bool_))
+            working.tables[name] = WorkingTable(shard.table, shard.layout, read)
+        return working
+
+    def _working_set(self, routed: Routed, step: int, buffers: RowBuffers | None) -> WorkingSet:
+        num_rows = np.array([len(routed.owned[name]) for name in self.shards], np.int64)
+        return WorkingSet.of(step, num_rows, self.shapes, self.device, buffers)
+
+    def exchange_vectors(
+        self, routed: Routed, working: WorkingSet, micro_batch: int = 0, into: RowRun | None = None
+    ) -> dict[str, torch.Tensor]:
         """Table to (U, dim) vectors of the distinct keys of a micro-batch, in the order of its index. Collective.
 
-        They may share memory with the working set: they are valid until `update`.
+        into: where they are put; they are not returned then.
         """
-        tables = routed.micro_batches[micro_batch].tables
-        halves = {
-            name: self._exchange_by_type(table, table.half, working.tables[name])
-            for name, table in tables.items()
-            if table.half is not None
-        }
-        parcels = {name: working.tables[name].parcel(table) for name, table in tables.items() if name not in halves}
-        for name, parcel in parcels.items():
-            self._count_vectors(tables[name].receive_counts, parcel.rows)
-        found = halves | dict(zip(parcels, deliver(self.topology.vectors, list(parcels.values())), strict=True))
-        return {name: found[name] for name in tables}
+        part = routed.micro_batches[micro_batch]
+        run = self._receive(part, working, into)
+        leg, served = part.vectors, part.vectors.asked_sizes * WORD_BYTES
+        self.statistics.vectors.add(len(leg.asked_rows), int(served.sum() - served[self._shard]))
+        self.statistics.vector_bytes += int(served.sum())
+        return vectors_of(run, self.shapes, list(self.tables)) if into is None else {}
 
-    def _exchange_by_type(self, table: RoutedTable, half: HalfRows, working: WorkingTable) -> torch.Tensor:
-        """The same where some rows cross in half precision: two exchanges into one order."""
-        config = working.table
-        arrived = torch.empty(len(table.keys), config.dim, dtype=config.weight_dtype, device=self.device)
-        types = config.weight_dtype, DTYPES[config.half_dtype]
-        for dtype, sent, received in zip(types, half.of_owner, half.of_source, strict=True):
-            vectors = working.vectors_at(sent.places).to(dtype)
-            self._count_vectors(sent.counts, vectors)
-            rows = all_to_all_rows(self.topology.vectors, vectors, sent.counts, received.counts)
-            arrived.index_copy_(0, received.places, rows.to(arrived.dtype))
-        return arrived
+    def _receive(self, part: RoutedMicroBatch, working: WorkingSet, into: RowRun | None = None) -> RowRun:
+        leg = part.vectors
+        shipment = Shipment(leg.asked_sizes, leg.own_sizes, working.words, working.vector_writer(leg))
+        pieces = exchange(self.topology.vectors, shipment)
+        return arrived_vectors(leg, pieces, part.num_rows, self.shapes, into)
 
     def accumulate(
         self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int = 0
@@ -193,43 +192,56 @@ class EmbeddingEngine:
         self.sum_over_holders(routed, working, micro_batch)
 
     def send_gradients(
-        self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int
+        self,
+        routed: Routed,
+        working: WorkingSet,
+        gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, RowRun],
+        micro_batch: int,
     ) -> None:
         """`accumulate` as far as the owners among this rank's group: exchanged, and added by them. Collective."""
         self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, micro_batch), micro_batch)
 
     def exchange_gradients(
-        self, routed: Routed, gradients: Mapping[str, torch.Tensor], micro_batch: int
-    ) -> dict[str, Sequence[torch.Tensor]]:
-        """Table to the gradients of a micro-batch that the owner receives from each source. Collective.
+        self, routed: Routed, gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, RowRun], micro_batch: int
+    ) -> dict[torch.dtype, list[torch.Tensor]]:
+        """For each type of gradients what the owner receives, in order of source. Collective.
 
-        They may lie in memory that is used again: valid until the next exchange.
+        gradients: by table, in the order of the index; or runs that hold more than them, as the window cache does. They
+        may come in memory that is used again: valid until the next exchange.
         """
-        parcels = {}
-        for name, table in routed.micro_batches[micro_batch].gradients.items():
-            grad = gradients[name].detach().to(self.tables[name].state_dtype)
-            parcels[name] = Parcel(grad, table.send_counts, table.receive_counts)
-            self._count(self.statistics.gradients, table.send_counts, grad)
-        return dict(zip(parcels, borrow(self.topology.vectors, list(parcels.values())), strict=True))
+        part = routed.micro_batches[micro_batch]
+        runs = joined_gradients(gradients, part.num_rows, self.shapes, self.device)
+        received = {}
+        for dtype, leg in part.gradients.items():
+            run, ready = runs[dtype], runs[dtype].elements if leg.is_in_order else None
+            write = partial(gather_spans, run.elements, run.spans, leg.own_rows)
+            shipment = Shipment(leg.own_sizes, leg.asked_sizes, run.elements, write, ready)
+            received[dtype] = exchange(self.topology.vectors, shipment)
+            others = int(leg.own_sizes.sum() - leg.own_sizes[self._shard])
+            self.statistics.gradients.add(len(leg.own_rows), others * dtype.itemsize)
+        return received
 
     def add_gradients(
-        self, routed: Routed, working: WorkingSet, received: Mapping[str, Sequence[torch.Tensor]], micro_batch: int
+        self, routed: Routed, working: WorkingSet, received: Mapping[torch.dtype, Sequence[torch.Tensor]], p: int
     ) -> None:
-        """Add what `exchange_gradients` gave to the sums of the working set. Local; micro-batches in order (order of
-        sums)."""
-        for name, table in routed.micro_batches[micro_batch].gradients.items():
-            working.tables[name].add(table, received[name])
+        """Add what `exchange_gradients` gave for micro-batch p to the sums of the working set. Local; micro-batches in
+        order (order of sums)."""
+        for dtype, leg in routed.micro_batches[p].gradients.items():
+            is_all = routed.is_plain and leg.is_in_order
+            working.add(leg, received[dtype], dtype, is_all=is_all)
 
     def sum_over_holders(self, routed: Routed, working: WorkingSet, micro_batch: int) -> None:
         """Gradients that are complete after a micro-batch, summed over the holders of their rows. Collective; after
         `add_gradients` of the micro-batch, micro-batches in order."""
-        for name, places in routed.micro_batches[micro_batch].crossing.items():
-            table, holders = working.tables[name], self.topology.replicas
-            assert table.gradient is not None
-            mine = table.gradient.index_select(0, places[holders.rank])
-            received = gather_rows_from_all(holders, mine, [len(p) for p in places])
-            table.add_of_holders(places, received)
-            self.statistics.replicas.add(len(mine), (holders.size - 1) * mine.numel() * mine.element_size())
+        holders = self.topology.replicas
+        for dtype, of_holders in routed.micro_batches[micro_batch].crossing.items():
+            sums, totals, own = working.sums(dtype), working.totals(dtype), of_holders[holders.rank]
+            mine = sums.elements.new_empty(own.num_elements)
+            gather_spans(sums.elements, sums.spans, own, mine)
+            received = gather_rows_from_all(holders, mine, [rows.num_elements for rows in of_holders])
+            for rows, values in zip(of_holders, received, strict=True):
+                add_spans(values, rows, totals.elements, totals.spans)  # a holder has a row once
+            self.statistics.replicas.add(len(own), (holders.size - 1) * mine.numel() * mine.element_size())
 
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
         """One row optimiser step on every row of the batch, with the step of the batch.
@@ -240,9 +252,9 @@ class EmbeddingEngine:
         self.average_over_holders(working)
 
     def update_rows(
-        self, working: WorkingSet, *, learning_rate: float, places: Mapping[str, torch.Tensor] | None = None
+        self, working: WorkingSet, *, learning_rate: float, places: Mapping[str, ChosenRows] | None = None
     ) -> None:
-        """The row optimiser step alone, on all rows or on those at the given places of each table. Local."""
+        """The row optimiser step alone, on all rows or on the chosen ones of each table. Local."""
         for number, (name, table) in enumerate(working.tables.items()):
             if places is None:
                 updated = table.update(working.step, learning_rate)
@@ -303,14 +315,13 @@ class EmbeddingEngine:
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
         routed = route([self._hashed(complete)], list(self.tables.values()), self.topology, self.device)
-        vectors: dict[str, torch.Tensor] = {}
-        for name, table in routed.micro_batches[0].tables.items():
-            shard = self.shards[name]
-            weight = shard.layout.view(shard.read(routed.owned[name]), "weight")
-            asked = weight.contiguous() if table.working_places is None else take_rows(weight, table.working_places)
-            rows = whole(self._return_to_sources(table, asked))
-            vectors |= {f: gather_rows(rows, routed.index[f]) for f in self.tables[name].feature_names}
-        return vectors
+        part, working = routed.micro_batches[0], self._read(routed, 0)
+        found = vectors_of(self._receive(part, working), self.shapes, list(self.tables))
+        return {
+            f: gather_rows(whole(found[name]), part.index[f])
+            for name, table in self.tables.items()
+            for f in table.feature_names
+        }
 
     def snapshot(self, table: str, *, since: int = -1) -> Iterator[Chunk]:
         """This rank's rows changed after `since`: chunks of host columns `keys`, `weight`, `state_*`, sorted by key.
@@ -427,17 +438,6 @@ class EmbeddingEngine:
                     else "a batch must hold every feature, if empty"
                 )
                 raise UserError(problem, field="feature", value=name, remedy=f"the tables read {sorted(known)}")
-
-    def _return_to_sources(self, table: RoutedTable, vectors: torch.Tensor) -> torch.Tensor:
-        return all_to_all_rows(self.topology.vectors, vectors, table.receive_counts, table.send_counts)
-
-    def _count_vectors(self, counts: Sequence[int], vectors: torch.Tensor) -> None:
-        self._count(self.statistics.vectors, counts, vectors)
-        self.statistics.vector_bytes += sum(counts) * vectors.shape[1] * vectors.element_size()
-
-    def _count(self, leg: Leg, counts: Sequence[int], rows: torch.Tensor) -> None:
-        others = sum(counts) - counts[self._shard]
-        leg.add(sum(counts), others * rows.shape[1] * rows.element_size())
 
 
 def _on_host(keys: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:

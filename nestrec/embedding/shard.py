@@ -76,9 +76,12 @@ class TableShard:
         """Rows to the store. slots: those of `fetched`, with -1 for rows that need not be written."""
         self.store.scatter(fetched.slots if slots is None else slots, fetched.rows)
 
-    def read(self, keys: Keys) -> torch.Tensor:
-        """(n, num_words) rows of any owned keys, as they begin where they do not exist. Changes nothing."""
-        return self._read_slots(keys, self.residency.find(keys))
+    def read(self, keys: Keys, into: torch.Tensor | None = None) -> torch.Tensor:
+        """(n, num_words) rows of any owned keys, as they begin where they do not exist. Changes nothing.
+
+        into: as for `fetch`.
+        """
+        return self._read_slots(keys, self.residency.find(keys), into)
 
     def keys(self) -> Keys:
         """Sorted keys that count when the table is read: all of a static table, those with rows of a dynamic one."""

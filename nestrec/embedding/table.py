@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.base.bounds import Count, Natural, NonNegative
 from nestrec.base.config import config, from_plain
@@ -18,6 +20,7 @@ from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.ops.rows.round import HALF_TYPES
 
 ALIGNMENT_BYTES = 16
+WORD_BYTES = 4
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -274,3 +277,44 @@ def layout_of(table: TableConfig) -> RowLayout:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class RowShapes:
+    """What rows of each table are like where they cross."""
+
+    words: NDArray[np.int64]
+    """int32 words of a vector; where any table has half features, then those of a vector in half precision."""
+    strides: NDArray[np.int64]
+    """int32 words from row to row of a working set."""
+    dims: NDArray[np.int64]
+    """Elements of a gradient."""
+    states: tuple[torch.dtype, ...]
+    """Type of a table's gradients."""
+    weights: tuple[torch.dtype, ...]
+    halves: tuple[torch.dtype | None, ...]
+    """Type in which some rows of a table cross; none: none do."""
+
+    @staticmethod
+    def of(tables: Sequence[TableConfig]) -> "RowShapes":
+        dims = np.array([t.dim for t in tables], np.int64)
+        words = -(-dims * np.array([t.weight_dtype.itemsize for t in tables]) // WORD_BYTES)
+        halves = tuple(DTYPES[t.half_dtype] if t.half_features else None for t in tables)
+        strides = np.array([layout_of(t).num_words for t in tables], np.int64)
+        if any(half is not None for half in halves):
+            words, strides = np.concatenate([words, -(-dims * 2 // WORD_BYTES)]), np.concatenate([strides, strides])
+        states, weights = tuple(t.state_dtype for t in tables), tuple(t.weight_dtype for t in tables)
+        return RowShapes(words, strides, dims, states, weights, halves)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.dims)
+
+    @property
+    def gradient_types(self) -> tuple[torch.dtype, ...]:
+        """In each of them gradients cross on their own; nearly always one."""
+        return tuple(dict.fromkeys(self.states))
+
+    def has_type(self, dtype: torch.dtype) -> NDArray[np.bool_]:
+        """Tables whose gradients have this type."""
+        return np.array([state == dtype for state in self.states])

@@ -41,7 +41,9 @@ class CollisionStages:
         label = self._machine.label("train.embedding.collisions", "lookup", older.number, is_collective=True)
         routed, shards = (older.keys.routed, following.batch.keys.routed), self._engine.topology.keys
         found = self._machine.lanes.communication.submit(
-            lambda span: find_collisions(routed[0].wait(), routed[1].wait(), shards), label, after=routed
+            lambda span: find_collisions(routed[0].wait(), routed[1].wait(), shards, self._engine.shapes),
+            label,
+            after=routed,
         )
         return Neighbours(older, following, found)
 

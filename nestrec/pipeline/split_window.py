@@ -1,16 +1,12 @@
 """A window whose exchanges come in two portions, of exclusive and of shared rows (see collisions)."""
 
-from collections.abc import Mapping
-
-import torch
-
 from nestrec.base.transfer import used_here
 from nestrec.embedding.engine import EmbeddingEngine
 from nestrec.embedding.flight.collisions import Portion
+from nestrec.embedding.flight.legs import RowRun, vector_run, vectors_of
 from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.working_set import WorkingSet
-from nestrec.ops.rows.gather import take_rows
-from nestrec.pipeline.window import Vectors, Window
+from nestrec.pipeline.window import Vectors, Window, used_for_sending
 
 
 class SplitWindow(Window):
@@ -19,36 +15,26 @@ class SplitWindow(Window):
 
     def __init__(self, engine: EmbeddingEngine, routed: Routed, working: WorkingSet) -> None:
         super().__init__(engine, routed, working)
-        self._arrived: dict[int, list[tuple[Vectors, Mapping[str, torch.Tensor]]]] = {}
+        self._arrived: dict[int, RowRun] = {}
 
     def receive_portion(self, micro_batch: int, portion: Portion) -> None:
         """Collective."""
-        rows = self._engine.exchange_vectors(portion.routed, self.working, micro_batch)
-        self._arrived.setdefault(micro_batch, []).append((rows, portion.rows[micro_batch]))
+        into = None if self._cache is None else self._cache.vectors
+        if into is None and micro_batch not in self._arrived:
+            num_rows = self.routed.micro_batches[micro_batch].num_rows
+            self._arrived[micro_batch] = vector_run(num_rows, self._engine.shapes, self._engine.device)
+        self._engine.exchange_vectors(portion.routed, self.working, micro_batch, into or self._arrived[micro_batch])
 
     def vectors(self, micro_batch: int) -> Vectors:
         """Where portions have come, both of them put together."""
-        if micro_batch in self._arrived:
-            self.accept(micro_batch, _merged(self._arrived.pop(micro_batch)))
-        return super().vectors(micro_batch)
+        if micro_batch not in self._arrived:
+            return super().vectors(micro_batch)
+        run = self._arrived.pop(micro_batch)
+        used_here([run.elements])
+        return vectors_of(run, self._engine.shapes, list(self._engine.tables))
 
     def send_portion(self, micro_batch: int, portion: Portion) -> None:
         """Collective; the gradients stay until the window is dropped."""
-        used_here(self._gradients[micro_batch].values())
-        mine = {
-            name: take_rows(grad, portion.rows[micro_batch][name])
-            for name, grad in self._gradients[micro_batch].items()
-        }
-        self._engine.send_gradients(portion.routed, self.working, mine, micro_batch)
-
-
-def _merged(portions: list[tuple[Vectors, Mapping[str, torch.Tensor]]]) -> Vectors:
-    first, _ = portions[0]
-    merged = {}
-    for name in first:
-        num_rows = sum(len(rows[name]) for rows, _ in portions)
-        merged[name] = first[name].new_empty(num_rows, *first[name].shape[1:])
-        for rows, places in portions:
-            used_here([rows[name]])
-            merged[name].index_copy_(0, places[name], rows[name])
-    return merged
+        gradients = self._gradients[micro_batch]
+        used_for_sending(gradients)
+        self._engine.send_gradients(portion.routed, self.working, gradients, micro_batch)

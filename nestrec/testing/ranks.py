@@ -1,4 +1,4 @@
-"""Ranks for tests: processes joined by Gloo that are started once and run one function after another."""
+"""Ranks for tests, on CPUs or sharing GPUs: processes that are started once and run one function after another."""
 
 import os
 import tempfile
@@ -32,7 +32,10 @@ class RankFailure:
 class RankPool:
     """`world` processes; `run` calls a picklable function on each as `function(topology, *args)`."""
 
-    def __init__(self, world: int, ranks: RanksConfig | None = None, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, world: int, ranks: RanksConfig | None = None, *, timeout_s: float = 60.0, device: str = "cpu"
+    ) -> None:
+        """device: `cuda` where the ranks share the GPUs of this machine."""
         self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
         context = rank_context("nestrec.training.trainer")
         threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
@@ -41,7 +44,7 @@ class RankPool:
         for rank in range(world):
             mine, theirs = context.Pipe()
             meeting = str(Path(self._folder.name) / "meeting")
-            args = (rank, world, ranks, timeout_s, meeting, theirs)
+            args = (rank, world, ranks, timeout_s, device, meeting, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -93,14 +96,19 @@ class RankPool:
 
 
 def _serve(  # noqa: PLR0917
-    rank: int, world: int, ranks: RanksConfig | None, timeout_s: float, meeting: str, pipe: Connection
+    rank: int, world: int, ranks: RanksConfig | None, timeout_s: float, device: str, meeting: str, pipe: Connection
 ) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
-    topology = Topology.of_process_group(torch.device("cpu"), ranks, timeout_s=timeout_s)
+    topology = Topology.of_process_group(place, ranks, timeout_s=timeout_s)
     pipe.send("ready")
     while True:
         try:

@@ -1,5 +1,6 @@
 """Kernels on rows against their definitions. Under TRITON_INTERPRET=1 the same tests run on a CPU."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,7 @@ from nestrec.ops.rows.dedup_keys import dedup_keys, dedup_keys_reference
 from nestrec.ops.rows.gather import gather_rows, take_rows
 from nestrec.ops.rows.move import move_rows, move_rows_reference
 from nestrec.ops.rows.round import store_rounded
+from nestrec.ops.rows.spans import PlaceGroups, RowList, Spans, add_spans, gather_spans, group, scatter_spans
 from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
 from nestrec.ops.rows.update import KINDS, RowRule, update_rows, update_rows_reference
 
@@ -40,6 +42,46 @@ def test_no_rows_move_nothing():
     before = target.clone()
     move_rows(words(3, 4), target, torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert torch.equal(target, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+def test_rows_of_several_tables_move_and_add_as_by_a_loop(dtype):
+    draw, device = np.random.default_rng(5), torch.device(DEVICE)
+    widths, gaps, num_rows = np.array([3, 1, 40, 5]), np.array([0, 3, 8, 0]), np.array([9, 6, 4, 2])
+    strides = widths + gaps
+    starts = np.concatenate([[0], np.cumsum(strides * num_rows)[:-1]])
+    starts[1] = -1
+    tables = draw.integers(0, 4, 150).astype(np.int32)
+    places = (draw.integers(0, 1 << 30, 150) % num_rows[tables]).astype(np.int32)
+    before = torch.from_numpy(draw.standard_normal(int((strides * num_rows).sum())) * 100).to(dtype)
+    spans, rows = Spans.of(starts, strides, widths, device), RowList.of(tables, places, widths, device)
+    run, packed = before.to(DEVICE), torch.zeros(rows.num_elements, dtype=dtype, device=DEVICE)
+    gather_spans(run, spans, rows, packed)
+    values = torch.from_numpy(draw.standard_normal(rows.num_elements) * 100).to(dtype)
+    taken, summed = torch.zeros_like(packed, device="cpu"), before.clone()
+    for i, (table, place) in enumerate(zip(tables, places, strict=True)):
+        if starts[table] >= 0:
+            at, to = starts[table] + place * strides[table], rows.offsets[i]
+            taken[to : to + widths[table]] = before[at : at + widths[table]]
+            summed[at : at + widths[table]] += values[to : to + widths[table]]
+    assert torch.equal(packed.cpu(), taken)
+    found = [torch.from_numpy(a).to(DEVICE) for a in group(tables, places, np.concatenate([[0], np.cumsum(num_rows)]))]
+    add_spans(values.to(DEVICE), rows, run, spans, PlaceGroups(*found))
+    assert torch.equal(run.cpu(), summed)
+    back = torch.full_like(run, 7)
+    scatter_spans(packed, rows.part(0, 0), back, spans)
+    first = [int(i) for i in np.unique(tables.astype(np.int64) * 100 + places, return_index=True)[1]]
+    once = RowList.of(tables[first], places[first], widths, device)
+    alone = torch.zeros(once.num_elements, dtype=dtype, device=DEVICE)
+    gather_spans(run, spans, once, alone)
+    scatter_spans(alone, once, back, spans)
+    add_spans(alone, once, back, spans)
+    again = torch.full_like(summed, 7)
+    for table, place in zip(once.tables, once.places, strict=True):
+        if starts[table] >= 0:
+            at = starts[table] + place * strides[table]
+            again[at : at + widths[table]] = 2 * summed[at : at + widths[table]]
+    assert torch.equal(back.cpu(), again)
 
 
 def lookups(num_rows: int, num_positions: int, exponent: float = 1.05) -> torch.Tensor:

@@ -156,7 +156,6 @@ def route_round_trip(topology: Topology, keys_of_ranks: list[list[list[int]]], n
     working = engine.fetch(routed, step=1)
     for number, keys in enumerate(mine):
         index = routed.micro_batches[number].index["t"]
-        assert (routed.micro_batches[number].tables["t"].keys[index.numpy()] == keys).all()
         vectors = engine.exchange_vectors(routed, working, number)["t"]
         assert torch.equal(gather_rows(vectors, index), alone.lookup_readonly({"t": keys})["t"])
         counts = torch.bincount(index, minlength=len(vectors)).double()

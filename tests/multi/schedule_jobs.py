@@ -261,7 +261,7 @@ def regrouped(topology: Topology, ranks: RanksConfig) -> Topology:
     if topology.world == 1 or ranks == RanksConfig():
         return topology
     if ranks not in _topologies:
-        _topologies[ranks] = Topology.of_process_group(torch.device("cpu"), ranks, timeout_s=60.0)
+        _topologies[ranks] = Topology.of_process_group(topology.device, ranks, timeout_s=60.0)
     return _topologies[ranks]
 
 

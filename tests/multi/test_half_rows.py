@@ -9,6 +9,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.pipeline.window import Window
 
 DIM, NUM_ROWS = 10, 300
 
@@ -34,12 +35,15 @@ def exchanged(topology: Topology, lookup: str, window_cache: bool) -> tuple[list
     parts = batch(topology.rank)
     routed = engine.route(*parts, window_cache=window_cache)
     working = engine.fetch(routed, step=1)
-    found = []
+    window, found = Window(engine, routed, working), []
     for number, part in enumerate(routed.micro_batches):
-        vectors = engine.exchange_vectors(routed, working, number)["items"]
-        found.append(dict(zip(part.tables["items"].keys.tolist(), vectors.tolist(), strict=True)))
-        gradient = torch.ones(len(part.gradients["items"].keys), DIM)
-        engine.accumulate(routed, working, {"items": gradient}, number)
+        window.receive(number)
+        vectors = window.vectors(number)["items"]
+        looked_up = {f: vectors[index.reshape(-1).long()].tolist() for f, index in part.index.items()}
+        by_key = [dict(zip(parts[number][f].reshape(-1).tolist(), looked_up[f], strict=True)) for f in looked_up]
+        found.append(by_key[0] | by_key[1])
+        window.keep(number, {"items": torch.ones(len(vectors), DIM)})
+        window.send(number)
     gradients = working.tables["items"].gradient
     assert gradients is None or gradients.dtype == torch.float32
     return found, engine.statistics.vector_bytes, engine.statistics.vectors.bytes_sent

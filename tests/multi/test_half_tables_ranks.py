@@ -79,9 +79,10 @@ def learned(topology: Topology, optimizer: str, dtype: str, store: str, folder: 
         for number, piece in enumerate(mine):
             vectors = engine.exchange_vectors(routed, working, number)
             micro_batch, gradients = routed.micro_batches[number], {}
-            for name, sent in micro_batch.gradients.items():
+            for name, asked in (("a", drawn[number]), ("b", drawn[number] * 2**50 - 7)):
                 assert vectors[name].dtype == tables[0].weight_dtype
-                keys = torch.from_numpy(sent.keys % 1009)[:, None]
+                keys = torch.empty(len(asked), 1, dtype=torch.int64)  # distinct, in the order of the index
+                keys[micro_batch.index[name].long(), 0] = torch.from_numpy(asked % 1009)
                 gradients[name] = torch.sin((keys * DIM + torch.arange(DIM)) * (step + 0.1 * piece)).float()
             engine.accumulate(routed, working, gradients, number)
         engine.update(working, learning_rate=0.02)

@@ -287,7 +287,9 @@ def test_with_the_window_cache_each_distinct_key_of_a_rank_crosses_once(pools, s
         for j in (job, whole, Job(num_micro_batches=4, num_steps=10))
     )
     for leg in ("keys", "vectors", "gradients"):
-        assert [getattr(s, leg) for s in cached] == [getattr(s, leg) for s in once]
+        assert [getattr(s, leg).rows for s in cached] == [getattr(s, leg).rows for s in once]
+        if leg != "keys":  # which also say, with the cache, where they are used last
+            assert [getattr(s, leg) for s in cached] == [getattr(s, leg) for s in once]
         assert sum(getattr(s, leg).rows for s in inflated) > sum(getattr(s, leg).rows for s in cached)
     assert all(s.window_bytes > 0 for s in cached)
 

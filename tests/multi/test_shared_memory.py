@@ -13,44 +13,45 @@ from engine_jobs import train
 
 from nestrec.base.errors import PeerLostError
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_to_all_rows, borrow, deliver
+from nestrec.distributed.exchange import all_to_all_rows, exchange
 from nestrec.distributed.options import RanksConfig
-from nestrec.distributed.shared_memory import SharedMemory, address, connect
-from nestrec.distributed.transports import Parcel
+from nestrec.distributed.shared_memory import SharedMemory, Shipment, address, connect
 
-KINDS = [(torch.float32, (5,)), (torch.int64, ()), (torch.float16, (3,)), (torch.uint8, ())]
+KINDS = [torch.float32, torch.int64, torch.float16, torch.uint8]
 
 
-def test_any_rows_arrive_as_over_gloo(pools):
+def test_any_elements_arrive_as_over_gloo(pools):
     assert pools[4].run(exchange_by_both, 15) == [True] * 4
 
 
 def exchange_by_both(topology: Topology, rounds: int) -> bool:
-    """Parcels of several kinds, of none to many rows, chosen by place or not; sizes go up and down."""
+    """Shipments of several types, of none to many elements, written or ready; sizes go up and down."""
     gloo = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange="collectives")).vectors
     assert isinstance(topology.vectors.transport, SharedMemory)
     assert not isinstance(gloo.transport, SharedMemory)
     everything_equal = True
     for number in range(rounds):
         draw = torch.Generator().manual_seed(number)
-        parcels = [_parcel(topology, draw, 10 ** (number % 5), dtype, shape) for dtype, shape in KINDS]
-        expected = [all_to_all_rows(gloo, p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
-        for found, wanted in zip(deliver(topology.vectors, parcels), expected, strict=True):
-            everything_equal &= torch.equal(found, wanted)
-        whole = [Parcel(p.chosen(), p.send_counts, p.receive_counts) for p in parcels]
-        for pieces, wanted in zip(borrow(topology.vectors, whole), expected, strict=True):
-            everything_equal &= torch.equal(torch.cat(list(pieces)), wanted)
+        for dtype in KINDS:
+            shipment = _shipment(topology, draw, 10 ** (number % 5), dtype)
+            sizes = shipment.send.tolist(), shipment.receive.tolist()
+            expected = all_to_all_rows(gloo, shipment.sent(), *sizes)
+            pieces = exchange(topology.vectors, shipment)
+            everything_equal &= [len(piece) for piece in pieces] == sizes[1]
+            everything_equal &= torch.equal(torch.cat(pieces), expected)
+            everything_equal &= torch.equal(torch.cat(exchange(gloo, shipment)), expected)
+            everything_equal &= torch.equal(all_to_all_rows(topology.vectors, shipment.sent(), *sizes), expected)
     return everything_equal
 
 
-def _parcel(topology: Topology, draw: torch.Generator, most: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Parcel:
+def _shipment(topology: Topology, draw: torch.Generator, most: int, dtype: torch.dtype) -> Shipment:
     counts = torch.randint(0, most, (topology.world, topology.world), generator=draw)
     counts[int(torch.randint(0, topology.world, (), generator=draw))] = 0  # a rank that sends nothing
-    send, receive = counts[topology.rank].tolist(), counts[:, topology.rank].tolist()
+    send, receive = counts[topology.rank].numpy(), counts[:, topology.rank].numpy()
     own = torch.Generator().manual_seed(topology.rank + most)
-    rows = torch.randint(0, 100, (max(1, sum(send)), *shape), generator=own).to(dtype)
-    places = torch.randint(0, len(rows), (sum(send),), generator=own)
-    return Parcel(rows, send, receive, places) if int(places.sum()) % 2 else Parcel(rows[: sum(send)], send, receive)
+    sent = torch.randint(0, 100, (int(send.sum()),), generator=own).to(dtype)
+    is_ready = bool(sent.sum() % 2)
+    return Shipment(send, receive, sent, None if is_ready else lambda out: out.copy_(sent), sent if is_ready else None)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.transfer import to_device
 from nestrec.distributed.exchange import all_to_all_rows
 from nestrec.distributed.topology import Communicator
-from nestrec.embedding.flight.half_rows import half_rows
+from nestrec.embedding.flight.legs import Side, by_micro_batch, gradient_legs, vector_leg
 from nestrec.embedding.flight.overlap import matching_places
-from nestrec.embedding.flight.routing import Routed, RoutedTable
+from nestrec.embedding.flight.routing import Routed, crossing_rows
+from nestrec.embedding.flight.working_set import ChosenRows
+from nestrec.embedding.table import RowShapes
 
 Flags = NDArray[np.bool_]
-_Leg = tuple[RoutedTable, Flags]
-"""Keys of one exchange, and for each the answer of its owner, in the order in which they were asked from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,8 @@ class Portion:
 
     routed: Routed
     """Of it, only what crosses in the portion's direction."""
-    rows: list[dict[str, torch.Tensor]]
-    """[micro_batch][table] places of its rows among all rows of the exchange, on the source."""
-    owned: dict[str, torch.Tensor]
-    """Table to the places of its rows in the working set."""
+    owned: dict[str, ChosenRows]
+    """Table to its rows in the working set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,19 @@ class Collisions:
     """Rows of the newer batch on this shard."""
 
 
-def find_collisions(older: Routed, newer: Routed, shards: Communicator) -> Collisions:
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Which rows of a batch the neighbouring one uses."""
+
+    owned: dict[str, Flags]
+    """Table to the rows of the working set."""
+    asked: Flags
+    """Of the keys asked from this shard, as they came."""
+    own: Flags
+    """Of the keys that this rank asks for, as it asks."""
+
+
+def find_collisions(older: Routed, newer: Routed, shards: Communicator, shapes: RowShapes) -> Collisions:
     """Detection on the owner, one exchange of a byte a key back to the sources. Collective."""
     in_newer, in_older = {}, {}
     for name, keys in older.owned.items():
@@ -68,127 +77,84 @@ def find_collisions(older: Routed, newer: Routed, shards: Communicator) -> Colli
         in_newer[name] = places >= 0
         in_older[name] = np.zeros(len(newer.owned[name]), np.bool_)
         in_older[name][places[places >= 0]] = True
-    legs = [*_legs(older, in_newer), *_legs(newer, in_older)]
-    told = _tell_sources(legs, shards)
-    num_older = len(older.micro_batches) * len(older.owned)
+    of_older, of_newer = _tell_sources([(older, in_newer), (newer, in_older)], shards)
+    device = next(iter(older.micro_batches[0].index.values())).device
     return Collisions(
-        gradients=_gradient_portions(older, in_newer, told[:num_older]),
-        vectors=_vector_portions(newer, in_older, told[num_older:]),
+        gradients=Portions(*(_gradients(older, of_older, shapes, device, is_shared=s) for s in (False, True))),
+        vectors=Portions(*(_vectors(newer, of_newer, shapes, device, is_shared=s) for s in (False, True))),
         num_shared=sum(int(flags.sum()) for flags in in_older.values()),
         num_rows=sum(len(flags) for flags in in_older.values()),
     )
 
 
-def _legs(routed: Routed, of_owned: dict[str, Flags]) -> list[_Leg]:
-    """[micro_batch][table] flattened: the exchanges of vectors, which are in the order of the keys."""
-    return [
-        (leg, of_owned[name][_working_places(leg)])
-        for micro_batch in routed.micro_batches
-        for name, leg in micro_batch.tables.items()
-    ]
+def _tell_sources(batches: Sequence[tuple[Routed, dict[str, Flags]]], shards: Communicator) -> list[_Shared]:
+    """What owners have found, told to those who asked, for both batches in one message. Collective."""
+    asked = [_of_asked(routed, flags) for routed, flags in batches]
+    sent: NDArray[np.int64] = np.sum([routed.asked.counts for routed, _ in batches], axis=0)
+    comes: NDArray[np.int64] = np.sum([routed.own.counts for routed, _ in batches], axis=0)
+    order = _by_rank([routed.asked.counts for routed, _ in batches])
+    message = np.concatenate(asked)[order]
+    received = all_to_all_rows(shards, torch.from_numpy(message), sent.tolist(), comes.tolist()).numpy()
+    own = np.empty(len(received), np.bool_)
+    own[_by_rank([routed.own.counts for routed, _ in batches])] = received
+    of_batches = np.split(own, [int(batches[0][0].own.counts.sum())])
+    return [_Shared(flags, a, o) for (_, flags), a, o in zip(batches, asked, of_batches, strict=True)]
 
 
-def _working_places(leg: RoutedTable) -> NDArray[np.int32]:
-    if leg.working_places is None:
-        return np.arange(sum(leg.receive_counts), dtype=np.int32)
-    return leg.working_places.cpu().numpy()
+def _of_asked(routed: Routed, of_owned: dict[str, Flags]) -> Flags:
+    tables, places = routed.asked.tables, routed.asked.places
+    before = np.concatenate([[0], np.cumsum([len(flags) for flags in of_owned.values()])])
+    found: Flags = np.concatenate(list(of_owned.values()))[before[tables] + places]
+    return found
 
 
-def _tell_sources(legs: Sequence[_Leg], shards: Communicator) -> list[Flags]:
-    """For each exchange the answers to this rank's keys, in their order. Collective."""
-    answers = [np.split(flags, np.cumsum(leg.receive_counts)[:-1]) for leg, flags in legs]
-    message = np.concatenate([answer[r] for r in range(shards.size) for answer in answers])
-    sent = [sum(leg.receive_counts[r] for leg, _ in legs) for r in range(shards.size)]
-    comes = [sum(leg.send_counts[r] for leg, _ in legs) for r in range(shards.size)]
-    received = all_to_all_rows(shards, torch.from_numpy(message), sent, comes).numpy()
-    sizes = [leg.send_counts[r] for r in range(shards.size) for leg, _ in legs]
-    pieces = np.split(received, np.cumsum(sizes)[:-1])
-    return [np.concatenate(pieces[i :: len(legs)]) for i in range(len(legs))]
+def _by_rank(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Keys of one batch after the other, each in order of rank, to all keys in order of (rank, batch)."""
+    ranks = np.concatenate([np.repeat(np.arange(len(c), dtype=np.uint16), c) for c in counts])
+    return np.argsort(ranks, kind="stable")
 
 
-def _vector_portions(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Portions:
-    device = _device(routed)
-
-    def portion(*, is_shared: bool) -> Portion:
-        flags, micro_batches, rows = iter(told), [], []
-        for micro_batch in routed.micro_batches:
-            cut = {
-                name: _cut(leg, next(flags) == is_shared, of_owned[name] == is_shared, device)
-                for name, leg in micro_batch.tables.items()
-            }
-            micro_batches.append(replace(micro_batch, tables={name: leg for name, (leg, _) in cut.items()}))
-            rows.append({name: places for name, (_, places) in cut.items()})
-        return Portion(
-            replace(routed, micro_batches=tuple(micro_batches)), rows, _owned_places(routed, of_owned, is_shared)
-        )
-
-    return Portions(portion(is_shared=False), portion(is_shared=True))
+def _vectors(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
+    own, asked = _by_leg(routed, shared, is_shared=is_shared, by_last=False)
+    micro_batches = []
+    for p, micro_batch in enumerate(routed.micro_batches):
+        leg = micro_batch.vectors
+        cut = leg.own.only(own[p]), leg.asked.only(asked[p])
+        micro_batches.append(replace(micro_batch, vectors=vector_leg(*cut, shapes, device, is_in_order=False)))
+    return Portion(replace(routed, micro_batches=tuple(micro_batches)), _owned(routed, shared, device, is_shared))
 
 
-def _gradient_portions(routed: Routed, of_owned: dict[str, Flags], told: Sequence[Flags]) -> Portions:
-    by_micro_batch = [
-        dict(zip(micro_batch.tables, told[i * len(micro_batch.tables) :], strict=False))
-        for i, micro_batch in enumerate(routed.micro_batches)
-    ]
-    # With the window cache a key is asked for once: the answers of all micro-batches, in order, are in the order of the
-    # cache.
-    cached = {name: np.concatenate([micro_batch[name] for micro_batch in by_micro_batch]) for name in routed.cache_rows}
-    device = _device(routed)
-
-    def portion(*, is_shared: bool) -> Portion:
-        micro_batches, rows = [], []
-        for p, micro_batch in enumerate(routed.micro_batches):
-            flags = {
-                n: cached[n][micro_batch.leaving[n].cpu().numpy()] if cached else by_micro_batch[p][n]
-                for n in micro_batch.gradients
-            }
-            cut = {
-                n: _cut(leg, flags[n] == is_shared, of_owned[n] == is_shared, device)
-                for n, leg in micro_batch.gradients.items()
-            }
-            crossing = {
-                n: tuple(_chosen(places, of_owned[n], is_shared) for places in holders)
-                for n, holders in micro_batch.crossing.items()
-            }
-            micro_batches.append(
-                replace(micro_batch, gradients={n: leg for n, (leg, _) in cut.items()}, crossing=crossing)
-            )
-            rows.append({n: places for n, (_, places) in cut.items()})
-        return Portion(
-            replace(routed, micro_batches=tuple(micro_batches)), rows, _owned_places(routed, of_owned, is_shared)
-        )
-
-    return Portions(portion(is_shared=False), portion(is_shared=True))
+def _gradients(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
+    own, asked = _by_leg(routed, shared, is_shared=is_shared, by_last=routed.cache_rows is not None)
+    num_owned = np.array([len(keys) for keys in routed.owned.values()])
+    micro_batches = []
+    for p, micro_batch in enumerate(routed.micro_batches):
+        mine, theirs = routed.gradient_sides[p]
+        cut = mine.only(own[p]), theirs.only(asked[p])
+        legs = gradient_legs(*cut, shapes, num_owned, device, is_in_order=False)
+        sides = tuple(_cut_crossing(side, shared, is_shared) for side in micro_batch.crossing_sides)
+        crossing = crossing_rows(sides, shapes, device)
+        micro_batches.append(replace(micro_batch, gradients=legs, crossing=crossing, crossing_sides=sides))
+    return Portion(replace(routed, micro_batches=tuple(micro_batches)), _owned(routed, shared, device, is_shared))
 
 
-def _cut(leg: RoutedTable, mine: Flags, of_owned: Flags, device: torch.device) -> tuple[RoutedTable, torch.Tensor]:
-    """The flagged piece of an exchange, and its places in the whole on the source."""
-    working_places = _working_places(leg)
-    asked = of_owned[working_places]
-    send, receive = _counts(mine, leg.send_counts), _counts(asked, leg.receive_counts)
-    half = None
-    if leg.half is not None:
-        flags = leg.half.flags
-        half = half_rows((flags[0][mine], send), (flags[1][asked], receive), working_places[asked], device)
-    cut = RoutedTable(leg.keys[mine], send, receive, to_device(working_places[asked], device), half)
-    return cut, to_device(np.flatnonzero(mine), device)
+def _by_leg(routed: Routed, shared: _Shared, *, is_shared: bool, by_last: bool) -> tuple[list[Flags], list[Flags]]:
+    """For each micro-batch which of its rows, own and asked, are in the portion."""
+    found = []
+    for rows, flags in ((routed.own, shared.own), (routed.asked, shared.asked)):
+        steps = rows.lasts if by_last else rows.micro_batches
+        order, bounds, _ = by_micro_batch(steps, rows.counts, len(routed.micro_batches))
+        found.append(np.split(flags[order] == is_shared, bounds[1:-1]))
+    return found[0], found[1]
 
 
-def _device(routed: Routed) -> torch.device:
-    return next(iter(routed.micro_batches[0].index.values())).device
+def _cut_crossing(side: Side, shared: _Shared, is_shared: bool) -> Side:
+    before = np.concatenate([[0], np.cumsum([len(flags) for flags in shared.owned.values()])])
+    flags = np.concatenate(list(shared.owned.values()))[before[side.tables] + side.places]
+    return side.only(flags == is_shared)
 
 
-def _counts(flags: Flags, sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(piece.sum()) for piece in np.split(flags, np.cumsum(sizes)[:-1]))
-
-
-def _chosen(places: torch.Tensor, of_owned: Flags, is_shared: bool) -> torch.Tensor:
-    host = places.cpu().numpy()
-    return to_device(host[of_owned[host] == is_shared], places.device)
-
-
-def _owned_places(routed: Routed, of_owned: dict[str, Flags], is_shared: bool) -> dict[str, torch.Tensor]:
+def _owned(routed: Routed, shared: _Shared, device: torch.device, is_shared: bool) -> dict[str, ChosenRows]:
     """Of the rows that the batch updates."""
-    device = _device(routed)
-    chosen = {name: np.flatnonzero(flags[: routed.num_touched[name]] == is_shared) for name, flags in of_owned.items()}
-    return {name: to_device(places, device) for name, places in chosen.items()}
+    touched = {name: flags[: routed.num_touched[name]] for name, flags in shared.owned.items()}
+    return {name: ChosenRows.of(np.flatnonzero(flags == is_shared), device) for name, flags in touched.items()}

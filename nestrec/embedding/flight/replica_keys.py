@@ -26,12 +26,12 @@ _STEPS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """The keys of a batch and table that this shard owns."""
+class Joined:
+    """The keys of a batch and table that this shard owns, with those of the other holders."""
 
     keys: Keys
-    working_places: list[Places] | None
-    """For each micro-batch the places of the asked keys among them, in order of source; none: 0, 1, 2, ..."""
+    moved: Places | None = None
+    """Of each key of this rank's own group, in its order, the place among them; none: 0, 1, 2, ..."""
     crossing: list[list[Places]] | None = None
     """[micro_batch][holder] places of the rows whose gradient then crosses to the other holders; none: nothing
     crosses."""
@@ -39,9 +39,6 @@ class Owned:
     """Only the first so many rows belong to the batch; none: all."""
     averaged: NDArray[np.int64] | None = None
     """Places of the rows that are averaged after the update, in the same order on every holder."""
-
-    def explicit_places(self) -> list[Places]:
-        return self.working_places or [np.arange(len(self.keys), dtype=np.int32)]
 
 
 class ReplicaKeys:
@@ -52,24 +49,25 @@ class ReplicaKeys:
         self._touched: dict[int, list[Keys]] = {}
 
     def join(
-        self, owned: list[Owned], last_micro_batches: list[Places], num_micro_batches: int, step: int
-    ) -> list[Owned]:
+        self, owned: list[Keys], last_micro_batches: list[Places], num_micro_batches: int, step: int
+    ) -> list[Joined]:
         """What the working sets of a step hold, for each table. Collective.
 
-        last_micro_batches: for each table and key the micro-batch that brings its last gradient.
+        owned: what this rank's own group asks for. last_micro_batches: for each table and key the micro-batch that
+        brings its last gradient.
         """
         if self._sync.mode == "gradients":
             return self._joined_gradients(owned, last_micro_batches, num_micro_batches)
         assert step >= 1, "the step of a batch must be known where weights are averaged"
-        self._remember(step, [table.keys for table in owned])
+        self._remember(step, owned)
         if self._sync.averaged_at(step) is None:
-            return owned
+            return [Joined(keys) for keys in owned]
         older = [s for s in self._sync.averaged_steps(step) if s != step]
-        unions = self._unions([self._first(table.keys, t, older) for t, table in enumerate(owned)])
+        unions = self._unions([self._first(keys, t, older) for t, keys in enumerate(owned)])
         joined = []
-        for table, (union, starts) in zip(owned, unions, strict=True):
+        for keys, (union, starts) in zip(owned, unions, strict=True):
             start = starts[self._holders.rank]
-            joined.append(_with_averaged(table, union.keys, union.inverse[start : start + len(table.keys)]))
+            joined.append(_with_averaged(keys, union.keys, union.inverse[start : start + len(keys)]))
         return joined
 
     def is_settled_after(self, step: int) -> bool:
@@ -88,9 +86,9 @@ class ReplicaKeys:
         return [union.keys for union, _ in self._unions(mine)]
 
     def _joined_gradients(
-        self, owned: list[Owned], last_micro_batches: list[Places], num_micro_batches: int
-    ) -> list[Owned]:
-        unions = self._unions([table.keys for table in owned])
+        self, owned: list[Keys], last_micro_batches: list[Places], num_micro_batches: int
+    ) -> list[Joined]:
+        unions = self._unions(owned)
         counts = [np.diff(starts) for _, starts in unions]
         lasts = self._gathered(last_micro_batches, counts) if num_micro_batches > 1 else None
         joined = []
@@ -100,7 +98,7 @@ class ReplicaKeys:
             crossing = (
                 [held] if lasts is None else _by_micro_batch(held, [rank[t] for rank in lasts], num_micro_batches)
             )
-            joined.append(Owned(union.keys, [mine[places] for places in owned[t].explicit_places()], crossing))
+            joined.append(Joined(union.keys, mine, crossing))
         return joined
 
     def _unions(self, keys: list[Keys]) -> list[tuple[Deduplicated, NDArray[np.int64]]]:
@@ -139,27 +137,14 @@ class ReplicaKeys:
         return np.concatenate([keys, distinct[~np.isin(distinct, keys)]])
 
 
-def last_micro_batch_of(working_places: list[Places], num_keys: int, sent_in: list[NDArray[np.int16]] | None) -> Places:
-    """The micro-batch that brings the last gradient of each key; sent_in: that of each asked key, if not where it is
-    asked."""
-    last = np.zeros(num_keys, np.int32)
-    for micro_batch, places in enumerate(working_places):
-        if sent_in is None:
-            last[places] = micro_batch
-        else:
-            np.maximum.at(last, places, sent_in[micro_batch].astype(np.int32))
-    return last
-
-
 def _by_micro_batch(held: list[Places], lasts: list[Places], num_micro_batches: int) -> list[list[Places]]:
     return [[places[last == p] for places, last in zip(held, lasts, strict=True)] for p in range(num_micro_batches)]
 
 
-def _with_averaged(owned: Owned, union: Keys, mine: Places) -> Owned:
+def _with_averaged(owned: Keys, union: Keys, mine: Places) -> Joined:
     """The batch's own keys first, then the others of the union; mine: places of the own keys in the union."""
     place = np.full(len(union), -1, np.int64)
     place[mine] = np.arange(len(mine))
     others = np.flatnonzero(place < 0)
     place[others] = np.arange(len(mine), len(union))
-    keys = np.concatenate([owned.keys, union[others]])
-    return Owned(keys, owned.explicit_places(), num_touched=len(mine), averaged=place)
+    return Joined(np.concatenate([owned, union[others]]), num_touched=len(mine), averaged=place)

@@ -3,9 +3,13 @@
 Collective over the shards of a replica group: every rank routes the same number of micro-batches, empty ones
 included. With replica groups, holders of the same shard join their keys (replica_keys). The exchange stands between two
 local halves, so that a pipeline can run each on its own lane.
+
+Two messages carry all keys of all tables and micro-batches: how many keys go to each rank, and the keys, each with its
+segment (micro-batch and table). Both cost what the keys and the ranks cost, not their number times that of tables.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,27 +21,15 @@ from nestrec.base.errors import BatchError
 from nestrec.base.transfer import to_device, used_here
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.embedding.flight.half_rows import Flags, HalfRows, half_rows
-from nestrec.embedding.flight.replica_keys import Owned, ReplicaKeys, last_micro_batch_of
-from nestrec.embedding.flight.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, SourceMicroBatch, deduplicate
-from nestrec.embedding.table import TableConfig
-from nestrec.ops.rows.dedup_host import Deduplicated, dedup
+from nestrec.embedding.flight.legs import RowLeg, Side, by_micro_batch, by_value, gradient_legs, vector_leg
+from nestrec.embedding.flight.replica_keys import Joined, ReplicaKeys
+from nestrec.embedding.flight.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, deduplicate
+from nestrec.embedding.table import RowShapes, TableConfig
+from nestrec.ops.rows.dedup_host import dedup_segments
+from nestrec.ops.rows.spans import Int32, Int64, RowList
 
-
-@dataclass(frozen=True, slots=True)
-class RoutedTable:
-    """Rows of one table that cross in one exchange."""
-
-    keys: NDArray[np.int64]
-    """Distinct keys of this rank that take part, grouped by owner: the order of the rows on this side."""
-    send_counts: tuple[int, ...]
-    """Keys asked from each shard."""
-    receive_counts: tuple[int, ...]
-    """Keys that each shard asks from this one."""
-    working_places: torch.Tensor | None
-    """Place in the working set of each key asked from this shard, in order of source; none: 0, 1, 2, ..."""
-    half: HalfRows | None = None
-    """Which vectors cross in half precision; none: no one does."""
+Crossing = dict[torch.dtype, tuple[RowList, ...]]
+"""Type of gradients to the rows, for each holder of this shard, whose gradient crosses to the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +38,49 @@ class RoutedMicroBatch:
 
     index: dict[str, torch.Tensor]
     """Feature to int32 tensor of the keys' shape: places among the distinct keys of the micro-batch."""
-    tables: dict[str, RoutedTable]
+    num_rows: Int64
+    """Distinct keys of each table."""
+    vectors: RowLeg
     """Vectors that come for this micro-batch: those of all its distinct keys, or of the new ones with the window
     cache."""
-    gradients: dict[str, RoutedTable]
+    gradients: dict[torch.dtype, RowLeg]
     """Gradients that leave after this micro-batch."""
-    places: dict[str, torch.Tensor]
-    """Window cache: table to the place in the cache of each distinct key of the micro-batch. Empty without the
-    cache."""
-    leaving: dict[str, torch.Tensor]
-    """Window cache: table to the places in the cache of the gradients that leave."""
-    crossing: dict[str, tuple[torch.Tensor, ...]]
-    """Table to the places, for each holder of this shard, of the rows whose gradient crosses to the others after this
-    micro-batch. Empty where gradients are not summed over holders."""
+    used: tuple[RowList, dict[torch.dtype, RowList]] | None
+    """Window cache: its distinct keys, table by table, at their places in the cache: as vectors, and as gradients of
+    each type."""
+    crossing: Crossing
+    """What crosses between holders after this micro-batch. Empty where gradients are not summed over holders."""
+    crossing_sides: tuple[Side, ...] = ()
+    """The same before it is sorted by type."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """Keys of all micro-batches on one side, in order of the rank on the other."""
+
+    micro_batches: NDArray[np.int16]
+    """In which its vector crosses."""
+    lasts: NDArray[np.int16]
+    """After which its gradient does."""
+    tables: Int32
+    places: Int32
+    """Among the rows of its table: in the working set; on the source in the micro-batch, or in the window cache."""
+    half: NDArray[np.uint8] | None
+    """Whether its vector crosses in half precision."""
+    counts: Int64
+    """Keys of each rank."""
+
+    def sides(self, num_micro_batches: int, *, by_last: bool) -> list[Side]:
+        """For each micro-batch those that cross with it."""
+        steps = self.lasts if by_last else self.micro_batches
+        order, bounds, of_ranks = by_micro_batch(steps, self.counts, num_micro_batches)
+        tables, places = self.tables[order], self.places[order]
+        half = None if self.half is None else self.half[order]
+        found = []
+        for p in range(num_micro_batches):
+            here = slice(bounds[p], bounds[p + 1])
+            found.append(Side(tables[here], places[here], of_ranks[p], None if half is None else half[here]))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +90,20 @@ class Routed:
     micro_batches: tuple[RoutedMicroBatch, ...]
     owned: dict[str, NDArray[np.int64]]
     """Table to the distinct keys of the whole batch that this shard owns: the order of the working set."""
-    cache_rows: dict[str, int]
-    """Table to the distinct keys of this rank's batch, where the window cache is on; else empty."""
+    cache_rows: Int64 | None
+    """Distinct keys of this rank's batch in each table, where the window cache is on."""
     num_touched: dict[str, int]
     """Table to the number of its first rows that the batch updates; the others are there to be averaged."""
     averaged: dict[str, torch.Tensor]
     """Table to the places of the rows that are averaged over holders after the update; else empty."""
+    own: KeyRows
+    """Every key that this rank asks for, in the order in which it asks."""
+    asked: KeyRows
+    """Every key asked from this shard, in the order in which they came."""
+    gradient_sides: list[tuple[Side, Side]]
+    """For each micro-batch the gradients that leave after it, own and asked, of all types."""
+    is_plain: bool
+    """Nothing but one micro-batch of this rank: its rows are those of the working set, in the same order."""
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
@@ -84,22 +114,26 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class AskedKeys:
-    """What all sources ask from this shard."""
+    """What all sources ask from this shard, in order of (source, segment)."""
 
-    counts: NDArray[np.int64]
-    """(source, micro-batch, table) numbers of keys."""
-    keys: list[list[NDArray[np.int64]]]
-    """[micro_batch][table] keys, in order of source."""
-    last_micro_batch: list[list[NDArray[np.int16]]] | None
-    """The same shape: the micro-batch that uses the key last, where the window cache is on."""
-    half: list[list[Flags]] | None = None
-    """The same shape: which rows cross in half precision, where a table has such features."""
-    joined: list[Owned] | None = None
+    records: NDArray[Any]
+    """As they travel: key, segment and, where they are needed, last micro-batch and whether the row crosses half."""
+    counts: Int64
+    """Keys of each source."""
+    order: Int64
+    """Own keys in the order in which they were sent."""
+    sent_counts: Int64
+    """Own keys sent to each shard."""
+    owned: list[NDArray[np.int64]]
+    """For each table its distinct keys."""
+    places: Int32
+    """Of each record among the distinct keys of its table."""
+    joined: list[Joined] | None = None
     """For each table, where other ranks hold copies of this shard."""
 
-    def owned(self, table: int) -> Owned:
-        """Deduplicated over micro-batches and sources."""
-        return self.joined[table] if self.joined else _owner_dedup([p[table] for p in self.keys], len(self.counts))
+    def field(self, name: str) -> NDArray[Any] | None:
+        """Of each record."""
+        return np.ascontiguousarray(self.records[name]) if name in (self.records.dtype.names or ()) else None
 
 
 def route(
@@ -107,7 +141,7 @@ def route(
 ) -> Routed:
     """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
     source = deduplicate(micro_batches, tables, topology.num_shards, device, window_cache=False)
-    return arrange(source, exchange_keys(source, tables, topology), tables, device)
+    return arrange(source, exchange_keys(source, tables, topology), tables, RowShapes.of(tables), device)
 
 
 def exchange_keys(
@@ -117,102 +151,225 @@ def exchange_keys(
 
     holders: those whom the mistake is told besides, so that every group knows of it.
     """
-    counts, mistake = _exchange_counts(source, topology)
+    order, sent = by_value(source.owners, topology.keys.size)
+    counts, mistake = _exchange_counts(sent, source.error, topology)
     if holders is not None:
         mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
     if mistake[0]:
         raise _out_of_range(tables, mistake)
-    asked = [[d.keys for d in micro_batch.tables] for micro_batch in source.micro_batches]
-    keys, last = _exchange_pieces(source.micro_batches, asked, counts, topology.keys), None
-    if source.windows is not None:
-        micro_batches = [
-            [plan.last_micro_batch[p] for plan in source.windows] for p in range(len(source.micro_batches))
-        ]
-        last = _exchange_pieces(source.micro_batches, micro_batches, counts, topology.keys)
-    half = None if source.half is None else _exchange_pieces(source.micro_batches, source.half, counts, topology.keys)
-    return AskedKeys(counts, keys, last, half)
+    records = key_records(source, order)
+    rows = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.dtype.itemsize))
+    received = all_to_all_rows(topology.keys, rows, sent.tolist(), counts.tolist())
+    records = received.numpy().reshape(-1).view(records.dtype)
+    owned, places = _owned_keys(records, len(tables), is_distinct=len(counts) * source.num_micro_batches == 1)
+    return AskedKeys(records, counts, order, sent, owned, places)
 
 
-def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_tables: int, step: int) -> AskedKeys:
+def key_records(source: SourceKeys, order: Int64) -> NDArray[Any]:
+    """What is sent of the keys, in this order; only what a batch of this kind needs, the same on every rank."""
+    num_segments = len(source.asked.bounds) - 1
+    columns: list[tuple[str, str, NDArray[Any]]] = [("key", "<i8", source.asked.keys)]
+    if num_segments > 1:
+        columns.append(("segment", "<u2" if num_segments <= 1 << 16 else "<i4", source.segments))
+    last = source.last_micro_batch
+    if last is not None:
+        columns.append(("last", "<i2", last))
+    if source.half is not None:
+        columns.append(("half", "u1", source.half))
+    records = np.empty(len(order), np.dtype([(name, kind) for name, kind, _ in columns]))
+    for name, _, values in columns:
+        records[name] = values[order]
+    return records
+
+
+def _owned_keys(
+    records: NDArray[Any], num_tables: int, *, is_distinct: bool
+) -> tuple[list[NDArray[np.int64]], NDArray[np.int32]]:
+    """For each table its distinct keys, and the place of each record among them."""
+    keys, tables = np.ascontiguousarray(records["key"]), _segments(records) % num_tables
+    order, counts = by_value(tables, num_tables)
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    places = np.empty(len(records), np.int32)
+    if is_distinct:
+        places[order] = np.arange(len(records)) - np.repeat(bounds[:-1], counts)
+        return np.split(keys[order], bounds[1:-1]), places
+    found = dedup_segments(keys[order], bounds)
+    places[order] = found.inverse
+    return np.split(found.keys, found.bounds[1:-1]), places
+
+
+def _segments(records: NDArray[Any]) -> NDArray[np.int32]:
+    if "segment" not in (records.dtype.names or ()):
+        return np.zeros(len(records), np.int32)
+    segments: NDArray[np.int32] = records["segment"].astype(np.int32)
+    return segments
+
+
+def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_micro_batches: int, step: int) -> AskedKeys:
     """The same, with the keys that other holders of this shard bring. Collective over the holders."""
-    owned = [asked.owned(t) for t in range(num_tables)]
-    last_micro_batches = []
-    for t, table in enumerate(owned):
-        sent_in = None if asked.last_micro_batch is None else [micro_batch[t] for micro_batch in asked.last_micro_batch]
-        last_micro_batches.append(last_micro_batch_of(table.explicit_places(), len(table.keys), sent_in))
-    return replace(asked, joined=replicas.join(owned, last_micro_batches, len(asked.keys), step))
+    num_tables = len(asked.owned)
+    segments, last = _segments(asked.records), asked.field("last")
+    brought_in = segments // num_tables if last is None else last
+    before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
+    lasts = np.zeros(before[-1], np.int32)
+    np.maximum.at(lasts, before[segments % num_tables] + asked.places, brought_in.astype(np.int32))
+    joined = replicas.join(asked.owned, np.split(lasts, before[1:-1]), num_micro_batches, step)
+    return replace(asked, joined=joined)
 
 
-def arrange(source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], device: torch.device) -> Routed:
+def arrange(
+    source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], shapes: RowShapes, device: torch.device
+) -> Routed:
     """Put together what is asked by this rank and from this rank. Local."""
-    mine = {table.name: asked.owned(t) for t, table in enumerate(tables)}
-    coming: list[dict[str, RoutedTable]] = [{} for _ in source.micro_batches]
-    going: list[dict[str, RoutedTable]] = [{} for _ in source.micro_batches]
-    for t, table in enumerate(tables):
-        working_places = mine[table.name].working_places
-        for p, micro_batch in enumerate(source.micro_batches):
-            place = None if working_places is None else to_device(working_places[p], device)
-            send, receive = tuple(micro_batch.tables[t].counts.tolist()), tuple(asked.counts[:, p, t].tolist())
-            half = None
-            if table.half_features and source.half is not None and asked.half is not None:
-                own = None if working_places is None else working_places[p]
-                half = half_rows((source.half[p][t], send), (asked.half[p][t], receive), own, device)
-            coming[p][table.name] = RoutedTable(micro_batch.tables[t].keys, send, receive, place, half)
-        for p, leg in enumerate(_gradient_legs(source, asked, working_places, t, device)):
-            going[p][table.name] = leg or coming[p][table.name]
-    crossing = [_crossing(mine, p, device) for p in range(len(source.micro_batches))]
+    num_micro_batches = source.num_micro_batches
+    owned, places = _working_places(asked, len(tables))
+    num_owned = np.array([len(keys) for keys in owned])
+    own, theirs = _own_rows(source, asked), _asked_rows(asked, places, len(tables))
+    is_in_order = source.windows is None and (len(asked.counts) == 1 or len(tables) == 1)
+    pairs = _sides(own, theirs, num_micro_batches, by_last=False)
+    going = _sides(own, theirs, num_micro_batches, by_last=True) if source.windows is not None else pairs
+    num_rows = _num_rows(source)
+    crossing = _crossing(asked.joined, num_micro_batches, len(tables))
+    indices = _indices(source, tables, device)
     micro_batches = [
         RoutedMicroBatch(
-            _indices(micro_batch, tables, device),
-            coming[p],
-            going[p],
-            *_cache_places(source, tables, p, device),
+            indices[p],
+            num_rows[p],
+            vector_leg(*pairs[p], shapes, device, is_in_order=is_in_order),
+            gradient_legs(*going[p], shapes, num_owned, device, is_in_order=is_in_order),
+            _used(source, p, shapes, device),
+            crossing_rows(crossing[p], shapes, device),
             crossing[p],
         )
-        for p, micro_batch in enumerate(source.micro_batches)
+        for p in range(num_micro_batches)
     ]
-    windows = source.windows or []
+    names, joined = [table.name for table in tables], asked.joined or []
+    touched = {n: j.num_touched for n, j in zip(names, joined, strict=bool(joined)) if j.num_touched is not None}
+    averaged = {n: j.averaged for n, j in zip(names, joined, strict=bool(joined)) if j.averaged is not None}
     return Routed(
         micro_batches=tuple(micro_batches),
-        owned={name: table.keys for name, table in mine.items()},
-        cache_rows={t.name: w.num_rows for t, w in zip(tables, windows, strict=bool(windows))},
-        num_touched={name: _or_all(table.num_touched, table.keys) for name, table in mine.items()},
-        averaged={n: to_device(table.averaged, device) for n, table in mine.items() if table.averaged is not None},
+        owned=dict(zip(names, owned, strict=True)),
+        cache_rows=None if source.windows is None else np.array([plan.num_rows for plan in source.windows]),
+        num_touched={n: len(keys) for n, keys in zip(names, owned, strict=True)} | touched,
+        averaged={n: to_device(rows, device) for n, rows in averaged.items()},
+        own=own,
+        asked=theirs,
+        gradient_sides=going,
+        is_plain=is_in_order and len(asked.counts) * num_micro_batches == 1 and asked.joined is None,
     )
 
 
-def _or_all(number: int | None, keys: NDArray[np.int64]) -> int:
-    return len(keys) if number is None else number
-
-
-def _crossing(mine: Mapping[str, Owned], micro_batch: int, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
-    return {
-        name: tuple(to_device(places, device) for places in table.crossing[micro_batch])
-        for name, table in mine.items()
-        if table.crossing is not None
-    }
-
-
-def key_bytes_sent(routed: Routed, rank: int) -> int:
+def key_bytes_sent(asked: AskedKeys, rank: int) -> int:
     """Bytes of keys that left this rank for others."""
-    tables = [table for micro_batch in routed.micro_batches for table in micro_batch.tables.values()]
-    return 8 * sum(sum(t.send_counts) - t.send_counts[rank] for t in tables)
+    return asked.records.dtype.itemsize * int(asked.sent_counts.sum() - asked.sent_counts[rank])
 
 
-def _exchange_counts(source: SourceKeys, topology: Topology) -> tuple[NDArray[np.int64], list[int]]:
-    """(source, micro-batch, table) numbers of keys that this shard is asked for; the mistake that any source
-    reports."""
-    counts, communicator = (
-        np.stack([[d.counts for d in micro_batch.tables] for micro_batch in source.micro_batches]),
-        topology.keys,
+def _sides(own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool) -> list[tuple[Side, Side]]:
+    both = (rows.sides(num_micro_batches, by_last=by_last) for rows in (own, theirs))
+    return list(zip(*both, strict=True))
+
+
+def _own_rows(source: SourceKeys, asked: AskedKeys) -> KeyRows:
+    """Places: among the distinct keys of the micro-batch, or in the window cache."""
+    bounds, num_tables = source.asked.bounds, source.num_tables
+    first = bounds[:-1].copy()
+    if source.windows is not None:
+        starts = np.stack([plan.starts[:-1] for plan in source.windows], axis=1).reshape(-1)
+        first -= starts
+    segments = source.segments
+    places = (np.arange(len(segments)) - np.repeat(first, np.diff(bounds))).astype(np.int32)
+    last, order = source.last_micro_batch, asked.order
+    sent = segments[order]
+    micro_batches = (sent // num_tables).astype(np.int16)
+    return KeyRows(
+        micro_batches,
+        micro_batches if last is None else last[order],
+        sent % num_tables,
+        places[order],
+        None if source.half is None else source.half[order],
+        asked.sent_counts,
     )
-    message = np.empty((communicator.size, ERROR_WORDS + counts.shape[0] * counts.shape[1]), np.int64)
-    message[:, :ERROR_WORDS] = source.error
+
+
+def _asked_rows(asked: AskedKeys, places: Int32, num_tables: int) -> KeyRows:
+    segments, last = _segments(asked.records), asked.field("last")
+    micro_batches = (segments // num_tables).astype(np.int16)
+    lasts = micro_batches if last is None else last
+    return KeyRows(micro_batches, lasts, segments % num_tables, places, asked.field("half"), asked.counts)
+
+
+def _working_places(asked: AskedKeys, num_tables: int) -> tuple[list[NDArray[np.int64]], Int32]:
+    """The keys of the working set of each table, and the place of each record among them."""
+    if asked.joined is None:
+        return asked.owned, asked.places
+    moved = [np.arange(len(k), dtype=np.int32) if j.moved is None else j.moved for j, k in _joined(asked)]
+    before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
+    places = np.concatenate(moved)[before[_segments(asked.records) % num_tables] + asked.places]
+    return [joined.keys for joined in asked.joined], places
+
+
+def _joined(asked: AskedKeys) -> list[tuple[Joined, NDArray[np.int64]]]:
+    return list(zip(asked.joined or [], asked.owned, strict=True))
+
+
+def _num_rows(source: SourceKeys) -> NDArray[np.int64]:
+    """(micro-batch, table) distinct keys."""
+    if source.windows is None:
+        return np.diff(source.asked.bounds).reshape(-1, source.num_tables)
+    return np.array(
+        [[len(plan.places[p]) for plan in source.windows] for p in range(source.num_micro_batches)], np.int64
+    )
+
+
+def _used(
+    source: SourceKeys, micro_batch: int, shapes: RowShapes, device: torch.device
+) -> tuple[RowList, dict[torch.dtype, RowList]] | None:
+    if source.windows is None:
+        return None
+    places = [plan.places[micro_batch] for plan in source.windows]
+    tables = np.repeat(np.arange(len(places), dtype=np.int32), [len(p) for p in places])
+    flat, gradients = np.concatenate(places), {}
+    for dtype in shapes.gradient_types:
+        chosen = shapes.has_type(dtype)[tables]
+        gradients[dtype] = RowList.of(tables[chosen], flat[chosen], shapes.dims, device)
+    return RowList.of(tables, flat, shapes.words, device), gradients
+
+
+def _crossing(joined: list[Joined] | None, num_micro_batches: int, num_tables: int) -> list[tuple[Side, ...]]:
+    """For each micro-batch and holder the rows whose gradient then crosses, table by table."""
+    if not joined or joined[0].crossing is None:
+        return [()] * num_micro_batches
+    found = []
+    for p in range(num_micro_batches):
+        of_tables = [j.crossing[p] for j in joined if j.crossing is not None]
+        sides = []
+        for holder in range(len(of_tables[0])):
+            places = [of_table[holder] for of_table in of_tables]
+            tables = np.repeat(np.arange(num_tables, dtype=np.int32), [len(rows) for rows in places])
+            sides.append(Side(tables, np.concatenate(places), np.array([len(tables)])))
+        found.append(tuple(sides))
+    return found
+
+
+def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device) -> Crossing:
+    """The rows of each holder, by type of their gradients."""
+    if not sides:
+        return {}
+    found: Crossing = {}
+    for dtype in shapes.gradient_types:
+        chosen = shapes.has_type(dtype)
+        found[dtype] = tuple(side.only(chosen[side.tables]).rows(shapes.dims, device)[0] for side in sides)
+    return found
+
+
+def _exchange_counts(sent: Int64, error: list[int], topology: Topology) -> tuple[Int64, list[int]]:
+    """Keys that each source asks from this shard; the mistake that any source reports."""
+    message = np.empty((topology.keys.size, ERROR_WORDS + 1), np.int64)
+    message[:, :ERROR_WORDS] = error
     message[:, 0] *= topology.rank + 1
-    message[:, ERROR_WORDS:] = counts.transpose(2, 0, 1).reshape(communicator.size, -1)
-    received = all_to_all_fixed(communicator, torch.from_numpy(message)).numpy()
-    mistake = _first_mistake(received[:, :ERROR_WORDS])
-    return received[:, ERROR_WORDS:].reshape(communicator.size, *counts.shape[:2]), mistake
+    message[:, ERROR_WORDS] = sent
+    received = all_to_all_fixed(topology.keys, torch.from_numpy(message)).numpy()
+    return received[:, ERROR_WORDS].copy(), _first_mistake(received[:, :ERROR_WORDS])
 
 
 def _first_mistake(words: NDArray[np.int64]) -> list[int]:
@@ -230,90 +387,31 @@ def _out_of_range(tables: Sequence[TableConfig], mistake: list[int]) -> BatchErr
     return BatchError(where, field=f"feature {feature!r}", value=key, remedy=remedy)
 
 
-def _exchange_pieces(
-    micro_batches: Sequence[SourceMicroBatch],
-    values: list[list[NDArray[Any]]],
-    counts: NDArray[np.int64],
-    communicator: Communicator,
-) -> list[list[NDArray[Any]]]:
-    """[micro_batch][table] values of the keys asked for to those of the keys asked from this shard, in order of
-    source."""
-    if communicator.size == 1:
-        return values
-    owners = [d.counts for micro_batch in micro_batches for d in micro_batch.tables]
-    starts = [np.concatenate([[0], np.cumsum(c)]) for c in owners]
-    flat = [v for micro_batch in values for v in micro_batch]
-    pieces = [v[s[r] : s[r + 1]] for r in range(communicator.size) for v, s in zip(flat, starts, strict=True)]
-    send_counts, receive_counts = np.sum(owners, axis=0).tolist(), counts.sum(axis=(1, 2)).tolist()
-    sent = torch.from_numpy(np.concatenate(pieces))
-    received = all_to_all_rows(communicator, sent, send_counts, receive_counts).numpy()
-    split = np.split(received, np.cumsum(counts.reshape(-1))[:-1])
-    num_tables = counts.shape[2]
-    steps = range(0, len(split), len(micro_batches) * num_tables)
-    return [
-        [np.concatenate([split[start + p * num_tables + t] for start in steps]) for t in range(num_tables)]
-        for p in range(len(micro_batches))
-    ]
+def _indices(source: SourceKeys, tables: Sequence[TableConfig], device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """For each micro-batch, feature to the places of its keys."""
+    features = [f for table in tables for f in table.feature_names]
+    shapes = [shape[f] for shape in source.shapes for f in features]
+    sizes = [math.prod(shape) for shape in shapes]
+    if source.index:
+        parts = _mixed_indices(source, tables, sizes, device)
+    else:
+        parts = list(to_device(source.asked.inverse, device).split(sizes))
+    found = iter([part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    return [{f: next(found) for f in features} for _ in source.shapes]
 
 
-def _owner_dedup(asked: list[NDArray[np.int64]], num_sources: int) -> Owned:
-    """Distinct keys over all micro-batches and sources."""
-    if len(asked) == 1 and num_sources == 1:
-        return Owned(asked[0], None)
-    found = dedup(np.concatenate(asked))
-    return Owned(found.keys, np.split(found.inverse, np.cumsum([len(a) for a in asked])[:-1]))
-
-
-def _gradient_legs(
-    source: SourceKeys, asked: AskedKeys, working_places: list[NDArray[np.int32]] | None, t: int, device: torch.device
-) -> list[RoutedTable | None]:
-    """For each micro-batch the gradients that leave after it; none: those of the vectors that came for it."""
-    num_micro_batches, num_sources = len(source.micro_batches), asked.counts.shape[0]
-    if source.windows is None or asked.last_micro_batch is None or working_places is None:
-        return [None] * num_micro_batches
-    plan, keys = source.windows[t], np.concatenate([micro_batch.tables[t].keys for micro_batch in source.micro_batches])
-    place_of = _by_source(working_places, asked.counts[:, :, t])
-    last_of = _by_source([micro_batch[t] for micro_batch in asked.last_micro_batch], asked.counts[:, :, t])
-    legs: list[RoutedTable | None] = []
-    for p in range(num_micro_batches):
-        gone = [place_of[r][last_of[r] == p] for r in range(num_sources)]
-        place = to_device(np.concatenate(gone), device)
-        send, receive = tuple(plan.leaving_counts[p].tolist()), tuple(len(g) for g in gone)
-        legs.append(RoutedTable(keys[plan.leaving[p]], send, receive, place))
-    return legs
-
-
-def _by_source(of_micro_batches: list[NDArray[Any]], counts: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """Values of each micro-batch in order of source to values of each source in order of micro-batch; counts: (source,
-    micro-batch)."""
-    pieces = [np.split(values, np.cumsum(counts[:-1, p])) for p, values in enumerate(of_micro_batches)]
-    return [np.concatenate([micro_batch[r] for micro_batch in pieces]) for r in range(len(counts))]
-
-
-def _cache_places(
-    source: SourceKeys, tables: Sequence[TableConfig], micro_batch: int, device: torch.device
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    if source.windows is None:
-        return {}, {}
-    plans = {table.name: plan for table, plan in zip(tables, source.windows, strict=True)}
-    places = {name: to_device(plan.places[micro_batch], device) for name, plan in plans.items()}
-    return places, {name: to_device(plan.leaving[micro_batch], device) for name, plan in plans.items()}
-
-
-def _indices(source: SourceMicroBatch, tables: Sequence[TableConfig], device: torch.device) -> dict[str, torch.Tensor]:
-    indices = {}
-    for table, found in zip(tables, source.tables, strict=True):
-        inverse, start = _inverse(found, device), 0
-        for feature in table.feature_names:
-            shape = source.shapes[feature]
-            size = int(np.prod(shape, dtype=np.int64))
-            indices[feature] = inverse[start : start + size].view(shape)
-            start += size
-    return indices
-
-
-def _inverse(found: Deduplicated, device: torch.device) -> torch.Tensor:
-    if found.index is None:
-        return to_device(found.inverse, device)
-    used_here([found.index])
-    return found.index
+def _mixed_indices(
+    source: SourceKeys, tables: Sequence[TableConfig], sizes: Sequence[int], device: torch.device
+) -> list[torch.Tensor]:
+    """Where some segments were deduplicated on the device."""
+    used_here(source.index.values())
+    parts, at = [], 0
+    for segment in range(len(source.asked.bounds) - 1):
+        table = tables[segment % source.num_tables]
+        own = sizes[at : at + len(table.feature_names)]
+        inverse = source.index.get(segment)
+        if inverse is None:
+            inverse = to_device(source.asked.inverse_of(segment), device)
+        parts += inverse.split(own)
+        at += len(own)
+    return parts

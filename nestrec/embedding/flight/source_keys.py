@@ -3,6 +3,9 @@
 Without the window cache each micro-batch asks for all of its distinct keys. With it, a micro-batch asks only for the
 keys that no earlier micro-batch has asked for, and the gradient of a key leaves after the last micro-batch that uses
 it.
+
+The keys of all micro-batches and tables lie in flat arrays, one segment behind the other: what is done with them is
+done for all at once, however many tables there are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,40 +13,55 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.embedding.flight.device_dedup import MIN_KEYS, dedup_on_device
-from nestrec.embedding.flight.half_rows import Flags, flags_of_micro_batches
+from nestrec.embedding.flight.half_rows import Flags, flags_of_cache, flags_of_segment
 from nestrec.embedding.flight.window_plan import WindowPlan, plan_window
 from nestrec.embedding.table import TableConfig
-from nestrec.ops.rows.dedup_host import Deduplicated, dedup
+from nestrec.ops.rows.dedup_host import Segments, dedup_segments
 
 FeatureKeys = Mapping[str, NDArray[np.int64] | torch.Tensor]
 ERROR_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SourceMicroBatch:
-    """A micro-batch before the exchange."""
-
-    shapes: dict[str, tuple[int, ...]]
-    """Feature to the shape of its keys."""
-    tables: list[Deduplicated]
-    """For each table the keys to ask for, grouped by owner; `inverse` is the place among the micro-batch's distinct
-    keys."""
-
-
-@dataclass(frozen=True, slots=True)
 class SourceKeys:
-    """The keys of a batch before the exchange."""
+    """The keys of a batch before the exchange. Segment p * num_tables + t: micro-batch p, table t."""
 
-    micro_batches: list[SourceMicroBatch]
+    shapes: list[dict[str, tuple[int, ...]]]
+    """For each micro-batch, feature to the shape of its keys."""
+    num_tables: int
+    asked: Segments
+    """Keys to ask for, grouped by owner inside a segment; `inverse` of the positions of all features, segment by
+    segment: the place among the micro-batch's distinct keys."""
+    owners: NDArray[np.int32]
+    """Of each of them."""
+    index: dict[int, torch.Tensor]
+    """Segment to its part of `inverse`, on the device, where it was deduplicated there; `inverse` then has none."""
     windows: list[WindowPlan] | None
     """For each table, where the window cache is on."""
-    half: list[list[Flags]] | None
-    """[micro_batch][table] which of the keys to ask for cross in half precision; none: no table has such features."""
+    half: Flags | None
+    """Which of the keys to ask for cross in half precision; none: no table has such features."""
     error: list[int]
     """[1, number of the feature, key] of a key outside its static table, or zeros."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def segments(self) -> NDArray[np.int32]:
+        """Of each key to ask for."""
+        return np.repeat(np.arange(len(self.asked.bounds) - 1, dtype=np.int32), np.diff(self.asked.bounds))
+
+    @property
+    def last_micro_batch(self) -> NDArray[np.int16] | None:
+        """The micro-batch that uses each key last, where the window cache is on."""
+        if self.windows is None:
+            return None
+        return np.concatenate([plan.last_of(p) for p in range(self.num_micro_batches) for plan in self.windows])
 
 
 def deduplicate(
@@ -58,71 +76,92 @@ def deduplicate(
 
     device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
     """
-    flat = [{name: _flat(values) for name, values in keys.items()} for keys in micro_batches]
-    if not window_cache:
-        found = [[_distinct(micro_batch, table, num_shards, device) for table in tables] for micro_batch in flat]
-        right = [[d for d in of_micro_batch if d is not None] for of_micro_batch in found]
-        if all(len(of_micro_batch) == len(tables) for of_micro_batch in right):
-            return _source(micro_batches, right, None, _half(flat, tables, right, None), [0] * ERROR_WORDS)
-    error = max(_range_error(micro_batch, tables) for micro_batch in flat)
-    keys_of = [[_keys_of(micro_batch, table, is_bad=error[0] > 0) for micro_batch in flat] for table in tables]
-    plans = [plan_window(keys, num_shards) for keys in keys_of]
-    planned = [[plan.micro_batches[p] for plan in plans] for p in range(len(micro_batches))]
-    half = None if error[0] else _half(flat, tables, planned, plans)
-    return _source(micro_batches, planned, plans if window_cache else None, half, error)
-
-
-def _source(
-    micro_batches: Sequence[FeatureKeys],
-    found: list[list[Deduplicated]],
-    plans: list[WindowPlan] | None,
-    half: list[list[Flags]] | None,
-    error: list[int],
-) -> SourceKeys:
     shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in micro_batches]
-    return SourceKeys([SourceMicroBatch(s, f) for s, f in zip(shapes, found, strict=True)], plans, half, error)
+    flat = [[_flat(keys[f]) for t in tables for f in t.feature_names] for keys in micro_batches]
+    pieces = [piece for of_micro_batch in flat for piece in of_micro_batch]
+    sizes = np.array([len(piece) for piece in pieces], np.int64).reshape(len(flat), -1)
+    keys = np.concatenate(pieces)
+    error = _range_error(keys, sizes, tables)
+    if error[0]:
+        return _nothing(shapes, len(tables), error)
+    first_features = np.cumsum([0, *(len(t.feature_names) for t in tables[:-1])])
+    bounds = np.concatenate([[0], np.cumsum(np.add.reduceat(sizes, first_features, axis=1).reshape(-1))])
+    num_whole = _num_whole(sizes, tables)
+    if window_cache:
+        asked, plans = _planned(keys, bounds, len(tables), num_shards)
+        half = None if num_whole is None else flags_of_cache(tables, plans, num_whole)
+        return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), {}, plans, half, error)
+    asked, index = _distinct(keys, bounds, num_whole, tables, num_shards, device)
+    half = None
+    if num_whole is not None:
+        half = np.concatenate([flags_of_segment(tables, asked, s, int(n)) for s, n in enumerate(num_whole.reshape(-1))])
+    return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), index, None, half, error)
 
 
-def _half(
-    flat: Sequence[dict[str, NDArray[np.int64]]],
+def _nothing(shapes: list[dict[str, tuple[int, ...]]], num_tables: int, error: list[int]) -> SourceKeys:
+    """A batch with a mistake, which the exchange will raise, asks for nothing."""
+    nobody = np.empty(0, np.int32)
+    bounds = np.zeros(len(shapes) * num_tables + 1, np.int64)
+    none = Segments(np.empty(0, np.int64), bounds, nobody, bounds)
+    return SourceKeys(shapes, num_tables, none, nobody, {}, None, None, error)
+
+
+def _distinct(  # noqa: PLR0917
+    keys: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    num_whole: NDArray[np.int64] | None,
     tables: Sequence[TableConfig],
-    found: list[list[Deduplicated]],
-    plans: list[WindowPlan] | None,
-) -> list[list[Flags]] | None:
+    num_shards: int,
+    device: torch.device,
+) -> tuple[Segments, dict[int, torch.Tensor]]:
+    """Of each segment, on the host or, where it is large, on the device."""
+    large = np.flatnonzero(np.diff(bounds) >= MIN_KEYS) if device.type == "cuda" else np.empty(0, np.int64)
+    if not len(large):
+        return dedup_segments(keys, bounds, num_shards), {}
+    index, found, starts = {}, [], [0]
+    for s in range(len(bounds) - 1):
+        own, table = keys[bounds[s] : bounds[s + 1]], tables[s % len(tables)]
+        if s in large:
+            on_host = int(num_whole.reshape(-1)[s]) if num_whole is not None and table.half_features else 0
+            there = dedup_on_device([own], num_shards, device, table.num_rows, num_on_host=on_host)
+            assert there is not None, "keys were found to be in range"
+            assert there.index is not None
+            index[s] = there.index
+            found.append((there.keys, there.inverse))
+        else:
+            here = dedup_segments(own, np.array([0, len(own)]), num_shards)
+            found.append((here.keys, here.inverse))
+        starts.append(starts[-1] + len(found[-1][0]))
+    distinct, inverse = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    positions = np.concatenate([[0], np.cumsum([len(i) for _, i in found])])
+    return Segments(distinct, np.array(starts), inverse, positions), index
+
+
+def _planned(
+    keys: NDArray[np.int64], bounds: NDArray[np.int64], num_tables: int, num_shards: int
+) -> tuple[Segments, list[WindowPlan]]:
+    """With the window cache: what each micro-batch uses first, and the plan of each table."""
+    num_segments = len(bounds) - 1
+    own = [keys[bounds[s] : bounds[s + 1]] for s in range(num_segments)]
+    plans = [plan_window(own[t::num_tables], num_shards) for t in range(num_tables)]
+    num_micro_batches = num_segments // num_tables
+    new = [plan.new_of(p) for p in range(num_micro_batches) for plan in plans]
+    index = [plan.index[p] for p in range(num_micro_batches) for plan in plans]
+    starts = np.concatenate([[0], np.cumsum([len(n) for n in new])])
+    return Segments(np.concatenate(new), starts, np.concatenate(index), bounds), plans
+
+
+def _num_whole(sizes: NDArray[np.int64], tables: Sequence[TableConfig]) -> NDArray[np.int64] | None:
+    """(micro-batch, table) keys of the features whose rows cross whole, which come first; none: all of them."""
     if not any(table.half_features for table in tables):
         return None
-    by_table = []
-    for t, table in enumerate(tables):
-        num_whole = [_num_whole(micro_batch, table) for micro_batch in flat]
-        plan = None if plans is None else plans[t]
-        by_table.append(flags_of_micro_batches(table, num_whole, [micro_batch[t] for micro_batch in found], plan))
-    return [list(flags) for flags in zip(*by_table, strict=True)]
-
-
-def _num_whole(flat: dict[str, NDArray[np.int64]], table: TableConfig) -> int:
-    """Keys of the features whose rows cross whole; they come first."""
-    return sum(len(flat[f]) for f in table.feature_names if f not in table.half_features)
-
-
-def _distinct(
-    flat: dict[str, NDArray[np.int64]], table: TableConfig, num_shards: int, device: torch.device
-) -> Deduplicated | None:
-    """Of a micro-batch and table; none where a key is not one of the table."""
-    pieces = [flat[f] for f in table.feature_names]
-    if device.type == "cuda" and sum(map(len, pieces)) >= MIN_KEYS:
-        num_on_host = _num_whole(flat, table) if table.half_features else 0
-        return dedup_on_device(pieces, num_shards, device, table.num_rows, num_on_host=num_on_host)
-    if any(_wrong_key(piece, table) is not None for piece in pieces):
-        return None
-    return dedup(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), num_shards)
-
-
-def _keys_of(flat: dict[str, NDArray[np.int64]], table: TableConfig, *, is_bad: bool) -> NDArray[np.int64]:
-    """Keys of all features of a table; none where the batch holds a mistake, which the exchange will raise."""
-    keys = [flat[f] for f in table.feature_names]
-    if is_bad:
-        return np.empty(0, np.int64)
-    return keys[0] if len(keys) == 1 else np.concatenate(keys)
+    is_whole = [f not in t.half_features for t in tables for f in t.feature_names]
+    table_of = np.repeat(np.arange(len(tables)), [len(t.feature_names) for t in tables])
+    counts = np.zeros((len(sizes), len(tables)), np.int64)
+    for column, whole in enumerate(is_whole):
+        if whole:
+            counts[:, table_of[column]] += sizes[:, column]
+    return counts
 
 
 def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
@@ -130,21 +169,28 @@ def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
     return np.ascontiguousarray(array.reshape(-1), np.int64)
 
 
-def _range_error(flat: dict[str, NDArray[np.int64]], tables: Sequence[TableConfig]) -> list[int]:
-    """[1, number of the feature, key] of the first key outside its static table, or zeros."""
-    features = [(f, t) for t in tables for f in t.feature_names]
-    for number, (feature, table) in enumerate(features):
-        key = _wrong_key(flat[feature], table)
-        if key is not None:
-            return [1, number, key]
-    return [0] * ERROR_WORDS
+def _range_error(keys: NDArray[np.int64], sizes: NDArray[np.int64], tables: Sequence[TableConfig]) -> list[int]:
+    """[1, number of the feature, key] of a key outside its static table, or zeros. sizes: (micro-batch, feature)."""
+    rows = np.array([-1 if t.num_rows is None else t.num_rows for t in tables for _ in t.feature_names], np.int64)
+    found = _first_outside(keys, sizes.reshape(-1), rows)
+    return [0] * ERROR_WORDS if found < 0 else [1, *_feature_of(found, sizes), int(keys[found])]
 
 
-def _wrong_key(keys: NDArray[np.int64], table: TableConfig) -> int | None:
-    """A key outside a static table."""
-    if table.num_rows is None or not len(keys):
-        return None
-    low, high = int(keys.min()), int(keys.max())
-    if low < 0:
-        return low
-    return high if high >= table.num_rows else None
+def _feature_of(position: int, sizes: NDArray[np.int64]) -> list[int]:
+    piece = int(np.searchsorted(np.cumsum(sizes.reshape(-1)), position, side="right"))
+    return [piece % sizes.shape[1]]
+
+
+@njit(cache=True, nogil=True)
+def _first_outside(keys, sizes, rows):  # type: ignore[no-untyped-def]
+    """Position of the first key outside 0 to rows - 1 of its feature, where that is not negative; -1: none."""
+    at = 0
+    for piece in range(len(sizes)):
+        num_rows = rows[piece % len(rows)]
+        end = at + sizes[piece]
+        if num_rows >= 0:
+            for i in range(at, end):
+                if keys[i] < 0 or keys[i] >= num_rows:
+                    return i
+        at = end
+    return -1

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.ops.rows.dedup_host import Deduplicated, dedup
+from nestrec.ops.rows.dedup_host import dedup_segments
 
 MOST_MICRO_BATCHES = 1 << 15
 """Parts are told apart by sixteen bits with a sign."""
@@ -23,22 +23,29 @@ MOST_MICRO_BATCHES = 1 << 15
 class WindowPlan:
     """One table over all micro-batches of a rank's batch."""
 
-    micro_batches: list[Deduplicated]
-    """For each micro-batch the keys that it uses first, grouped by owner; `inverse`: place among all its distinct
-    keys."""
+    keys: NDArray[np.int64]
+    """Distinct keys in the order of the cache."""
+    starts: NDArray[np.int64]
+    """(number of micro-batches + 1,) where those that each uses first begin."""
+    last: NDArray[np.int16]
+    """The micro-batch that uses each key last."""
+    index: list[NDArray[np.int32]]
+    """For each micro-batch, of each of its positions, the place among its distinct keys."""
     places: list[NDArray[np.int32]]
     """For each micro-batch the place in the cache of each of its distinct keys."""
-    last_micro_batch: list[NDArray[np.int16]]
-    """For each micro-batch, in the order of `micro_batches[p].keys`, the micro-batch that uses the key last."""
-    leaving: list[NDArray[np.int32]]
-    """For each micro-batch the places in the cache of the gradients that leave after it, grouped by owner."""
-    leaving_counts: NDArray[np.int64]
-    """(micro-batch, owner) numbers of gradients."""
 
     @property
     def num_rows(self) -> int:
         """Rows of the cache: distinct keys of the batch."""
-        return sum(len(micro_batch.keys) for micro_batch in self.micro_batches)
+        return len(self.keys)
+
+    def new_of(self, micro_batch: int) -> NDArray[np.int64]:
+        """Keys that a micro-batch uses first, grouped by owner."""
+        return self.keys[self.starts[micro_batch] : self.starts[micro_batch + 1]]
+
+    def last_of(self, micro_batch: int) -> NDArray[np.int16]:
+        """Of these, the micro-batch that uses each last."""
+        return self.last[self.starts[micro_batch] : self.starts[micro_batch + 1]]
 
 
 def plan_window(keys_of_micro_batches: Sequence[NDArray[np.int64]], num_shards: int) -> WindowPlan:
@@ -46,27 +53,21 @@ def plan_window(keys_of_micro_batches: Sequence[NDArray[np.int64]], num_shards: 
     num_micro_batches = len(keys_of_micro_batches)
     assert num_micro_batches <= MOST_MICRO_BATCHES
     bounds = np.concatenate([[0], np.cumsum([len(keys) for keys in keys_of_micro_batches])])
-    whole = dedup(np.concatenate(keys_of_micro_batches), num_shards)
-    owner = np.repeat(np.arange(num_shards, dtype=np.uint16), whole.counts)
+    whole = dedup_segments(np.concatenate(keys_of_micro_batches), bounds[[0, -1]], num_shards)
     index, used, used_bounds, first, last = _uses(whole.inverse, bounds, len(whole.keys))
     # Keys are grouped by owner, and stay so inside a micro-batch. Sixteen bits are sorted by counting, more by
     # comparing.
     order = np.argsort(first.astype(np.uint16), kind="stable")
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
-    keys, first, last, owner = whole.keys[order], first[order], last[order], owner[order]
-    starts = np.searchsorted(first, np.arange(num_micro_batches + 1))
-    micro_batches, places, last_micro_batch, leaving = [], [], [], []
-    for p in range(num_micro_batches):
-        new = slice(starts[p], starts[p + 1])
-        counts = np.bincount(owner[new], minlength=num_shards).astype(np.int64)
-        micro_batches.append(Deduplicated(keys[new], index[bounds[p] : bounds[p + 1]], counts))
-        places.append(place[used[used_bounds[p] : used_bounds[p + 1]]])
-        last_micro_batch.append(last[new].astype(np.int16))
-        gone = np.flatnonzero(last == p)
-        leaving.append(gone[np.argsort(owner[gone], kind="stable")].astype(np.int32))
-    leaving_counts = np.stack([np.bincount(owner[gone], minlength=num_shards) for gone in leaving]).astype(np.int64)
-    return WindowPlan(micro_batches, places, last_micro_batch, leaving, leaving_counts)
+    starts = np.searchsorted(first[order], np.arange(num_micro_batches + 1))
+    return WindowPlan(
+        keys=whole.keys[order],
+        starts=starts,
+        last=last[order].astype(np.int16),
+        index=np.split(index, bounds[1:-1]),
+        places=np.split(place[used], used_bounds[1:-1]),
+    )
 
 
 @njit(cache=True, nogil=True)

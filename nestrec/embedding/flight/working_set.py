@@ -1,8 +1,9 @@
 """The rows of one batch on their owner: the sums of their gradients, the buffers they lie in, a watch over them."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device, used_here
-from nestrec.distributed.transports import Parcel
-from nestrec.embedding.flight.routing import RoutedTable
+from nestrec.embedding.flight.legs import RowLeg, RowRun, as_words, by_piece, gradient_run, half_spans
 from nestrec.embedding.rounding import draws_of
 from nestrec.embedding.row_optimizer import RowStep, runs_host_loop, update_rows, update_rows_on_host
 from nestrec.embedding.shard import FetchedRows
-from nestrec.embedding.table import RowLayout, TableConfig
+from nestrec.embedding.table import RowLayout, RowShapes, TableConfig
 from nestrec.ops.rows.gather import take_rows
-from nestrec.ops.rows.sum import add_distinct
+from nestrec.ops.rows.spans import Int64, Spans, add_spans, gather_spans
 
 _SPARE = 1.25
 _WATCHING_THREADS = 8
@@ -41,44 +41,16 @@ class WorkingTable:
     gradient_scale: int = 1
     """What gradients are multiplied with before the update."""
 
-    def parcel(self, routed: RoutedTable) -> Parcel:
-        """Vectors of the keys asked from this shard, in order of source. May share memory with the working set."""
-        weight = self.layout.view(self.fetched.rows, "weight")
-        rows = weight.contiguous() if routed.working_places is None else weight
-        return Parcel(rows, routed.receive_counts, routed.send_counts, routed.working_places)
-
-    def vectors_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Vectors of the rows at these places."""
-        return take_rows(self.layout.view(self.fetched.rows, "weight"), places)
-
-    def add(self, routed: RoutedTable, received: Sequence[torch.Tensor]) -> None:
-        """Add gradients of the keys asked from this shard, source by source (order of sums)."""
-        if routed.working_places is None and self.gradient is None:
-            (self.gradient,) = received
-            return
-        if self.gradient is None:
-            self.gradient = received[0].new_zeros(len(self.fetched.keys), self.table.dim)
-        places = _places(routed, self.fetched.rows.device).split(routed.receive_counts)
-        for where, grad in zip(places, received, strict=True):
-            add_distinct(self.gradient, where, grad)  # a source asks for a row once
-
-    def add_of_holders(self, places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Add complete sums of the holders, in order of holder."""
-        if self.total is None:
-            self.total = gradients[0].new_zeros(len(self.fetched.keys), self.table.dim)
-        for where, grad in zip(places, gradients, strict=True):
-            add_distinct(self.total, where, grad)  # a holder has a row once
-
-    def update_some(self, places: torch.Tensor, step: int, learning_rate: float) -> torch.Tensor | None:
-        """One step of the row optimiser on the rows at these places; the gradients of the others wait.
+    def update_some(self, chosen: "ChosenRows", step: int, learning_rate: float) -> torch.Tensor | None:
+        """One step of the row optimiser on the chosen rows; the gradients of the others wait.
 
         Those rows, or none where there was nothing to do.
         """
-        gradient = self.gradient if self.total is None else self.total
+        gradient, places = self.gradient if self.total is None else self.total, chosen.places
         if gradient is None or not len(places):
             return None
-        rows, chosen = self.fetched.rows.index_select(0, places), gradient.index_select(0, places)
-        self._update(rows, chosen * self.gradient_scale, places.cpu().numpy(), step, learning_rate)
+        rows, learnt = self.fetched.rows.index_select(0, places), gradient.index_select(0, places)
+        self._update(rows, learnt * self.gradient_scale, chosen.on_host, step, learning_rate)
         self.fetched.rows.index_copy_(0, places, rows)
         return rows
 
@@ -108,32 +80,128 @@ class WorkingTable:
         now = RowStep(step, learning_rate, self.table.optimizer, draws)
         if runs_host_loop(rows, self.table.optimizer.spec):
             kept = torch.from_numpy(np.flatnonzero(refused))
-            before = rows.index_select(0, kept)
+            before = rows.index_select(0, kept) if len(kept) else None
             update_rows_on_host(rows, gradient, self.layout, now, num_threads=self.table.store.num_threads)
-            rows.index_copy_(0, kept, before)
+            if before is not None:
+                rows.index_copy_(0, kept, before)
         else:
             places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if refused.any() else None
             update_rows(rows, gradient, self.layout, now, None if places is None else to_device(places, rows.device))
         used_here([gradient])
 
 
-def _places(routed: RoutedTable, device: torch.device) -> torch.Tensor:
-    if routed.working_places is not None:
-        return routed.working_places
-    return torch.arange(sum(routed.receive_counts), dtype=torch.int32, device=device)
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Some rows of a table. The host is told beside the device: nobody waits to ask."""
+
+    on_host: NDArray[np.int64]
+    places: torch.Tensor
+
+    @staticmethod
+    def of(places: NDArray[np.int64], device: torch.device) -> "ChosenRows":
+        return ChosenRows(places, to_device(places, device))
 
 
 @dataclass(slots=True)
 class WorkingSet:
-    """The rows of the batch of one step, over all tables."""
+    """The rows of the batch of one step, over all tables: one run of memory, table behind table."""
 
     step: int
     """From 1; an update carries the step of the batch that made it (rates travel with the batch)."""
+    shapes: RowShapes
+    words: torch.Tensor
+    """int32 words of all rows."""
+    spans: Spans
+    """Where the vectors of each table lie in them."""
     tables: dict[str, WorkingTable] = field(default_factory=dict)
+    _sums: dict[torch.dtype, RowRun] = field(default_factory=dict)
+    _totals: dict[torch.dtype, RowRun] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        step: int, num_rows: Int64, shapes: RowShapes, device: torch.device, buffers: "RowBuffers | None" = None
+    ) -> "WorkingSet":
+        """Memory for so many rows of each table. buffers: where it is taken from; none: fresh."""
+        sizes = num_rows * shapes.strides[: shapes.num_tables]
+        ends, num_spans = np.cumsum(sizes), len(shapes.words)
+        starts = np.concatenate([ends - sizes, np.full(num_spans - len(ends), -1, np.int64)])
+        size = int(ends[-1])
+        words = (
+            torch.empty(size, dtype=torch.int32, device=device) if buffers is None else buffers.take(step, size, device)
+        )
+        return WorkingSet(step, shapes, words, Spans.of(starts, shapes.strides, shapes.words, device))
+
+    def rows_of(self, table: int, num_rows: int) -> torch.Tensor:
+        """(num_rows, num_words) memory of a table's rows."""
+        start, words = int(self.spans.starts[table]), int(self.spans.strides[table])
+        return self.words[start : start + num_rows * words].view(num_rows, words)
+
+    def vector_writer(self, leg: RowLeg) -> Callable[[torch.Tensor], None]:
+        """Writes the vectors that a leg takes to others, in the order in which they cross."""
+        write = partial(gather_spans, self.words, self.spans, leg.asked_rows)
+        if not leg.half_places[1]:
+            return write
+
+        def write_both(out: torch.Tensor) -> None:
+            write(out)
+            spans = half_spans(leg.half_places[1], self.shapes, out.device)
+            gather_spans(self._halves(leg), spans, leg.asked_rows, out)
+
+        return write_both
+
+    def _halves(self, leg: RowLeg) -> torch.Tensor:
+        """Rows that cross in half precision, rounded, table behind table."""
+        tables, parts = list(self.tables.values()), []
+        for t, places in leg.half_places[1].items():
+            vectors = tables[t].layout.view(tables[t].fetched.rows, "weight")
+            parts.append(as_words(take_rows(vectors, places).to(self.shapes.halves[t])).reshape(-1))
+        return torch.cat(parts)
+
+    def add(self, leg: RowLeg, pieces: Sequence[torch.Tensor], dtype: torch.dtype, *, is_all: bool) -> None:
+        """Add gradients that have come to the sums, source by source (order of sums).
+
+        is_all: they are those of all rows, in order, and no others will come.
+        """
+        if is_all and not any(table.gradient is not None for _, table in self._of_type(dtype)):
+            mine = np.where(self.shapes.has_type(dtype), self._num_rows, 0)
+            spans, _ = Spans.packed(mine, self.shapes.dims, self.words.device)
+            self._take_sums(dtype, RowRun(pieces[0], spans, self._num_rows))
+            return
+        sums = self.sums(dtype)
+        for piece, rows in by_piece(pieces, leg.asked_rows, leg.asked.counts):
+            add_spans(piece, rows, sums.elements, sums.spans, leg.groups if len(pieces) == 1 else None)
+
+    def sums(self, dtype: torch.dtype) -> RowRun:
+        """Sums of gradients of a type; zeros where none has come since the last update."""
+        mine = self._of_type(dtype)
+        if dtype not in self._sums or any(table.gradient is None for _, table in mine):
+            self._take_sums(dtype, gradient_run(dtype, self._num_rows, self.shapes, self.words.device))
+        return self._sums[dtype]
+
+    def _take_sums(self, dtype: torch.dtype, run: RowRun) -> None:
+        self._sums[dtype] = run
+        for t, table in self._of_type(dtype):
+            table.gradient = run.of_table(t)
+
+    def totals(self, dtype: torch.dtype) -> RowRun:
+        """Sums over the holders of these rows."""
+        mine = self._of_type(dtype)
+        if dtype not in self._totals or any(table.total is None for _, table in mine):
+            run = self._totals[dtype] = gradient_run(dtype, self._num_rows, self.shapes, self.words.device)
+            for t, table in mine:
+                table.total = run.of_table(t)
+        return self._totals[dtype]
+
+    @property
+    def _num_rows(self) -> Int64:
+        return np.array([len(table.fetched.keys) for table in self.tables.values()])
+
+    def _of_type(self, dtype: torch.dtype) -> list[tuple[int, WorkingTable]]:
+        return [(t, table) for t, table in enumerate(self.tables.values()) if self.shapes.states[t] == dtype]
 
 
 class RowBuffers:
-    """For each table as many buffers as there are batches in flight; a buffer is enlarged only by a larger batch.
+    """As many buffers as there are batches in flight; a buffer is enlarged only by a larger batch.
 
     The caller sees to it that a buffer is no longer in use when its turn comes again: with two of them, that the
     write-back of batch t-1 comes before the fetch of batch t+1, which write-back before gather asks for anyway.
@@ -141,17 +209,15 @@ class RowBuffers:
 
     def __init__(self, turns: int = 2) -> None:
         self._turns = turns
-        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
-    def take(self, table: str, step: int, num_rows: int, layout: RowLayout, device: torch.device) -> torch.Tensor:
-        """(num_rows, num_words) memory for the rows of a table in the batch of a step."""
-        place = table, step % self._turns
-        buffer = self._buffers.get(place)
-        if buffer is None or len(buffer) < num_rows:
-            size = int(num_rows * _SPARE)
-            buffer = torch.empty(size, layout.num_words, dtype=torch.int32, device=device)
-            self._buffers[place] = buffer
-        return buffer[:num_rows]
+    def take(self, step: int, num_words: int, device: torch.device) -> torch.Tensor:
+        """(num_words,) memory for the rows of the batch of a step."""
+        buffer = self._buffers.get(step % self._turns)
+        if buffer is None or len(buffer) < num_words:
+            buffer = torch.empty(int(num_words * _SPARE), dtype=torch.int32, device=device)
+            self._buffers[step % self._turns] = buffer
+        return buffer[:num_words]
 
     @property
     def num_bytes(self) -> int:

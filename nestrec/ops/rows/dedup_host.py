@@ -43,6 +43,38 @@ def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> Deduplicated:
     return Deduplicated(scratch[0][:num_unique].copy(), inverse, counts)
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Distinct keys of each of several sequences, those of a sequence grouped by owner."""
+
+    keys: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    """(number of sequences + 1,) where the keys of each begin."""
+    inverse: NDArray[np.int32]
+    """For each original key its place among the distinct keys of its sequence."""
+    positions: NDArray[np.int64]
+    """(number of sequences + 1,) where the original keys of each begin."""
+
+    def owners(self, num_shards: int) -> NDArray[np.int32]:
+        """Of each key."""
+        found = np.zeros(len(self.keys), np.int32)
+        if num_shards > 1:
+            owners_of(self.keys, np.uint64(num_shards), found)
+        return found
+
+    def inverse_of(self, sequence: int) -> NDArray[np.int32]:
+        """Its part of `inverse`."""
+        return self.inverse[self.positions[sequence] : self.positions[sequence + 1]]
+
+
+def dedup_segments(keys: NDArray[np.int64], bounds: NDArray[np.int64], num_shards: int = 1) -> Segments:
+    """`dedup` of many sequences, keys[bounds[s] : bounds[s + 1]], in one call: most are short where tables are many."""
+    inverse, found = np.empty(len(keys), np.int32), np.zeros(len(bounds), np.int64)
+    scratch = _scratch.of(len(keys))
+    _dedup_segments(keys, bounds, num_shards, inverse, found, scratch)
+    return Segments(scratch[0][: found[-1]].copy(), found, inverse, bounds)
+
+
 Scratch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]
 
 
@@ -64,6 +96,60 @@ class _ThreadScratch(threading.local):
 
 
 _scratch = _ThreadScratch()
+
+
+@njit(cache=True, nogil=True)
+def _dedup_segments(keys, bounds, num_shards, inverse, found, scratch):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    distinct, _, position, _ = scratch
+    table, num_unique = np.full((4 * _BUCKET_KEYS, 2), -1, np.int64), 0
+    for s in range(len(bounds) - 1):
+        low, first = bounds[s], num_unique
+        own, of_own = keys[low : bounds[s + 1]], inverse[low : bounds[s + 1]]
+        if num_shards == 1 or len(own) >= 4 * num_shards:
+            bits = 0
+            while (2 << bits) * num_shards <= min(_MAX_BUCKETS, len(own) // _BUCKET_KEYS):
+                bits += 1
+            num_unique, table = _segment_by_buckets(own, num_shards, bits, of_own, num_unique, table, scratch)
+        else:  # as many buckets as owners would cost more than the keys do
+            for i in range(len(own)):
+                position[i] = i
+            num_unique, table = _one_bucket(own, position[: len(own)], of_own, distinct, num_unique, table)
+            _group_by_owner(distinct[first:num_unique], of_own, first, num_shards)
+        found[s + 1] = num_unique
+        for i in range(len(own)):
+            of_own[i] -= first
+
+
+@njit(cache=True, nogil=True)
+def _segment_by_buckets(keys, num_shards, bits, inverse, num_unique, table, scratch):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    distinct, bucketed, position, _ = scratch
+    ends, start = _into_buckets(keys, num_shards, np.int64(1) << np.int64(bits), scratch), 0
+    for bucket in range(len(ends)):
+        end = ends[bucket]
+        here = position[start:end]
+        num_unique, table = _one_bucket(bucketed[start:end], here, inverse, distinct, num_unique, table)
+        start = end
+    return num_unique, table
+
+
+@njit(cache=True, nogil=True)
+def owners_of(keys, num_shards, out):  # type: ignore[no-untyped-def]
+    """The one rule that says which shard owns a key: splitmix64 of the key modulo the number of shards."""
+    for i in range(len(keys)):
+        out[i] = np.int32(mix64(np.uint64(keys[i])) % num_shards)
+
+
+@njit(cache=True, nogil=True)
+def _group_by_owner(distinct, inverse, first, num_shards):  # type: ignore[no-untyped-def]
+    """Distinct keys, numbered from `first` in order of appearance, to groups by owner; numbers follow."""
+    owners = np.empty(len(distinct), np.int32)
+    owners_of(distinct, np.uint64(num_shards), owners)
+    order = np.argsort(owners, kind="mergesort")
+    grouped, place = distinct[order], np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    distinct[:] = grouped
+    for i in range(len(inverse)):
+        inverse[i] = first + place[inverse[i] - first]
 
 
 @njit(cache=True, nogil=True)

@@ -66,21 +66,22 @@ def _portion(keys: Iterable[int]) -> str:
     return SHARED if is_shared[0] else EXCLUSIVE
 
 
-def _portion_of_vectors(routed: Routed, working: WorkingSet, micro_batch: int = 0) -> str:
-    return _portion(routed.micro_batches[micro_batch].tables["toy"].keys.tolist())
+def _portion_of_vectors(routed: Routed, working: WorkingSet, micro_batch: int = 0, into: Any = None) -> str:
+    return _portion(routed.owned["toy"][routed.micro_batches[micro_batch].vectors.asked.places].tolist())
 
 
 def _portion_of_gradients(routed: Routed, gradients: Any, micro_batch: int) -> str:
-    return _portion(routed.micro_batches[micro_batch].gradients["toy"].keys.tolist())
+    (leg,) = routed.micro_batches[micro_batch].gradients.values()
+    return _portion(routed.owned["toy"][leg.asked.places].tolist())
 
 
 def _portion_of_sums(routed: Routed, working: WorkingSet, received: Any, micro_batch: int) -> str:
-    return _portion(routed.micro_batches[micro_batch].gradients["toy"].keys.tolist())
+    return _portion_of_gradients(routed, received, micro_batch)
 
 
 def _portion_of_rows(working: WorkingSet, *, learning_rate: float, places: Any = None) -> str:
     keys = working.tables["toy"].fetched.keys
-    return "" if places is None else _portion(keys[np.asarray(places["toy"])].tolist())
+    return "" if places is None else _portion(keys[places["toy"].on_host].tolist())
 
 
 _PORTIONS: dict[str, Callable[..., str]] = {

@@ -1,0 +1,133 @@
+"""Ranks that share one GPU: every schedule, store and replica mode leaves the bits of serial, over every transport.
+
+With NESTREC_MANY_GPUS_RESULTS naming a file, what was found is kept there, a row for each combination.
+"""
+
+import itertools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from schedule_jobs import Job, Training, regrouped, same, train
+
+from nestrec.bench.harness.frame import make_frame
+from nestrec.distributed import Topology
+from nestrec.distributed.options import RanksConfig
+from nestrec.testing.ranks import RankPool
+
+pytestmark = pytest.mark.gpu
+
+EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
+STEADY = range(10, 15)
+WORLDS = {"collectives": [1], "host": [2, 4], "copy_engine": [2, 4]}
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def pool_of(pools: dict[int, RankPool], world: int) -> RankPool:
+    if world not in pools:
+        pools[world] = RankPool(world, RanksConfig(exchange="host"), device="cuda")
+    return pools[world]
+
+
+def watched(topology: Topology, schedule: str, job: Job) -> tuple[dict[str, Any], dict[str, float]]:
+    """The state after a run, and how often a lane waited for the device in a step of the steady state: hidden, and by a
+    transport over the host, which must."""
+    training = Training(regrouped(topology, job.ranks), schedule, job)
+    advance = training.pipeline.advance
+
+    def advance_watched(step, feed):
+        with warnings.catch_warnings():  # the mode says once that it is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("warn" if step.number in STEADY else "default")
+        return advance(step, feed)
+
+    training.pipeline.advance = advance_watched
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = training.run()
+    said = [w for w in found if "called a synchronizing" in str(w.message)]
+    hidden = [w for w in said if not w.filename.endswith("cuda/streams.py")]  # where a transport asks to wait
+    for place in sorted({f"{w.filename}:{w.lineno}" for w in hidden}):
+        print(f"{schedule} waits at {place}", file=sys.stderr, flush=True)
+    waits = {"syncs_per_step": len(hidden), "transport_waits_per_step": len(said) - len(hidden)}
+    return result, {name: count / len(STEADY) for name, count in waits.items()}
+
+
+def findings(topology: Topology, job: Job) -> list[dict[str, Any]]:
+    """A row for each schedule: equal to serial, or to its definition, and how often it waited."""
+    expected, rows = train(topology, "serial", job), [{"schedule": "serial", "equal_to_serial": True}]
+    for schedule in [*EXACT, "semi_async"]:
+        result, waits = watched(topology, schedule, job)
+        row = {"schedule": schedule, "equal_to_serial": same(result, expected), **waits}
+        if schedule == "semi_async":  # by its definition nothing is late where neighbours share nothing
+            row["most_late"] = result["statistics"].most_late
+            apart = replace(job, stream="no_overlap", num_steps=8)
+            defined = same(train(topology, schedule, apart), train(topology, "serial", apart))
+            row["equal_to_definition"] = defined and row["most_late"] <= 1
+        rows.append(row)
+    return rows
+
+
+def record(rows: list[dict[str, Any]]) -> None:
+    if not (name := os.environ.get("NESTREC_MANY_GPUS_RESULTS")):
+        return
+    path = Path(name)
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    command = f"NESTREC_MANY_GPUS_RESULTS=FILE pytest {' '.join(sys.argv[1:])}"
+    path.write_text(json.dumps(make_frame(bench="many_gpus", command=command, rows=[*kept, *rows]), indent=2) + "\n")
+
+
+CASES = [
+    (transport, world, store, replicas)
+    for transport, worlds in WORLDS.items()
+    for world, store, replicas in itertools.product(worlds, ["device", "dram"], [1, 2])
+    if replicas <= world
+]
+
+
+@pytest.mark.parametrize(("transport", "world", "store", "replicas"), CASES, ids=str)
+def test_every_schedule_leaves_the_bits_of_serial(gpu_pools, transport, world, store, replicas):
+    ranks = RanksConfig(exchange=transport, replicas=replicas)
+    job = Job(store=store, device="cuda", num_steps=17, fences=(6,), ranks=ranks, window_cache=replicas == 1)
+    if world == 1:
+        found = [findings(nccl_alone(), replace(job, ranks=RanksConfig()))]
+    else:
+        found = pool_of(gpu_pools, world).run(findings, job)
+    device = torch.cuda.get_device_name()
+    about = {"device": device, "ranks": world, "store": store, "transport": transport}
+    about |= {"replicas": "gradients" if replicas > 1 else "none", "replica_groups": replicas}
+    record([{**about, **row} for row in found[0]])
+    for of_rank in found:
+        for row in of_rank:
+            right = row.get("equal_to_definition", row["equal_to_serial"])
+            assert right, row
+            assert not row.get("syncs_per_step"), row
+
+
+_alone: list[Topology] = []
+
+
+def nccl_alone() -> Topology:
+    """A world of one that takes the path of many: every exchange is a collective of NCCL."""
+    import torch.distributed as dist
+
+    if not _alone:
+        device, limit = torch.device("cuda", torch.cuda.current_device()), timedelta(seconds=60)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        _alone.append(Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True))
+    return _alone[0]
