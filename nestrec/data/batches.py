@@ -1,8 +1,11 @@
 """Batches: samples assembled into arrays, on background threads, in the order of the steps."""
 
+import contextlib
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,7 +34,8 @@ class BatchConfig:
     """tokens of a global batch, where samples differ much in length; give this or batch_samples"""
     shuffle_block: Count | None = None
     """samples of a block: blocks of consecutive samples are shuffled, then the samples inside each, so that few of a
-    large dataset's files are read at a time; none shuffles all samples"""
+    large dataset's files are read at a time; none shuffles all samples where what is read of them fits in 1 GiB, else
+    blocks of 256 MiB"""
     order: Literal["shuffled", "chronological"] = "shuffled"
     """chronological: events in the order in which they happened, window by window (see `windows`); each window is
     predicted before it is trained on"""
@@ -99,6 +103,8 @@ class Assembler(ABC):
     """loss weight of each sample, before any sampling of its length"""
     tokens: NDArray[np.int64]
     """tokens of each sample, before any sampling of its length"""
+    shuffle_block: int | None = None
+    """samples of a block, where a shuffle of all would not find their rows in memory"""
     window_bounds: NDArray[np.int64] | None = None
     """where samples are in the order of time: window w has the samples from window_bounds[w] to window_bounds[w + 1]"""
 
@@ -121,6 +127,28 @@ class Assembler(ABC):
     @abstractmethod
     def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
         """The arrays of these samples, out of their rows, wherever those were read."""
+
+
+class Making:
+    """How long the threads that make batches have worked on them."""
+
+    def __init__(self) -> None:
+        self._lock, self._samples, self._seconds = threading.Lock(), 0, 0.0
+
+    @contextlib.contextmanager
+    def of(self, count_of: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """count_of: asked at the end, the samples that were finished."""
+        start_s = time.perf_counter()
+        yield
+        with self._lock:
+            self._seconds += time.perf_counter() - start_s
+            self._samples += count_of()
+
+    def take(self) -> tuple[int, float]:
+        """Samples of this rank that were made since the last call, and the seconds of threads that they took."""
+        with self._lock:
+            found, self._samples, self._seconds = (self._samples, self._seconds), 0, 0.0
+        return found
 
 
 class Batches:
@@ -147,12 +175,13 @@ class Batches:
         fixed = 1 if cfg.micro_batches == "auto" else cfg.micro_batches
         self._num_micro_batches_at = num_micro_batches_at or (lambda position: fixed)
         self._dealer = dealer or Dealer(rank, world)
+        self.making = Making()
         self.order = GlobalBatches(
             assembler.tokens,
             seed=seed,
             batch_samples=cfg.batch_samples,
             batch_tokens=cfg.batch_tokens,
-            block_size=cfg.shuffle_block,
+            block_size=cfg.shuffle_block or assembler.shuffle_block,
             window_bounds=assembler.window_bounds,
         )
 
@@ -181,16 +210,21 @@ class Batches:
                 yield ahead.popleft()()
 
     def _read(self, position: Position) -> UnfinishedBatch:
-        samples = self.order.samples(position)
-        tokens = self._assembler.tokens_in(samples, position.epoch)
-        share = self._dealer.share(position, tokens)
-        return UnfinishedBatch(position, samples, tokens, share, self._assembler.read(samples[share.places]))
+        with self.making.of():
+            samples = self.order.samples(position)
+            tokens = self._assembler.tokens_in(samples, position.epoch)
+            share = self._dealer.share(position, tokens)
+            return UnfinishedBatch(position, samples, tokens, share, self._assembler.read(samples[share.places]))
 
     def _trade(self, stage: UnfinishedBatch) -> UnfinishedBatch:
         share, rows = self._dealer.trade(stage.position, stage.share, stage.rows, stage.tokens)
         return replace(stage, share=share, rows=rows)
 
     def _assemble(self, stage: UnfinishedBatch) -> Batch:
+        with self.making.of(lambda: len(stage.share.places)):
+            return self._assembled(stage)
+
+    def _assembled(self, stage: UnfinishedBatch) -> Batch:
         mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
         epoch, num_micro_batches = stage.position.epoch, self._num_micro_batches_at(stage.position)
         groups = self._groups(stage, mine, tokens, num_micro_batches)

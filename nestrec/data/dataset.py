@@ -1,5 +1,6 @@
 """Reading of a prepared dataset: random access to rows by their global index."""
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,10 @@ from nestrec.data.schema import ITEM_IDS, TIMESTAMPS_MS, USER_KEY
 
 DEFAULT_CACHE_BYTES = 2 << 30
 _ROWS_AT_A_TIME = 1024
+SHUFFLED_WHOLE_BYTES = 1 << 30
+"""Larger datasets are shuffled by blocks: rows of a batch then lie in few row groups, which memory holds."""
+BLOCK_BYTES = 1 << 28
+"""Several blocks fit in the cache: batches are made ahead over the border of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,8 @@ class Dataset:
 
     def __init__(self, folder: Path, card: Card, layers: list[EventLayer], columns: list[str], cache_bytes: int):
         self.folder, self.card, self.columns = folder, card, columns
-        self._layers = layers
-        needed = [*needed_to_merge(card), *columns] if len(layers) > 1 else columns
-        read = list(dict.fromkeys(needed))
-        self._cache = RowGroupCache([part for layer in layers for part in layer.parts], read, cache_bytes)
+        self._layers, self._cache_bytes = layers, cache_bytes
+        self._cache = self._cache_of(columns)
         self._first_group = offsets_of_lengths(np.array([layer.group_bounds.size - 1 for layer in layers]))
         self._ragged = ragged_columns(card.event_features)
         self.row_group_bounds = layers[0].group_bounds
@@ -167,6 +170,33 @@ class Dataset:
         if not places:  # the columns and their types are those of any row group
             places.append((self._cache.get(0), indices, indices))
         return _gather(indices, places)
+
+    def only(self, columns: Sequence[str]) -> "Dataset":
+        """The same rows with these columns alone: nothing else is decoded, or kept in memory."""
+        narrow = copy.copy(self)
+        narrow.columns = [name for name in self.columns if name in columns]
+        narrow._cache = self._cache_of(narrow.columns)
+        narrow.__dict__.pop("decoded_bytes", None)
+        return narrow
+
+    def _cache_of(self, columns: list[str]) -> RowGroupCache:
+        needed = [*needed_to_merge(self.card), *columns] if len(self._layers) > 1 else columns
+        parts = [part for layer in self._layers for part in layer.parts]
+        return RowGroupCache(parts, list(dict.fromkeys(needed)), self._cache_bytes)
+
+    @cached_property
+    def decoded_bytes(self) -> int:
+        """What all rows take in memory, with the columns that are read."""
+        return sum(part.decoded_bytes(self.columns) for layer in self._layers for part in layer.parts)
+
+    def shuffle_block(self, num_samples: int) -> int | None:
+        """So many of the samples, consecutive ones, take about `BLOCK_BYTES`; none where all rows fit in memory.
+
+        A function of the data and of what is read of it: every rank, and a run that goes on, has the same.
+        """
+        if self.decoded_bytes <= SHUFFLED_WHOLE_BYTES:
+            return None
+        return max(1, num_samples * BLOCK_BYTES // self.decoded_bytes)
 
     def scan(self, columns: Sequence[str]) -> Iterator[tuple[int, RowGroup]]:
         """Row groups one after the other with the number of their first row: these columns alone, of which nothing is

@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DamagedError
+
+_TEXT_BYTES = 50
+"""about what a short text takes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,21 @@ class UsersFile:
 
     def group_rows(self) -> list[int]:
         return [self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)]
+
+    def decoded_bytes(self, columns: Sequence[str]) -> int:
+        """What these columns of numbers take in memory."""
+        arrow, total = self.metadata.schema.to_arrow_schema(), 0
+        for name in columns:
+            kind = arrow.field(name).type
+            element = kind.value_type if pa.types.is_list(kind) else kind
+            size = element.bit_width // 8 if pa.types.is_primitive(element) else _TEXT_BYTES
+            total += size * self._num_values(name)
+        return total
+
+    def _num_values(self, name: str) -> int:
+        groups = (self.metadata.row_group(g) for g in range(self.metadata.num_row_groups))
+        chunks = (group.column(c) for group in groups for c in range(group.num_columns))
+        return sum(chunk.num_values for chunk in chunks if chunk.path_in_schema.split(".")[0] == name)
 
     def read_column(self, name: str) -> NDArray[Any]:
         """A scalar column of the whole part."""

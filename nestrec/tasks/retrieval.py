@@ -32,7 +32,7 @@ from nestrec.data.samples.windows import (
     training_slices,
     windows_by_time,
 )
-from nestrec.data.schema import EVENT_PREFIX
+from nestrec.data.schema import EVENT_PREFIX, ITEM_IDS, TIMESTAMPS_MS
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
@@ -120,6 +120,8 @@ class RetrievalTask(Task):
         """how the loss is computed; where the config says auto, set when a run begins"""
         is_trained = self._item_counts > 0 if cfg.inputs.item_features else None
         self._inputs = RetrievalInputs(dataset, cfg.inputs, seed=seed, is_trained=is_trained)
+        times = [TIMESTAMPS_MS] if self._use_times else []
+        self._read = dataset.only([ITEM_IDS, *times, *self._inputs.columns])
         items = TableConfig(
             name="items",
             dim=cfg.encoder.dim,
@@ -152,7 +154,7 @@ class RetrievalTask(Task):
     def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
         """Samples with so many negatives a token."""
         return RetrievalAssembler(
-            self._dataset,
+            self._read,
             self._split,
             self.cfg.history,
             seed=self._seed,
@@ -271,7 +273,7 @@ class RetrievalTask(Task):
 
     def _slices(self, slices: Slices, sampler: Sampler | None) -> RetrievalSlices:
         return RetrievalSlices(
-            self._dataset,
+            self._read,
             slices,
             self.cfg.history,
             seed=self._seed,
@@ -289,7 +291,7 @@ class RetrievalTask(Task):
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         options = self.cfg.evaluation
         queries = RetrievalQueries(
-            self._dataset,
+            self._read,
             self._split,
             self.cfg.history,
             part,

@@ -10,6 +10,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.data.samples.slices import slice_index
 from nestrec.data.samples.split import Part, Split
+from nestrec.data.samples.training_events import item_counts
 from nestrec.distributed import Topology
 from nestrec.tasks.baselines import (
     Baseline,
@@ -86,13 +87,7 @@ class RetrievalResults:
 
     def _training_counts(self) -> NDArray[np.int64]:
         if self._trained is None:
-            self._trained = np.zeros(self._dataset.num_items + 1, np.int64)
-            for group in range(self._dataset.num_row_groups):
-                bounds = self._dataset.row_group_bounds[group : group + 2]
-                items, offsets = self._dataset.rows(np.arange(*bounds)).lists["item_ids"]
-                end = self._split.train_end[bounds[0] : bounds[1]]
-                index, _ = slice_index(offsets[:-1], offsets[:-1] + end)
-                self._trained += np.bincount(items[index], minlength=self._trained.size)
+            self._trained = item_counts(self._dataset, self._split.train_end)
         return self._trained
 
     def _targets(self, measure: CatalogueRanks, queries: RetrievalQueries) -> Targets:

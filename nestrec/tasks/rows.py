@@ -1,6 +1,7 @@
 """Labelled rows of dense numbers and categories (Criteo): click prediction with a DLRM."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from nestrec.data.batches import MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.labelled_rows import RowsAssembler, assemble_rows
 from nestrec.data.samples.split import Part
+from nestrec.data.schema import LABEL
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
@@ -121,13 +123,21 @@ class RowsTask(Task):
         rows = self._parts[part]
         label = self._dataset.rows(rows).scalars["label"].astype(np.int64)
         logit = self._logits(engine, rows)
-        base_rate = float(self._dataset.rows(self._train).scalars["label"].mean())
+        base_rate = self._base_rate
         base_logit = np.full(len(rows), np.log(base_rate / (1 - base_rate)))
         systems = {
             "model": {"auc": bootstrap_auc(label, logit, rows), **_losses(label, logit)},
             "base rate": {"auc": Interval(auc(label, base_logit), 0.5, 0.5), **_losses(label, base_logit)},
         }
         return Evaluation(part, "auc", systems, {"logit": logit, "label": label, "users": rows})
+
+    @cached_property
+    def _base_rate(self) -> float:
+        """Of the training rows, which are the first ones."""
+        labels = (
+            group.scalars[LABEL][: max(0, len(self._train) - first)] for first, group in self._dataset.scan([LABEL])
+        )
+        return sum(float(part.sum()) for part in labels) / len(self._train)
 
     def _logits(self, engine: EmbeddingEngine, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         out = np.zeros(len(rows))

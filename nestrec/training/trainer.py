@@ -357,6 +357,9 @@ class Trainer:
         epoch, loss = self.state.position.epoch, self._meter.loss
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
         values["tables"] = self.session.engine.store_statistics()  # of this rank's shards
+        made, seconds = self.batches.making.take()
+        if made:  # as if no other rank were slower: what all ranks' threads could make together
+            values["readable_per_s"] = made / seconds * self.cfg.batch.workers * self._topology.world
         values |= self.pipeline.issue(lambda: self.balancing.report(spans, self.state.step))
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)

@@ -122,6 +122,13 @@ class EventFeatures:
         self._features = features
         self._vectors = {f.column: dataset.vectors(f) for f in features if f.kind == "vector"}
 
+    @property
+    def columns(self) -> list[str]:
+        """Of the rows of users."""
+        named = [f for f in self._features if f.kind != "vector"]
+        counts = [f.counts_column for f in named if f.is_list and f.owner == "event"]
+        return [*(f.column for f in named), *counts]
+
     def of(self, rows: Rows, index: Ints, events: Ints) -> Inputs:
         """index: of events in the concatenated rows; events: how many of them are of each row."""
         found = Inputs()

@@ -29,6 +29,7 @@ class RowsAssembler(Assembler):
         self._dataset, self._indices = dataset, indices
         self.weights = np.ones(len(indices))
         self.tokens = np.ones(len(indices), dtype=np.int64)
+        self.shuffle_block = dataset.shuffle_block(len(indices))
 
     def read(self, samples: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(self._indices[samples])

@@ -19,6 +19,7 @@ from nestrec.data.samples.features import Column, EventFeatures, ItemFeatures, c
 from nestrec.data.samples.retrieval import sequence_tensors
 from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Split
+from nestrec.data.schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 
 
 @config
@@ -39,12 +40,17 @@ class RankingInputs:
     """Turns slices of users' events into arrays; shared by training and evaluation."""
 
     def __init__(self, dataset: Dataset, cfg: RankingInputConfig, *, seed: int):
-        self._dataset, self._cfg, self._seed = dataset, cfg, seed
+        self._cfg, self._seed = cfg, seed
         self.columns = checked_columns(dataset.card, cfg)
         self._label_bit = label_bits(dataset.card, cfg)
         features = features_of(dataset.card, cfg)
         self._of_items = ItemFeatures(dataset, features["item"])
         self._of_events = EventFeatures(dataset, [*features["event"], *features["user"]])
+        self._dataset = dataset.only([ITEM_IDS, ACTIONS, TIMESTAMPS_MS, *self._of_events.columns])
+
+    def shuffle_block(self, num_samples: int) -> int | None:
+        """See `Dataset.shuffle_block`."""
+        return self._dataset.shuffle_block(num_samples)
 
     def read(self, users: NDArray[np.int64]) -> Rows:
         return self._dataset.rows(users)
@@ -87,6 +93,7 @@ class RankingAssembler(Assembler):
         self._first = np.maximum(0, self._end - max_events)
         self.weights = (self._end - self._first).astype(np.float64)
         self.tokens = 2 * (self._end - self._first)
+        self.shuffle_block = inputs.shuffle_block(len(self._users))
 
     def read(self, samples: NDArray[np.int64]) -> Rows:
         return self._inputs.read(self._users[samples])

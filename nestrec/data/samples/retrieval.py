@@ -57,6 +57,7 @@ class RetrievalAssembler(Assembler):
         self.tokens = np.minimum(split.train_end[self._users] - 1, history.max_length)
         if inputs is None or not inputs.weighs_targets:
             self.weights = self.tokens.astype(np.float64)
+        self.shuffle_block = dataset.shuffle_block(len(self._users))
 
     def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         return self._kept(self._users[samples], epoch) - 1

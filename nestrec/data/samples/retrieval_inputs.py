@@ -31,7 +31,7 @@ from nestrec.data.samples.features import (
     columns_of,
     renamed,
 )
-from nestrec.data.schema import EVENT_PREFIX
+from nestrec.data.schema import ACTIONS, EVENT_PREFIX
 
 CONTEXT_PREFIX = "context_"
 AT = "at/"
@@ -74,6 +74,12 @@ class RetrievalInputs:
         self._of_context = EventFeatures(dataset, features["context"])
         self._is_trained = is_trained
         self._weight_of_mask = _weights_of_masks(dataset.card, cfg)
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the rows of users that it reads."""
+        of_actions = [ACTIONS] if self.weighs_targets else []
+        return [*self._of_events.columns, *self._of_context.columns, *of_actions]
 
     @property
     def has_item_features(self) -> bool:

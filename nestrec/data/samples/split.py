@@ -13,6 +13,7 @@ from nestrec.base.errors import Mistakes, UserError
 from nestrec.base.moments import moment_ms
 from nestrec.data.dataset import Dataset
 from nestrec.data.prepare.features.fitting import ValueSample
+from nestrec.data.schema import TIMESTAMPS_MS
 
 Part = Literal["valid", "test"]
 
@@ -125,9 +126,8 @@ def split_of(cfg: SplitConfig, dataset: Dataset) -> Split:
 
 
 def _times_by_group(dataset: Dataset) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    for group in range(dataset.num_row_groups):
-        users = np.arange(dataset.row_group_bounds[group], dataset.row_group_bounds[group + 1])
-        yield dataset.rows(users).lists["timestamps_ms"]
+    for _, group in dataset.scan([TIMESTAMPS_MS]):
+        yield group.lists[TIMESTAMPS_MS]
 
 
 def leave_one_out(lengths: NDArray[np.int32]) -> Split:

@@ -24,7 +24,24 @@ def speed(run: RunRecords) -> Markup | None:
     if not run.steps:
         return None
     charts = [_chart(name, title, run.steps) for name, title in _CURVES.items()]
-    return element("div", _breakdown(run.steps), element("div", charts, class_="charts"))
+    return element("div", _breakdown(run.steps), _reading(run.steps), element("div", charts, class_="charts"))
+
+
+def _reading(steps: Sequence[Record]) -> Markup | None:
+    """Whether batches are made as fast as steps would take them, did they never wait for data."""
+    warm = [record for record in steps[1:] or steps if "readable_per_s" in record]
+    could, took, step_ms = (
+        mean_of([as_number(r.get(name)) for r in warm]) for name in ("readable_per_s", "samples_per_s", "step_ms")
+    )
+    if not (math.isfinite(could) and took > 0):
+        return None
+    wait_ms = min(mean_parts(warm).get("data.wait", 0.0), 0.99 * step_ms)
+    wanted = took * step_ms / (step_ms - wait_ms)
+    said = f"its threads can make {significant(could, 3)} samples a second, steps would take {significant(wanted, 3)}"
+    if could >= wanted:
+        return element("p", f"Reading keeps up: {said}.", class_="quiet")
+    remedy = "give it more threads (--batch.workers) or cores"
+    return element("p", f"Reading is short by {1 - could / wanted:.0%}: {said}; {remedy}.")
 
 
 def _chart(name: str, title: str, steps: Sequence[Record]) -> Markup | None:
