@@ -39,6 +39,7 @@ class Client:
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         num_candidates: int | None = None,
+        events: int | None = None,
         deadline_s: float | None = None,
     ) -> PreinferAnswer:
         """A ranking request of this user is on its way; the history is computed ahead where that helps."""
@@ -51,6 +52,7 @@ class Client:
             now_ms=now_ms,
             unknown=unknown,
             num_candidates=num_candidates,
+            events=events,
         )
         return cast(PreinferAnswer, self._answer(question, deadline_s))
 
@@ -206,6 +208,7 @@ class AsyncClient:
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         num_candidates: int | None = None,
+        events: int | None = None,
         deadline_s: float | None = None,
     ) -> PreinferAnswer:
         """A ranking request of this user is on its way; the history is computed ahead where that helps."""
@@ -218,6 +221,7 @@ class AsyncClient:
             now_ms=now_ms,
             unknown=unknown,
             num_candidates=num_candidates,
+            events=events,
         )
         return cast(PreinferAnswer, await self._answer(question, deadline_s))
 

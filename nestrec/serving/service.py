@@ -213,6 +213,18 @@ class Service:
         finally:
             self._end(slot)
 
+    def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[Fleet, Decision]:
+        """Whether a signal of a user with so many events would be of use to the instance that would get it."""
+        fleet, slot = self.fleets[self.ranker], self._begin(user)
+        try:
+            return fleet, fleet.engines[slot].foresee(num_events, num_candidates)
+        finally:
+            self._end(slot)
+
+    def signals_from(self, num_candidates: int) -> int:
+        """Events of the shortest history whose signal would be of use to some instance now."""
+        return min(engine.signals_from(num_candidates) for engine in self.fleets[self.ranker].engines)
+
     async def retrieve(
         self,
         fleet: Fleet,

@@ -14,10 +14,12 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig
+from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
@@ -72,6 +74,56 @@ def user_of_slot(gateway, slot):
         if route.slot == slot:
             return str(number)
     raise AssertionError("the slot has no users")
+
+
+def signals_of(service):
+    counts = service.fleets["retrieval"].engines[0].counts
+    return {name: count for name, count in counts.items() if name.startswith("signal_")}
+
+
+@pytest.mark.parametrize("budget_ms", [50.0, 0.0])
+def test_users_with_short_histories_are_never_signalled_and_nothing_of_them_is_shipped(budget_ms):
+    """With no time at all to rank, nobody is short: the signals go out and are admitted."""
+    trigger = TriggerConfig(budget_ms=budget_ms, compute_share=100.0, burst_s=100.0)
+    cfg = ServiceConfig(engine=EngineConfig(trigger=trigger))
+    service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, cfg)
+    signal = {"user": "7", "history": EVENTS, "num_candidates": 8}
+
+    async def use(client, gateway):
+        assert all([await gateway._probe(slot) for slot in range(2)])
+        told = (await client.post("/v1/preinfer", json={"user": "7", "events": 2})).json()
+        sent = await client.post("/v1/preinfer", json=signal)
+        return told["reason"], sent.status_code, sent.json(), gateway.status()["short_signals"]
+
+    try:
+        told, status, sent, num_short = through_gateway(service, use)
+        assert status == 202
+        assert sent["model"] == service.fleets["retrieval"].servable.version[:12]
+        if budget_ms:
+            assert (told, sent["reason"], num_short, signals_of(service)) == ("short", "short", 2, {})
+        else:
+            assert (told, sent["reason"], num_short) == ("wanted", "admitted", 0)
+            assert signals_of(service)["signal_admitted"] == 1
+    finally:
+        service.close()
+
+
+def test_a_signal_that_tells_a_length_fetches_kept_events_only_where_they_are_of_use(service):
+    class Counted(MemoryHistoryStore):
+        fetched = 0
+
+        async def get(self, user, timeout_s):
+            self.fetched += 1
+            return await super().get(user, timeout_s)
+
+    store = Counted(HistoryStoreConfig())
+
+    async def use(client, gateway):
+        await client.post("/v1/events", json={"user": "7", "history": EVENTS})
+        return (await client.post("/v1/preinfer", json={"user": "7", "events": 2})).json()["reason"]
+
+    assert through_gateway(service, use, num_instances=1, store=store) in {"short", "safe"}
+    assert store.fetched == 0
 
 
 def test_head_is_answered_at_once_and_without_a_body(service):

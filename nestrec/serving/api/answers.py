@@ -77,7 +77,7 @@ class PreinferAnswer(TypedDict):
     admitted: bool
     """it is"""
     reason: str
-    """why, or why not"""
+    """why, or why not; short or safe: ranking will be in time without; wanted: send it again with the history"""
     model: str
     """version of the model; the ranking request of this user that follows soon is answered by the same"""
     unknown: list[UnknownIds]
@@ -168,6 +168,8 @@ class HealthAnswer(TypedDict):
     """live, dead or ready"""
     models: NotRequired[Mapping[str, str]]
     """of one that is ready: version by role"""
+    signals_from: NotRequired[int]
+    """of one that is ready: events of the shortest history that is worth computing ahead now"""
 
 
 class LoadedAnswer(TypedDict):

@@ -35,9 +35,11 @@ from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.engine.work import OverloadedError, RefusedError, UnavailableError
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, StoreAwayError
+from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
 from nestrec.serving.service import Service, SwappedError
 
 _LOG = logging.getLogger(__name__)
+_SIGNAL_PATH = "/v1/preinfer"
 Handler = Callable[[dict[str, Any]], Awaitable[Answered]]
 
 
@@ -197,11 +199,22 @@ class App:
         """A request that arrives while a model is swapped begins again with the new one."""
         while True:
             try:
-                if path in self._takes_kept_history and ("history" not in data or data.get("prefer_kept") is True):
+                if self._takes_kept(path, data):
                     return await self._posts[path](await self._with_history(data))
                 return await self._posts[path](data)
             except SwappedError:
                 continue
+
+    def _takes_kept(self, path: str, data: dict[str, Any]) -> bool:
+        """A request is about events that are kept here. A signal that tells their number fetches them only where that
+        would be of use."""
+        if path not in self._takes_kept_history or ("history" in data and data.get("prefer_kept") is not True):
+            return False
+        events, user, candidates = data.get("events"), data.get("user"), data.get("num_candidates", USUAL_CANDIDATES)
+        if path != _SIGNAL_PATH or type(events) is not int or type(candidates) is not int or events < 0:
+            return True
+        known = parse_user(user, self._limits)
+        return self._service.foresee(known, events, candidates)[1].reason == "wanted"
 
     def _known(self, route: str) -> str:
         return route if route in self._routes else "other"

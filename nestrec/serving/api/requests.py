@@ -55,6 +55,8 @@ class PreinferRequest:
     score or refuse"""
     num_candidates: Annotated[int, Least(1), Most("max_candidates")] | None = None
     """that will be ranked"""
+    events: Annotated[int, Least(0)] | None = None
+    """how many events the history has, instead of the history: the answer says whether it is wanted"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from nestrec.serving.engine.warm_up import warm_up
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.model.forms import Form, Tokens
+from nestrec.serving.model.forms import Form, Tokens, lengths_of
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.prefix.cache import CacheKey, Entry
 from nestrec.serving.prefix.tiers import PrefixTiers
@@ -42,6 +42,8 @@ __all__ = ["Engine", "EngineConfig"]
 _LOG = logging.getLogger(__name__)
 _SMOOTH = 0.05
 _STALE_A_TURN = 256
+_BUSY = 0.5
+"""share of its time that a device works where work waits for it rather than for the host"""
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -129,6 +131,7 @@ class Engine:
             self._check_open()
             if sender.num_bytes:
                 self._byte_s += _SMOOTH * (work.estimate_s / sender.num_bytes - self._byte_s)
+            self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)))
             expected_s = self._backlog.expected_s(sender.client, user, work.estimate_s)
             if self._backlog.num_works and expected_s > min(timeout_s, self.cfg.max_queue_s):
                 raise self.refuse()
@@ -157,25 +160,47 @@ class Engine:
         timeout_s: float,
         sender: Sender = NOBODY,
     ) -> tuple[Decision, Work | None]:
-        """Decide on a signal, and queue it where it is admitted."""
-        tokens = self.form.tokens(history, now_ms)
-        work = self._work(user, tokens, None, timeout_s, sender)
-        cached = tokens.num_cacheable
+        """Decide on a signal, and queue it where it is admitted. The history is not looked into before that."""
+        key, (length, cached) = self._key(user), lengths_of(self.form, len(history))
+        there = min(self.tiers.device.length_of(key), cached) if cached else 0
         with self._condition:
             self._check_open()
             decision = self.trigger.decide(
-                work.key,
+                key,
                 tail=self.costs.tail,
-                wait_s=self.queued_s,
-                preinfer_s=work.estimate_s,
-                full_rank_s=self.costs.predict_s(*self.costs.work(0, tokens.length, num_candidates)),
+                wait_s=self._device_wait_s,
+                preinfer_s=self.costs.share_s(*self.costs.work(there, cached - there, 0)),
+                full_rank_s=self._full_rank_s(length, num_candidates),
                 num_bytes=cached * self.tiers.bytes_a_token,
             )
             self._count(f"signal_{decision.reason}")
-            if not decision.is_admitted or not cached or not self.cfg.tiers.keeps_prefix:
-                return decision, None
+        if not decision.is_admitted or not cached or not self.cfg.tiers.keeps_prefix:
+            return decision, None
+        work = self._work(user, self.form.tokens(history, now_ms), None, timeout_s, sender)
+        with self._condition:
+            self._check_open()
             self._enqueue(work)
         return decision, work
+
+    def foresee(self, num_events: int, num_candidates: int) -> Decision:
+        """Whether a signal of a user with so many events would be of use now."""
+        length, cached = lengths_of(self.form, num_events)
+        with self._condition:
+            decision = self.trigger.foresee(
+                full_rank_s=self._full_rank_s(length, num_candidates), tail=self.costs.tail, wait_s=self._device_wait_s
+            )
+        return decision if cached and self.cfg.tiers.keeps_prefix else Decision(False, "never")
+
+    def signals_from(self, num_candidates: int) -> int:
+        """Events of the shortest history whose signal would be of use now; more than the longest where none would."""
+        low, high = 1, self.form.max_events + 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.foresee(middle, num_candidates).reason == "wanted":
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
     def forget(self, user: str) -> None:
         """Drop what is kept of a user, in both tiers."""
@@ -221,6 +246,14 @@ class Engine:
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
         return self._backlog.seconds
+
+    @property
+    def _device_wait_s(self) -> float:
+        """What waits for the device: where the host is what is slow, nothing, since signals would only add to that."""
+        return self.queued_s if self._pace.busy_share > _BUSY else 0.0
+
+    def _full_rank_s(self, length: int, num_candidates: int) -> float:
+        return self.costs.predict_s(*self.costs.work(0, length, num_candidates))
 
     def _check_warm(self) -> None:
         if self._failure is not None:
@@ -377,6 +410,7 @@ class Engine:
         ended_s = time.perf_counter()
         self._count("batches")
         self.device_s += seconds
+        self._pace.worked(ended_s, seconds)
         # Before the answers: whoever waits for them needs the interpreter as soon as they are there.
         self.costs.observe(*batch.work, seconds, len(batch.steps))
         for step, scored in zip(batch.steps, results, strict=True):

@@ -15,6 +15,7 @@ _SHORTEST_SPIN_S, _LOOKED_FOR = 1e-5, 0.75
 _AWAKE_S = 5e-4
 """for which a thread that spins waits for the next request before it sleeps"""
 _SMOOTH = 0.05
+_WINDOW_S = 0.1
 
 
 class EnginePace:
@@ -26,6 +27,9 @@ class EnginePace:
         self._spin = Spin() if spins else None
         self._busy_until_s = 0.0
         self._lead_s, self._spread_s = 1e-3, 2e-4  # of late, from plan to launch
+        self.busy_share = 1.0
+        """of its time of late for which the device has worked"""
+        self._window_began_s, self._window_worked_s = time.perf_counter(), 0.0
 
     def launched(self, planned_s: float, launched_s: float, predicted_s: float) -> None:
         """A batch is on its way that is expected to take so long on the device."""
@@ -33,6 +37,13 @@ class EnginePace:
         self._spread_s += _SMOOTH * (abs(lead_s - self._lead_s) - self._spread_s)
         self._lead_s += _SMOOTH * (lead_s - self._lead_s)
         self._busy_until_s = max(self._busy_until_s, launched_s) + predicted_s
+
+    def worked(self, ended_s: float, seconds: float) -> None:
+        """A batch has ended for which the device worked so long."""
+        self._window_worked_s += seconds
+        if (span_s := ended_s - self._window_began_s) >= _WINDOW_S:
+            self.busy_share = min(1.0, self._window_worked_s / span_s)
+            self._window_began_s, self._window_worked_s = ended_s, 0.0
 
     def ended(self, ended_s: float, predicted_s: float) -> None:
         """A batch has ended; those after it are expected to take so long."""

@@ -6,6 +6,9 @@ from typing import Any
 import orjson
 
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
+
+SIGNAL_PATH = "/v1/preinfer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,8 @@ class Addressed:
     """until its deadline"""
     needs_home: bool
     """it writes or reads events that only the user's own instance keeps"""
+    num_events: int | None = None
+    """of a signal about as many candidates as usual: of the history that it tells, or tells the length of"""
 
 
 def addressed(path: str, body: bytes, limits: LimitsConfig, *, are_shared: bool = False) -> Addressed:
@@ -31,7 +36,17 @@ def addressed(path: str, body: bytes, limits: LimitsConfig, *, are_shared: bool 
     if type(timeout_ms) is not int or not 1 <= timeout_ms <= limits.max_timeout_ms:
         timeout_ms = limits.default_timeout_ms
     is_about_kept = path == "/v1/events" or "history" not in data or data.get("prefer_kept") is True
-    return Addressed(user_in(data), timeout_ms / 1000.0, is_about_kept and not are_shared)
+    num_events = _events_in(data) if path == SIGNAL_PATH else None
+    return Addressed(user_in(data), timeout_ms / 1000.0, is_about_kept and not are_shared, num_events)
+
+
+def _events_in(data: dict[str, Any]) -> int | None:
+    history, told, candidates = data.get("history"), data.get("events"), data.get("num_candidates", 1)
+    if type(candidates) is not int or not 1 <= candidates <= USUAL_CANDIDATES:
+        return None
+    if isinstance(history, dict) and data.get("prefer_kept") is not True:
+        return len(history["items"]) if isinstance(history.get("items"), list) else None
+    return told if type(told) is int and history is None else None
 
 
 def user_of(body: bytes) -> str:

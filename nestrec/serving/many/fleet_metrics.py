@@ -17,6 +17,8 @@ class FleetMetrics:
     def __init__(self, router: Router):
         self.num_failed_over = 0
         """requests that were begun again on another instance"""
+        self.num_short_signals = 0
+        """signals that no instance had a use for, and that went to none"""
         self.refusals: Mapping[str, int] = {}
         """requests that the gate let not in, by reason"""
         self._own = CollectorRegistry()
@@ -44,6 +46,7 @@ class _FrontCollector(Collector):
         events.add_metric(["diverted"], self._router.num_diverted)
         events.add_metric(["leaked"], self._router.num_leaked)
         events.add_metric(["failed_over"], self._metrics.num_failed_over)
+        events.add_metric(["short_signal"], self._metrics.num_short_signals)
         yield events
 
 

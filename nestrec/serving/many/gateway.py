@@ -67,6 +67,7 @@ class Gateway:
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes: dict[int, asyncio.Task[bool]] = {}
+        self._signals_from: dict[int, tuple[int, str]] = {}  # by slot, as it last said; and what it serves
         self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probe)
         self._folders = list(folders)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -164,6 +165,7 @@ class Gateway:
             "diverted": router.num_diverted,
             "leaked": router.num_leaked,
             "failed_over": self.metrics.num_failed_over,
+            "short_signals": self.metrics.num_short_signals,
         }
 
     async def _routed(self, method: str, path: str, target: bytes, body: bytes, client: str) -> Answered:
@@ -177,6 +179,9 @@ class Gateway:
             route = self.router.begin(about.user, at_home=about.needs_home)
             if route is None:
                 break
+            if (short := self._not_worth_a_signal(route.slot, about)) is not None:
+                self.router.end(route.slot)
+                return short
             try:
                 response = await self._upstreams[route.slot].send(
                     method, target, body, client=client, is_repeatable=is_repeatable, timeout_s=end_s - clock()
@@ -197,6 +202,15 @@ class Gateway:
         if about.needs_home:
             return problem(503, "the instance that keeps the events of this user is away", "", retry_after(1.0))
         return problem(503, "no instance is alive", "", retry_after(1.0))
+
+    def _not_worth_a_signal(self, slot: int, about: Addressed) -> Answered | None:
+        """The answer to a signal that the user's instance has no use for, as it last said: nothing goes there."""
+        signals_from, model = self._signals_from.get(slot, (0, ""))
+        if about.num_events is None or about.num_events >= signals_from or not about.user:
+            return None
+        self.metrics.num_short_signals += 1
+        answer = {"admitted": False, "reason": "short", "model": model, "unknown": [], "defaults": []}
+        return as_json(answer, 202, (b"x-nestrec-slot", str(slot).encode()))
 
     async def _everywhere(self, method: str, target: bytes) -> Answered:
         """The user may have been served by any of them: all must say that it is done."""
@@ -238,6 +252,12 @@ class Gateway:
             return False
         is_ready = response.status == 200
         self.router.set_alive(slot, is_ready)
+        self._signals_from.pop(slot, None)
+        if is_ready:
+            told = parse_json(response.body)
+            models = told.get("models", {})
+            model = models.get("ranking", models.get("retrieval", ""))
+            self._signals_from[slot] = (int(told.get("signals_from", 0)), str(model))
         if is_ready and self.rollout.rolling != slot:
             self.router.versions[slot] = version_of(parse_json(response.body).get("models", {}))
         return is_ready

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.serving.model.can_serve import check_served
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 
 
@@ -97,6 +97,13 @@ class Form(Protocol):
 
         last: (D,) state of a request's last token; none of one without events"""
         ...
+
+
+def lengths_of(form: Form, num_events: int) -> tuple[int, int]:
+    """(tokens, tokens that can be cached) of a history of so many events, as `Form.tokens` makes them."""
+    kept = num_events - history_start(num_events, form.max_events, form.slide_events)
+    length = kept * form.tokens_an_event
+    return length, length if form.appends_candidates else max(length - 1, 0)
 
 
 def make_form(servable: Servable, slide_events: int | None = None) -> Form:

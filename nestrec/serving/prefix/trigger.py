@@ -1,13 +1,17 @@
 """Which requests are worth computing ahead: those whose full ranking would miss its budget, within two bounds.
 
+    short      tail * t_full(n, m) <= short_share * budget        never computed ahead, whatever the load
     at risk    wait + tail * t_full(n, m) + w99 > budget          w99 = t_full ln(100 load) / (2 (1 - load))
     live cap   bytes of admitted prefixes that ranking has not consumed yet   <= rho * bytes of the device cache
     rate cap   device seconds of pre-inference, as a token bucket filled with u_pre a second
 
 A prefix counts as live until it is consumed or until T_life = P99(ready to consumed) + margin has passed. By Little's
 law the live cap is the bound on admissions a second of the formulas that this follows. `load` is the share of the
-device that ranking the others in full would have taken of late, and w99 what one then waits at the 99th percentile (a
+device that ranking all requests of late in full would have taken, and w99 what one then waits at the 99th percentile (a
 queue with random arrivals and equal work).
+
+`foresee` is the first half alone, from numbers that whoever routes a request knows without its history. Computing ahead
+moves work and does not save any, so it is for those who would be late: who is short, or not at risk, sends no signal.
 """
 
 import math
@@ -17,11 +21,13 @@ from typing import Literal
 
 import numpy as np
 
-from nestrec.base.bounds import NonNegative
+from nestrec.base.bounds import NonNegative, Share
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
 from nestrec.serving.prefix.cache import CacheKey
 
+USUAL_CANDIDATES = 256
+"""of a ranking request to come, where a signal does not say"""
 _LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
 _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
 
@@ -36,6 +42,8 @@ class TriggerConfig:
     """share of the device cache that prefixes may hold whose ranking has not come yet (rho)"""
     compute_share: NonNegative = 0.5
     """share of the device's time that may go into computing ahead (u_pre)"""
+    short_share: Share = 0.05
+    """of the budget: who takes no more of it is never computed ahead (at_risk)"""
     burst_s: NonNegative = 0.5
     """device seconds of pre-inference that may be saved up"""
     first_life_s: NonNegative = 1.0
@@ -48,7 +56,7 @@ class TriggerConfig:
 class Decision:
     is_admitted: bool
     reason: str
-    """`admitted`, `safe`, `never`, `live_cap` or `rate_cap`"""
+    """`admitted`, `short`, `safe`, `never`, `live_cap` or `rate_cap`; `wanted`: it may be, and needs the history"""
 
 
 class Trigger:
@@ -71,11 +79,9 @@ class Trigger:
     ) -> Decision:
         """Whether to compute ahead; an admission is charged at once."""
         self._advance()
-        if self.cfg.policy == "never":
-            return Decision(False, "never")
-        late_s = wait_s + full_rank_s * tail + self._queue_tail_s(full_rank_s)
-        if self.cfg.policy == "at_risk" and late_s * 1e3 <= self.cfg.budget_ms:
-            return Decision(False, "safe")
+        foreseen = self.foresee(full_rank_s=full_rank_s, tail=tail, wait_s=wait_s)
+        if foreseen.reason != "wanted":
+            return foreseen
         if self._live_bytes + num_bytes > self.cfg.cache_share * self._cache_bytes:
             return Decision(False, "live_cap")
         if preinfer_s > self._saved_s:
@@ -86,16 +92,36 @@ class Trigger:
         self._live_bytes += num_bytes
         return Decision(True, "admitted")
 
-    def _queue_tail_s(self, full_rank_s: float) -> float:
-        """w99; the request joins the load of those after it."""
+    def foresee(self, *, full_rank_s: float, tail: float, wait_s: float) -> Decision:
+        """Whether a signal would be of use, from what is known without a history; nothing is charged."""
+        if self.cfg.policy == "never":
+            return Decision(False, "never")
+        if self.cfg.policy == "at_risk":
+            if full_rank_s * tail * 1e3 <= self.cfg.short_share * self.cfg.budget_ms:
+                return Decision(False, "short")
+            late_s = wait_s + full_rank_s * tail + self._queue_tail_s(full_rank_s)
+            if late_s * 1e3 <= self.cfg.budget_ms:
+                return Decision(False, "safe")
+        return Decision(False, "wanted")
+
+    def offered(self, full_rank_s: float) -> None:
+        """A ranking request has come that would take so long in full."""
+        self._offered.append((self._clock.now_s(), full_rank_s))
+        self._offered_s += full_rank_s
+        self._forget_offered()
+
+    def _forget_offered(self) -> None:
         now_s = self._clock.now_s()
         while self._offered and self._offered[0][0] < now_s - _LOAD_WINDOW_S:
             self._offered_s -= self._offered.popleft()[1]
+
+    def _queue_tail_s(self, full_rank_s: float) -> float:
+        """w99"""
+        now_s = self._clock.now_s()
+        self._forget_offered()
         span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
         self._offered_s = self._offered_s if self._offered else 0.0  # rounding does not pile up
         load = min(0.99, self._offered_s / span_s)
-        self._offered.append((now_s, full_rank_s))
-        self._offered_s += full_rank_s
         return full_rank_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
 
     def consumed(self, key: CacheKey) -> None:

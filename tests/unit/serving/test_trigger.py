@@ -43,9 +43,28 @@ def test_load_puts_requests_at_risk_that_alone_would_be_safe():
         reasons = []
         for user in range(200):
             clock.sleep(gap_s)
+            trigger.offered(0.010)
             reasons.append(decide(trigger, user, full_rank_s=0.010).reason)
         shares[gap_s] = reasons[50:].count("admitted") / 150
     assert list(shares.values()) == [0.0, 1.0]
+
+
+def test_short_requests_are_never_computed_ahead_whatever_waits():
+    trigger, _ = make(budget_ms=50.0, short_share=0.05)
+    for _ in range(1000):
+        trigger.offered(0.01)
+    assert decide(trigger, 1, full_rank_s=0.002, wait_s=10.0).reason == "short"
+    assert decide(trigger, 2, full_rank_s=0.0022, wait_s=10.0).is_admitted
+
+
+def test_what_is_foreseen_is_what_is_decided_and_charges_nothing():
+    trigger, _ = make(budget_ms=50.0)
+    for full_rank_s in (0.001, 0.04, 0.042):
+        told = trigger.foresee(full_rank_s=full_rank_s, tail=1.2, wait_s=0.0).reason
+        assert told == {"admitted": "wanted"}.get(reason := decide(trigger, 1, full_rank_s=full_rank_s).reason, reason)
+    live = trigger.live_bytes
+    trigger.foresee(full_rank_s=0.042, tail=1.2, wait_s=0.0)
+    assert trigger.live_bytes == live
 
 
 def test_live_bytes_are_bounded_until_consumed_or_dead():

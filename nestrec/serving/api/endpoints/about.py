@@ -10,6 +10,7 @@ from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.openapi import openapi
 from nestrec.serving.api.page import PAGE, PAGE_POLICY
 from nestrec.serving.api.protocol.http import Answered, as_json, problem, retry_after
+from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
 from nestrec.serving.service import Fleet
 
 _POLICY = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -56,7 +57,8 @@ async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
     """Requests can be served: models are loaded and warmed up, and nobody has asked to drain."""
     if not front.service.is_ready:
         return problem(503, "not ready", "", retry_after(1))
-    return {"status": "ready", "models": {role: f.servable.version[:12] for role, f in front.service.fleets.items()}}
+    models = {role: fleet.servable.version[:12] for role, fleet in front.service.fleets.items()}
+    return {"status": "ready", "models": models, "signals_from": front.service.signals_from(USUAL_CANDIDATES)}
 
 
 async def metrics(front: Front, _: Any) -> Answered:

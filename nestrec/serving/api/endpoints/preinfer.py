@@ -6,12 +6,18 @@ from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader, check_feature_names
 from nestrec.serving.api.requests import PreinferRequest
 from nestrec.serving.api.schema import parse_user
-
-_USUAL_CANDIDATES = 256
+from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
 
 
 async def preinfer(front: Front, request: PreinferRequest) -> PreinferAnswer:
-    """The history is computed ahead where ranking would be late otherwise."""
+    """The history is computed ahead where ranking would be late otherwise. Who tells its length alone learns whether it
+    is worth sending."""
+    num_candidates = request.num_candidates or USUAL_CANDIDATES
+    if request.history is None and request.events is not None:
+        user = parse_user(request.user, front.limits)
+        fleet, foreseen = front.service.foresee(user, request.events, num_candidates)
+        model = fleet.servable.version[:12]
+        return {"admitted": False, "reason": foreseen.reason, "model": model, **Notes().said()}
     fleet, notes = front.service.announced_fleet(parse_user(request.user, front.limits)), Notes(request.unknown)
     check_feature_names(request, fleet.servable)
     asked = Reader(fleet.servable, front.limits, notes).user(request)
@@ -20,7 +26,7 @@ async def preinfer(front: Front, request: PreinferRequest) -> PreinferAnswer:
         asked.user,
         asked.history,
         asked.now_ms,
-        request.num_candidates or _USUAL_CANDIDATES,
+        num_candidates,
         timeout_s=asked.timeout_s,
     )
     return {
