@@ -22,7 +22,7 @@ def gate_rows(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dropout(silu(gate) * norm(parts side by side)) and the norm's statistics; one to three parts, rows strided."""
-    from nestrec.ops.layers.row_kernels import gate_forward_kernel
+    from nestrec.ops.layers.gate_kernels import gate_forward_kernel
 
     check_parts(parts, gate)
     out, mean, rstd = like(gate), column(gate), column(gate)
@@ -73,7 +73,7 @@ def gate_rows_backward(
 
     torch.compile takes operators that write into arguments, but not those that return a list besides.
     """
-    from nestrec.ops.layers.row_kernels import gate_backward_kernel
+    from nestrec.ops.layers.gate_kernels import gate_backward_kernel
 
     check_rows(grad, *grad_parts, out)
     check_parts(parts, gate)
