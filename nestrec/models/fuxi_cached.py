@@ -71,4 +71,5 @@ CACHED = CachedForward(
     kept=lambda cfg: cfg,
     forward=cached_forward,
     most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
+    paged="nestrec.models.fuxi_paged:PagedFuXi",
 )

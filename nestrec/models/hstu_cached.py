@@ -73,16 +73,9 @@ def _biases(
     return rows, candidate.to(dtype)
 
 
-def is_pageable(model: HSTU) -> bool:
-    """Whether `nestrec.models.hstu_paged.PagedHSTU` computes this model."""
-    cfg = model.cfg
-    has_whole_tiles = cfg.head_dim >= 16 and cfg.head_dim & (cfg.head_dim - 1) == 0
-    return has_whole_tiles and not (cfg.position_bias or cfg.time_bias) and cfg.attention.is_uniform
-
-
 CACHED = CachedForward(
     kept=lambda cfg: cfg,
     forward=cached_forward,
     most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
-    is_pageable=is_pageable,
+    paged="nestrec.models.hstu_paged:PagedHSTU",
 )

@@ -75,6 +75,19 @@ class KeptShape(Protocol):
     def head_dim(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPages:
+    """Memory of kept prefixes, of all layers."""
+
+    pool: torch.Tensor
+    """(L, 2, H, slots, head_dim)"""
+    scales: torch.Tensor | None
+    """(L, 2, H, slots) uint8, exponents of powers of two, where the pool is of float8_e4m3fn"""
+    times: torch.Tensor | None
+    """(slots,) float64 seconds of kept tokens, of a model that reads them"""
+    page_tokens: int
+
+
 Forward = Callable[[Any, torch.Tensor, Sequence[Segment], PrefixReader], tuple[torch.Tensor, list[KeysAndValues]]]
 """(model, (T, D) vectors of the new tokens, segments, prefixes) to the (T, D) states of the new tokens and, for each
 layer, their keys and values, each (T, H, head_dim)"""
@@ -91,5 +104,6 @@ class CachedForward:
     """a pass over new tokens"""
     most_seen: Callable[[Any], Sequence[int]] = lambda cfg: ()
     """of a config: keys that a token meets at most in each layer; none: all"""
-    is_pageable: Callable[[Any], bool] = lambda model: False
-    """whether the captured graphs of HSTU (`nestrec.models.hstu_paged`) compute this model"""
+    paged: "Callable[[Any, KeptPages], Any] | str | None" = None
+    """(model, pages) to a `PagedEncoder` that computes whole batches on a GPU, or `module:attribute` of it; none: such
+    models run there sequence by sequence"""

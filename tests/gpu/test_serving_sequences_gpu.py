@@ -8,13 +8,13 @@ import torch
 from serving_oracle import oracle_scores
 from serving_sequences import Sequences
 
-from nestrec.models.hstu import HSTUConfig
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runner import Part, Runner
 from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.prefix.page_pool import pool_for
 from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
 
@@ -23,6 +23,9 @@ SIZES = {"dim": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "max_length
 ENCODERS = {
     "plain": HSTUConfig(**SIZES, position_bias=False),
     "biased": HSTUConfig(**SIZES, time_bias=True),
+    "functional": HSTUConfig(**SIZES, time_bias=True, time_encoding="functional"),
+    "fuxi": FuXiConfig(**SIZES, ffn_dim=32),
+    "sasrec": SASRecConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"}, ffn_dim=32),
 }
 PAGE_TOKENS, SLIDE = 16, 4
 TIERS = TiersConfig(
@@ -43,7 +46,7 @@ def runner_of(kind, seed):
     """Pages and captured graphs of a model, on which engines run one after the other."""
     encoder, device = ENCODERS[kind], torch.device("cuda")
     form = make_form(random_ranking(encoder, num_items=200, seed=seed, device=device, dtype=torch.bfloat16), SLIDE)
-    pool = PagePool(encoder, num_pages=12, page_tokens=PAGE_TOKENS, device=device, dtype=torch.bfloat16)
+    pool = pool_for(form.servable, cache_bytes=TIERS.cache_bytes, page_tokens=PAGE_TOKENS)
     return make_runner(form, pool, CONFIG)
 
 

@@ -94,6 +94,22 @@ def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, nu
     assert min(sources.values()) > 0
 
 
+def test_prefixes_of_8_bits_change_scores_a_little_and_take_half_the_bytes():
+    model, scores, held = random_ranking(ENCODER, num_items=200, dtype=torch.bfloat16), [], []
+    for prefix_dtype in ("model", "fp8"):
+        engine, rng = make_engine(model, replace(CONFIG, prefix_dtype=prefix_dtype)), np.random.default_rng(1)
+        history = draw_history(rng, 15)
+        engine.preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
+        asked = draw_candidates(rng, history, 50)
+        answer = engine.rank("a", history, asked, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+        assert answer.source == "device"
+        scores.append(answer.scores)
+        held.append(engine.tiers.device.num_pages)
+        engine.close()
+    assert 0 < np.abs(scores[1] - scores[0]).max() <= 0.05 * np.abs(scores[0]).max()
+    assert held[1] >= 1.6 * held[0]  # heads of 8 numbers: their powers of two weigh more than those of 128
+
+
 def test_a_history_that_changes_while_it_is_computed_leaves_no_wrong_prefix(servable, monkeypatch):
     rng = np.random.default_rng(3)
     history = draw_history(rng, 12)

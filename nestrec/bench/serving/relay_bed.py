@@ -15,7 +15,7 @@ from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token
+from nestrec.serving.prefix.page_pool import pool_for
 from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
 
@@ -95,11 +95,7 @@ class RelayBed:
         dtype = getattr(torch, bench.dtype)
         servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
         self.form: Form = make_form(servable)
-        page_tokens = TiersConfig().page_tokens
-        pool = PagePool(
-            encoder, num_pages=max(1, bench.cache_bytes // (bytes_a_token(encoder, dtype) * page_tokens)),
-            page_tokens=page_tokens, device=torch.device(bench.device), dtype=dtype,
-        )  # fmt: skip
+        pool = pool_for(servable, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens)
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
     def load(self, history: int, candidates: int, returning: float) -> RelayLoad:

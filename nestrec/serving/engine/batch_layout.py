@@ -1,19 +1,21 @@
-"""A batch of ranking work as arrays, in the order of its rows: histories of all users first, then all candidates."""
+"""A batch of work as arrays, in the order of its rows: histories of all users first, then all rows that are asked for.
+
+Those are candidates of a ranking model, or the last events of users of a retrieval model, whose states are their
+queries: both stand behind a history that they see, and do not see each other.
+"""
 
 import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.models.hstu import HSTU
-from nestrec.ops.attention.paged_blocks import BLOCK_ROWS, FIELDS, PagedSegment, segment_array, write_blocks
+from nestrec.ops.attention.paged.blocks import BLOCK_ROWS, FIELDS, PagedSegment, Seen, segment_array, write_blocks
 from nestrec.serving.engine.runner import Part
-from nestrec.serving.model.ranking_form import RankingForm
+from nestrec.serving.model.forms import AskedRows, PagedForm, Tokens
 from nestrec.serving.prefix.page_pool import PagePool
 
 Indices = NDArray[np.int32]
@@ -22,34 +24,78 @@ _SPARE_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class PartRows:
+    """The rows of a part."""
+
+    tokens: Tokens
+    first: int
+    end: int
+    """of the history; the last event of a user who asks is none of it where it is asked for"""
+    stored: int
+    """tokens that will be in the pages"""
+    pages: list[int]
+    asked: AskedRows | None
+
+    @property
+    def num_asked(self) -> int:
+        return 0 if self.asked is None else self.asked.count
+
+    @staticmethod
+    def of(form: PagedForm, parts: Sequence[Part]) -> "list[PartRows]":
+        found = []
+        for part in parts:
+            asked = None if part.candidates is None else form.asked(part.tokens, part.candidates)
+            end = part.end - (1 if asked is not None and asked.is_last_event else 0)
+            stored = max(part.first, min(part.store_until, end))
+            found.append(PartRows(part.tokens, part.first, end, stored, part.pages, asked))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """How large a batch is."""
 
     num_history: int
-    """rows before the first candidate"""
+    """rows before the first that is asked for"""
     num_candidates: int
+    """rows that are asked for"""
     num_blocks: int
     num_last_blocks: int
-    """of candidates"""
+    """of those"""
     num_pages: int
+    num_records: int
+    """events, and what is asked for"""
 
     @property
     def num_rows(self) -> int:
         return self.num_history + self.num_candidates
 
-    @property
-    def num_records(self) -> int:
-        """events and candidates"""
-        return self.num_history // 2 + self.num_candidates
-
     @staticmethod
-    def of(parts: Sequence[Part], page_tokens: int) -> "Extent":
-        history = [part.end - part.first for part in parts]
-        asked = [part.num_candidates for part in parts]
+    def of(rows: Sequence[PartRows], page_tokens: int) -> "Extent":
+        history = [part.end - part.first for part in rows]
+        asked = [part.num_asked for part in rows]
         last = sum(-(-count // BLOCK_ROWS) for count in asked)
         blocks = last + sum(-(-count // BLOCK_ROWS) for count in history)
-        pages = sum(-(-part.first // page_tokens) for part in parts)
-        return Extent(sum(history), sum(asked), blocks, last, pages)
+        pages = sum(-(-part.first // page_tokens) for part in rows)
+        events = sum(
+            part.end // part.tokens.tokens_an_event - part.first // part.tokens.tokens_an_event for part in rows
+        )
+        return Extent(sum(history), sum(asked), blocks, last, pages, events + sum(asked))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What the arrays of all batches of a model have in common."""
+
+    num_fields: int
+    """of a record"""
+    tokens_an_event: int
+    seen: tuple[Seen, ...]
+    """what layers see, each kind once: a table of blocks for each"""
+    last_seen: Seen
+    """what the last layer sees"""
+    num_heads: int
+    has_times: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +108,7 @@ class Room:
     num_rows: int
     num_candidates: int
     num_pages: int
-    num_fields: int
+    layout: Layout
 
     @property
     def num_blocks(self) -> int:
@@ -74,22 +120,27 @@ class Room:
 
     @property
     def num_records(self) -> int:
-        """A row of history is half an event, a row of a candidate a whole record."""
+        """A row of history is an event or half of one, a row of a candidate a whole record."""
+        if self.layout.tokens_an_event == 1:
+            return self.num_rows
         return -(-(self.num_rows + self.num_candidates) // 2)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """of token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records_FR"""
+        """of time_T and query_time_T (two words each), token_T, position_T, slot_T, blocks, last_blocks, pages, row_C,
+        record_C, records_FR"""
         return (
+            2 * self.num_rows if self.layout.has_times else 0,
+            2 * self.num_rows if self.layout.has_times else 0,
             self.num_rows,
             self.num_rows,
             self.num_rows,
-            self.num_blocks * FIELDS,
+            len(self.layout.seen) * self.num_blocks * FIELDS,
             self.num_last_blocks * FIELDS,
             self.num_pages,
             self.num_candidates,
             self.num_candidates,
-            self.num_records * self.num_fields,
+            self.num_records * self.layout.num_fields,
         )
 
     @property
@@ -106,12 +157,12 @@ class Room:
         )
 
     @staticmethod
-    def for_extent(extent: Extent, num_fields: int) -> "Room":
+    def for_extent(extent: Extent, layout: Layout) -> "Room":
         """As large as one batch needs it."""
         rows_for_blocks = max(0, extent.num_blocks - _SPARE_BLOCKS) * BLOCK_ROWS
         asked_for_blocks = max(0, extent.num_last_blocks - _SPARE_BLOCKS) * BLOCK_ROWS
         candidates = max(extent.num_candidates, asked_for_blocks)
-        return Room(max(extent.num_rows, rows_for_blocks, candidates), candidates, extent.num_pages, num_fields)
+        return Room(max(extent.num_rows, rows_for_blocks, candidates), candidates, extent.num_pages, layout)
 
 
 class Sections:
@@ -119,30 +170,30 @@ class Sections:
 
     def __init__(self, room: Room, array: Indices):
         parts = [array[first:end] for first, end in _bounds(room)]
-        self.token_T, self.position_T, self.slot_T = parts[:3]
-        self.blocks, self.last_blocks = (part.reshape(-1, FIELDS) for part in parts[3:5])
-        self.pages, self.row_C, self.record_C = parts[5:8]
-        self.records_FR = parts[8].reshape(room.num_fields, -1)
+        self.layout = room.layout
+        self.time_T, self.query_time_T = (part.view(np.float64) for part in parts[:2])
+        self.token_T, self.position_T, self.slot_T = parts[2:5]
+        self.blocks = parts[5].reshape(len(room.layout.seen), -1, FIELDS)
+        self.last_blocks = parts[6].reshape(-1, FIELDS)
+        self.pages, self.row_C, self.record_C = parts[7:10]
+        self.records_FR = parts[10].reshape(room.layout.num_fields, -1)
 
 
-def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part], to: Sections) -> None:
+def lay_out(pool: PagePool, parts: Sequence[PartRows], to: Sections) -> None:
     """Write a batch. What is left of its room names row 0, and nothing of it is kept."""
     rows, segments, pages = [], [], list[int]()
     row, candidate_row, prefix_pages = 0, sum(part.end - part.first for part in parts), 0
     for part in parts:
-        stored, asked = max(part.first, min(part.store_until, part.end)), part.num_candidates
-        rows.append((part.first, part.end, stored, asked, len(pages), -(-part.first // pool.page_tokens)))
-        segments.append(PagedSegment(part.first, part.end - part.first, asked, row, candidate_row, prefix_pages))
+        asked, history = part.num_asked, part.end - part.first
+        rows.append((part.first, part.end, part.stored, asked, len(pages), -(-part.first // pool.page_tokens)))
+        segments.append(PagedSegment(part.first, history, asked, row, candidate_row, prefix_pages, part.tokens.cut))
         pages += part.pages
-        row, candidate_row, prefix_pages = (
-            row + part.end - part.first,
-            candidate_row + asked,
-            prefix_pages + rows[-1][5],
-        )
+        row, candidate_row, prefix_pages = row + history, candidate_row + asked, prefix_pages + rows[-1][5]
     _write_rows(
-        np.array(rows, np.int64),
+        np.array(rows, np.int64).reshape(-1, 6),
         np.array(pages, np.int64),
         pool.page_tokens,
+        to.layout.tokens_an_event,
         to.token_T,
         to.position_T,
         to.slot_T,
@@ -150,18 +201,35 @@ def lay_out(form: RankingForm, pool: PagePool, parts: Sequence[Part], to: Sectio
         to.row_C,
         to.record_C,
     )
-    heads, table = form.servable.kept.num_heads, segment_array(segments)
-    rules = cast(HSTU, form.encoder).cfg.attention.rules(0)
-    seen = (rules.max_attention_length or 0, rules.num_context)
-    write_blocks(table, heads, False, to.blocks, *seen)
-    write_blocks(table, heads, True, to.last_blocks, *seen)
-    asked_columns = [form.candidate_columns(part.candidates) for part in parts if part.candidates is not None]
+    table = segment_array(segments)
+    for blocks, seen in zip(to.blocks, to.layout.seen, strict=True):
+        write_blocks(table, to.layout.num_heads, False, blocks, seen)
+    write_blocks(table, to.layout.num_heads, True, to.last_blocks, to.layout.last_seen)
+    _fill_records(parts, to)
+    if to.layout.has_times:
+        _fill_times(parts, to)
+
+
+def _fill_records(parts: Sequence[PartRows], to: Sections) -> None:
+    step = to.layout.tokens_an_event
     for field, column in enumerate(to.records_FR):
-        events = (part.tokens.columns[field][part.first // 2 : part.end // 2] for part in parts)
-        _fill(column, *events, *(columns[field] for columns in asked_columns))
+        events = (part.tokens.columns[field][part.first // step : part.end // step] for part in parts)
+        _fill(column, *events, *(part.asked.columns[field] for part in parts if part.asked is not None))
 
 
-def _fill(to: Indices, *values: NDArray[np.integer]) -> None:
+def _fill_times(parts: Sequence[PartRows], to: Sections) -> None:
+    step = to.layout.tokens_an_event
+    asked = [part.asked for part in parts if part.asked is not None]
+    for seconds, name, shown in (
+        (to.time_T, "times_ms", [np.full(one.count, one.time_ms) for one in asked]),
+        (to.query_time_T, "asked_ms", [np.full(one.count, one.asked_ms) for one in asked]),
+    ):
+        history = (getattr(part.tokens, name)[part.first // step : part.end // step] for part in parts)
+        _fill(seconds, *(np.repeat(times, step) if step > 1 else times for times in history), *shown)
+        np.divide(seconds, 1000.0, out=seconds)
+
+
+def _fill(to: NDArray[np.generic], *values: NDArray[np.integer]) -> None:
     """One after the other, and zeros after them."""
     first = 0
     for value in values:
@@ -175,6 +243,7 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
     parts: NDArray[np.int64],
     pages: NDArray[np.int64],
     page_tokens: int,
+    tokens_an_event: int,
     token_T: Indices,
     position_T: Indices,
     slot_T: Indices,
@@ -182,12 +251,14 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
     row_C: Indices,
     record_C: Indices,
 ) -> None:
-    """parts: (first, end, end of what is kept, candidates, first page, pages of the prefix) of each."""
-    row, page = 0, 0
+    """parts: (first, end, end of what is kept, candidates, first page, pages of the prefix) of each.
+
+    A token is twice its record, and one more where it is the second one of its event."""
+    row, page, step = 0, 0, 2 // tokens_an_event
     for i in range(len(parts)):
         first, end, stored, _, first_page, num_pages = parts[i]
         for token in range(first, end):
-            token_T[row], position_T[row], slot_T[row] = row, token, -1
+            token_T[row], position_T[row], slot_T[row] = step * row, token, -1
             if token < stored:
                 slot_T[row] = pages[first_page + token // page_tokens] * page_tokens + token % page_tokens
             row += 1
@@ -196,8 +267,9 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
     num_history, asked = row, 0
     for i in range(len(parts)):
         for _ in range(parts[i, 3]):
-            token_T[row], position_T[row] = num_history + 2 * asked, parts[i, 1]
-            row_C[asked], record_C[asked] = row, num_history // 2 + asked
+            record = num_history // tokens_an_event + asked
+            token_T[row], position_T[row] = 2 * record, parts[i, 1]
+            row_C[asked], record_C[asked] = row, record
             row, asked = row + 1, asked + 1
     slot_T[num_history:] = -1
     token_T[row:], position_T[row:] = 0, 0

@@ -2,6 +2,7 @@
 
 from nestrec.base.bounds import Count, NonNegative
 from nestrec.base.config import config
+from nestrec.serving.prefix.page_pool import PrefixDtype
 from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
 
@@ -10,6 +11,9 @@ from nestrec.serving.prefix.trigger import TriggerConfig
 class EngineConfig:
     tiers: TiersConfig = TiersConfig()
     """where prefixes are kept"""
+    prefix_dtype: PrefixDtype = "model"
+    """of the keys and values of prefixes: that of the model, bfloat16, or fp8 (half of that: twice the users in as many
+    bytes); what 8 bits cost is measured by `nestrec export`"""
     max_batch_tokens: Count = 4096
     """new tokens of requests in a batch, candidates included; signals may add as many"""
     max_batch_requests: Count = 32

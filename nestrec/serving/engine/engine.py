@@ -88,6 +88,7 @@ class Engine:
             post=self._post,
             count=self._count,
             pool=runner.pool if runner is not None else None,
+            prefix_dtype=cfg.prefix_dtype,
         )
         self._runner = runner or make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)

@@ -1,43 +1,73 @@
-"""Batches of ranking work on a GPU: one copy to the device, one captured graph, one copy back.
+"""Batches of work on a GPU: one copy to the device, one captured graph, one copy back.
 
 Batches are padded to one of a few numbers of rows and of candidates, and for each pair of them everything from ids to
-scores is captured once. Nothing here waits for the device: `Launched.wait` does. All of it runs on one stream, so
+scores is captured once; of a retrieval model, everything from ids to the states that are searched with. Nothing here
+waits for the device: `Launched.wait` does. All of it runs on one stream, so
 batches keep their order and may share buffers.
 
 Legend: T rows of the batch, C candidates, R records, D model width, F fields of a record.
 """
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.models.hstu import HSTU, HSTUConfig
-from nestrec.models.hstu_paged import PagedBatch, PagedHSTU
-from nestrec.ops.attention.paged_blocks import FIELDS
+from nestrec.models.paged import PagedBatch, Pages
+from nestrec.models.segments import KeptShape
+from nestrec.ops.attention.paged.blocks import FIELDS
 from nestrec.ops.layers.token_rows import token_rows
-from nestrec.serving.engine.batch_layout import Extent, Room, Sections, lay_out
-from nestrec.serving.engine.runner import Launched, Part, Scored
-from nestrec.serving.model.ranking_form import RankingForm
+from nestrec.serving.engine.batch_layout import Extent, Layout, PartRows, Room, Sections, lay_out
+from nestrec.serving.engine.runner import Launched, Part, Scored, found_by_states
+from nestrec.serving.model.forms import PagedForm
 from nestrec.serving.prefix.page_pool import PagePool
 
 _CANDIDATES = (0, 512, 1024)
 """numbers of candidates that batches are padded to, beside the number of their rows"""
 
+_FEW_ASKED = (0, 64)
+"""the same of retrieval models, which are asked for one row a user"""
 _TILE_ROWS, _TILE_COLUMNS = 256, 128
 """of a product on a Hopper GPU"""
 _MOST_ROW_STEP = 1024
 
 
+class PagedEncoder(Protocol):
+    """A backbone over pages (`nestrec.models.paged`)."""
+
+    pages: Pages
+
+    def weights_changed(self) -> None:
+        """Those of the model have other values; what was captured reads them where they were."""
+        ...
+
+    def forward(self, x_TD: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """(C, D) states of what is asked for"""
+        ...
+
+
+def layout_of(form: PagedForm, encoder: PagedEncoder) -> Layout:
+    """Of all batches of a model."""
+    return Layout(
+        num_fields=form.num_fields,
+        tokens_an_event=form.tokens_an_event,
+        seen=encoder.pages.seen,
+        last_seen=encoder.pages.last_seen,
+        num_heads=form.servable.kept.num_heads,
+        has_times=form.servable.reads_times,
+    )
+
+
 class Captured:
     """The pass of one number of rows and candidates."""
 
-    def __init__(self, form: RankingForm, encoder: PagedHSTU, room: Room, content_RD: torch.Tensor | None = None):
+    def __init__(self, form: PagedForm, encoder: PagedEncoder, room: Room, content_RD: torch.Tensor | None = None):
         """content_RD: room for the vectors of records, where they are brought to the device before the graph runs."""
         self._form, self._encoder, self.room, self._content_RD = form, encoder, room, content_RD
         self._indices = torch.zeros(room.num_indices, dtype=torch.int32, device=form.servable.device)
@@ -45,7 +75,7 @@ class Captured:
         self._scores: torch.Tensor | None = None
 
     def capture(self, memory: Any) -> None:
-        self._indices.split(list(self.room.sizes))[2].fill_(-1)  # nothing is kept
+        self._indices.split(list(self.room.sizes))[4].fill_(-1)  # nothing is kept
         self._forward()  # compiles and loads what a capture may not
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
@@ -67,14 +97,15 @@ class Captured:
             self._content_RD[:num_records] = self._form.content(records)
 
     def _forward(self) -> torch.Tensor:
-        form, encoder = self._form, cast(HSTU, self._form.encoder)
+        form, encoder, layout = self._form, cast(Any, self._form.encoder), self.room.layout
         sections = self._indices.split(list(self.room.sizes))
-        token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records = sections
-        records_FR = records.view(self.room.num_fields, -1)
+        time_T, query_time_T = (words.view(torch.float64) if layout.has_times else None for words in sections[:2])
+        token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records = sections[2:]
+        records_FR = records.view(layout.num_fields, -1)
         content_RD = form.content(records_FR.long().T) if self._content_RD is None else self._content_RD
         x_TD = token_rows(
             content_RD,
-            records_FR[1],
+            records_FR[-1 if layout.num_fields == 1 else 1],
             form.action_vectors,
             encoder.position,
             token_T,
@@ -83,13 +114,15 @@ class Captured:
         )
         batch = PagedBatch(
             slot_T=slot_T,
-            blocks=blocks.view(-1, FIELDS),
+            blocks=blocks.view(len(layout.seen), -1, FIELDS).unbind(),
             last_blocks=last_blocks.view(-1, FIELDS),
             pages=pages,
             row_C=row_C,
+            time_T=time_T,
+            query_time_T=query_time_T,
         )
         state_CD = self._encoder.forward(x_TD, batch)
-        return form.logits(state_CD, content_RD.index_select(0, record_C))
+        return form.outcome(state_CD, content_RD.index_select(0, record_C))
 
 
 class _Slot:
@@ -118,25 +151,26 @@ class _Views:
 
 
 class GraphRunner:
-    """Runs ranking models without relative biases."""
+    """Runs models whose backbones know pages."""
 
     depth: int = 2
     warm_events: int = 4096
     spins: bool = True
 
-    def __init__(self, form: RankingForm, pool: PagePool, *, max_tokens: int):
-        self.form, self.pool = form, pool
-        self.row_step = rows_a_wave(cast(HSTU, form.encoder).cfg, pool.tensor.device)
+    def __init__(self, form: PagedForm, encoder: PagedEncoder, pool: PagePool, *, max_tokens: int):
+        self.form, self.pool, self._encoder = form, pool, encoder
+        self.row_step = rows_a_wave(form.servable.kept, pool.tensor.device)
+        self._layout = layout_of(form, encoder)
         most_pages = 32 * -(-form.servable.encoder_config.max_length // pool.page_tokens)
         self._sizes = row_counts(max_tokens)
         self._captured: dict[int, list[Captured]] = {}
         memory: Any = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            self._encoder = PagedHSTU(cast(HSTU, form.encoder), pool.tensor, pool.page_tokens)
             content_RD = room_for_content(form, self._sizes[-1])
             for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-                rooms = [Room(size, count, most_pages, form.num_fields) for count in candidate_counts(size)]
-                self._captured[size] = [Captured(form, self._encoder, room, content_RD) for room in rooms]
+                counts = candidate_counts(size) if form.appends_candidates else _FEW_ASKED
+                rooms = [Room(size, count, most_pages, self._layout) for count in counts]
+                self._captured[size] = [Captured(form, encoder, room, content_RD) for room in rooms]
                 for captured in reversed(self._captured[size]):
                     captured.capture(memory)
         self._most = self._captured[self._sizes[-1]][-1].room
@@ -148,23 +182,37 @@ class GraphRunner:
 
     @torch.inference_mode()
     def launch(self, parts: Sequence[Part]) -> Launched:
-        extent = Extent.of(parts, self.pool.page_tokens)
+        rows = PartRows.of(self.form, parts)
+        extent = Extent.of(rows, self.pool.page_tokens)
         captured = self._captured_for(extent)
         slot = self._next_slot(captured.room)
         views = slot.views(captured.room)
-        lay_out(self.form, self.pool, parts, views.sections)
+        lay_out(self.pool, rows, views.sections)
         captured.bring(views.sections, extent.num_records)
         slot.begin.record()  # after the host's part: a device that waits for it is not at work
-        scores = captured.run(views.indices)
-        if extent.num_candidates:
-            views.scores.copy_(scores, non_blocking=True)
+        found = captured.run(views.indices)
+        if self.form.appends_candidates:
+            if extent.num_candidates:
+                views.scores.copy_(found, non_blocking=True)
+        else:
+            found = found.clone()  # the next batch writes over it
         slot.end.record()
 
         def wait() -> tuple[list[Scored | None], float]:
             slot.end.synchronize()
-            return _split(parts, views.scored), slot.begin.elapsed_time(slot.end) / 1e3
+            seconds = slot.begin.elapsed_time(slot.end) / 1e3
+            if self.form.appends_candidates:
+                return _split(parts, views.scored), seconds
+            return self._searched(parts, rows, found), seconds
 
         return Launched(wait, slot.end.query)
+
+    @torch.inference_mode()
+    def _searched(self, parts: Sequence[Part], rows: Sequence[PartRows], states: torch.Tensor) -> list[Scored | None]:
+        """What users are nearest to, by the states of their last events."""
+        places = itertools.accumulate((part.num_asked for part in rows), initial=0)
+        last = [states[place] if part.num_asked else None for place, part in zip(places, rows, strict=False)]
+        return found_by_states(self.form, parts, last)
 
     def _next_slot(self, room: Room) -> _Slot:
         if room.num_indices > self._most.num_indices or room.num_candidates > self._most.num_candidates:
@@ -174,18 +222,20 @@ class GraphRunner:
         return self._slots[0]
 
     def _slot(self, room: Room) -> _Slot:
-        return _Slot(room.num_indices, room.num_candidates, len(self.form.outputs))
+        return _Slot(
+            room.num_indices, room.num_candidates if self.form.appends_candidates else 0, len(self.form.outputs)
+        )
 
     def _captured_for(self, extent: Extent) -> Captured:
         for size in self._sizes[bisect.bisect_left(self._sizes, extent.num_rows) :]:
             for captured in self._captured[size]:
                 if captured.room.holds(extent):
                     return captured
-        room = Room.for_extent(extent, self.form.num_fields)
+        room = Room.for_extent(extent, self._layout)
         return Captured(self.form, self._encoder, room, room_for_content(self.form, room.num_records))
 
 
-def room_for_content(form: RankingForm, num_records: int) -> torch.Tensor | None:
+def room_for_content(form: PagedForm, num_records: int) -> torch.Tensor | None:
     """(R, D) where a table is behind a cache, which the host asks; none where the graph looks rows up itself."""
     if form.servable.is_resident:
         return None
@@ -199,9 +249,9 @@ def row_counts(max_tokens: int) -> list[int]:
     return [count for count in counts if count < max_tokens + 2048]
 
 
-def rows_a_wave(cfg: HSTUConfig, device: torch.device) -> int:
+def rows_a_wave(kept: KeptShape, device: torch.device) -> int:
     """Rows for which every multiprocessor has one tile of the widest product of a layer: those are as fast as fewer."""
-    tiles = -(-4 * cfg.num_heads * cfg.head_dim // _TILE_COLUMNS)
+    tiles = -(-4 * kept.num_heads * kept.head_dim // _TILE_COLUMNS)
     waves = torch.cuda.get_device_properties(device).multi_processor_count // tiles
     return min(_MOST_ROW_STEP, max(1, waves) * _TILE_ROWS)
 

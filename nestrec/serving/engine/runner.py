@@ -117,8 +117,10 @@ class Runner:
     def run(self, parts: Sequence[Part]) -> list[Scored | None]:
         """Scores of each part with candidates; none for the others."""
         states = self.states(parts)
-        best = self._best(parts, states)
-        return [best.pop(b) if b in best else self._scores(part, states[b]) for b, part in enumerate(parts)]
+        counts = [part.end - part.first for part in parts]
+        last = [state[count - 1] if count else None for state, count in zip(states, counts, strict=True)]
+        behind = [state[count:] for state, count in zip(states, counts, strict=True)]
+        return found_by_states(self.form, parts, last, behind)
 
     @torch.inference_mode()
     def states(self, parts: Sequence[Part]) -> list[torch.Tensor]:
@@ -139,14 +141,6 @@ class Runner:
         for part, start in zip(parts, bounds[:-1], strict=True):
             self._store(part, start, made)
         return [state_TD[start:end] for start, end in itertools.pairwise(bounds)]
-
-    def _best(self, parts: Sequence[Part], states: Sequence[torch.Tensor]) -> dict[int, Scored]:
-        """Of the whole catalogue, for all who ask for that at once; by place in the batch."""
-        asked = {b: p.candidates for b, p in enumerate(parts) if p.candidates is not None and p.candidates.num_best}
-        counts = [parts[b].end - parts[b].first for b in asked]
-        last = [states[b][count - 1] if count else None for b, count in zip(asked, counts, strict=True)]
-        found = self.form.best(list(asked.values()), last) if asked else []
-        return {b: Scored(items, scores) for b, (items, scores) in zip(asked, found, strict=True)}
 
     def _vectors(self, part: Part) -> torch.Tensor:
         history = self.form.vectors(part.tokens, part.first, part.end)
@@ -175,10 +169,28 @@ class Runner:
                     layer, part.pages, part.first, keys[start : start + count], values[start : start + count]
                 )
 
-    def _scores(self, part: Part, state_ND: torch.Tensor) -> Scored | None:
-        candidates = part.candidates
-        if candidates is None:
-            return None
-        num_history = part.end - part.first
-        last = state_ND[num_history - 1] if num_history else None
-        return Scored(candidates.items, self.form.scores(candidates, last, state_ND[num_history:]).cpu().numpy())
+
+def found_by_states(
+    form: Form,
+    parts: Sequence[Part],
+    last: Sequence[torch.Tensor | None],
+    candidates: Sequence[torch.Tensor] | None = None,
+) -> list[Scored | None]:
+    """Scores of each part with candidates, and the best of the catalogue for all who ask for them at once.
+
+    last: (D,) state of a user's last token. candidates: (C, D) of those that are tokens of their own.
+    """
+    asking = [b for b, part in enumerate(parts) if part.candidates is not None and part.candidates.num_best]
+    wanted = [asked for b in asking if (asked := parts[b].candidates) is not None]
+    best = dict(zip(asking, form.best(wanted, [last[b] for b in asking]) if asking else [], strict=True))
+    results = list[Scored | None]()
+    for b, part in enumerate(parts):
+        if part.candidates is None:
+            results.append(None)
+        elif b in best:
+            results.append(Scored(*best[b]))
+        else:
+            state_CD = torch.zeros(0) if candidates is None else candidates[b]
+            scores = form.scores(part.candidates, last[b], state_CD)
+            results.append(Scored(part.candidates.items, scores.cpu().numpy()))
+    return results

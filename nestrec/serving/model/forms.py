@@ -106,6 +106,56 @@ def lengths_of(form: Form, num_events: int) -> tuple[int, int]:
     return length, length if form.appends_candidates else max(length - 1, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class AskedRows:
+    """Rows of a request whose states are asked for; they share place and time."""
+
+    columns: tuple[NDArray[np.int64], ...]
+    """like those of events"""
+    time_ms: int
+    asked_ms: int
+    """when they ask"""
+    is_last_event: bool
+    """it is the last event of the history"""
+
+    @property
+    def count(self) -> int:
+        return len(self.columns[0])
+
+
+class PagedForm(Form, Protocol):
+    """A form whose batches can be computed in one pass, in steps over the records of many users at once.
+
+    A record is one of an event or of what is asked for, (R, fields) of the first columns of `Tokens`.
+    """
+
+    @property
+    def num_fields(self) -> int:
+        """of a record"""
+        ...
+
+    @property
+    def action_vectors(self) -> torch.Tensor:
+        """(bits, D); an action token is the sum of those of the bits in the second field of its record"""
+        ...
+
+    def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows | None:
+        """None where there is no row to ask: a user without events."""
+        ...
+
+    def records(self, records: NDArray[np.int64]) -> torch.Tensor:
+        """Records where their ids are looked up."""
+        ...
+
+    def content(self, records: torch.Tensor) -> torch.Tensor:
+        """(R, D) vectors of records"""
+        ...
+
+    def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
+        """(C, outputs) scores of candidates, or the states that are searched with"""
+        ...
+
+
 def make_form(servable: Servable, slide_events: int | None = None) -> Form:
     """The form of a model that an engine can serve; a UserError where its backbone has no cached forward.
 

@@ -19,18 +19,23 @@ ACTION_BITS = {"click": 1, "like": 2}
 
 
 def random_retrieval(
-    encoder: EncoderConfig, *, num_items: int = 1000, seed: int = 0, device: torch.device | str = "cpu"
+    encoder: EncoderConfig,
+    *,
+    num_items: int = 1000,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Servable:
     """A retrieval model whose item keys are "1", "2", ..."""
     torch.manual_seed(seed)
     task = RetrievalTaskConfig(encoder=encoder, history=HistoryConfig(max_length=encoder.max_length))
     model = RetrievalModel(task.encoder, task.similarity)
-    items = _table(num_items + 1, encoder.dim, device)
+    items = _table(num_items + 1, encoder.dim, device).to(dtype)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits={})
     return Servable(
         spec=spec,
         version=_version(spec, seed),
-        model=_ready(model, device),
+        model=_ready(model, device).to(dtype),
         tables={"items": ResidentTable(items)},
         item_keys=_keys(num_items),
         index=ResidentTable(model.item_vectors(items[1:])),

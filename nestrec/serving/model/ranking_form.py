@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.data.samples.ranking import checked_columns
 from nestrec.models.ranking import RankingModel
-from nestrec.serving.model.forms import Tokens
+from nestrec.serving.model.forms import AskedRows, Tokens
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
@@ -86,6 +86,14 @@ class RankingForm:
         """Of candidates, like those of events."""
         none = np.zeros(len(candidates), np.int64)
         return candidates.items, none, none, *(candidates.features[name] for name in self._given)
+
+    def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows:
+        """The candidates, which ask when they would be shown."""
+        now_ms = candidates.now_ms
+        return AskedRows(self.candidate_columns(candidates), now_ms, now_ms, is_last_event=False)
+
+    def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
+        return self.logits(state_CD, content_CD)
 
     def content(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) sum of the vectors of item and categories, in the order of training."""

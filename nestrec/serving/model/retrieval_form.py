@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.models.retrieval import RetrievalModel
-from nestrec.serving.model.forms import Tokens
+from nestrec.serving.model.forms import AskedRows, Tokens
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
@@ -130,6 +130,34 @@ class RetrievalForm:
     def query(self, last_BD: torch.Tensor) -> torch.Tensor:
         """(B, D) what is multiplied with item vectors."""
         return self._model.item_vectors(last_BD) / self._model.similarity.temperature
+
+    # The same in steps over the records of many users at once: (R, 1) item.
+
+    num_fields: int = 1
+
+    @property
+    def action_vectors(self) -> torch.Tensor:
+        """None: events have one token."""
+        return torch.zeros(0, self.servable.encoder_config.dim, dtype=self.servable.dtype, device=self.servable.device)
+
+    def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows | None:
+        """The last event, which asks at the time of the request; none of a user without events."""
+        if not tokens.length:
+            return None
+        last = tuple(column[-1:] for column in tokens.columns)
+        return AskedRows(last, int(tokens.times_ms[-1]), int(tokens.asked_ms[-1]), is_last_event=True)
+
+    def records(self, records: NDArray[np.int64]) -> torch.Tensor:
+        """Records where their ids are looked up."""
+        return torch.from_numpy(np.ascontiguousarray(records)).to(self.servable.lookup_device)
+
+    def content(self, records: torch.Tensor) -> torch.Tensor:
+        """(R, D) rows of the items"""
+        return self.servable.tables["items"].rows(records[:, 0]).to(self.servable.dtype)
+
+    def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
+        """The states: what is found with them is the business of `best` and `scores`."""
+        return state_CD
 
     def rows(self, items: NDArray[np.int64]) -> torch.Tensor:
         """(items, D) vectors of items as the encoder reads them."""

@@ -17,7 +17,7 @@ from nestrec.serving.prefix.cache import CacheKey, Entry, PrefixCache
 from nestrec.serving.prefix.copier import Copier, break_even_tokens
 from nestrec.serving.prefix.expander import Expander, Kept
 from nestrec.serving.prefix.host_pages import HostPages
-from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token
+from nestrec.serving.prefix.page_pool import PagePool, PrefixDtype, pool_for
 
 _MOST_SPILL_WAIT_S = 0.1
 Post = Callable[[Callable[[], None]], None]
@@ -61,22 +61,19 @@ class PrefixTiers:
         post: Post,
         count: Callable[[str], None],
         pool: PagePool | None = None,
+        prefix_dtype: PrefixDtype = "model",
     ):
         """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""
         self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
         servable = form.servable
-        self.bytes_a_token = bytes_a_token(servable.kept, servable.dtype)
         self._longest = servable.encoder_config.max_length
-        num_pages = max(1, cfg.cache_bytes // (self.bytes_a_token * cfg.page_tokens)) if cfg.keeps_prefix else 1
-        self.pool = pool or PagePool(
-            servable.kept,
-            num_pages=num_pages,
-            page_tokens=cfg.page_tokens,
-            device=servable.device,
-            dtype=servable.dtype,
+        cache_bytes = cfg.cache_bytes if cfg.keeps_prefix else 0
+        self.pool = pool or pool_for(
+            servable, cache_bytes=cache_bytes, page_tokens=cfg.page_tokens, prefix_dtype=prefix_dtype
         )
-        num_pages = min(num_pages, self.pool.num_pages)
-        self.num_bytes = num_pages * self.bytes_a_token * self.pool.page_tokens
+        self.bytes_a_token = self.pool.token_bytes
+        num_pages = min(max(1, cache_bytes // self.pool.page_bytes), self.pool.num_pages)
+        self.num_bytes = num_pages * self.pool.page_bytes
         self.device = PrefixCache(
             num_pages=num_pages,
             page_tokens=self.pool.page_tokens,

@@ -1,4 +1,4 @@
-"""Launches of HSTU attention and of the search on a Hopper GPU, compiled for one where there is none: they fit."""
+"""Launches of attention and of the search on a Hopper GPU, compiled for one where there is none: they fit."""
 
 import subprocess
 import sys
@@ -97,4 +97,55 @@ def test_launches_compile_and_fit(dim, has_rules, biases):
     if biases == "0 2" and (dim > 128 or has_rules):
         return
     assert {"stream_kernel"} <= {name for name, _ in found}
+    assert max(int(shared) for _, shared in found) <= SHARED_BYTES
+
+
+PAGED = """
+from nestrec.ops.attention.paged.attention import KeptLayer, Workspace, paged_attention, store_in_pages
+from nestrec.ops.attention.paged.bias import PairPlan, PairTimes, find_buckets, store_times, write_biases
+from nestrec.ops.attention.paged.blocks import FIELDS, Seen, most_tiles
+
+dim, weights, kind, is_small, is_local = int(sys.argv[1]), *sys.argv[2:4], *(int(word) for word in sys.argv[4:])
+seen, rows = Seen(50, 7) if is_local else Seen(), 200
+time = torch.zeros(rows, dtype=torch.float64)
+plan = PairPlan(blocks=torch.zeros(8, FIELDS, dtype=torch.int32), pages=torch.zeros(9, dtype=torch.int32),
+                page_tokens=64, num_tiles=most_tiles(8, 300), seen=seen)
+times = PairTimes(slots=torch.zeros(640, dtype=torch.float64), time_T=time, query_time_T=time)
+q, k, v = torch.zeros(rows, 6 * dim, dtype=torch.bfloat16).chunk(3, dim=1)
+pool = torch.zeros(2, 2, 640, dim, dtype=torch.float8_e4m3fn if is_small else torch.bfloat16)
+kept = KeptLayer(pool, torch.zeros(2, 2, 640, dtype=torch.uint8) if is_small else None)
+slots, biases = torch.zeros(rows, dtype=torch.int32), None
+store_in_pages(k, v, kept, slots)
+store_times(time, slots, times.slots)
+if kind != "none":
+    biases = plan.memory(q.dtype)
+    write_biases(biases, plan, times=times,
+                 position_table=torch.zeros(601) if kind != "time" else None,
+                 time_table=torch.zeros(65) if kind in ("tables", "time") else None,
+                 buckets=find_buckets(plan, times, 64) if kind in ("tables", "time") else None,
+                 time_function=torch.zeros(3) if kind == "function" else None)
+for asked in (None, 64):
+    paged_attention(None if weights == "channel" else q, k, v, kept, plan.blocks, plan.pages, page_tokens=64, scale=1.0,
+                    workspace=Workspace.make(2, dim, torch.device("cpu")), weights=weights, biases=biases,
+                    num_asked=asked, seen=seen)
+"""
+PAGED_CASES = [
+    "128 silu none 0 0",
+    "128 silu tables 0 0",
+    "128 silu function 1 1",
+    "50 silu position 0 1",
+    "50 softmax none 1 0",
+    "256 softmax none 0 0",
+    "128 channel time 0 0",
+    "256 channel position 1 1",
+    "256 silu tables 1 0",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", PAGED_CASES)
+def test_paged_launches_compile_and_fit(case):
+    found = compiled(PAGED, *case.split())
+    assert {"attention_kernel", "store_kernel"} <= {name for name, _ in found}
     assert max(int(shared) for _, shared in found) <= SHARED_BYTES

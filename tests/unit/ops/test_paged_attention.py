@@ -1,142 +1,293 @@
-"""The paged kernel against the definition: on a GPU, or in Triton's interpreter."""
+"""The paged kernels against their definitions: on a GPU, or in Triton's interpreter."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import silu
 
-from nestrec.ops.attention.cached import cached_attention_reference
-from nestrec.ops.attention.mask import PLAIN, semi_local
-from nestrec.ops.attention.paged_blocks import FIELDS, PagedSegment, segment_array, write_blocks
+from nestrec.ops.attention.mask import AttentionRules, seen_mask
+from nestrec.ops.attention.paged.blocks import FIELDS, PagedSegment, Seen, most_tiles, segment_array, write_blocks
+from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.registry import IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # rows of padding hold anything
     pytest.mark.skipif(not (IS_INTERPRETED or torch.cuda.is_available()), reason="needs a GPU, or TRITON_INTERPRET=1"),
 ]
-PAGE, HEADS, DIM, NORMALISER = 64, 2, 16, 5.0
+PAGE, HEADS, DIM, SCALE = 64, 2, 16, 0.2
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 SHAPES = [(0, 1, 0), (0, 5, 3), (64, 0, 3), (100, 1, 0), (70, 130, 2), (0, 200, 140), (65, 64, 129), (3, 0, 1)]
 """(prefix, new history, candidates)"""
+LONG = [(1100, 0, 3), (1345, 70, 66), (600, 5, 0), (0, 40, 2), (512, 1, 1)]
+LONGEST = 1600
+BIASES = {"none": (), "position": ("position",), "tables": ("position", "time"), "function": ("position", "function")}
 
 
-def run_paged(shapes, dtype, device, rules=PLAIN):
-    """Outputs of one batch, and for each sequence its inputs."""
-    from nestrec.ops.attention.paged import Workspace, paged_attention, store_in_pages
+class Batch:
+    """One batch of some shapes, in pages that stand in any order."""
 
-    generator = torch.Generator().manual_seed(1)
-    history_total = sum(s for _, s, _ in shapes)
-    total = history_total + sum(c for _, _, c in shapes)
-    num_pages = sum(-(-p // PAGE) for p, _, _ in shapes) + 1
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)  # noqa: E731
-    qkv = draw(total, 3 * HEADS * DIM)
-    q, k, v = qkv.chunk(3, dim=1)
-    pool = torch.full((2, HEADS, num_pages * PAGE, DIM), float("nan"), device=device, dtype=dtype)
-    order = np.random.default_rng(2).permutation(num_pages)
-    segments, pages, prefixes, row, candidate_row = [], [], [], 0, history_total
-    for prefix, history, candidates in shapes:
-        segments.append(
-            PagedSegment(
-                prefix_length=prefix,
-                num_history=history,
-                num_candidates=candidates,
-                history_row=row,
-                candidate_row=candidate_row,
-                first_page=len(pages),
+    def __init__(self, shapes, dtype=torch.float32, *, dim=DIM, is_small=False, seen=Seen(), cut=0):  # noqa: B008
+        from nestrec.ops.attention.paged.attention import KeptLayer, store_in_pages
+        from nestrec.ops.attention.paged.bias import PairPlan, PairTimes, store_times
+
+        generator = torch.Generator().manual_seed(1)
+        draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
+        self.dim, self.seen, self.cut, self.dtype = dim, seen, cut if seen.is_cut else 0, dtype
+        history_total = sum(s for _, s, _ in shapes)
+        total = history_total + sum(c for _, _, c in shapes)
+        num_pages = sum(-(-p // PAGE) for p, _, _ in shapes) + 1
+        self.q, self.k, self.v = draw(total, 3 * HEADS * dim).chunk(3, dim=1)
+        self.time_T = torch.empty(total, dtype=torch.float64)
+        self.query_time_T = torch.empty(total, dtype=torch.float64)
+        pool = torch.full((2, HEADS, num_pages * PAGE, dim), float("nan"), device=DEVICE, dtype=dtype)
+        scales = torch.full(pool.shape[:3], 255, dtype=torch.uint8, device=DEVICE) if is_small else None
+        self.kept = KeptLayer(pool.to(torch.float8_e4m3fn) if is_small else pool, scales)
+        slot_times = torch.full((num_pages * PAGE,), float("nan"), dtype=torch.float64, device=DEVICE)
+        order, self.segments, pages = np.random.default_rng(2).permutation(num_pages), [], []
+        self.old, row, asked_row = [], 0, history_total
+        for prefix, history, asked in shapes:
+            self.segments.append(PagedSegment(prefix, history, asked, row, asked_row, len(pages), cut))
+            own = order[len(pages) : len(pages) + -(-prefix // PAGE)]
+            pages += list(own)
+            token = np.arange(prefix)
+            slots = torch.from_numpy(own[token // PAGE] * PAGE + token % PAGE).to(DEVICE, torch.int32)
+            k, v = draw(prefix, HEADS * dim), draw(prefix, HEADS * dim)
+            times = torch.rand(prefix + history + 1, generator=generator, dtype=torch.float64).mul(1e5).cumsum(0)
+            if prefix:
+                store_in_pages(k, v, self.kept, slots)
+                store_times(times[:prefix].to(DEVICE), slots, slot_times)
+            self.old.append((k, v, times[:prefix]))
+            new, candidates = slice(row, row + history), slice(asked_row, asked_row + asked)
+            self.time_T[new], self.query_time_T[new] = times[prefix:-1], times[prefix + 1 :]
+            self.time_T[candidates], self.query_time_T[candidates] = times[-1], times[-1] + 777.0
+            row, asked_row = row + history, asked_row + asked
+        blocks = np.full((40, FIELDS), 99, np.int32)
+        write_blocks(segment_array(self.segments), HEADS, False, blocks, seen)
+        self.plan = PairPlan(
+            blocks=torch.from_numpy(blocks).to(DEVICE),
+            pages=torch.tensor([*pages, 0], dtype=torch.int32, device=DEVICE),
+            page_tokens=PAGE,
+            num_tiles=most_tiles(40, LONGEST),
+            seen=seen,
+        )
+        own = (self.time_T.to(DEVICE), self.query_time_T.to(DEVICE))
+        self.times = PairTimes(slots=slot_times, time_T=own[0], query_time_T=own[1])
+        self.learned = SimpleNamespace(
+            position=torch.randn(2 * LONGEST - 1, generator=generator).mul(0.5).to(DEVICE, dtype),
+            time=torch.randn(65, generator=generator).mul(0.5).to(DEVICE, dtype),
+            function=torch.tensor([0.7, 11.0, -0.5]).to(DEVICE, dtype),
+        )
+
+    def run(self, weights, kinds):
+        from nestrec.ops.attention.paged.attention import Workspace, paged_attention
+        from nestrec.ops.attention.paged.bias import find_buckets, write_biases
+
+        biases, learned = None, self.learned
+        if kinds:
+            biases = self.plan.memory(self.dtype)
+            write_biases(
+                biases,
+                self.plan,
+                position_table=learned.position if "position" in kinds else None,
+                time_table=learned.time if "time" in kinds else None,
+                buckets=find_buckets(self.plan, self.times, 64) if "time" in kinds else None,
+                time_function=learned.function if "function" in kinds else None,
+                times=self.times,
             )
+        workspace = Workspace.make(HEADS, self.dim, DEVICE)
+        out = paged_attention(
+            None if weights == "channel" else self.q,
+            self.k,
+            self.v,
+            self.kept,
+            self.plan.blocks,
+            self.plan.pages,
+            workspace=workspace,
+            page_tokens=PAGE,
+            scale=SCALE,
+            weights=weights,
+            biases=biases,
+            seen=self.seen,
         )
-        own = order[len(pages) : len(pages) + -(-prefix // PAGE)]
-        pages += list(own)
-        token = np.arange(prefix)
-        slots = torch.from_numpy(own[token // PAGE] * PAGE + token % PAGE).to(device, torch.int32)
-        old_k, old_v = draw(prefix, HEADS * DIM), draw(prefix, HEADS * DIM)
-        if prefix:
-            store_in_pages(old_k, old_v, pool, slots)
-        prefixes.append((old_k, old_v))
-        row, candidate_row = row + history, candidate_row + candidates
-    blocks = np.full((40, FIELDS), 99, np.int32)
-    write_blocks(segment_array(segments), HEADS, False, blocks, rules.max_attention_length or 0, rules.num_context)
-    workspace = Workspace.make(HEADS, DIM, torch.device(device))
-    out = paged_attention(
-        q,
-        k,
-        v,
-        pool,
-        torch.from_numpy(blocks).to(device),
-        torch.tensor([*pages, 0], dtype=torch.int32, device=device),
-        workspace=workspace,
-        page_tokens=PAGE,
-        normaliser=NORMALISER,
-        rules=rules,
-    )
-    assert not workspace.arrived.any()
-    return out, (q, k, v), segments, prefixes
+        assert not workspace.arrived.any()
+        return out
 
+    def expected(self, b, weights, kinds):
+        """(N, H * D) in float64, with one mask over everything."""
+        segment, (old_k, old_v, old_time) = self.segments[b], self.old[b]
+        rows = self.rows(b)
+        num_prefix, length = segment.prefix_length, segment.prefix_length + len(rows)
+        rules = AttentionRules(
+            num_targets_B=torch.tensor([segment.num_candidates]),
+            num_context=self.seen.context,
+            max_attention_length=self.seen.window or None,
+            looks_ahead=False,
+        )
+        seen_NK = seen_mask(torch.tensor([0, length]), length, rules)[0, num_prefix:].clone()
+        seen_NK &= (torch.arange(length) >= self.cut)[None]
+        heads = lambda x: x.cpu().double().unflatten(1, (HEADS, self.dim)).transpose(0, 1)  # noqa: E731
+        keys, values = (heads(torch.cat([old, new[rows]])) for old, new in ((old_k, self.k), (old_v, self.v)))
+        bias = torch.zeros(length, length, dtype=torch.float64)
+        if kinds:
+            learned = self.learned
+            bias = RelativeBias(
+                position_table=learned.position.cpu().double() if "position" in kinds else None,
+                time_table=learned.time.cpu().double() if "time" in kinds else None,
+                time_function=learned.function.cpu().double() if "function" in kinds else None,
+                time_T=torch.cat([old_time, self.time_T[rows]]),
+                query_time_T=torch.cat([old_time, self.query_time_T[rows]]),
+            ).dense(torch.tensor([0, length]), length, rules)[0]
+        bias = bias[num_prefix:]
+        scores = heads(self.q[rows]) @ keys.transpose(1, 2)
+        if weights == "softmax":
+            found = (SCALE * scores).masked_fill(~seen_NK, -torch.inf).softmax(2)
+        else:
+            found = SCALE * seen_NK * (bias[None] if weights == "channel" else silu(scores + bias))
+        return (found @ values).transpose(0, 1).flatten(1)
 
-def largest_error(shapes, dtype, device, rules=PLAIN):
-    out, new, segments, prefixes = run_paged(shapes, dtype, device, rules)
-    worst = 0.0
-    for segment, old in zip(segments, prefixes, strict=True):
-        rows = [
-            *range(segment.history_row, segment.history_row + segment.num_history),
-            *range(segment.candidate_row, segment.candidate_row + segment.num_candidates),
+    def rows(self, b):
+        s = self.segments[b]
+        return [
+            *range(s.history_row, s.history_row + s.num_history),
+            *range(s.candidate_row, s.candidate_row + s.num_candidates),
         ]
-        heads = lambda x: x.double().unflatten(1, (HEADS, DIM)).transpose(0, 1)  # noqa: E731
-        expected = cached_attention_reference(
-            *(heads(x[rows]) for x in new),
-            tuple(heads(x) for x in old),
-            num_candidates=segment.num_candidates,
-            normaliser=NORMALISER,
-            rules=rules,
-        )
-        difference = heads(out[rows]) - expected
-        worst = max(worst, float(difference.norm() / expected.norm()))
-    return worst
+
+    def error(self, weights="silu", kinds=()):
+        out, worst = self.run(weights, kinds).cpu().double(), 0.0
+        for b in range(len(self.segments)):
+            if len(rows := self.rows(b)):
+                # Rows before a cut are nobody's.
+                behind = min(max(0, self.cut - self.segments[b].prefix_length), self.segments[b].num_history)
+                expected = self.expected(b, weights, kinds)[behind:]
+                difference = float((out[rows[behind:]] - expected).norm() / expected.norm())
+                worst = max(worst, np.inf if np.isnan(difference) else difference)
+        return worst
 
 
 @pytest.mark.parametrize("shapes", [[shape] for shape in SHAPES] + [SHAPES])
 def test_paged_attention_equals_its_definition(shapes):
-    assert largest_error(shapes, torch.float32, "cpu" if IS_INTERPRETED else "cuda") <= 1e-5
-
-
-LONG = [(1100, 0, 3), (1345, 70, 66), (600, 5, 0), (0, 40, 2), (512, 1, 1)]
+    assert Batch(shapes).error() <= 1e-5
 
 
 def test_divided_prefixes_give_the_same_sums():
-    assert largest_error(LONG, torch.float32, "cpu" if IS_INTERPRETED else "cuda") <= 1e-5
+    assert Batch(LONG).error() <= 1e-5
 
 
-@pytest.mark.parametrize(("window", "prefix"), [(1, 0), (40, 70), (600, 200)])
-def test_windows_and_prefixes_equal_their_definition(window, prefix):
-    rules, device = semi_local(window, prefix), "cpu" if IS_INTERPRETED else "cuda"
-    assert largest_error([(3, 0, 1), (70, 130, 2), (0, 70, 3), (1345, 70, 5)], torch.float32, device, rules) <= 1e-5
+WINDOWS = [Seen(1), Seen(40, 70), Seen(600, 200)]
+SOME = [(3, 0, 1), (70, 130, 2), (0, 70, 3), (1345, 70, 5)]
+
+
+@pytest.mark.parametrize("seen", WINDOWS)
+def test_windows_and_prefixes_equal_their_definition(seen):
+    assert Batch(SOME, seen=seen).error() <= 1e-5
+
+
+FEW = [(70, 66, 2), (600, 3, 66), (0, 5, 0)]
+"""short, divided, and several blocks of candidates"""
+MANY = [pytest.param(shapes, marks=pytest.mark.slow) for shapes in (SHAPES, LONG)]
+
+
+@pytest.mark.parametrize("kind", ["position", "tables", "function"])
+@pytest.mark.parametrize("shapes", [FEW, *MANY])
+def test_biases_of_pages_and_new_tokens_are_added(kind, shapes):
+    assert Batch(shapes).error(kinds=BIASES[kind]) <= 2e-5
+
+
+@pytest.mark.parametrize("seen", [Seen(40, 70), Seen(0, 0, is_cut=True), Seen(30, 0, is_cut=True)])
+@pytest.mark.parametrize("cut", [37, pytest.param(128, marks=pytest.mark.slow)])
+def test_biases_go_with_windows_and_cuts(seen, cut):
+    assert Batch([(70, 66, 2), (128, 3, 3), (0, 130, 2)], seen=seen, cut=cut).error(kinds=BIASES["tables"]) <= 2e-5
+
+
+@pytest.mark.parametrize("dim", [6, 50])
+@pytest.mark.parametrize("weights", ["silu", "softmax"])
+def test_heads_may_have_any_width(dim, weights):
+    assert Batch(FEW, dim=dim).error(weights) <= 1e-5
+
+
+@pytest.mark.parametrize("shapes", [FEW, *MANY])
+def test_a_softmax_is_over_old_and_new_keys(shapes):
+    assert Batch(shapes).error("softmax") <= 1e-5
+
+
+@pytest.mark.parametrize("kinds", [("position",), ("time",), ("function",)])
+def test_channels_weigh_values_by_distance_or_time_alone(kinds):
+    assert Batch(FEW).error("channel", kinds) <= 2e-5
+
+
+@pytest.mark.parametrize("kind", ["none", "tables"])
+def test_half_precision_is_as_good_as_its_products(kind):
+    assert Batch(FEW, torch.float16).error(kinds=BIASES[kind]) <= 3e-3
+
+
+def test_prefixes_of_8_bits_are_read_as_they_were_rounded():
+    """Against the definition over what the pages hold; and that is near to what was given."""
+    batch = Batch(FEW[:2], is_small=True)
+    assert 1e-3 < batch.error() <= 0.05
+    powers = torch.exp2(batch.kept.scales.float() - 127.0)
+    read = batch.kept.pool.float() * powers[..., None]
+    pages, old = batch.plan.pages.tolist(), []
+    for segment, (k, _, times) in zip(batch.segments, batch.old, strict=True):
+        token = np.arange(segment.prefix_length)
+        own = np.array(pages[segment.first_page :])[token // PAGE] * PAGE + token % PAGE
+        both = read[:, :, torch.from_numpy(own).to(DEVICE)].transpose(1, 2).flatten(2)
+        assert (both[0] - k).abs().max() <= k.abs().max() / 16
+        old.append((both[0], both[1], times))
+    batch.old = old
+    assert batch.error() <= 1e-5
 
 
 def test_keys_outside_of_windows_are_not_read():
     segments, blocks = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0)]), np.empty((400, FIELDS), np.int32)
     read = []
-    for window, context in ((0, 0), (1024, 0), (1024, 256)):
-        count = write_blocks(segments, 8, False, blocks, window, context)
+    for seen in (Seen(), Seen(1024), Seen(1024, 256)):
+        count = write_blocks(segments, 8, False, blocks, seen)
         read.append(int((blocks[:count, 2] - blocks[:count, 8]).sum()) // 2)
     assert read[0] == 100_000
     assert 1024 <= read[1] <= 1024 + 192
     assert read[2] == read[1] + 256
 
 
+def test_keys_before_a_cut_are_not_read():
+    segments = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0, cut=99_000)])
+    blocks = np.empty((400, FIELDS), np.int32)
+    count = write_blocks(segments, 8, False, blocks, Seen(is_cut=True))
+    assert 1000 <= int((blocks[:count, 2] - blocks[:count, 8]).sum()) // 2 <= 1064
+
+
 @pytest.mark.parametrize(("most", "num_blocks"), [(40, 21), (16, 15), (10, 10)])
 def test_prefixes_are_divided_as_far_as_the_table_has_room(most, num_blocks):
     segments = [PagedSegment(*shape, 0, 0, 0) for shape in LONG]
-    assert write_blocks(segment_array(segments), HEADS, False, np.empty((most, FIELDS), np.int32), 0, 0) == num_blocks
+    assert write_blocks(segment_array(segments), HEADS, False, np.empty((most, FIELDS), np.int32)) == num_blocks
+
+
+def test_blocks_have_tiles_of_their_own_that_candidates_of_a_sequence_share_and_there_is_room_for_all():
+    segments = [PagedSegment(*shape, 0, sum(s for _, s, _ in LONG), 0) for shape in LONG]
+    blocks = np.zeros((40, FIELDS), np.int32)
+    count = write_blocks(segment_array(segments), HEADS, False, blocks, Seen(600, 200))
+    used = []
+    for b in blocks[:count]:
+        has_own = b[7] > 0 and b[10] == b[9] - 1
+        if b[17]:
+            used.append(set(range(b[16], b[16] - (b[8] - b[2]) // 64 - (-b[6] // 64) + has_own)))
+    assert len(used) == count - 2  # the second block of the candidates of one, in two parts
+    assert sum(len(tiles) for tiles in used) == len(set().union(*used))
+    assert max(max(tiles, default=0) for tiles in used) < most_tiles(count, LONGEST)
 
 
 def test_long_batches_that_keep_the_device_busy_are_not_divided_and_their_candidates_alone_are():
     segments = segment_array([PagedSegment(2048, 2048, 64, 0, 2048, 0)])
     blocks = np.empty((64, FIELDS), np.int32)
-    assert write_blocks(segments, 8, False, blocks, 0, 0) == 33
-    assert write_blocks(segments, 8, True, blocks, 0, 0) == 4
+    assert write_blocks(segments, 8, False, blocks) == 33
+    assert write_blocks(segments, 8, True, blocks) == 4
     assert (blocks[:4, 7] == 1).all()
     assert not blocks[4:].any()
 
 
 def test_an_empty_plan_has_no_blocks():
     blocks = np.ones((3, FIELDS), np.int32)
-    assert write_blocks(segment_array([]), 2, False, blocks, 0, 0) == 0
+    assert write_blocks(segment_array([]), 2, False, blocks) == 0
     assert not blocks.any()

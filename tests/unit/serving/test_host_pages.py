@@ -8,28 +8,39 @@ import torch
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.prefix import host_pages
 from nestrec.serving.prefix.host_pages import HostPages
-from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token
 
 ENCODER = HSTUConfig(dim=8, num_layers=2, num_heads=2, head_dim=4, max_length=64)
 NUM_PAGES, PAGE_TOKENS = 24, 4
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(params=[{}, {"prefix_dtype": "fp8", "has_times": True}], ids=["plain", "8 bits and times"])
+def pool(request):
+    cpu = torch.device("cpu")
     pool = PagePool(
-        ENCODER, num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS, device=torch.device("cpu"), dtype=torch.float32
+        ENCODER, num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS, device=cpu, dtype=torch.float32, **request.param
     )
-    pool.tensor.normal_()
+    for layer in range(ENCODER.num_layers):
+        pool.write(layer, list(range(NUM_PAGES)), 0, *torch.randn(2, NUM_PAGES * PAGE_TOKENS, 2, 4))
+    if pool.kept_pages.times is not None:
+        pool.kept_pages.times.uniform_()
     return pool
 
 
 def content_of(pool, pages):
-    return pool.tensor[:, :, :, pool.slots(pages, 0, len(pages) * PAGE_TOKENS)].clone()
+    """Everything that pages hold."""
+    slots = torch.from_numpy(pool.slots(pages, 0, len(pages) * PAGE_TOKENS))
+    kept = pool.kept_pages
+    planes = [kept.pool[:, :, :, slots].float()]
+    planes += [] if kept.scales is None else [kept.scales[:, :, :, slots].float()]
+    planes += [] if kept.times is None else [kept.times[slots].float()]
+    return torch.cat([plane.flatten() for plane in planes])
 
 
 def test_a_page_of_the_host_is_as_large_as_one_of_the_device(pool):
     host = HostPages(pool, max_bytes=10 * pool.page_bytes + 1)
-    assert pool.page_bytes * NUM_PAGES == pool.tensor.numel() * 4
+    planes = (pool.tensor, pool.kept_pages.scales, pool.kept_pages.times)
+    assert pool.page_bytes * NUM_PAGES == sum(plane.nbytes for plane in planes if plane is not None)
     assert host.num_pages == 10
     assert [host.bytes_of(length) // pool.page_bytes for length in (0, 1, 4, 5)] == [0, 1, 1, 2]
 
@@ -81,3 +92,23 @@ def test_memory_is_taken_as_it_is_needed_and_stays_for_the_next_engine_of_the_po
     later = HostPages(pool, max_bytes=10 * pool.page_bytes)
     later.copy_out(list(range(10)), later.take(10 * pool.page_bytes))
     assert {key: slab.data_ptr() for key, slab in pool.host_slabs.items()} == slabs
+
+
+def test_8_bits_keep_twice_the_users_of_16_in_the_same_bytes():
+    kept = HSTUConfig(dim=1024, num_layers=8, num_heads=8, head_dim=128)
+    of_16, of_8 = (bytes_a_token(kept, dtype, has_times=True) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+    assert 1.98 <= of_16 / of_8 <= 2.0
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 3e4])
+def test_8_bits_are_right_to_a_sixteenth_whatever_the_size_of_a_token(scale):
+    pool = PagePool(
+        ENCODER, num_pages=4, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32, prefix_dtype="fp8"
+    )
+    keys, values = torch.randn(2, 13, 2, 4) * scale * torch.logspace(-2, 2, 13)[:, None, None]
+    values[3] = 0.0
+    pool.write(1, [3, 0, 2, 1], 0, keys, values)
+    for found, given in zip(pool.read(1, [3, 0, 2, 1], 13), (keys, values), strict=True):
+        # Of each number, and of numbers far below the largest of their token and head, of that one.
+        largest = given.abs().amax(2, keepdim=True)
+        assert ((found.transpose(0, 1) - given).abs() <= given.abs() / 16 + largest * 2.0**-17).all()

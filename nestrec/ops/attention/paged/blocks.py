@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 BLOCK_ROWS = 64
 BLOCK_KEYS = 64
-FIELDS = 15
+FIELDS = 18
 """of a block: first row, rows, end of its part of the prefix, first page, first row of the new history, new history
 before its first row, new history that its last row sees, 1 + first row among the candidates or 0, begin of its part of
 the prefix, parts, number of this part, where the parts are gathered; tokens at the beginning of the prefix that are
-read beside those from another one on, that one (of the whole history), tokens of the prefix. Parts count what is
+read beside those from another one on, that one (of the whole history), tokens of the prefix, the first token of the
+history that is seen at all, the first of its tiles of biases, whether they are its own to write. Parts count what is
 read."""
 MOST_PARTS = 192
 """blocks of a batch with divided prefixes, each part counted"""
@@ -26,6 +27,32 @@ _PROGRAMS = 256
 """that keep every multiprocessor busy: two on each of an H100's or H200's"""
 _FEWEST_KEYS = 512
 """of a part: less is not worth the sum"""
+_EVERYTHING = 1 << 30
+"""a window that hides nothing"""
+
+
+class Seen(NamedTuple):
+    """What the blocks of some layers see; numbers, as compiled functions take them."""
+
+    window: int = 0
+    """tokens; 0: all"""
+    context: int = 0
+    """first tokens that are seen beside the window"""
+    is_cut: bool = False
+    """whether what stands before the cut of a history is not seen"""
+
+    @property
+    def reach(self) -> int:
+        """The window of kernels, which know none without it; 0 where they need not look."""
+        return _EVERYTHING if self.is_cut and not self.window else self.window
+
+
+SEES_ALL = Seen()
+
+
+def most_tiles(num_blocks: int, max_length: int) -> int:
+    """Tiles of biases that so many blocks have at most, of histories of so many tokens."""
+    return num_blocks * (-(-max_length // BLOCK_KEYS) + 4)
 
 
 class PagedSegment(NamedTuple):
@@ -37,38 +64,48 @@ class PagedSegment(NamedTuple):
     history_row: int
     candidate_row: int
     first_page: int
+    cut: int = 0
 
 
 def segment_array(segments: Sequence[PagedSegment]) -> NDArray[np.int64]:
-    """(segments, 6) as `write_blocks` takes them."""
-    return np.array(segments, np.int64).reshape(len(segments), 6)
+    """(segments, 7) as `write_blocks` takes them."""
+    return np.array(segments, np.int64).reshape(len(segments), 7)
+
+
+def write_blocks(
+    segments: NDArray[np.int64], num_heads: int, candidates_only: bool, out: NDArray[np.int32], seen: Seen = SEES_ALL
+) -> int:
+    """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
+    all of them undivided."""
+    return _write_blocks(segments, num_heads, candidates_only, out, seen.reach, seen.context, seen.is_cut)
 
 
 @njit(cache=True, nogil=True)
-def write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by position
+def _write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by position
     segments: NDArray[np.int64],
     num_heads: int,
     candidates_only: bool,
     out: NDArray[np.int32],
     window: int,
     context: int,
+    is_cut: bool,
 ) -> int:
-    """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
-    all of them undivided. window, context: of the model's attention; 0: it sees everything."""
     keys = _keys_a_part(segments, num_heads, candidates_only, min(len(out), MOST_PARTS), window + context)
     first_candidate = segments[:, 1].sum()
     blocks = np.zeros(out.shape, np.int32)
-    count = 0
+    count, tile = 0, 0
     for i in range(len(segments)):
-        prefix, history, asked, history_row, candidate_row, page = segments[i]
+        prefix, history, asked, history_row, candidate_row, page, cut = segments[i]
+        seen = (window, context, cut if is_cut else 0)
         for first in range(0, 0 if candidates_only else history, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, history - first)
             place = (history_row + first, rows, page, history_row, first, first + rows, 0)
-            count = _write_parts(blocks, count, prefix, keys, place, window, context)
+            count, tile = _write_parts(blocks, count, tile, prefix, keys, place, seen, True)
+        shared = tile  # candidates stand at one place and ask at one time: their biases are the same
         for first in range(0, asked, BLOCK_ROWS):
             rows, row = min(BLOCK_ROWS, asked - first), candidate_row + first
             place = (row, rows, page, history_row, history, history, row - first_candidate + 1)
-            count = _write_parts(blocks, count, prefix, keys, place, window, context)
+            count, tile = _write_parts(blocks, count, shared, prefix, keys, place, seen, first == 0)
     _sort(blocks, count, out)
     return count
 
@@ -112,16 +149,19 @@ def _num_blocks(rows: int) -> int:
 def _write_parts(  # noqa: PLR0917
     blocks: NDArray[np.int32],
     count: int,
+    tile: int,
     whole: int,
     keys: int,
     place: tuple[int, int, int, int, int, int, int],
-    window: int,
-    context: int,
-) -> int:
+    seen: tuple[int, int, int],
+    is_writer: bool,
+) -> tuple[int, int]:
+    """How many blocks and tiles there are then."""
     row, rows, page, history_row, first, num_seen, candidate = place
+    window, context, floor = seen
     low, kept, prefix = 0, 0, whole
     if window:
-        low = max(0, whole + first - window + 1)
+        low = max(0, whole + first - window + 1, floor)
         if low > whole:  # new history has whole blocks of its own
             low = whole + (low - whole) // BLOCK_KEYS * BLOCK_KEYS if context <= whole else whole
         else:
@@ -138,8 +178,11 @@ def _write_parts(  # noqa: PLR0917
         block[6], block[7] = num_seen if is_last else 0, candidate
         block[8] = min(part * size, prefix)
         block[9], block[10], block[11] = num_parts, part, count
-        block[12], block[13], block[14] = kept, low, whole
-    return count + num_parts
+        block[12], block[13], block[14], block[15], block[16] = kept, low, whole, floor, tile
+        block[17] = is_writer
+        tile += -(-(block[2] - block[8]) // BLOCK_KEYS)
+    tile += -(-num_seen // BLOCK_KEYS) + 1  # what is new, and a candidate with itself
+    return count + num_parts, tile
 
 
 @njit(cache=True, nogil=True)
