@@ -19,6 +19,7 @@ from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.many.rollout import Rollout
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
@@ -51,8 +52,6 @@ class Process:
 
 class Supervised:
     """Starts and stops instances in this process."""
-
-    can_scale = True
 
     def __init__(self, folder, made):
         self._folder, self._made, self.slots = folder, made, []
@@ -206,6 +205,20 @@ def test_instances_come_and_go_while_users_ask(folders):
         check(await load.over(), [Servable.load(folders / "1").version[:12]])
 
     behind_gateway(folders / "1", use, count=2)
+
+
+class Remembers:
+    """Starts nothing, as Ray's replicas are started by Ray."""
+
+    def set_models(self, slot, folders):
+        pass
+
+
+@pytest.mark.parametrize("supervisor", [None, Remembers()])
+def test_a_front_that_does_not_start_its_instances_does_not_scale_them(supervisor):
+    answer = asyncio.run(Rollout([], None, supervisor, probe=None).scale(3, 0.0))
+    assert answer.status == 409
+    assert b"does not start its instances" in answer.body
 
 
 def test_one_command_swaps_and_one_rolls_back(folders, monkeypatch):

@@ -132,8 +132,6 @@ class Instance:
 class Instances:
     """Slots of `nestrec serve` processes on ports of this machine. A context: they have all ended after it."""
 
-    can_scale = True
-
     def __init__(
         self,
         models: Sequence[str],

@@ -186,20 +186,12 @@ class RayUpstream:
 
 
 class RaySupervisor:
-    """Ray starts replicas again; the models of a swap are remembered for them."""
-
-    can_scale = False
+    """Ray starts replicas again, and says how many; the models of a swap are remembered for them."""
 
     def set_models(self, slot: int, folders: list[str]) -> None:
         from ray.experimental.internal_kv import _internal_kv_put
 
         _internal_kv_put(_FOLDERS, json.dumps(folders).encode())
-
-    def add(self) -> int:
-        raise NotImplementedError
-
-    def remove(self) -> None:
-        raise NotImplementedError
 
 
 def current_folders() -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -33,14 +33,14 @@ _ATTEMPTS = 3
 class Supervisor(Protocol):
     """Whoever starts the processes of instances, and starts them again."""
 
-    @property
-    def can_scale(self) -> bool:
-        """`add` and `remove` do something."""
-        ...
-
     def set_models(self, slot: int, folders: list[str]) -> None:
         """What a process that is started in the slot from now on is to serve."""
         ...
+
+
+@runtime_checkable
+class Scaler(Supervisor, Protocol):
+    """One that starts more of them, or fewer."""
 
     def add(self) -> int:
         """Start one more instance, in the slot after the last one; its port."""
@@ -108,14 +108,15 @@ class Rollout:
 
     async def scale(self, count: int, drain_s: float) -> Answered:
         """So many instances. Users of those that stay keep their slots, but for the share of new ones."""
-        if self._supervisor is None or not self._supervisor.can_scale:
+        scaler = self._supervisor
+        if not isinstance(scaler, Scaler):
             return problem(_CONFLICT, "this front does not start its instances")
         async with self._lock:
             while len(self._upstreams) < count:
-                if not await self._grown():
+                if not await self._grown(scaler):
                     return problem(_CONFLICT, f"instance {len(self._upstreams)} did not start")
             while len(self._upstreams) > count:
-                await self._shrunk(drain_s)
+                await self._shrunk(scaler, drain_s)
             return as_json({"instances": len(self._upstreams)})
 
     async def fleet(self) -> Answered:
@@ -194,16 +195,15 @@ class Rollout:
             raise RefusedByInstanceError(answer.get("error", {}).get("message", response.status))
         return dict(answer)
 
-    async def _grown(self) -> bool:
-        assert self._supervisor is not None
+    async def _grown(self, scaler: Scaler) -> bool:
         slot = len(self._upstreams)
-        port = await asyncio.to_thread(self._supervisor.add)
+        port = await asyncio.to_thread(scaler.add)
         self._upstreams.append(Upstream(port))
         end_s = time.monotonic() + _LOAD_S
         while not await self._is_up(slot):
             if time.monotonic() > end_s:
                 self._upstreams.pop()
-                await asyncio.to_thread(self._supervisor.remove)
+                await asyncio.to_thread(scaler.remove)
                 return False
             await asyncio.sleep(_POLL_S)
         self._router.resize(slot + 1)
@@ -219,8 +219,7 @@ class Rollout:
             return False
         return response.status == 200
 
-    async def _shrunk(self, drain_s: float) -> None:
-        assert self._supervisor is not None
+    async def _shrunk(self, scaler: Scaler, drain_s: float) -> None:
         slot = len(self._upstreams) - 1
         self._router.resize(slot)
         self.on_resized([upstream.port for upstream in self._upstreams[:slot]])
@@ -228,7 +227,7 @@ class Rollout:
         while self._router.loads[slot] and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)
         await self._upstreams.pop().close()
-        await asyncio.to_thread(self._supervisor.remove)
+        await asyncio.to_thread(scaler.remove)
 
 
 def whole_name(folder: str) -> str:
