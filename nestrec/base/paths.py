@@ -30,6 +30,15 @@ def check_file(path: Path | None) -> Path | None:
     return path
 
 
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder, or the bytes of a file, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _is_there(path: Path) -> bool:
     """Also where a link leads nowhere; not where the path runs through a file."""
     return os.path.lexists(path)

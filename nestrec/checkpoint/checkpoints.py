@@ -13,9 +13,10 @@ from typing import Any
 from nestrec.base.config import from_plain, to_plain
 from nestrec.base.errors import DamagedError, NonFiniteError, UserError
 from nestrec.base.failpoints import fail_point
+from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.background import Background
 from nestrec.checkpoint.content import Content
-from nestrec.checkpoint.durable import remove_folder, rename_folder, sync_folder, write_file
+from nestrec.checkpoint.durable import remove_folder, rename_folder, write_file
 from nestrec.checkpoint.folders import committed_steps, folder_of, leftovers, steps_to_delete
 from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, FileEntry, Manifest, digest_of, encode
 from nestrec.checkpoint.merging import can_merge, merged

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from nestrec.base.paths import sync_folder
+
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -55,15 +57,6 @@ def safetensors_content(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryv
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
         yield from _pieces(tensor)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rename_folder(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from nestrec.base.config import dumps
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.paths import check_folder
+from nestrec.base.paths import check_folder, sync_folder
 from nestrec.data.card import CARD_FILE, Card, DataFile, Generation, LayerEntry, card_of_generation
 
 KEPT_GENERATIONS = 8
@@ -74,13 +74,13 @@ def place_layer(folder: Path, partial: Path, name: str) -> None:
     """Move the files of a layer, written in a folder beside, to where the card will name them."""
     for path in sorted(partial.rglob("*")):
         if path.is_file():
-            _sync(path)
+            sync_folder(path)
     for path in [*sorted(p for p in partial.rglob("*") if p.is_dir()), partial]:
-        _sync(path)
+        sync_folder(path)
     target = folder / "layers" / name
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
 
 
 def partial_folder(folder: Path, name: str) -> Path:
@@ -133,12 +133,4 @@ def write_durably(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)

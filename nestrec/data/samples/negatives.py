@@ -210,3 +210,15 @@ def _others(key_T, count, distinct):  # type: ignore[no-untyped-def]
                     break
             out[t, c] = other
     return out
+
+
+def negatives_of(
+    sampler: Sampler | None, key_T: Keys, target_T: NDArray[np.int64], *, num_items: int, sharing: int
+) -> Drawn:
+    """What tokens meet beside their targets: what is drawn, and whose draws they share; all items without a sampler."""
+    if sampler is None:
+        return Drawn({"catalogue": np.arange(1, num_items + 1)}, {})
+    drawn = sampler.draw(key_T, target_T)
+    if sharing == 1:
+        return drawn
+    return Drawn(drawn.keys, {**drawn.tensors, "shared_token": torch.from_numpy(shared_tokens(key_T, sharing - 1))})

@@ -11,7 +11,7 @@ from nestrec.base.config import config
 from nestrec.base.random import as_int64
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.samples.negatives import Sampler, shared_tokens
+from nestrec.data.samples.negatives import Sampler, negatives_of
 from nestrec.data.samples.retrieval_inputs import RetrievalInputs
 from nestrec.data.samples.slices import positions, sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Part, Split
@@ -91,14 +91,9 @@ class RetrievalAssembler(Assembler):
         if times is not None:
             tensors |= time_tensors(times[is_input], times[is_target], self._history)
         keys = {"history": items[index[is_input]], "positive": target}
-        if self._sampler is None:
-            keys["catalogue"] = np.arange(1, self._dataset.card.counts.items + 1)
-        else:
-            drawn = self._sampler.draw(key_T, target)
-            keys |= drawn.keys
-            tensors |= drawn.tensors
-            if self._sharing > 1:
-                tensors["shared_token"] = torch.from_numpy(shared_tokens(key_T, self._sharing - 1))
+        num_items = self._dataset.card.counts.items
+        drawn = negatives_of(self._sampler, key_T, target, num_items=num_items, sharing=self._sharing)
+        keys, tensors = {**keys, **drawn.keys}, {**tensors, **drawn.tensors}
         batch = MicroBatch(users, keys, tensors, max_length=_longest(offsets), num_tokens=int(offsets[-1]))
         if self._inputs is None:
             return batch

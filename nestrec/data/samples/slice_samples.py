@@ -10,7 +10,7 @@ from nestrec.base.random import as_int64, fold_array
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.gather import offsets_of_lengths
-from nestrec.data.samples.negatives import Sampler, shared_tokens
+from nestrec.data.samples.negatives import Sampler, negatives_of
 from nestrec.data.samples.ranking import RankingInputs
 from nestrec.data.samples.retrieval import HistoryConfig, sequence_tensors, time_tensors
 from nestrec.data.samples.retrieval_inputs import RetrievalInputs
@@ -108,14 +108,9 @@ class RetrievalSlices(SliceAssembler):
         batch, key_T = self.queries(samples, rows, epoch)
         key_S, target = key_T[batch.tensors["scored"].numpy()], batch.tensors["target"].numpy()
         keys, tensors = {**batch.keys, "positive": target}, dict(batch.tensors)
-        if self._sampler is None:
-            keys["catalogue"] = np.arange(1, self._dataset.card.counts.items + 1)
-        else:
-            drawn = self._sampler.draw(key_S, target)
-            keys |= drawn.keys
-            tensors |= drawn.tensors
-            if self._sharing > 1:
-                tensors["shared_token"] = torch.from_numpy(shared_tokens(key_S, self._sharing - 1))
+        num_items = self._dataset.card.counts.items
+        drawn = negatives_of(self._sampler, key_S, target, num_items=num_items, sharing=self._sharing)
+        keys, tensors = {**keys, **drawn.keys}, {**tensors, **drawn.tensors}
         batch = replace(batch, keys=keys, tensors=tensors)
         return batch if self._inputs is None else self._inputs.with_items(batch, key_S, epoch)
 

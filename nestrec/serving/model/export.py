@@ -18,9 +18,9 @@ from torch import nn
 
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.errors import DataError, UserError
-from nestrec.base.paths import check_folder
+from nestrec.base.paths import check_folder, sync_folder
 from nestrec.checkpoint import Checkpoints, Restored
-from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, sync_folder, write_file
+from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, write_file
 from nestrec.data.samples.features import item_column
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.distributed import Topology

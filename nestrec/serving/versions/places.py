@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nestrec.base.errors import UserError
-from nestrec.checkpoint.durable import remove_folder, sync_folder, write_file
+from nestrec.base.paths import sync_folder
+from nestrec.checkpoint.durable import remove_folder, write_file
 
 
 class Place(Protocol):
