@@ -11,13 +11,14 @@ from nestrec.base.errors import UserError
 from nestrec.checkpoint import Content, Restored
 from nestrec.data.card import CARD_FILE
 from nestrec.data.dataset import Dataset
+from nestrec.data.samples.split import Part
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
 from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.tasks.built_in import make_task
-from nestrec.tasks.task import Task
+from nestrec.tasks.task import Evaluation, Task
 from nestrec.training.config import DataConfig, RunConfig
 from nestrec.training.saved_tables import SavedTables
 from nestrec.training.state import TrainState
@@ -54,6 +55,11 @@ class Session:
             tables=SavedTables(engine),
             dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device, engine.row_watch),
         )
+
+    def evaluate(self, part: Part) -> Evaluation:
+        """Measure on held-out data, with the weights that are for use: their running means where those are kept."""
+        with self.dense.averaged():
+            return self.task.evaluate(self.engine, part)
 
     def content(self, state: TrainState, base: int | None = None, *, copied: bool = False) -> Content:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.

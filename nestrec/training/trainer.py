@@ -156,7 +156,7 @@ class Trainer:
                 f"holds nothing in the {part} part", field="data.folder", value=self.cfg.data.folder, remedy=remedy
             )
         self.state = self.saving.restore_best() if best else self.saving.restore_last()
-        return self.session.task.evaluate(self.session.engine, part)
+        return self.session.evaluate(part)
 
     def close(self) -> None:
         """Give back the memory and files of the tables; only after `train` has ended, or without it."""
@@ -323,7 +323,7 @@ class Trainer:
 
     def _validate(self) -> None:
         self._meter.flush()
-        evaluation = self.session.task.evaluate(self.session.engine, "valid")
+        evaluation = self.session.evaluate("valid")
         self.state = self.state.evaluated(evaluation.score)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
@@ -342,13 +342,15 @@ class Trainer:
         """After a save of the same step: a run that is started again from it goes on from the version as well."""
         self._meter.flush()  # what is not finite is no version
         if self.publishing is not None:
-            self.publishing.publish(self.session, self.state.step)
+            with self.session.dense.averaged():
+                self.publishing.publish(self.session, self.state.step)
 
     def _end(self) -> None:
         """Everything is written; what the run has come to is published."""
         self.saving.close()
         if self.publishing is not None:
-            self.publishing.publish(self.session, self.state.step)
+            with self.session.dense.averaged():
+                self.publishing.publish(self.session, self.state.step)
             self.publishing.close()
 
     def _report(self) -> None:

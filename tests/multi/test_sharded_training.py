@@ -7,6 +7,8 @@ from engine_jobs import LEARNING_RATE, NUM_ROWS, global_batch, sample_loss, tabl
 
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 USERS = np.arange(-20, 20) * 2**57
@@ -144,3 +146,26 @@ def test_bytes_sent_equal_bytes_of_keys_and_vectors_that_leave_a_rank(pools):
     )
     assert vectors == gradients > keys > 0
     assert vectors % 24 == keys % 8 == 0
+
+
+def clipped(topology: Topology) -> list[list[float]]:
+    """Weights after a step in which every rank and micro-batch has a part of the gradient."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    dense = DenseUpdate(model, OptimizerConfig(clip_norm=0.5, eps=1.0), topology, torch.device("cpu"))
+    whole = [
+        torch.randn(w.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        for w in model.parameters()
+    ]
+    for _ in range(2):  # micro-batches
+        for weight, gradient in zip(model.parameters(), whole, strict=True):
+            part = gradient / (2 * topology.world)
+            weight.grad = part if weight.grad is None else weight.grad + part
+    dense.apply(dense.reduce(torch.zeros(()), False), 0.1)
+    return [weight.detach().reshape(-1).tolist() for weight in model.parameters()]
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_batch_on_any_number_of_ranks(pools):
+    alone = clipped(Topology.single())
+    for of_rank in pools[2].run(clipped):
+        assert [pytest.approx(w, rel=1e-12) for w in alone] == of_rank

@@ -4,7 +4,8 @@ AdamW is torch's own update without its Optimizer class. Making a `torch.optim.O
 torch (and triton with it): as long again as importing torch itself, in every process that trains, measures or exports.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.torch_optimizer import TorchOptimizer
 from nestrec.pipeline.stages import Totals
 
-_STATE = "optimizer/"
+_STATE, _MEAN = "optimizer/", "mean/"
 STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -37,6 +38,17 @@ class AdamW:
         for name in gradients:
             if name not in self.state:
                 self.state[name] = self._begin(self._named[name])
+        decaying = {name for name in gradients if self._decays(name)}
+        for names, weight_decay in ((decaying, self._cfg.weight_decay), (gradients.keys() - decaying, 0.0)):
+            if names:
+                self._update(
+                    {name: gradients[name] for name in gradients if name in names}, learning_rate, weight_decay
+                )
+
+    def _decays(self, name: str) -> bool:
+        return self._cfg.weight_decay_of == "all" or self._named[name].dim() > 1
+
+    def _update(self, gradients: Mapping[str, torch.Tensor], learning_rate: float, weight_decay: float) -> None:
         names = list(gradients)
         weights: list[torch.Tensor] = [self._named[name] for name in names]
         steps, means, squares = ([self.state[name][part] for name in names] for part in STATE)
@@ -53,7 +65,7 @@ class AdamW:
             beta1=self._cfg.beta1,
             beta2=self._cfg.beta2,
             lr=learning_rate,
-            weight_decay=self._cfg.weight_decay,
+            weight_decay=weight_decay,
             eps=self._cfg.eps,
             maximize=False,
         )
@@ -99,10 +111,32 @@ class DenseUpdate:
             else TorchOptimizer(self._named, optimizer)
         )
         self._sync = DenseSync(list(self._named.values()), topology.dense)
+        cfg = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
+        self._clip_norm, self._mean_part = cfg.clip_norm, cfg.ema
+        self._means = {} if self._mean_part is None else {n: p.detach().clone() for n, p in self._named.items()}
 
     def share_first(self) -> None:
         """Every rank takes the weights of the first. Collective."""
         self._sync.broadcast_parameters()
+        self._begin_means()
+
+    def _begin_means(self) -> None:
+        for name, mean in self._means.items():
+            mean.copy_(self._named[name].detach())
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block the model has the running means of its weights, where they are kept; between steps."""
+        self._exchange_weights()
+        try:
+            yield
+        finally:
+            self._exchange_weights()
+
+    def _exchange_weights(self) -> None:
+        for name, mean in self._means.items():
+            weight = self._named[name]
+            weight.data, self._means[name] = mean, weight.data
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         """Sum gradients over ranks in place, and (loss, wish to stop, watch of each table). Collective."""
@@ -121,9 +155,16 @@ class DenseUpdate:
 
     def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
         """Update once with what `reduce` has summed, and clear the gradients."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
+        gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self._clip_norm is not None and gradients:
+            # On the device: the host does not ask for the norm. Shorter gradients are multiplied by one, to the bit.
+            torch._foreach_mul_(gradients, (self._clip_norm / norm).clamp(max=1.0).to(gradients[0].dtype))
         self._optimizer.step(learning_rate)
         self._optimizer.clear_gradients()
+        if self._mean_part is not None:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self._means.values()), list(self._named.values()), 1.0 - self._mean_part)
         return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[2:])
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -131,7 +172,7 @@ class DenseUpdate:
         found = {f"model/{name}": p.detach() for name, p in self._named.items()}
         for name, state in self._optimizer.state.items():
             found |= {f"{_STATE}{name}/{part}": value for part, value in state.items()}
-        return found
+        return found | {f"{_MEAN}{name}": mean for name, mean in self._means.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what `tensors` gave."""
@@ -145,6 +186,10 @@ class DenseUpdate:
                 weight, _, part = name.removeprefix(_STATE).rpartition("/")
                 saved.setdefault(weight, {})[part] = tensor
         self._optimizer.load(saved)
+        self._begin_means()  # where a run begins to keep them
+        for name, mean in self._means.items():
+            if (kept := tensors.get(f"{_MEAN}{name}")) is not None:
+                mean.copy_(kept)
 
 
 def _check_same_model(named: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -98,7 +98,8 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
     check_restored(restored, Identity.of(session.cfg, RunFolder(run).identity() or identity_of(restored.state)))
     with contextlib.closing(session.engine):
         session.restore(restored)
-        yield session, restored.step
+        with session.dense.averaged():
+            yield session, restored.step
 
 
 def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:

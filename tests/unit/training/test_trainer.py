@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nestrec.base.errors import DataError, NonFiniteError, UserError
 from nestrec.base.failpoints import armed
@@ -20,6 +21,7 @@ from nestrec.data.order import Position
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
+from nestrec.serving.model.export import restored_session
 from nestrec.testing.tiny_runs import FAMILIES, config_of
 from nestrec.training.listener import Listener
 from nestrec.training.run_digest import run_digest
@@ -243,6 +245,22 @@ def test_warm_up_grows_both_rates_linearly(tiny_data: Path, tmp_path: Path) -> N
     trainer = trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 1})
     assert trainer._rates().dense == pytest.approx(0.1)
     assert trainer._rates().tables == pytest.approx(0.2)
+
+
+def test_running_means_of_weights_are_measured_saved_and_exported(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 6, "optimizer.ema": 0.9, "optimizer.clip_norm": 1.0, "optimizer.learning_rate": 0.05}
+    trainer = trainer_of("hstu", tiny_data, tmp_path / "run", more)
+    trainer.train()
+    found, dense = trainer.measure("valid", best=False).metrics["model"], trainer.session.dense
+    with dense.averaged():
+        weights = {name: tensor.clone() for name, tensor in trainer.session.task.model.state_dict().items()}
+        expected = trainer.session.task.evaluate(trainer.session.engine, "valid").metrics["model"]
+    assert repr(found) == repr(expected)
+    assert repr(found) != repr(trainer.session.task.evaluate(trainer.session.engine, "valid").metrics["model"])
+    with restored_session(tmp_path / "run", best=False) as (session, step):
+        assert step == 6
+        exported = session.task.model.state_dict()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize(
