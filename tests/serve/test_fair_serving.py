@@ -22,6 +22,7 @@ from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.prefix.page_pool import PagePool
 from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=256, time_bias=True)
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
@@ -83,6 +84,19 @@ def make_engine(servable, cfg=CONFIG, kind=Recording):
 def check(servable, engine, history, candidates, answer):
     expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
     assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("budget_ms", "is_cut"), [(2.2, False), (1.6, True)])
+def test_a_request_is_cut_only_where_it_takes_half_of_the_budget(servable, budget_ms, is_cut):
+    """Of about a millisecond. Pieces of a quarter of the budget would cost more than it does as a whole."""
+    cfg = replace(CONFIG, chunk_ms=None, trigger=TriggerConfig(budget_ms=budget_ms))
+    engine, runner = make_engine(servable, cfg)
+    rng = np.random.default_rng(0)
+    history = draw_history(rng, 96 // engine.form.tokens_an_event)
+    candidates = draw_candidates(rng, history, 4)
+    engine.rank("u", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    engine.close()
+    assert (len(runner.rows) > 1) == is_cut
 
 
 @pytest.mark.parametrize("kind", [Recording, Late])

@@ -1,11 +1,14 @@
 """The order in which requests get the device: equal shares of its time for clients, and for the users of each.
 
-    tag of a user's next piece of work   max(now, end of its last one) + seconds          the smallest is next
-    now                                  grows by seconds / (those who wait) with every piece that is computed
+    tag of a user's next request   start + max(its seconds, what it has had + its next piece)      the smallest is next
+    start                          max(now, end of the user's last one), when it came
+    now                            grows by seconds / (those who wait) with every piece that is computed
 
 This is fair queueing in virtual time. Whoever has had less goes first; of those who have had the same, whoever asks for
-less; and nobody waits for ever, since time goes on. Clients take turns by what they have had alone, without their next
-piece, which is known of a user only. Requests of one user keep their order.
+less; and nobody waits for ever, since time goes on. A request that is computed in pieces keeps its tag: shorter ones go
+before its rest, and equal ones behind it. If they took turns piece by piece all of them would end late, with much work
+begun for those who then give up. Clients take turns by what they have had alone, without their next piece, which is
+known of a user only. Requests of one user keep their order.
 """
 
 import heapq
@@ -31,12 +34,15 @@ class _Turns:
     def __bool__(self) -> bool:
         return bool(self._joined)
 
-    def join(self, name: str, seconds: float) -> None:
-        """It waits for so much; nothing changes where it waits already."""
-        if name not in self._joined:
-            self._number += 1
-            self._joined.add(name)
-            heapq.heappush(self._heap, (max(self._now_s, self._ends.get(name, 0.0)) + seconds, self._number, name))
+    def join(self, name: str, seconds: float, start_s: float | None = None) -> float | None:
+        """It waits for so much; none where it waits already. Else when its time starts: now, unless that is told."""
+        if name in self._joined:
+            return None
+        self._number += 1
+        self._joined.add(name)
+        start_s = max(self._now_s, self._ends.get(name, 0.0)) if start_s is None else start_s
+        heapq.heappush(self._heap, (start_s + seconds, self._number, name))
+        return start_s
 
     def leave(self) -> str:
         """The next one, who does not wait any more."""
@@ -56,15 +62,19 @@ class _Client:
     def __init__(self) -> None:
         self.turns = _Turns()
         self.users: dict[str, deque[Work]] = {}
+        self.starts_s: dict[str, float] = {}
+        """of those who wait or are computed"""
+        self.had_s: dict[str, float] = {}
+        """of a request that is computed in pieces"""
 
 
 class FairQueue:
     """Works that wait. What is popped is charged for, with 0 where it is given nothing, and later settled: until then
     its user is passed over."""
 
-    def __init__(self, next_s: Callable[[Work], float]):
-        """next_s: device seconds of a work's next piece."""
-        self._next_s, self._turns = next_s, _Turns()
+    def __init__(self, next_s: Callable[[Work], float], whole_s: Callable[[Work], float] | None = None):
+        """next_s: device seconds of a work's next piece. whole_s: of all of it."""
+        self._next_s, self._whole_s, self._turns = next_s, whole_s or next_s, _Turns()
         self._clients: dict[str, _Client] = {}
         self._num_works = 0
 
@@ -98,6 +108,7 @@ class FairQueue:
         """A work that was popped gets so many seconds of the device."""
         client = self._clients[work.client]
         client.turns.charge(work.key.user, seconds, len(client.users))
+        client.had_s[work.key.user] = client.had_s.get(work.key.user, 0.0) + seconds
         self._turns.charge(work.client, seconds, len(self._clients))
         if client.turns:
             self._turns.join(work.client, 0.0)
@@ -109,6 +120,9 @@ class FairQueue:
         if is_left:
             self._num_works += 1
             works.appendleft(work)
+        else:
+            client.had_s.pop(work.key.user, None)
+            client.starts_s.pop(work.key.user, None)
         if works:
             self._join(work)
             return
@@ -125,5 +139,9 @@ class FairQueue:
     def _join(self, work: Work) -> None:
         client = self._clients[work.client]
         first = client.users[work.key.user][0]
-        client.turns.join(work.key.user, self._next_s(first))
+        user = work.key.user
+        seconds = max(self._whole_s(first), client.had_s.get(user, 0.0) + self._next_s(first))
+        start_s = client.turns.join(user, seconds, client.starts_s.get(user) if user in client.had_s else None)
+        if start_s is not None:
+            client.starts_s[user] = start_s
         self._turns.join(work.client, 0.0)

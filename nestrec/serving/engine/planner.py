@@ -22,6 +22,10 @@ from nestrec.serving.prefix.tiers import PrefixTiers
 _CHUNK_SHARE = 0.25
 """of the budget of ranking: what a batch may take until signals no longer fill it"""
 
+_CUT_SHARE = 0.5
+"""of the budget of ranking: a longer request is computed in pieces, lest others wait too long behind it. Pieces cost
+more than the whole, so what is shorter is not cut: then requests take no longer than where nothing is kept"""
+
 End = Callable[[Work, Answer | None, Exception | None], None]
 
 
@@ -56,6 +60,7 @@ class Planner:
             tiers,
             costs=costs,
             chunk_s=self._chunk_s,
+            cut_s=cfg.trigger.budget_ms * _CUT_SHARE / 1e3 if cfg.chunk_ms is None else self._chunk_s,
             tokens_an_event=tokens_an_event,
             appends_candidates=appends_candidates,
             is_wanted=self._is_wanted,

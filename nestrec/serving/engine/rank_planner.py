@@ -46,7 +46,8 @@ class _Batch:
 class RankPlanner:
     """Used on the engine's thread.
 
-    is_wanted: False for a work that was given up, and so has ended. resume: called with a work whose copy is made.
+    chunk_s, cut_s: of a piece, and of the longest request that is not cut. is_wanted: False for a work that was given
+    up, and so has ended. resume: called with a work whose copy is made.
     """
 
     def __init__(
@@ -56,15 +57,16 @@ class RankPlanner:
         *,
         costs: EngineCostModel,
         chunk_s: float,
+        cut_s: float,
         tokens_an_event: int,
         appends_candidates: bool,
         is_wanted: Callable[[Work], bool],
         resume: Callable[[Work], None],
     ):
-        self._cfg, self._tiers, self._costs, self._chunk_s = cfg, tiers, costs, chunk_s
+        self._cfg, self._tiers, self._costs, self._chunk_s, self._cut_s = cfg, tiers, costs, chunk_s, cut_s
         self._tokens_an_event, self._appends_candidates = tokens_an_event, appends_candidates
         self._is_wanted, self._resume = is_wanted, resume
-        self.queue = FairQueue(lambda work: min(work.estimate_s, chunk_s))
+        self.queue = FairQueue(lambda work: min(work.estimate_s, chunk_s), lambda work: work.estimate_s)
         self._begun: dict[CacheKey, Work] = {}
 
     def plan(self) -> tuple[list[EngineStep], bool]:
@@ -106,7 +108,7 @@ class RankPlanner:
         if entry is None and self._tiers.reload(work, ahead_s=0.0, behind=behind, resume=self._resume):
             self.forget(work)
             return False, 0.0
-        if self._seconds(work, entry) <= self._chunk_s:
+        if self._seconds(work, entry) <= self._cut_s:
             step = self._rest(work, entry)
         elif batch.has_piece and batch.left_s <= 0:
             return True, 0.0

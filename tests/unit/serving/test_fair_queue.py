@@ -59,6 +59,28 @@ def test_whoever_asks_for_less_goes_first_and_nobody_waits_for_ever():
         assert f"long{user}" in order
 
 
+def test_a_request_in_pieces_goes_on_before_equal_ones_and_behind_shorter_ones():
+    """Taking turns piece by piece, all of them would end late."""
+    queue = FairQueue(lambda asked: min(asked.seconds, 1.0), lambda asked: asked.seconds)
+    left = {"a": 4.0, "b": 4.0, "short": 0.5}
+    queue.push(work("c", "a", 4.0))
+    order = []
+    while left:
+        asked = queue.pop()
+        user = asked.key.user
+        queue.charge(asked, min(1.0, left[user]))
+        left[user] -= min(1.0, left[user])
+        if not left[user]:
+            del left[user]
+        queue.settle(asked, is_left=user in left)
+        order.append(user)
+        if len(order) == 1:
+            queue.push(work("c", "b", 4.0))
+        if len(order) == 2:
+            queue.push(work("c", "short", 0.5))
+    assert order == ["a", "a", "short", "a", "a", "b", "b", "b", "b"]
+
+
 def test_requests_of_a_user_keep_their_order_and_none_is_lost_over_random_schedules():
     for seed in range(30):
         rng, queue, waiting, last, num_pushed, num_served = random.Random(seed), make(), 0, {}, 0, 0
