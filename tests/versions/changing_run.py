@@ -31,6 +31,12 @@ TABLES = {
     "ttl": {"tables.*.ids": "dynamic", "tables.*.eviction": "ttl", "tables.*.ttl_steps": 12},
     "hashed": {"tables.items.ids": "hashed", "tables.items.rows": 24},
     "narrow": {"tables.items.dim": 4},
+    "graphs": {
+        "tables.*.ids": "dynamic",
+        "task.encoder.dim": 64,
+        "task.encoder.head_dim": 32,
+        "task.encoder.position_bias": "false",
+    },
 }
 """options of a run; only tables of ids that need not be dense are read beyond the first items"""
 

@@ -1,0 +1,207 @@
+"""What following costs those who ask: python deploy/measure_following.py --json FILE
+
+A server of a ranking model (`nestrec serve --model ADDRESS --follow`, over HTTP) under one open-loop load by turns: for
+a while nothing is published, then for as long a delta of 1% of the rows comes every few seconds. P99 of the second over
+that of the first is taken inside of a round. The model has made-up weights; its versions are written by what runs write
+theirs with, in a process of its own.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nestrec.bench.harness.frame import write_frame
+from nestrec.checkpoint import Peers
+from nestrec.embedding.table import InitConfig
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.load.open_loop import Trial, run_punctually
+from nestrec.serving.load.replay import ReplayConfig, make_load, reads_of, send_load
+from nestrec.serving.many.instances import free_port
+from nestrec.serving.model.export import descriptions
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.versions.content import Described, RankContent
+from nestrec.serving.versions.manifest import Parent, PublishedTable, Times, VersionManifest
+from nestrec.serving.versions.places import place_of
+from nestrec.serving.versions.reader import Versions
+from nestrec.serving.versions.writer import About, VersionWriter
+
+
+@functools.cache
+def made_up(encoder: HSTUConfig, num_items: int) -> Servable:
+    """A model of so many items, whose rows are all as they begin."""
+    servable = random_ranking(encoder, num_items=2)
+    spec = dataclasses.replace(servable.spec, num_items=num_items)
+    return dataclasses.replace(servable, spec=spec, item_keys=tuple(map(str, range(1, num_items + 1))))
+
+
+def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, seed: int) -> VersionManifest:
+    """The first version at an address, in full, or one more with a share of the rows of the items."""
+    servable = made_up(encoder, num_items)
+    tables = tuple(
+        PublishedTable(name=name, num_rows=rows, dim=encoder.dim, dtype="float32", seed=1, init=InitConfig(scale=0.05))
+        for name, rows in (("items", num_items + 1), ("event_tab", 3))
+    )
+    now = Described(tables=tables, files=descriptions(servable), spec=servable.spec)
+    versions, newest = Versions(place_of(address)), None
+    if Path(address, "newest.json").exists():
+        newest = versions.newest()
+    about = About(
+        number=1 if newest is None else newest.number + 1,
+        step=seed,
+        run="",
+        parent=None if newest is None else Parent(folder=newest.folder, version=newest.version),
+        tables=tables,
+        times=Times(trained_s=time.time()),
+        weights={name: weight * (1 + 1e-3 * seed) for name, weight in servable.model.state_dict().items()},
+        descriptions=now.since(None if newest is None else now),
+    )
+    keys = np.sort(np.random.default_rng(seed).choice(num_items + 1, round(share * num_items), replace=False))
+    rows = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.05, (len(keys), encoder.dim)).astype(np.float32))
+    content = RankContent(rows={} if newest is None else {"items": [{"keys": torch.from_numpy(keys), "weight": rows}]})
+    writer = VersionWriter(versions.place, Peers())
+    return writer.write("full" if newest is None else "delta", about, content).manifest
+
+
+def asked(url: str, path: str) -> str:
+    with urllib.request.urlopen(url + path, timeout=10) as response:
+        return str(response.read().decode())
+
+
+def metric(url: str, name: str) -> float:
+    return float(next(line for line in asked(url, "/metrics").splitlines() if line.startswith(name)).split()[-1])
+
+
+def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
+    while process.poll() is None:
+        try:
+            asked(url, "/health/ready")
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit("the server has ended")
+
+
+def under_load(url: str, cfg: ReplayConfig) -> Trial:
+    load = make_load(cfg, cfg.rate, cfg.history, reads_of(url))
+    return run_punctually(send_load(url, load, 0.0))
+
+
+def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    address, port = str(folder / "published"), free_port()
+    encoder = encoder_of(chosen)
+    publish(address, encoder, chosen.items, 0.0, 0)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", address, "--follow", "--follow.poll_s", "0.5"]
+    process = subprocess.Popen([*command, "--port", str(port)])
+    rows = []
+    try:
+        wait_until_ready(url, process)
+        cfg = ReplayConfig(
+            rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=chosen.items
+        )
+        under_load(url, ReplayConfig(**{**plain(cfg), "duration_s": 3.0}))
+        for number in range(chosen.rounds):
+            found = {}
+            for way in ("still", "deltas"):
+                before = metric(url, "nestrec_version_number")
+                writer = start_writer(chosen, address, number) if way == "deltas" else None
+                trial = under_load(url, ReplayConfig(**{**plain(cfg), "seed": number}))
+                if writer is not None:
+                    writer.wait()
+                found[way] = (trial, metric(url, "nestrec_version_number") - before)
+            rows.append(row_of(found, chosen, number))
+            print(json.dumps(rows[-1]), flush=True)
+    finally:
+        process.terminate()
+        process.wait()
+    return rows
+
+
+def plain(cfg: ReplayConfig) -> dict[str, Any]:
+    return {name: getattr(cfg, name) for name in ("rate", "duration_s", "history", "candidates", "items")}
+
+
+def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, number: int) -> dict[str, Any]:
+    (still, _), (deltas, taken) = found["still"], found["deltas"]
+    told = {f"{way}_p{q}_ms": round(trial.percentile_ms(q), 3) for way, (trial, _) in found.items() for q in (50, 99)}
+    return {
+        "what": "p99_while_deltas_arrive",
+        "round": number,
+        "requests": len(still.latency_ms),
+        "rate": chosen.rate,
+        "versions_taken": taken,
+        "rows_a_delta": round(0.01 * chosen.items),
+        "items": chosen.items,
+        "dim": chosen.dim,
+        **told,
+        "p99_ratio": round(deltas.percentile_ms(99) / still.percentile_ms(99), 3),
+        "refused": still.num_refused + deltas.num_refused,
+    }
+
+
+def start_writer(chosen: argparse.Namespace, address: str, number: int) -> "subprocess.Popen[bytes]":
+    options = [
+        f"--{name}={getattr(chosen, name)}" for name in ("items", "dim", "layers", "history", "seconds", "every")
+    ]
+    return subprocess.Popen([sys.executable, __file__, "--write", address, f"--first={1 + 1000 * number}", *options])
+
+
+def write_deltas(chosen: argparse.Namespace) -> None:
+    """One every few seconds, for as long as the load lasts."""
+    torch.set_num_threads(1)
+    end_s, seed = time.monotonic() + chosen.seconds - 1.0, chosen.first
+    while time.monotonic() < end_s:
+        start_s = time.monotonic()
+        publish(chosen.write, encoder_of(chosen), chosen.items, 0.01, seed)
+        seed += 1
+        time.sleep(max(0.0, chosen.every - (time.monotonic() - start_s)))
+
+
+def encoder_of(chosen: argparse.Namespace) -> HSTUConfig:
+    heads = max(1, chosen.dim // 64)
+    length = 2 * (chosen.history + 2)
+    return HSTUConfig(
+        dim=chosen.dim, num_layers=chosen.layers, num_heads=heads, head_dim=chosen.dim // heads, max_length=length,
+        position_bias=False, time_bias=False,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--items", type=int, default=200_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--history", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=40.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--every", type=float, default=5.0)
+    parser.add_argument("--write", help="write deltas to this address, and nothing else")
+    parser.add_argument("--first", type=int, default=1)
+    chosen = parser.parse_args()
+    if chosen.write:
+        write_deltas(chosen)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(chosen, Path(folder))
+    print("median ratio of P99:", statistics.median(row["p99_ratio"] for row in rows))
+    if chosen.json:
+        write_frame(chosen.json, bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows)
+
+
+if __name__ == "__main__":
+    main()

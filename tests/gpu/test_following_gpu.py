@@ -1,0 +1,59 @@
+"""A server that follows on a GPU, where captured graphs read the tables, scores like one that begins anew."""
+
+import numpy as np
+import pytest
+import torch
+from changing_run import ChangingRun, assert_same_rows
+
+from nestrec.distributed import Topology
+from nestrec.serving.api.reloader import Reloader
+from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.service import Service, ServiceConfig
+from nestrec.testing.tiny_runs import make_datasets
+
+pytestmark = pytest.mark.gpu
+CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9))
+
+
+def scores_of(service, role):
+    items, zeros = np.arange(1, 6), np.zeros(5, np.int64)
+    history = History(items=items, times_ms=np.arange(5), actions=zeros)
+    (engine,) = service.fleet(role).engines
+    asked = Candidates(items=np.arange(6, 25), now_ms=9)
+    return [engine.rank("ann", history, asked, timeout_s=30.0).future.result().scores for _ in range(2)]
+
+
+@pytest.mark.parametrize(("family", "store"), [("ranking", "graphs"), ("ranking", "lru"), ("hstu", "lru")])
+@pytest.mark.parametrize("tables", [TablesConfig(), TablesConfig(store="dram", cache_rows=8)])
+def test_scores_are_those_of_a_server_that_begins_anew(tmp_path, family, store, tables):
+    make_datasets(tmp_path, num_topics=5)
+    address = str(tmp_path / "published")
+    run = ChangingRun.begin(Topology.single(), tmp_path, address, family=family, store=store, seed=7)
+
+    def publish():
+        run.change()
+        run.publisher.publish(run.session, run.step)
+        run.publisher.close()
+
+    publish()
+    service = Service.load([address], CONFIG, "cuda", tables)
+    reloader = Reloader(service, "cuda", tables)
+    ((role, follower),) = reloader.followers.items()
+    before = scores_of(service, role)
+    for _ in range(4):
+        publish()
+        assert follower.look(), follower.counts.problem
+        other = Service.load([address], CONFIG, "cuda", tables)
+        for name, table in other.fleet(role).servable.tables.items():
+            assert_same_rows(service.fleet(role).servable.tables[name], table, name)
+        mine, anew = scores_of(service, role), scores_of(other, role)
+        other.close()
+        for one, another in zip(mine, anew, strict=True):
+            assert np.array_equal(one, another)
+    assert follower.counts.applied == 4
+    assert not np.allclose(before[0], mine[0])
+    reloader.close()
+    service.close()
+    torch.cuda.synchronize()
