@@ -1,24 +1,16 @@
 """Servers that follow: every answer is that of one version, the one that it names, whatever happens to deltas."""
 
 import asyncio
-import contextlib
 import threading
-from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
-from changing_run import ChangingRun, assert_same
+from served_run import serving
 
 from nestrec.base.failpoints import armed
-from nestrec.distributed import Topology
 from nestrec.library.loaded import Recommender
-from nestrec.serving.api.app import App
-from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.versions.follower import FollowConfig
 from nestrec.testing.tiny_runs import make_datasets
 
@@ -33,58 +25,6 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_datasets(folder, num_topics=5)
     return folder
-
-
-class Served:
-    """A run that publishes, and a server that follows it when it is told to."""
-
-    def __init__(self, data: Path, folder: Path, family: str, instances: int = 1, tables: TablesConfig | None = None):
-        self.address, self._scratch, self.exported = str(folder / "published"), folder, {}
-        self.run = ChangingRun.begin(
-            Topology.single(), data, self.address, family=family, store="lru", seed=5, snapshot_every=4
-        )
-        self.publish()
-        cfg = ServiceConfig(engine=EngineConfig(max_queue_s=1e9), instances=instances)
-        self.service = Service.load([self.address], cfg, tables=tables)
-        self.reloader = Reloader(self.service, "cpu", tables or TablesConfig(), FOLLOW)
-        self.app = App(self.service, LIMITS, reloader=self.reloader)
-        ((self.role, self.follower),) = self.reloader.followers.items()
-
-    def publish(self) -> str:
-        """The name of the version."""
-        self.run.change()
-        self.run.publisher.publish(self.run.session, self.run.step)
-        self.run.publisher.close()
-        version = self.run.publisher.newest.manifest.version
-        self.exported[version] = self.run.export(self._scratch)
-        return version
-
-    def folder_of(self, version: str) -> Path:
-        return next(path.parent for path in Path(self.address).glob("versions/*/*.json") if version in path.read_text())
-
-    @property
-    def servable(self):
-        return self.service.fleet(self.role).servable
-
-    def check(self) -> None:
-        """What is in service is what an export of its step holds."""
-        assert_same(self.servable, self.exported[self.servable.version])
-
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
-
-    def close(self) -> None:
-        self.reloader.close()
-        self.service.close()
-
-
-@contextlib.contextmanager
-def serving(*args, **options):
-    served = Served(*args, **options)
-    try:
-        yield served
-    finally:
-        served.close()
 
 
 @pytest.mark.parametrize(
