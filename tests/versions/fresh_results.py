@@ -1,7 +1,4 @@
-"""Writes what deltas hold to: python tests/versions/fresh_results.py deltas faults bytes --json docs/results/fresh.json
-
-Rows of the kinds that are asked for take the place of those in the file; all others stay.
-"""
+"""Writes what deltas hold to: python tests/versions/fresh_results.py deltas faults bytes --json FILE"""
 
 import argparse
 import json
@@ -95,6 +92,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--json", type=Path, required=True)
     chosen = parser.parse_args()
+    rows = []
     for part in chosen.parts:
         with tempfile.TemporaryDirectory() as name:
             data = Path(name) / "data"
@@ -102,19 +100,10 @@ def main() -> None:
             make_datasets(data, num_topics=5)
             scratch = Path(name) / "scratch"
             scratch.mkdir()
-            rows = []
             for row in PARTS[part](data, scratch):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-        join(chosen.json, rows, part)
-
-
-def join(path: Path, rows: list[dict[str, Any]], part: str) -> None:
-    """Rows of this part in the place of older ones."""
-    kept = [row for row in json.loads(path.read_text())["rows"] if row["what"] != part] if path.exists() else []
-    command = f"python tests/versions/fresh_results.py {part} --json docs/results/fresh.json"
-    rows = [{**row, "command": command, "date": time.strftime("%Y-%m-%d")} for row in rows]
-    save_frame(path, make_frame(bench="fresh", command=" ".join(["python", *sys.argv]), rows=[*kept, *rows]))
+    save_frame(chosen.json, make_frame(bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows))
 
 
 if __name__ == "__main__":
