@@ -84,6 +84,41 @@ def train(  # noqa: PLR0917
     train_run(cfg, folder, start_from)
 
 
+@app.command(context_settings=PASSED_ON)
+def tune(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, `auto`, or a config.json of a run.")],
+    *,
+    output: Annotated[Path, typer.Option(help="Folder of the search; started again on it, it goes on.")],
+    search: Annotated[
+        list[str] | None,
+        typer.Option(help="option=low..high or option=a,b,c; repeat it. Rate, dropout and layers where not given."),
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="End when so many tries have a score.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="End after so long.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each try, on this machine.")] = 1,
+) -> None:
+    """Search for better options of a recipe, judged by its best validation, within a number of runs or minutes.
+
+    [bold]nestrec tune auto --data.folder data/mine --output runs/tune --search optimizer.learning_rate=1e-4..1e-2
+    --search task.encoder.dim=32,64,128 --runs 20 --minutes 60[/bold]. Other dotted options hold for all tries. Killed
+    and started again, it goes on with the try that was under way.
+    """
+    from nestrec.cli.tuning import by_training, parse_search
+    from nestrec.cli.tuning import tune as tune_recipe
+    from nestrec.library.configured import configured
+
+    given = parse_overrides(context.args, ("output", "search", "runs", "minutes", "ranks"))
+    wanted = parse_search(search or [])
+    first = {option: text.partition("=")[2] for text in search or [] for option in [text.partition("=")[0]]}
+    trial = {option: what.split("..")[0].split(",")[0] for option, what in first.items()}
+    configured(recipe, {**given, **trial})  # a mistyped option is told before anything is trained
+    found = tune_recipe(output, wanted, by_training(recipe, given, ranks), runs=runs, minutes=minutes, said=typer.echo)
+    options = " ".join(f"--{name} {value}" for name, value in found.overrides.items())
+    typer.echo(f"best of {found.tries} tries: {found.score:.4f}, {options}")
+    typer.echo(f"its run: {found.folder}; nestrec eval {found.folder} measures it on the test part")
+
+
 @app.command(context_settings={**PASSED_ON, "allow_interspersed_args": False})
 def launch(
     context: typer.Context,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
@@ -14,17 +15,26 @@ from rich.text import Text
 from nestrec.report.evaluations import as_interval, best_baseline, has_baseline, metric_names, ratio_to_best
 from nestrec.report.formats import significant
 
+_TABLE_WIDTH = 80
+
 
 def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None, max_metrics: int | None = 6) -> Table:
     """Systems as rows and metrics as columns; beside the headline metric, how many times that of the best baseline.
 
-    `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high]. Six metrics
-    fit into 80 columns; those left out are named below the table.
+    `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high]. As many
+    metrics as fit into 80 columns, six at most; those left out are named below the table.
     """
     metrics, headline = evaluation["metrics"], evaluation["headline"]
-    names = metric_names(metrics, headline)
+    names, with_ratio = metric_names(metrics, headline), has_baseline(metrics, headline)
+    if max_metrics is not None:
+        room = (
+            _TABLE_WIDTH
+            - max((len(system) for system in metrics), default=0)
+            - (_least_width(best_baseline(metrics, headline)) if with_ratio else 0)
+        )
+        widths = np.cumsum([_least_width(name) for name in names])
+        max_metrics = max(1, min(max_metrics, int(np.searchsorted(widths, room, side="right"))))
     names, left_out = names[:max_metrics], names[len(names[:max_metrics]) :]
-    with_ratio = has_baseline(metrics, headline)
     table = Table(
         title=Text(title or f"{evaluation['part']} part (± half of the 95% interval)"),
         title_justify="left",
@@ -42,6 +52,11 @@ def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None,
         ratio = [_ratio_cell(ratio_to_best(metrics, system, headline))] if with_ratio else []
         table.add_row(Text(system), *cells[:1], *ratio, *cells[1:], style="bold" if system == "model" else None)
     return table
+
+
+def _least_width(head: str | None) -> int:
+    """Of a column: its head or a figure with its sign, and a blank."""
+    return max(len(head or ""), len("±0.0000")) + 1
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], *, title: str | None = None, console: Console | None = None) -> None:

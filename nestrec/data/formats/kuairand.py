@@ -15,7 +15,7 @@ from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, NumberTransform, PrepareOptions
 from nestrec.data.prepare.raw import Delimited, first_line, header_names
 from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
-from nestrec.data.prepare.source import LogSource, delimited_files, require_input, side_files
+from nestrec.data.prepare.source import LogSource, delimited_files, plain_name, require_input, side_files
 from nestrec.data.schema import KUAIRAND_BITS
 
 ACTIONS = {
@@ -84,7 +84,7 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
         EventColumns(LOG, dict(KUAIRAND_BITS)),
         delimited_files(logs, Delimited()),
         drops_duplicates=True,
-        users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)),
+        users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)) + _earlier(folder),
         items=items,
         files=tuple(logs),
     )
@@ -118,6 +118,16 @@ def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[
         for n, kind in ((n, kinds.get(n, "number")) for n in names)
     )
     return (SideSource(side_files(files, Delimited()), key, columns),)
+
+
+def _earlier(folder: Path) -> tuple[SideSource, ...]:
+    """What users saw before the log begins, where a cut of the data has that in a file of its own: lists of videos."""
+    files = sorted(p for p in folder.iterdir() if plain_name(p).startswith("user_history") and ".tsv" in p.name)
+    how = Delimited(separator="\t", has_quotes=False)
+    names = header_names(first_line(files[0]), how) if files else ()
+    lists = tuple(SideColumn(n, "categories", f"earlier_{n}", separator=" ") for n in names if n.endswith("_seq"))
+    numbers = tuple(SideColumn(n, "number", f"earlier_{n}", transform="log") for n in names if n == "history_len")
+    return (SideSource(side_files(files, how), "user_id", lists + numbers),) if files else ()
 
 
 def _columns(files: Sequence[Path]) -> tuple[str, ...]:

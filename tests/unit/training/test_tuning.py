@@ -1,0 +1,115 @@
+"""`nestrec tune`: what is searched, when it ends, and how it goes on."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.base.errors import UserError
+from nestrec.cli.tuning import Choices, Overrides, Range, by_training, parse_search, run_name, train_command, tune
+from nestrec.data.synthetic import logs as synthetic
+
+pytest.importorskip("optuna")
+SEARCH = parse_search(["rate=1e-4..1e-1", "kind=good,bad"])
+
+
+def score(overrides: Overrides, run: Path, left_s: float | None) -> float:
+    """Best at a rate of 0.01 of the good kind."""
+    return -abs(math.log10(float(overrides["rate"])) + 2) - (overrides["kind"] == "bad")
+
+
+def test_ranges_and_choices_are_read_as_they_are_typed() -> None:
+    assert parse_search(["a=1..4", "b=0.1..0.6", "c=x,2"]) == {
+        "a": Range(1, 4, is_whole=True),
+        "b": Range(0.1, 0.6, is_whole=False),
+        "c": Choices(("x", "2")),
+    }
+    assert "optimizer.learning_rate" in parse_search([])
+    for wrong in ("a", "a=", "a=4..1", "a=x..y"):
+        with pytest.raises(UserError, match="--search"):
+            parse_search([wrong])
+
+
+def test_a_search_finds_what_is_good_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    found = tune(tmp_path, SEARCH, score, runs=8, minutes=None, said=lambda _: None)
+    assert (found.tries, found.overrides["kind"]) == (8, "good")
+    assert found.score > -1
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert (best["overrides"], best["run"]) == (found.overrides, run_name(found.overrides))
+    tried: list[Overrides] = []
+
+    def killed(overrides: Overrides, run: Path, left_s: float | None) -> float:
+        tried.append(dict(overrides))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path, SEARCH, killed, runs=10, minutes=None)
+
+    def again(overrides: Overrides, run: Path, left_s: float | None) -> float:
+        tried.append(dict(overrides))
+        return score(overrides, run, left_s)
+
+    found = tune(tmp_path, SEARCH, again, runs=10, minutes=None, said=lambda _: None)
+    assert found.tries == 10
+    assert (tried[0], len(tried)) == (tried[1], 3), "what was under way comes first, in the same run folder"
+
+
+def test_time_ends_a_search_and_failures_count_for_nothing(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    left: list[float | None] = []
+
+    def slow(overrides: Overrides, run: Path, left_s: float | None) -> float:
+        left.append(left_s)
+        clock.sleep(25)
+        return math.nan if len(left) == 1 else 1.0
+
+    found = tune(tmp_path, SEARCH, slow, runs=None, minutes=1, clock=clock, said=lambda _: None)
+    assert (left, found.tries) == ([60, 35, 10], 2)
+    with pytest.raises(UserError, match="a search needs an end"):
+        tune(tmp_path, SEARCH, slow, runs=None, minutes=None)
+    with pytest.raises(UserError, match="no try has a validation score"):
+        tune(tmp_path / "none", SEARCH, lambda *_: math.nan, runs=None, minutes=0.5, clock=Ticking())
+
+
+class Ticking(SimulatedClock):
+    """Ten seconds go by whenever somebody looks."""
+
+    def now_s(self) -> float:
+        self.sleep(10)
+        return super().now_s()
+
+
+def test_several_ranks_are_launched(tmp_path: Path) -> None:
+    command = train_command("demo", {"data.folder": "d"}, {"a": "1"}, tmp_path, 2)
+    assert command[3:] == [
+        "launch",
+        "-n",
+        "2",
+        "train",
+        "demo",
+        "--output",
+        str(tmp_path),
+        "--data.folder",
+        "d",
+        "--a",
+        "1",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_real_runs_are_tuned(tmp_path: Path, ranks: int) -> None:
+    synthetic.generate(synthetic.preset("tiny", num_users=40, num_items=30), tmp_path / "data")
+    given = {
+        "data.folder": str(tmp_path / "data"),
+        "task.kind": "retrieval",
+        "training.max_steps": "3",
+        "training.device": "cpu",
+        "task.evaluation.baselines": "popularity",
+    }
+    search = parse_search(["optimizer.learning_rate=1e-3,1e-2"])
+    found = tune(tmp_path / "tune", search, by_training("auto", given, ranks), runs=2, minutes=5)
+    assert 0 <= found.score <= 1
+    assert (found.folder / "config.json").exists()
