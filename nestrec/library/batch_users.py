@@ -72,6 +72,10 @@ class _UsersOfDataset:
 class _UsersOfFile:
     def __init__(self, path: Path, servable: Servable):
         self._servable, self._path = servable, path
+        if servable.event_features or servable.user_features:
+            names = ", ".join([*servable.event_features, *servable.user_features])
+            remedy = "ask a server, whose requests tell them"
+            raise UserError(f"the model also reads {names}", field="--users", value=str(path), remedy=remedy)
         self._table = pq.read_table(path)
         needed = ["user", "items", *(["times_ms"] if servable.reads_times else [])]
         missing = [name for name in needed if name not in self._table.column_names]

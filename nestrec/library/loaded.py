@@ -98,12 +98,17 @@ class Recommender:
         exclude_seen: bool = True,
         exclude: Items = (),
         allow: Items | None = None,
+        context: Mapping[str, Any] | None = None,
     ) -> Ranking:
         """The k best items of the catalogue for a history, best first.
 
-        exclude_seen: items of the history are not recommended. exclude: nor are these. allow: only these are.
+        exclude_seen: items of the history are not recommended. exclude: nor are these. allow: only these are. context:
+        by name of a feature of an event, its value now, where the model reads it.
         """
-        return self.recommend_all([history], k, exclude_seen=exclude_seen, exclude=exclude, allow=allow)[0]
+        found = self.recommend_all(
+            [history], k, exclude_seen=exclude_seen, exclude=exclude, allow=allow, context=context
+        )
+        return found[0]
 
     def recommend_all(
         self,
@@ -113,6 +118,7 @@ class Recommender:
         exclude_seen: bool = True,
         exclude: Items = (),
         allow: Items | None = None,
+        context: Mapping[str, Any] | None = None,
     ) -> list[Ranking]:
         """The k best items for each of many histories, computed together."""
         if self.servable.index is None:
@@ -129,7 +135,7 @@ class Recommender:
             excluded = np.union1d(asked.seen, barred) if exclude_seen else barred
             return Candidates(items=none, now_ms=asked.now_ms, num_best=k, excluded=excluded, allowed=allowed)
 
-        asked = [self._asked(_request(history, (), None), wanted) for history in histories]
+        asked = [self._asked(_request(history, (), context), wanted) for history in histories]
         return [
             Ranking(tuple(keys[i - 1] for i in found.items.tolist()), self._columns(found.scores), one.unknown)
             for one, found in zip(asked, self._computed(asked), strict=True)

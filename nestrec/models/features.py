@@ -23,6 +23,8 @@ class ToWidth(nn.Module):
             {_key(table): nn.Linear(width, dim, bias=False) for table, width in widths.items() if width != dim}
         )
 
+        self.dense = tuple(dense or ())
+        """columns that have no table"""
         for column, width in (dense or {}).items():
             matrix = nn.Linear(width, dim, bias=False)
             nn.init.normal_(matrix.weight, std=0.02)  # as rows begin: a column of numbers shall not drown the others
@@ -32,6 +34,13 @@ class ToWidth(nn.Module):
         """(..., D) of (..., width of the table)."""
         key = _key(table)
         return self.matrices[key](vectors) if key in self.matrices else vectors
+
+    def without_tables(self) -> "ToWidth":
+        """The matrices of columns of numbers alone, shared with this."""
+        kept = ToWidth(0, {})
+        kept.dense = self.dense
+        kept.matrices.update({_key(column): self.matrices[_key(column)] for column in self.dense})
+        return kept
 
     @property
     def dtype(self) -> torch.dtype:

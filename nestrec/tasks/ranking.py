@@ -128,7 +128,7 @@ class RankingTask(Task):
         self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
 
     def take(self, chosen: ChosenTables) -> None:
-        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling
         dense = {c.name: c.width for c in self._inputs.columns if not c.vocabulary_size}
         widths = {table.name: table.dim for table in chosen.tables}
         self.model.to_width = ToWidth(self.cfg.encoder.dim, widths, dense)

@@ -145,7 +145,7 @@ class RetrievalTask(Task):
         self.assembler = self.assembler_of(cfg.num_negatives)
 
     def take(self, chosen: ChosenTables) -> None:
-        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling
         widths = {table.name: table.dim for table in chosen.tables}
         self.model.to_width = ToWidth(self.cfg.encoder.dim, widths, self._dense)
         vectors = FeatureRows(chosen, self.model.to_width)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.models import SequenceInfo
 from nestrec.models.backbone import ForwardFlops
+from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline import Coupling
 from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.tasks.metrics import Interval
@@ -71,6 +73,8 @@ class Task(ABC):
     assembler: Assembler
     num_ids: Mapping[str, int | None] | None = None
     """table to how many ids the dataset knows of it; none until the task has taken its tables"""
+    pooling: Mapping[str, Pooling] = MappingProxyType({})
+    """feature with several ids at a place to how they become one vector"""
     bags: frozenset[str] = frozenset()
     """features that have several ids at a place; `take` says how they become one vector"""
     couples_samples: Coupling = "micro_batch"

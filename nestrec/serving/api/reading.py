@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
-from nestrec.serving.model.inputs import History
+from nestrec.serving.model.inputs import History, number_bits
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 
@@ -65,13 +65,15 @@ class Asked:
     timeout_s: float
 
 
-def check_feature_names(request: Any, servable: Servable) -> None:
-    """A mistyped name would be a category that nobody tells."""
-    of_events = (request.history.features or {}) if request.history is not None else {}
-    _check_names(of_events, servable.event_features, "history.features")
+def check_feature_names(request: Any, *servables: Servable) -> None:
+    """A mistyped name would be a feature that nobody tells. servables: the models that answer."""
+    of_event = {name: column for servable in servables for name, column in servable.event_features.items()}
+    of_user = {name: column for servable in servables for name, column in servable.user_features.items()}
+    of_history = (request.history.features or {}) if request.history is not None else {}
+    _check_names(of_history, of_event, "history.features")
     for field in ("candidate_features", "context"):
-        _check_names(getattr(request, field, None) or {}, servable.event_features, field)
-    _check_names(getattr(request, "user_features", None) or {}, servable.user_features, "user_features")
+        _check_names(getattr(request, field, None) or {}, of_event, field)
+    _check_names(getattr(request, "user_features", None) or {}, of_user, "user_features")
 
 
 class Reader:
@@ -97,6 +99,8 @@ class Reader:
         of_user = self._user_categories(request.user_features, len(history))
         if of_user:
             history = replace(history, features={**history.features, **of_user})
+        if self.servable.context_features:
+            history = replace(history, asked=self._asked_for(request))
         return Asked(user=user, history=history, seen=seen, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
 
     def events(self, given: HistoryFields, now_ms: int) -> History:
@@ -117,6 +121,16 @@ class Reader:
                 value = self._default_category(name, self._defaults.features, field)
             found[column.name] = self._categories(value, count, column, field)
         return found | self._user_categories(request.user_features, count)
+
+    def _asked_for(self, request: AboutUser) -> dict[str, int]:
+        """What histories read of the event that is asked for."""
+        given = {**(getattr(request, "candidate_features", None) or {}), **(getattr(request, "context", None) or {})}
+        found = {}
+        for name in self.servable.context_features:
+            field, column = f"context.{name}", self.servable.event_features[name]
+            value = given[name] if name in given else self._default_category(name, self._defaults.features, field)
+            found[column.name] = int(self._categories(value, 1, column, field)[0])
+        return found
 
     def items(self, keys: Sequence[ItemId], field: str) -> Ids:
         """Unknown ones get id 0."""
@@ -222,8 +236,13 @@ class Reader:
         values = given if isinstance(given, list) else [given]
         if isinstance(given, list):
             _check_count(values, count, field)
+        if not column.has_table:
+            numbers = number_bits(column.transform.numbers(self._numbers(values, field)))
+            return numbers if isinstance(given, list) else np.full(count, numbers[0])
         ids = self.servable.column_ids.get(column.name)
-        if ids is not None:
+        if column.transform.kind == "quantiles" and not any(isinstance(value, str) for value in values):
+            found = column.transform.bucket_ids(self._numbers(values, field))
+        elif ids is not None:
             found = np.fromiter((0 if v is None else ids.get(str(v), 0) for v in values), np.int64, len(values))
         else:
             found = np.fromiter((_row(v, column.num_rows) for v in values), np.int64, len(values))
@@ -233,6 +252,14 @@ class Reader:
             if named:
                 self.notes.add_unknown(field, named, "scored")
         return found if isinstance(given, list) else np.full(count, found[0])
+
+    @staticmethod
+    def _numbers(values: Sequence[Category], field: str) -> NDArray[np.float64]:
+        """NaN where nobody knows one."""
+        try:
+            return np.array([np.nan if value is None else float(value) for value in values])
+        except ValueError:
+            raise BadRequestError("must be numbers", field) from None
 
 
 def unknown_of(keys: Sequence[ItemId], ids: Ids) -> list[ItemId]:
@@ -244,7 +271,7 @@ def _row(category: Category, num_rows: int) -> int:
     """Of a category that has a number and no name; 0 where there is no such row."""
     if isinstance(category, str):
         category = int(category) if category.isdecimal() and len(category) <= _LONGEST_NUMBER else None
-    return category if category is not None and 0 <= category < num_rows else 0
+    return int(category) if category is not None and 0 <= category < num_rows else 0
 
 
 def _sum_of_bits(action: Action, bits: Mapping[str, int]) -> int:

@@ -10,7 +10,8 @@ from nestrec.serving.api.shapes import Least, Most
 LATEST_MS = 7_258_118_400_000
 """the year 2200"""
 ItemId = Annotated[str, Most("max_id_characters")] | int
-Category = Annotated[str, Most("max_id_characters")] | int | None
+Category = Annotated[str, Most("max_id_characters")] | int | float | None
+"""a category by its name or number, or the value of a number"""
 Moment = Annotated[int, Bound(0, LATEST_MS)]
 Action = int | str | list[str] | None
 UserId = Annotated[str, Least(1), Most("max_user_characters")] | int

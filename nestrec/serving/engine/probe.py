@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import DamagedError
 from nestrec.serving.engine.runner import BatchRunner, Part, Runner
 from nestrec.serving.model.forms import Form, make_form
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.inputs import Candidates, History, number_bits
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import Probe
 from nestrec.serving.prefix.page_pool import PagePool
@@ -89,8 +89,9 @@ def _part(form: Form, probe: Probe) -> Part:
 
 def _features(servable: Servable, count: int) -> dict[str, NDArray[np.int64]]:
     """Categories by turns, those that a request gives."""
-    given = (column for column in servable.spec.columns if column.name not in servable.item_columns)
-    return {column.name: np.arange(count) % column.num_rows for column in given}
+    given = {c.name: c for c in (*servable.event_features.values(), *servable.user_features.values())}
+    numbers = number_bits(np.arange(count, dtype=np.float32))
+    return {n: np.arange(count) % column.num_rows if column.has_table else numbers for n, column in given.items()}
 
 
 def _spread(keys: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def user_queries(form: RetrievalForm, users: Sequence[tuple[History, int]]) -> t
     there = np.flatnonzero(lengths)
     if len(there):
         known = [tokens[b] for b in there]
-        x_TD = form.rows(np.concatenate([one.history.items for one in known]))
+        x_TD = torch.cat([form.vectors(one, 0, one.length) for one in known])
         state_TD = form.encoder(x_TD, _info(known, lengths[there], device))
         last = to_device(np.cumsum(lengths[there]) - 1, device)
         queries_BD[to_device(there, device)] = form.query(state_TD[last])

@@ -26,7 +26,8 @@ def warm_up(runner: BatchRunner, costs: EngineCostModel) -> None:
 
 def _part(form: Form, num_events: int, num_candidates: int) -> Part:
     zeros, asked = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
-    columns = [c.name for c in form.servable.spec.columns if not c.name.startswith("item_")]
+    servable = form.servable
+    columns = [c.name for c in (*servable.event_features.values(), *servable.user_features.values())]
     history = History(items=zeros, times_ms=zeros, actions=zeros, features=dict.fromkeys(columns, zeros))
     tokens = form.tokens(history, 0)
     candidates = Candidates(items=asked, now_ms=0, features=dict.fromkeys(columns, asked))

@@ -21,7 +21,7 @@ class DatasetUsers:
         self._ids = np.concatenate([[0], servable.ids_of(keys)]).astype(np.int64)
         if servable.event_features or servable.user_features:
             names = ", ".join([*servable.event_features, *servable.user_features])
-            remedy = "name a file of users whose requests tell them"
+            remedy = "ask a server, whose requests tell them"
             raise UserError(f"the model also reads {names}", field="--users", value="of the dataset", remedy=remedy)
 
     def histories(self, places: NDArray[np.int64]) -> Iterator[tuple[str, History, int]]:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,10 +21,10 @@ from nestrec.base.errors import DataError, UserError
 from nestrec.base.paths import check_folder, sync_folder
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, write_file
-from nestrec.data.samples.features import item_column
-from nestrec.data.schema import ITEM_PREFIX
+from nestrec.data.samples.features import Column, item_column
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
+from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.distributed import Topology
-from nestrec.models.features import ToWidth
 from nestrec.ops.rows.round import whole
 from nestrec.serving.engine.probe import recorded_probe
 from nestrec.serving.model.can_serve import check_served
@@ -132,7 +132,8 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
 def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
     """The model of a session as it is now, on the CPU. Collective."""
     servable, tables = described(session, step), ExportedTables(session, scratch)
-    served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in servable.spec.columns}
+    with_table = [c for c in servable.spec.columns if c.has_table]
+    served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in with_table}
     vectors_of = servable.serving.index
     if vectors_of is None:
         return replace(servable, tables=served)
@@ -145,25 +146,17 @@ def described(session: Session, step: int) -> Servable:
     task, dataset = session.cfg.task, session.dataset
     serving = serving_form_of(task)
     tables = ExportedTables(session, Path())
-    columns = tuple(
-        ColumnSpec(
-            name=c.name,
-            keys=_vocabulary(session, c.name),
-            num_rows=tables.num_rows(c.name),
-            table="" if tables.table_of(c.name) == c.name else tables.table_of(c.name),
-        )
-        for c in serving.columns(task, dataset.card)
-        if not (tables.folds_items and c.name.startswith(ITEM_PREFIX))
-    )
+    columns = tuple(_column(session, tables, c) for c in serving.columns(task, dataset.card))
     spec = ServableSpec(
         name=session.cfg.name,
         step=step,
         task=task,
         num_items=dataset.num_items,
         columns=columns,
+        folds_items=tables.folds_items,
         action_bits=dict(dataset.card.action_bits),
     )
-    of_items = [c.name for c in columns if c.name.startswith(ITEM_PREFIX)]
+    of_items = [] if tables.folds_items else [c.name for c in columns if c.name.startswith(ITEM_PREFIX)]
     return Servable(
         spec=spec,
         version="",
@@ -178,10 +171,30 @@ def described(session: Session, step: int) -> Servable:
 
 def served_model(session: Session) -> nn.Module:
     """A copy of the dense part, without the matrices whose products are in the exported rows."""
-    model = deepcopy(session.task.model)
+    model: Any = deepcopy(session.task.model)
     if hasattr(model, "to_width"):
-        model.to_width = ToWidth(0, {})
-    return model.to("cpu").eval().requires_grad_(False)
+        model.to_width = model.to_width.without_tables()
+    return cast(nn.Module, model.to("cpu").eval().requires_grad_(False))
+
+
+def _column(session: Session, tables: ExportedTables, column: Column) -> ColumnSpec:
+    """How a server reads a column of the task."""
+    of_event = column.name.removeprefix(CONTEXT_PREFIX)
+    stored = column.name if of_event == column.name else EVENT_PREFIX + of_event
+    feature = next((f for f in session.dataset.card.features if f.column == stored), None)
+    spec = ColumnSpec(name=column.name, keys=None, num_rows=0, width=column.width)
+    if feature is not None:
+        spec = replace(spec, kind=cast(Any, feature.kind), transform=feature.transform)
+    if not column.vocabulary_size:
+        return spec
+    table = tables.table_of(column.name)
+    return replace(
+        spec,
+        keys=_vocabulary(session, stored),
+        num_rows=tables.num_rows(column.name),
+        table="" if table == column.name else table,
+        pooling=session.task.pooling.get(column.name, ""),
+    )
 
 
 def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:
@@ -201,7 +214,7 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
             files.append(_write_json(folder, name, json.dumps(content, indent=2 if name == SPEC_FILE else None)))
         else:
             files.append(_write_tensors(folder, name, content))
-    file_of = {"items": "items"} | {c.name: c.table_name for c in servable.spec.columns}
+    file_of = {"items": "items"} | {c.name: c.table_name for c in servable.spec.columns if c.has_table}
     tables = {file_of[column]: table for column, table in servable.tables.items()}
     files += [_write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in tables.items()]
     if servable.index is not None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
+from nestrec.data.samples.features import NUMBER_WIDTH
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.embedding import TableConfig
 from nestrec.serving.model.mapped import mapped
@@ -40,10 +41,11 @@ class ExportedTables:
         of_items = self._session.engine.tables["items"].feature_names
         for feature in self._table_of:
             if feature not in known and feature not in of_items:
-                remedy = "train without it to serve the model"
-                raise UserError(
-                    "is read by the model, and not by servers yet", field="feature", value=feature, remedy=remedy
-                )
+                raise _not_served(feature)
+        for column in serving_form_of(task).columns(task, card):
+            is_more = column.is_bag or column.width > NUMBER_WIDTH
+            if is_more and not column.name.startswith(ITEM_PREFIX):
+                raise _not_served(column.name)
 
     def table_of(self, feature: str) -> str:
         return self._table_of[feature]
@@ -76,7 +78,13 @@ class ExportedTables:
     def folds_items(self) -> bool:
         """Whether rows of items hold their features, too: a server knows single categories of items, and no lists."""
         task, card = self._session.cfg.task, self._session.dataset.card
-        return any(c.is_bag for c in serving_form_of(task).columns(task, card) if c.name.startswith(ITEM_PREFIX))
+        of_items = [c for c in serving_form_of(task).columns(task, card) if c.name.startswith(ITEM_PREFIX)]
+        return any(c.is_bag or c.width for c in of_items) or bool(of_items and self._reads_index)
+
+    @property
+    def _reads_index(self) -> bool:
+        """Whether items are found in an index, which holds all that they are."""
+        return serving_form_of(self._session.cfg.task).index is not None
 
     def items(self) -> ResidentTable:
         """What the model reads of each item, or of its id alone."""
@@ -114,6 +122,11 @@ class ExportedTables:
             rows[start : start + len(keys)] = found
         assert rows is not None
         return rows
+
+
+def _not_served(feature: str) -> UserError:
+    problem = "is read by the model, and not by servers: of events and users they take categories and numbers"
+    return UserError(problem, field="feature", value=feature, remedy="train without it to serve the model")
 
 
 @torch.no_grad()

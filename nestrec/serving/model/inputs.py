@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -19,7 +20,9 @@ class History:
     actions: Ints
     """action bits; zeros where the model does not look at them"""
     features: Mapping[str, Ints] = field(default_factory=dict)
-    """event and user categories the model asks for, one value an event"""
+    """event and user features the model asks for, one value an event: categories by id, numbers by `number_bits`"""
+    asked: Mapping[str, int] = field(default_factory=dict)
+    """the same of the event that is asked for, as far as histories read them"""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -64,6 +67,17 @@ class Candidates:
         features = {name: values.copy() for name, values in self.features.items()}
         allowed = None if self.allowed is None else self.allowed.copy()
         return replace(self, items=self.items.copy(), features=features, excluded=self.excluded.copy(), allowed=allowed)
+
+
+def number_bits(values: NDArray[np.float32]) -> Ints:
+    """Numbers where ids stand otherwise: their 32 bits."""
+    return values.astype(np.float32).view(np.int32).astype(np.int64)
+
+
+def numbers_of(bits: torch.Tensor) -> torch.Tensor:
+    """(..., 2) numbers of their bits, 0 where one is not known, and whether it is not."""
+    values = bits.to(torch.int32).contiguous().view(torch.float32)
+    return torch.stack([values.nan_to_num(0.0), values.isnan().float()], dim=-1)
 
 
 def history_start(num_events: int, max_events: int, block: int) -> int:

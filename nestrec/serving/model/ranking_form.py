@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.data.samples.ranking import checked_columns
+from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.ranking import RankingModel
 from nestrec.serving.model.forms import AskedRows, Tokens
-from nestrec.serving.model.inputs import Candidates, History, history_start
+from nestrec.serving.model.inputs import Candidates, History, history_start, numbers_of
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
 from nestrec.serving.model.spec import ServableSpec
@@ -37,8 +38,9 @@ class RankingForm:
         self.encoder = self._model.encoder
         self.outputs = task.inputs.labels
         self.max_events = task.inputs.max_events - 1
-        self._columns = [c.name for c in servable.spec.columns]
-        self._given = [name for name in self._columns if name not in servable.item_columns]
+        folded = ITEM_PREFIX if servable.spec.folds_items else "\0"
+        self._columns = [c for c in servable.spec.columns if not c.name.startswith(folded)]
+        self._given = [c.name for c in self._columns if c.name not in servable.item_columns]
         self._uses_time = servable.reads_times
 
     def follow(self, servable: Servable) -> None:
@@ -99,10 +101,15 @@ class RankingForm:
         """(R, D) sum of the vectors of item and categories, in the order of training."""
         items = records[:, 0]
         total = self.servable.tables["items"].rows(items).to(self.servable.dtype)
-        for name in self._columns:
+        for column in self._columns:
+            name = column.name
             is_given = name in self._given
             ids = records[:, 3 + self._given.index(name)] if is_given else self.servable.item_columns[name][items]
-            total += self.servable.tables[name].rows(ids)
+            if column.has_table:
+                total += self.servable.tables[name].rows(ids)
+            else:
+                numbers = numbers_of(ids).to(device=total.device, dtype=total.dtype)
+                total += self._model.to_width(name, numbers)
         return total
 
     def event_tokens(self, records: torch.Tensor, content_ED: torch.Tensor) -> torch.Tensor:
@@ -140,7 +147,9 @@ def _side_by_side(count: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _model(spec: ServableSpec) -> RankingModel:
     task, num_bits = cast(RankingTaskConfig, spec.task), max(spec.action_bits.values()).bit_length()
-    return RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
+    model = RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
+    model.to_width = spec.to_width(task.encoder.dim)
+    return model
 
 
 SERVING = ServingForm(

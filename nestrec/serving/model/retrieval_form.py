@@ -14,12 +14,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.data.card import Card
+from nestrec.data.samples.features import Column, column_of
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, context_column, features_of
+from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.forms import AskedRows, Tokens
-from nestrec.serving.model.inputs import Candidates, History, history_start
+from nestrec.serving.model.inputs import Candidates, History, history_start, numbers_of
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
+from nestrec.serving.model.spec import ServableSpec
 from nestrec.serving.model.tables import ResidentTable
 from nestrec.tasks.retrieval import RetrievalTaskConfig
 
@@ -38,6 +43,7 @@ class RetrievalForm:
         self._asks_next = task.history.query_time == "next"
         self._uses_time = servable.reads_times
         self.max_events = task.history.max_length
+        self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
 
     def follow(self, servable: Servable) -> None:
         self.servable = servable
@@ -52,7 +58,7 @@ class RetrievalForm:
             asked[:-1], asked[-1:] = times[1:], now_ms
         return Tokens(
             history=history,
-            columns=(history.items, times, asked),
+            columns=(history.items, *(self._values(column.name, history) for column in self._columns), times, asked),
             times_ms=times,
             asked_ms=asked,
             num_cacheable=max(len(history) - 1, 0),
@@ -61,7 +67,15 @@ class RetrievalForm:
         )
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        return self.rows(tokens.history.items[first:end])
+        columns = tokens.columns[: self.num_fields]
+        return self.content(self.records(np.stack([column[first:end] for column in columns], axis=1)))
+
+    def _values(self, name: str, history: History) -> NDArray[np.int64]:
+        """Of each event; of the context, those of the event after it, and of the request in the end."""
+        if not name.startswith(CONTEXT_PREFIX):
+            return history.features[name]
+        own = EVENT_PREFIX + name.removeprefix(CONTEXT_PREFIX)
+        return np.append(history.features[own], history.asked.get(own, 0))[1:]
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
         return self.rows(np.zeros(0, np.int64))
@@ -131,9 +145,12 @@ class RetrievalForm:
         """(B, D) what is multiplied with item vectors."""
         return self._model.item_vectors(last_BD) / self._model.similarity.temperature
 
-    # The same in steps over the records of many users at once: (R, 1) item.
+    # The same in steps over the records of many users at once: (R, fields) item, features of the event and its context.
 
-    num_fields: int = 1
+    @property
+    def num_fields(self) -> int:
+        """of a record"""
+        return 1 + len(self._columns)
 
     @property
     def action_vectors(self) -> torch.Tensor:
@@ -152,8 +169,14 @@ class RetrievalForm:
         return torch.from_numpy(np.ascontiguousarray(records)).to(self.servable.lookup_device)
 
     def content(self, records: torch.Tensor) -> torch.Tensor:
-        """(R, D) rows of the items"""
-        return self.servable.tables["items"].rows(records[:, 0]).to(self.servable.dtype)
+        """(R, D) rows of the items, and of what is read beside them"""
+        total = self.servable.tables["items"].rows(records[:, 0]).to(self.servable.dtype)
+        for place, column in enumerate(self._columns, start=1):
+            if column.has_table:
+                total += self.servable.tables[column.name].rows(records[:, place])
+            else:
+                total += self._model.to_width(column.name, numbers_of(records[:, place]).to(total))
+        return total
 
     def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
         """The states: what is found with them is the business of `best` and `scores`."""
@@ -172,9 +195,24 @@ def _shortened(
     return rows_K[:count] + 1, scores_K[:count, None]
 
 
+def _model(spec: ServableSpec) -> RetrievalModel:
+    task = cast(RetrievalTaskConfig, spec.task)
+    model = RetrievalModel(task.encoder, task.similarity)
+    model.to_width = spec.to_width(task.encoder.dim)
+    return model
+
+
+def _columns(task: RetrievalTaskConfig, card: Card) -> tuple[Column, ...]:
+    features = features_of(card, task.inputs)
+    own = [column_of(f) for owner in ("event", "user", "item") for f in features[owner]]
+    return (*own, *(context_column(f) for f in features["context"]))
+
+
 SERVING = ServingForm(
     role="retrieval",
-    model=lambda spec: RetrievalModel(spec.task.encoder, spec.task.similarity),
+    model=_model,
+    columns=_columns,
+    item_content=lambda task, engine, items: task.item_content(engine, items),
     form=RetrievalForm,
     longest_history=lambda task: task.history.max_length,
     index=lambda model, rows_ND: model.item_vectors(rows_ND),

@@ -16,6 +16,8 @@ from torch import nn
 from nestrec.base.config import from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint.durable import sha256_of
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
+from nestrec.data.schema import EVENT_PREFIX, USER_PREFIX
 from nestrec.models.backbone import SequenceConfig
 from nestrec.models.backbones import backbone_of, cached_forward_of, reads_times
 from nestrec.models.segments import CachedForward, KeptShape
@@ -76,7 +78,11 @@ class Servable:
 
     @cached_property
     def column_ids(self) -> dict[str, dict[str, int]]:
-        return {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
+        known = {c.name: {key: i + 1 for i, key in enumerate(c.keys)} for c in self.spec.columns if c.keys is not None}
+        asked = {
+            EVENT_PREFIX + n.removeprefix(CONTEXT_PREFIX): k for n, k in known.items() if n.startswith(CONTEXT_PREFIX)
+        }
+        return asked | known
 
     @cached_property
     def serving(self) -> ServingForm:
@@ -130,13 +136,20 @@ class Servable:
 
     @cached_property
     def event_features(self) -> dict[str, ColumnSpec]:
-        """Categories of events and candidates, by the name that the log gives them."""
-        return self._columns_of("event_")
+        """Features of events and candidates, by the name that the log gives them; what is read of the event that is
+        asked for alone is told of all events, each of which was asked for."""
+        asked = {name: replace(c, name=EVENT_PREFIX + name) for name, c in self._columns_of(CONTEXT_PREFIX).items()}
+        return asked | self._columns_of(EVENT_PREFIX)
+
+    @cached_property
+    def context_features(self) -> tuple[str, ...]:
+        """Those that are read of the event that is asked for."""
+        return tuple(self._columns_of(CONTEXT_PREFIX))
 
     @cached_property
     def user_features(self) -> dict[str, ColumnSpec]:
         """Categories of users, by the name that the log gives them."""
-        return self._columns_of("user_")
+        return self._columns_of(USER_PREFIX)
 
     def _columns_of(self, prefix: str) -> dict[str, ColumnSpec]:
         return {c.name.removeprefix(prefix): c for c in self.spec.columns if c.name.startswith(prefix)}
@@ -195,7 +208,7 @@ class Servable:
         model = serving.model(spec)
         fill(model, weights)
         model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
-        read = {"items": "items"} | {c.name: c.table_name for c in spec.columns}
+        read = {"items": "items"} | {c.name: c.table_name for c in spec.columns if c.has_table}
         opened = {name: table(table_file(name), "weight") for name in dict.fromkeys(read.values())}
         columns = descriptions.get(COLUMNS_FILE, {})
         servable = Servable(

@@ -7,6 +7,8 @@ from dataclasses import field
 from typing import Literal
 
 from nestrec.base.config import config, to_plain
+from nestrec.data.transform import Transform
+from nestrec.models.features import ToWidth
 from nestrec.serving.model.search_options import SearchConfig, SearchRecall
 from nestrec.tasks.built_in import TaskConfig
 
@@ -28,10 +30,22 @@ class ColumnSpec:
     """rows of its table, row 0 for unknown"""
     table: str = ""
     """table that it reads, which another column may read too; '': one of its own name"""
+    kind: Literal["category", "categories", "bag", "number", "vector"] = "category"
+    """what a value of it is; numbers and vectors have no table, but a matrix among the weights"""
+    transform: Transform = Transform()
+    """from a raw value to what the model reads"""
+    width: int = 0
+    """of the matrix of numbers and vectors"""
+    pooling: str = ""
+    """how several values become one vector"""
 
     @property
     def table_name(self) -> str:
         return self.table or self.name
+
+    @property
+    def has_table(self) -> bool:
+        return self.kind not in ("number", "vector")
 
 
 @config
@@ -63,7 +77,9 @@ class ServableSpec:
     action_bits: Mapping[str, int]
     """action name to its bit value"""
     columns: tuple[ColumnSpec, ...] = ()
-    """categories beside the item (ranking)"""
+    """features beside the item's id"""
+    folds_items: bool = False
+    """rows of items hold their features, too: columns of items are then for new items alone"""
     defaults: InputDefaults = InputDefaults()
     """of inputs that a request leaves out"""
     search: SearchConfig = SearchConfig()
@@ -72,6 +88,10 @@ class ServableSpec:
     """of a search that does not look at every row, as the export measured it"""
     format: int = FORMAT
     """version of this layout"""
+
+    def to_width(self, dim: int) -> ToWidth:
+        """The matrices of columns of numbers, with any weights."""
+        return ToWidth(dim, {}, {column.name: column.width for column in self.columns if not column.has_table})
 
 
 @config

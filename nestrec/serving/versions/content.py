@@ -61,7 +61,7 @@ class Described:
     def of(session: Session, step: int) -> "Described":
         """Collective."""
         servable, exported = described(session, step), ExportedTables(session, Path())
-        names = dict.fromkeys(["items", *(column.table_name for column in servable.spec.columns)])
+        names = dict.fromkeys(["items", *(column.table_name for column in servable.spec.columns if column.has_table)])
         tables = tuple(_published(session, exported, servable.spec, name) for name in names)
         return Described(tables=tables, files=descriptions(servable), spec=servable.spec)
 

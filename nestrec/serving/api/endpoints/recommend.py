@@ -22,7 +22,7 @@ async def recommend(front: Front, request: RecommendRequest) -> RecommendAnswer:
     service = front.service
     if "retrieval" not in service.fleets:
         raise BadRequestError("no retrieval model is served; give candidates to /v1/rank", status=404)
-    check_feature_names(request, service.fleet(service.ranker).servable)
+    check_feature_names(request, *(fleet.servable for fleet in service.fleets.values()))
     fleets = service.fleets  # one look: a swap of both models lies before or after it
     retrieval, ranking = fleets["retrieval"], fleets.get("ranking")
     recommending = _Recommending(front, request, retrieval)
