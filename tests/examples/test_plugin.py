@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from server_process import running_server
 
+from nestrec.base.config import with_overrides
+from nestrec.distributed import Topology
 from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
+from nestrec.training.recipes import recipe
 from nestrec.training.run_digest import run_digest
+from nestrec.training.trainer import Trainer
 
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "plugin"
 ENCODER = {"kind": "linear", "dim": 8, "num_heads": 2, "head_dim": 4, "max_length": 12}
@@ -79,21 +83,28 @@ def options(**more: str) -> list[str]:
     return [f"--{name}={value}" for name, value in {**TRAIN, **more}.items()]
 
 
-def train_on_two_ranks(run: Path, data: Path, schedule: str, kills: list[KillWhen]) -> None:
+def train_whole(topology: Topology, site: str, run: str, overrides: dict[str, str]) -> None:
+    """On a rank of the pool, which was started before the package was installed."""
+    sys.path.insert(0, site)
+    Trainer(with_overrides(recipe("demo"), overrides), Path(run), topology).train()
+
+
+def train_through_a_kill(run: Path, data: Path, schedule: str) -> None:
+    kill = KillWhen(saves_reach(run / "checkpoints", 8), rank_of(1))
     launcher = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node=2",
-        f"--max-restarts={len(kills)}",
+        "--max-restarts=1",
         "--monitor-interval=0.05",
     ]
     given = options(**{"data.folder": str(data), "pipeline.schedule": schedule})
     (attempt,) = run_with_faults(
-        [*launcher, "-m", "nestrec", "train", "demo", "--output", str(run), *given], kills, limit_s=300.0
+        [*launcher, "-m", "nestrec", "train", "demo", "--output", str(run), *given], [kill], limit_s=300.0
     )
-    assert attempt.num_fired == len(kills)
+    assert attempt.num_fired == 1
 
 
 def asked(port: int, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
@@ -103,7 +114,7 @@ def asked(port: int, path: str, body: dict[str, object] | None = None) -> dict[s
         return json.loads(response.read())
 
 
-def test_a_package_of_another_goes_the_whole_way(installed: Path, tmp_path: Path) -> None:
+def test_a_package_of_another_goes_the_whole_way(pools, installed: Path, tmp_path: Path) -> None:
     baskets, data, model = tmp_path / "baskets.txt", tmp_path / "data", tmp_path / "model"
     lines = [
         f"u{u}> " + " ".join(f"i{(3 * u + 4 * b + j) % 30}" for j in range(4)) for u in range(40) for b in range(3)
@@ -111,9 +122,9 @@ def test_a_package_of_another_goes_the_whole_way(installed: Path, tmp_path: Path
     baskets.write_text("\n".join(lines))
     nestrec(["prepare", "baskets", str(baskets), str(data), "--after_user", ">"])
 
-    train_on_two_ranks(tmp_path / "whole", data, "serial", [])
-    kill = KillWhen(saves_reach(tmp_path / "cut" / "checkpoints", 8), rank_of(1))
-    train_on_two_ranks(tmp_path / "cut", data, "lanes", [kill])
+    overrides = {**TRAIN, "data.folder": str(data), "pipeline.schedule": "serial"}
+    pools[2].run(train_whole, str(installed), str(tmp_path / "whole"), overrides)
+    train_through_a_kill(tmp_path / "cut", data, "lanes")
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole"), "killed, resumed, and under its own schedule"
 
     of_data = options(**{"data.folder": str(data)})
