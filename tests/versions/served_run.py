@@ -17,6 +17,7 @@ from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.versions.follower import FollowConfig
+from nestrec.serving.versions.manifest import Times
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
 FOLLOW = FollowConfig(on=True, moves="told")
@@ -43,10 +44,10 @@ class Served:
         self.app = App(self.service, LIMITS, reloader=self.reloader)
         ((self.role, self.follower),) = self.reloader.followers.items()
 
-    def publish(self) -> str:
+    def publish(self, times: Times | None = None) -> str:
         """The name of the version."""
         self.run.change()
-        self.run.publisher.publish(self.run.session, self.run.step)
+        self.run.publisher.publish(self.run.session, self.run.step, times)
         self.run.publisher.close()
         self.note_export()
         newest = self.run.publisher.newest

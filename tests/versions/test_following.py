@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,9 +10,13 @@ from served_run import serving
 
 from nestrec.base.failpoints import armed
 from nestrec.library.loaded import Recommender
+from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.versions.follower import FollowConfig
+from nestrec.serving.versions.manifest import Times
 from nestrec.testing.tiny_runs import make_datasets
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
@@ -164,3 +169,49 @@ def test_a_server_can_be_pinned_to_a_version_and_go_on_from_it(data, tmp_path):
 
     with serving(data, tmp_path, "hstu") as served:
         asyncio.run(run(served))
+
+
+def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
+    async def run(served):
+        async with served.client() as client:
+            now_s = time.time()
+            served.publish(Times(first_event_s=now_s - 30, mean_event_s=now_s - 20, closed_s=now_s - 5))
+            assert served.follower.look()
+            follow = (await client.get("/v1/status")).json()["follow"]["retrieval"]
+            assert follow["fresh_s"] is None, "nobody has asked yet"
+            await client.post("/v1/rank", json=ASKED)
+            follow = (await client.get("/v1/status")).json()["follow"]["retrieval"]
+            parts = follow["parts_s"]
+            assert list(parts) == ["window", "training", "publish", "fetch", "apply", "answer"]
+            assert parts["window"] == pytest.approx(15.0)
+            assert 5.0 <= parts["training"] < 10.0
+            assert all(parts[name] >= 0 for name in ("publish", "fetch", "apply", "answer"))
+            assert follow["fresh_s"] == pytest.approx(sum(parts.values()))
+            await client.post("/v1/rank", json=ASKED)
+            text = (await client.get("/metrics")).text
+            assert 'nestrec_freshness_seconds_count{model="retrieval"} 1.0' in text
+            assert 'nestrec_freshness_part_seconds{model="retrieval",part="window"} 15.' in text
+
+    with serving(data, tmp_path, "hstu") as served:
+        asyncio.run(run(served))
+
+
+def test_a_fleet_moves_together_by_deltas(data, tmp_path):
+    with serving(data, tmp_path, "hstu") as served:
+        other = Service.load([served.address], ServiceConfig())
+        reloaders = [served.reloader, Reloader(other, "cpu", TablesConfig(), FollowConfig(on=True, moves="together"))]
+
+        def swap(models):
+            for reloader in reloaders:
+                reloader.swap(models)
+            return True
+
+        front = FrontFollower([served.address], 1.0, swap)
+        for number in range(4):
+            version = served.publish()
+            assert front.look()
+            assert [r.current["retrieval"].version for r in reloaders] == [version, version]
+            assert [r.followers["retrieval"].counts.applied for r in reloaders] == [number + 1, number + 1]
+            served.check()
+        reloaders[1].close()
+        other.close()

@@ -5,8 +5,10 @@ SIGTERM drains and ends it; SIGHUP loads the model folders anew and swaps what h
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +44,8 @@ from nestrec.serving.tracing import TracingConfig
 from nestrec.serving.versions.follower import FollowConfig
 
 _LOG = logging.getLogger(__name__)
+SLOT_VARIABLE = "NESTREC_SLOT"
+"""of the environment of an instance: its number behind a front"""
 _COLLECT_EVERY = 20_000
 """objects made and not yet freed between two looks for garbage: requests leave next to none that must be looked for"""
 
@@ -106,7 +110,10 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     except BaseException:
         close_all(sockets)
         raise
-    reloader = Reloader(service, device, cfg.tables, cfg.follow)
+    follow = cfg.follow
+    if follow.moves == "together" and SLOT_VARIABLE not in os.environ:  # there is no front to move it
+        follow = replace(follow, moves="itself")
+    reloader = Reloader(service, device, cfg.tables, follow)
     signals.when_reloaded(reloader.ask)
     gc.collect()
     gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests

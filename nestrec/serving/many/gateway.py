@@ -40,6 +40,7 @@ from nestrec.serving.many.upstream import Response, Upstream
 _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/json"
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
+_OK = 200
 _TURN_S, _TURNS_A_PROBE = 0.1, 10
 _PROBE_TIMEOUT_S = 2.0
 _GRACE_S = 0.2
@@ -116,6 +117,12 @@ class Gateway:
             case "/v1/live" if (slot := _slot_in(query)) is not None:
                 return await self._live(slot)
         return None
+
+    def swapped(self, models: list[str]) -> bool:
+        """Have all instances serve these; whether they do. From another thread than the loop's, and waits."""
+        if self._loop is None:
+            return False
+        return asyncio.run_coroutine_threadsafe(self.rollout.swap(models), self._loop).result().status == _OK
 
     def ask_reload(self) -> None:
         """Let all instances load the folders that they were started with anew, soon; from any thread."""

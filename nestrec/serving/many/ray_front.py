@@ -28,6 +28,7 @@ from nestrec.serving.api.server import ServeConfig
 from nestrec.serving.histories.store import make_store
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import user_of
+from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.many.operations import Operations
 from nestrec.serving.many.rollout import Rollout, whole_name
 from nestrec.serving.many.router import Ring, Router
@@ -211,9 +212,17 @@ def serve_on_ray(folders: Sequence[str], cfg: ServeConfig, signals: Signals, ann
     gate = start_on_ray(folders, cfg)
     signals.take_over()  # Ray has set its own meanwhile
     announce(url_of(cfg.host, cfg.port))
-    rolls = Serially("nestrec-roll", lambda: _roll(gate, [str(folder) for folder in folders]))
+
+    def roll_all() -> None:
+        _roll(gate, list(folders))
+
+    rolls = Serially("nestrec-roll", roll_all)
     signals.when_reloaded(rolls.ask)
+    follower = FrontFollower(folders, cfg.follow.poll_s, lambda models: _roll(gate, models))
+    if cfg.follow.on and cfg.follow.moves == "together":
+        follower.start()
     signals.wait_for_stop()
+    follower.close()
     rolls.close()
     import ray
     from ray import serve
@@ -229,16 +238,17 @@ def num_gpus(cfg: ServeConfig) -> float:
     return 1.0 if chosen_device(cfg.device).startswith("cuda") else 0.0
 
 
-def _roll(gate: Any, folders: list[str]) -> None:
+def _roll(gate: Any, folders: list[str]) -> bool:
     try:
         status = gate.swap.remote(folders).result()
     except Exception as error:  # whatever Ray says, the replicas serve on
         _LOG.error("the models stay as they are: %s", type(error).__name__)
-        return
+        return False
     if status != 200:
         _LOG.error("the models stay as they are: a replica has not taken the new ones")
     else:
         _LOG.info("all replicas have loaded their models anew")
+    return bool(status == 200)
 
 
 def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:

@@ -15,6 +15,7 @@ from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.hosts import is_loopback
 from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
 from nestrec.serving.many.nginx import nginx_config, running_nginx
@@ -101,7 +102,11 @@ def _serve_gateway(
     )
     gateway.rollout.on_resized = when_resized
     signals.when_reloaded(gateway.ask_reload)
+    follower = FrontFollower(instances.slots[0].models, cfg.follow.poll_s, gateway.swapped)
+    if cfg.follow.on and cfg.follow.moves == "together":
+        follower.start()
     run_server(uvicorn_config(gateway, cfg, safety=safety), sockets, signals, announce)
+    follower.close()
 
 
 def _serve_nginx(

@@ -38,9 +38,9 @@ class FollowConfig:
     """models of an address go on to its newer versions"""
     poll_s: Positive = 1.0
     """how often a server looks for a newer version"""
-    moves: Literal["itself", "told"] = "itself"
-    """each server goes to a newer version by itself, or when it is told to (`nestrec swap SERVER ADDRESS`), one after
-    the other"""
+    moves: Literal["itself", "together", "told"] = "itself"
+    """each server goes to a newer version by itself; all instances of a front go together, or none; or when they are
+    told to (`nestrec swap SERVER ADDRESS`)"""
     most_bytes: Natural = 1 << 30
     """rows of a delta that are brought beside the tables at once; what is larger is loaded as a whole"""
 

@@ -33,6 +33,13 @@ from nestrec.training.session import Session, on_first
 from nestrec.training.windows import WindowEnd
 
 _LOG = logging.getLogger(__name__)
+_TIMES = {
+    "first_event_s": "first_at_s",
+    "mean_event_s": "mean_at_s",
+    "last_event_s": "read_at_s",
+    "closed_s": "closed_at_s",
+}
+"""what a version calls the times of a window's end"""
 
 
 class Publisher:
@@ -109,7 +116,8 @@ class Publisher:
 
     def on_window(self, end: WindowEnd) -> None:
         """After a window of a run."""
-        self.publish(end.session, end.state.step, Times(last_event_s=end.read_at_s))
+        times = {name: getattr(end, at, None) for name, at in _TIMES.items()}
+        self.publish(end.session, end.state.step, Times(**times))
 
     def close(self) -> None:
         """Wait until everything is written."""

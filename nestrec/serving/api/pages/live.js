@@ -175,7 +175,19 @@ function showTiles(status, columns) {
     tile('age of the model', age(last >= 0 ? columns.age_s[last] : null)));
 }
 
-function showModels(models) {
+function rowsOfFollowing(follow, row) {
+  if (!follow) return;
+  row('follows', follow.address);
+  row('version number', follow.behind > 0 ? `${follow.number}, ${follow.behind} behind` : follow.number);
+  if (follow.problem) row('why behind', follow.problem);
+  const seconds = (value) => `${value.toFixed(2)} s`;
+  if (follow.fresh_s !== null) row('from event to answer', seconds(follow.fresh_s));
+  for (const [part, value] of Object.entries(follow.parts_s)) {
+    if (value !== null) row(`of it: ${part}`, seconds(value));
+  }
+}
+
+function showModels(models, follow) {
   byId('models').replaceChildren(...Object.entries(models).map(([role, model]) => {
     const table = make('table');
     const row = (name, value) => {
@@ -187,6 +199,7 @@ function showModels(models) {
     };
     row('version', model.version);
     row('in service since', new Date(1e3 * model.loaded_at_s).toLocaleString());
+    rowsOfFollowing(follow[role], row);
     row('device cache', `${number(model.device_pages_used)} of ${number(model.device_pages)} pages`);
     row('DRAM', `${number(model.dram_bytes_used / 1e6)} of ${number(model.dram_bytes / 1e6)} MB`);
     row('reading back beats computing', model.break_even_tokens ? `from ${model.break_even_tokens} tokens on` : 'never');
@@ -210,7 +223,7 @@ async function show() {
       showTiles(told.status, told.timeline);
       showCharts(told.timeline);
       showRelay(told.relay);
-      showModels(told.status.models);
+      showModels(told.status.models, told.status.follow);
       byId('state').textContent = `live, ${new Date().toLocaleTimeString()}`;
     }
   } catch (error) {

@@ -1,0 +1,57 @@
+"""A fleet that moves together: its front looks for newer versions, and takes all instances there, or none.
+
+Instances are taken to a version by name, one after the other, as by `nestrec swap FRONT ADDRESS@VERSION`. Where one
+does not take it, those before it get back what they had, and the front tries again with the next version.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from nestrec.base.errors import DamagedError
+from nestrec.serving.versions.opening import Source, source_of
+from nestrec.serving.versions.reader import Versions
+
+_LOG = logging.getLogger(__name__)
+
+
+class FrontFollower:
+    """Looks on a thread of its own."""
+
+    def __init__(self, models: Sequence[str], poll_s: float, swap: Callable[[list[str]], bool]):
+        """models: those of the instances; the ones that come from addresses are followed. swap: has all instances serve
+        these, or none; whether they do."""
+        found = (source_of(model) for model in models)
+        self._sources: list[Source] = [source for source in found if source is not None and source.version is None]
+        self._swap, self._poll_s = swap, poll_s
+        self._tried: dict[str, str] = {}
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="nestrec-front-follow", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """No further look. One that is under way is left alone: the process is ending."""
+        self._is_closed.set()
+
+    def look(self) -> bool:
+        """Take the instances to the newest versions; whether all of them took what is new."""
+        newer: list[str] = []
+        for source in self._sources:
+            try:
+                newest = Versions(source.place).newest()
+            except (OSError, DamagedError) as error:
+                _LOG.error("the instances stay at their version: %s", error)
+                return False
+            if newest is not None and self._tried.get(source.address) != newest.version:
+                self._tried[source.address] = newest.version
+                newer.append(str(source.at(newest.version)))
+        return not newer or self._swap(newer)
+
+    def _loop(self) -> None:
+        while not self._is_closed.wait(self._poll_s):
+            try:
+                self.look()
+            except Exception:  # whatever it is, the instances serve on
+                _LOG.exception("the instances stay at their version")
