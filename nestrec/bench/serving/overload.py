@@ -88,7 +88,8 @@ def _engine_options(bench: OverloadBench) -> list[str]:
     """Caches that are full after the first seconds, so that growth of memory would be a leak."""
     engine = "--service.engine"
     sizes = [f"{engine}.tiers.cache_bytes", str(64 << 20), f"{engine}.tiers.dram_bytes", "0"]
-    return [f"{engine}.max_queue_s", str(bench.max_queue_s), *sizes]
+    budget = [f"{engine}.trigger.budget_ms", str(bench.slo_ms)]
+    return [f"{engine}.max_queue_s", str(bench.max_queue_s), *budget, *sizes]
 
 
 async def _capacity(port: int, bench: OverloadBench) -> float:

@@ -134,7 +134,7 @@ class Engine:
                 self._byte_s += _SMOOTH * (work.estimate_s / sender.num_bytes - self._byte_s)
             self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)))
             expected_s = self._backlog.expected_s(sender.client, user, work.estimate_s)
-            if self._backlog.num_works and expected_s > min(timeout_s, self.cfg.max_queue_s):
+            if self._backlog.num_works and self._pace.slowness * expected_s > min(timeout_s, self.cfg.max_queue_s):
                 raise self.refuse()
             self._enqueue(work)
         return work
@@ -142,9 +142,8 @@ class Engine:
     def is_full_for(self, sender: Sender) -> bool:
         """A request of so many bytes, whatever is in them, would be refused."""
         estimate_s = self._byte_s * sender.num_bytes
-        return self._backlog.num_works > 0 and (
-            self._backlog.expected_s(sender.client, None, estimate_s) > self.cfg.max_queue_s
-        )
+        expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, None, estimate_s)
+        return self._backlog.num_works > 0 and expected_s > self.cfg.max_queue_s
 
     def refuse(self) -> OverloadedError:
         """Count a refusal, and say when to come back."""
@@ -424,6 +423,8 @@ class Engine:
                 self._answer(step, scored)
             else:  # a piece of it
                 self._release(step)
+        answered_s = sum(step.work.estimate_s for step in batch.steps if step.work.is_finished)
+        self._pace.done(ended_s, answered_s, has_more=self._backlog.num_works > 0)
         self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
 
     def _answer(self, step: EngineStep, scored: Scored) -> None:

@@ -16,6 +16,7 @@ _AWAKE_S = 5e-4
 """for which a thread that spins waits for the next request before it sleeps"""
 _SMOOTH = 0.05
 _WINDOW_S = 0.1
+_SLOWNESS_WINDOW_S, _SLOWNESS_SMOOTH, _MOST_SLOWNESS = 0.2, 0.3, 10.0
 
 
 class EnginePace:
@@ -30,6 +31,11 @@ class EnginePace:
         self.busy_share = 1.0
         """of its time of late for which the device has worked"""
         self._window_began_s, self._window_worked_s = time.perf_counter(), 0.0
+        self.slowness = 1.0
+        """seconds that go by for one of work, as it was estimated, while work waits: more than one where the host is
+        what is slow, or estimates are too low"""
+        self._waited_since_s: float | None = None
+        self._waited_s = self._done_s = 0.0
 
     def launched(self, planned_s: float, launched_s: float, predicted_s: float) -> None:
         """A batch is on its way that is expected to take so long on the device."""
@@ -44,6 +50,17 @@ class EnginePace:
         if (span_s := ended_s - self._window_began_s) >= _WINDOW_S:
             self.busy_share = min(1.0, self._window_worked_s / span_s)
             self._window_began_s, self._window_worked_s = ended_s, 0.0
+
+    def done(self, ended_s: float, estimate_s: float, *, has_more: bool) -> None:
+        """Works have been answered that were taken for so many seconds together. has_more: others wait."""
+        if self._waited_since_s is not None:
+            self._waited_s += ended_s - self._waited_since_s
+            self._done_s += estimate_s
+        self._waited_since_s = ended_s if has_more else None
+        if self._done_s and self._waited_s >= _SLOWNESS_WINDOW_S:
+            found = min(_MOST_SLOWNESS, max(1.0, self._waited_s / self._done_s))
+            self.slowness += _SLOWNESS_SMOOTH * (found - self.slowness)
+            self._waited_s = self._done_s = 0.0
 
     def ended(self, ended_s: float, predicted_s: float) -> None:
         """A batch has ended; those after it are expected to take so long."""
