@@ -11,6 +11,7 @@ BENCHES: Seam[Bench] = Seam(
         "balance": "nestrec.bench.balance.balance:BENCH",
         "calibrate": "nestrec.bench.planning.calibrate:BENCH",
         "choices": "nestrec.bench.quality.choices:BENCH",
+        "features": "nestrec.bench.quality.features:BENCH",
         "clustering": "nestrec.bench.balance.clustering:BENCH",
         "evaluations": "nestrec.bench.quality.evaluations:BENCH",
         "exchange": "nestrec.bench.kernels.exchange:BENCH",

@@ -15,6 +15,7 @@ from nestrec.data.card import Card, Feature, Owner
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.data.samples.retrieval import HistoryConfig
+from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import SplitConfig
 from nestrec.models import HSTUConfig
 from nestrec.models.retrieval import SimilarityConfig
@@ -36,6 +37,8 @@ IDLE_SHARE = 0.05
 REPEATED_SHARE = 0.2
 LEAST_LABEL_SHARE, MOST_LABELS = 0.005, 3
 MOST_CATEGORY_VALUES = 100_000
+RARE, RARE_SHARE = 5, 0.3
+"""From such a share of rare items on, items are read by their features too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +153,15 @@ def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig
         f"{counts.users:,} users, about a hundred steps an epoch",
     )
     rate = reasons.because("optimizer.learning_rate", 1e-3, "with Adam, as the public recipes")
+    content, rare = _read_features(card, "item"), _rare_share(card)
+    content = content if rare >= RARE_SHARE else ()
+    if content:
+        why = f"{rare:.0%} of items have at most {RARE} events, and are told by what they are"
+        reasons.because("task.inputs.item_features", ",".join(content), why)
     return RunConfig(
         name=NAME,
         task=RetrievalTaskConfig(
+            inputs=RetrievalInputConfig(item_features=content),
             encoder=HSTUConfig(
                 dim=dim,
                 head_dim=dim // 2,
@@ -243,9 +252,16 @@ def _read_features(card: Card, owner: Owner) -> tuple[str, ...]:
 
 def _is_read(feature: Feature) -> bool:
     """A category with one value tells nothing; one with very many is an id of its own."""
-    if feature.known == "after" or feature.kind != "category":
+    if feature.known == "after" or feature.kind == "text":
         return False
-    return 2 < feature.vocabulary_size <= MOST_CATEGORY_VALUES
+    return feature.kind in ("number", "vector") or 2 < feature.vocabulary_size <= MOST_CATEGORY_VALUES
+
+
+def _rare_share(card: Card) -> float:
+    """Of the items that have events, those with at most five."""
+    found = card.popularity_histogram
+    rare = sum(count for edge, count in zip(found.edges, found.counts, strict=False) if edge <= RARE)
+    return rare / max(1, sum(found.counts))
 
 
 def _at_least(value: float, choices: tuple[int, ...]) -> int:

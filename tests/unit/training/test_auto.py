@@ -45,6 +45,16 @@ def test_logs_of_actions_ask_for_the_next_item(tmp_path: Path, options: dict[str
     assert set(cfg.reasons) >= {"task.kind", "task.loss", "task.encoder.dim", "task.split.kind", "batch.batch_samples"}
 
 
+def test_items_that_few_have_had_are_read_by_what_they_are(tmp_path: Path) -> None:
+    lines = [f"u{i % 50},i{i // 3},{i},b{i // 30}" for i in range(600)]
+    (tmp_path / "log.csv").write_text("user,item,at,brand\n" + "\n".join(lines) + "\n")
+    columns = {"categories": ("brand",)}
+    prepare("log", tmp_path / "log.csv", tmp_path / "data", log={"time": "at"}, item_columns=columns)
+    cfg = configured("auto", {"data.folder": str(tmp_path / "data")})
+    assert cfg.task.inputs.item_features == ("brand",)
+    assert "100% of items have at most 5 events" in cfg.reasons["task.inputs.item_features"]
+
+
 def test_what_is_given_wins_and_loses_its_reason(tmp_path: Path) -> None:
     folder = write_log(tmp_path, "shown", clicks=0.4, times=False)
     assert configured("auto", {"data.folder": folder}).task.kind == "retrieval", "ranking needs times"
