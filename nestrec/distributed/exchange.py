@@ -32,6 +32,8 @@ def peers_watched(communicator: Communicator, operation: str) -> Iterator[None]:
     try:
         yield
         communicator.log.record_duration(communicator.name, time.perf_counter_ns() - start_ns)
+        if communicator.watch is not None:
+            communicator.watch.note(f"{communicator.name}.{operation}")
     except (RuntimeError, dist.DistError) as error:
         problem = f"a peer was lost in {communicator.name}.{operation}: {str(error).splitlines()[0]}"
         raise PeerLostError(problem, remedy="restart all ranks from the last checkpoint") from error

@@ -8,20 +8,20 @@ the same shard in different groups hold copies of the same rows. The placement s
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import UserError
+from nestrec.distributed.collective_watch import CollectiveWatch
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
 from nestrec.distributed.options import ExchangeKind, Placement, RanksConfig
 from nestrec.distributed.shared_memory import SharedMemory
-from nestrec.distributed.transports import Collectives, CopyEngine, HostStaged, Transport
+from nestrec.distributed.transports import Collectives, CopyEngine, DeviceStaged, HostStaged, Transport
 from nestrec.trace.collective_log import CollectiveLog
 
 Backend = Literal["gloo", "nccl"]
@@ -42,6 +42,8 @@ class Communicator:
     """How its bytes travel: by the collectives of the group, unless told otherwise; none where the group is."""
     link: EmulatedLink | None = None
     """For benchmarks: how long exchanges are held back."""
+    watch: CollectiveWatch | None = field(default=None, repr=False)
+    """Of collectives that the host does not wait for."""
 
     def __post_init__(self) -> None:
         if self.transport is None and self.group is not None:
@@ -58,11 +60,11 @@ class Topology:
     placement: Placement
     device: torch.device
     keys: Communicator
-    """Shards of this replica group; carries keys, always between hosts."""
+    """Shards of this replica group; carries keys, which hosts make and read."""
     vectors: Communicator
     """Shards of this replica group; carries vectors and their gradients."""
     replica_keys: Communicator
-    """Holders of copies of this shard; carries keys, always between hosts."""
+    """Holders of copies of this shard; carries keys, which hosts make and read."""
     replicas: Communicator
     """Holders of copies of this shard; carries gradients of rows."""
     dense: Communicator
@@ -180,6 +182,8 @@ class Topology:
         make = _group_maker(rank, device, timedelta(seconds=timeout_s), log, fewest=1 if groups_of_one else 2)
         tensors = _exchange_of(cfg, device)
         hosts: ExchangeKind = tensors if device.type == "cpu" else "host"
+        # Where vectors go by collectives of the device, keys do as well: nothing of a step passes Gloo.
+        of_keys: ExchangeKind = tensors if tensors == "collectives" else hosts
         # Peer copies are for all-to-alls; where ranks share a device, sums go over the host.
         sums: ExchangeKind = "host" if _shares_device(device) else "collectives"
         return Topology(
@@ -189,9 +193,9 @@ class Topology:
             placement=cfg.placement,
             device=device,
             log=log,
-            keys=make("keys", shard_axis, hosts),
+            keys=make("keys", shard_axis, of_keys, of_host=True),
             vectors=make("vectors", shard_axis, tensors),
-            replica_keys=make("replica_keys", replica_axis, hosts),
+            replica_keys=make("replica_keys", replica_axis, of_keys, of_host=True),
             replicas=make("replicas", replica_axis, tensors),
             dense=make("dense", everyone, sums),
             control=make("control", everyone, "host"),
@@ -261,18 +265,32 @@ def _check_peers(device: torch.device) -> None:
         )
 
 
-def _group_maker(
-    rank: int, device: torch.device, timeout: timedelta, log: CollectiveLog, *, fewest: int
-) -> Callable[[str, list[list[int]], ExchangeKind], Communicator]:
-    def make(name: str, axis: list[list[int]], exchange: ExchangeKind) -> Communicator:
+class _Make(Protocol):
+    def __call__(
+        self, name: str, axis: list[list[int]], exchange: ExchangeKind, *, of_host: bool = False
+    ) -> Communicator: ...
+
+
+def _group_maker(rank: int, device: torch.device, timeout: timedelta, log: CollectiveLog, *, fewest: int) -> _Make:
+    watch = CollectiveWatch(timeout.total_seconds())
+
+    def make(name: str, axis: list[list[int]], exchange: ExchangeKind, *, of_host: bool = False) -> Communicator:
+        """of_host: it carries tensors of the host."""
         backend: Backend = "nccl" if exchange == "collectives" and device.type == "cuda" else "gloo"
+        if backend == "nccl":  # the watch says why; torch's own would abort the process
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         mine: Communicator | None = None
         for ranks in axis:
             # Every rank takes part in the making of every group, its own or not.
             group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) >= fewest else None
             if rank in ranks:
-                transport = None if group is None else _transport(exchange, group, device, timeout)
-                mine = Communicator(name, ranks.index(rank), len(ranks), group, log, transport)
+                transport: Transport | None = None
+                if group is not None and backend == "nccl" and of_host:
+                    transport = DeviceStaged(group, device)
+                elif group is not None:
+                    transport = _transport(exchange, group, device, timeout)
+                watched = watch if group is not None and backend == "nccl" else None
+                mine = Communicator(name, ranks.index(rank), len(ranks), group, log, transport, watch=watched)
         assert mine is not None
         return mine
 

@@ -60,6 +60,61 @@ class Collectives:
         return gathered
 
 
+class DeviceStaged(Collectives):
+    """The collectives of a device for tensors of the host, which reach it through pinned memory: keys beside vectors.
+
+    On a stream of its own, so that who waits for keys waits for nothing else. A tensor of the device goes as it is.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
+
+    def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
+        if into.is_cuda:
+            super().all_to_all(into, sent, receive, send)
+            return
+        with torch.cuda.stream(self._stream):
+            came = torch.empty_like(into, device=self._device)
+            super().all_to_all(came, self._there(sent), receive, send)
+            into.copy_(self._back(came))
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            super().all_reduce(tensor)
+            return
+        with torch.cuda.stream(self._stream):
+            total = self._there(tensor)
+            super().all_reduce(total)
+            tensor.copy_(self._back(total))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if tensor.is_cuda:
+            super().broadcast(tensor, source)
+            return
+        with torch.cuda.stream(self._stream):
+            value = self._there(tensor)
+            super().broadcast(value, source)
+            tensor.copy_(self._back(value))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.is_cuda:
+            return super().all_gather(tensor)
+        with torch.cuda.stream(self._stream):
+            return list(self._back(torch.stack(super().all_gather(self._there(tensor)))))
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In host memory, when it is there; only this stream is waited for."""
+        host = _host_like(tensor).copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(self._stream)
+        arrived.synchronize()
+        return host
+
+
 class HostStaged:
     """Gloo between pinned copies in host memory. A tensor of the host goes as it is."""
 

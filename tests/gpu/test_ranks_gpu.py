@@ -6,7 +6,9 @@ With NESTREC_MANY_GPUS_RESULTS naming a file, what was found is kept there, a ro
 import itertools
 import json
 import os
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +20,12 @@ import pytest
 import torch
 from schedule_jobs import Job, Training, regrouped, same, train
 
+from nestrec.base.exit_codes import PEER_LOST
 from nestrec.bench.harness.frame import make_frame
 from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_gather_equal, all_reduce_sum, all_to_all_rows, broadcast
 from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.transports import DeviceStaged
 from nestrec.testing.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -131,3 +136,41 @@ def nccl_alone() -> Topology:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         _alone.append(Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True))
     return _alone[0]
+
+
+def test_a_collective_that_hangs_ends_the_process_with_its_code_and_cause():
+    """A kernel that runs for ever stands for a peer that does not answer."""
+    code = """
+import torch, torch.distributed as dist, time
+from datetime import timedelta
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.distributed.options import RanksConfig
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+device = torch.device("cuda", 0)
+topology = Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True, timeout_s=2.0)
+value = torch.ones(3, device=device)
+all_reduce_sum(topology.dense, value)
+torch.cuda.synchronize()
+torch.cuda._sleep(1 << 36)
+all_reduce_sum(topology.dense, value)
+time.sleep(30)
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == PEER_LOST, done.stderr[-2000:]
+    assert "a peer was lost in dense.all_reduce: no answer in 2 s" in done.stderr
+    assert time.monotonic() - start < 40
+
+
+def test_keys_of_the_host_cross_by_collectives_of_the_device():
+    topology = nccl_alone()
+    assert isinstance(topology.keys.transport, DeviceStaged)
+    assert topology.keys.watch is not None
+    rows = torch.randint(0, 99, (7, 3))
+    assert torch.equal(all_to_all_rows(topology.keys, rows, [7], [7]), rows)
+    assert torch.equal(all_gather_equal(topology.keys, rows)[0], rows)
+    total = rows.clone()
+    all_reduce_sum(topology.keys, total)
+    broadcast(topology.keys, total)
+    assert torch.equal(total, rows)
