@@ -47,6 +47,10 @@ def plan_run(
         print_rows([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step", console=console)
         for i, row in enumerate(rows, 1):
             console.print(f"{i}: {row['launch']}", soft_wrap=True, highlight=False, markup=False)
+        for i, row in enumerate(rows, 1):
+            if row["untested"]:
+                said = f"{i}: untested by us: {row['untested']} (docs/what-was-run.md)"
+                console.print(said, soft_wrap=True, highlight=False, markup=False)
     if explains:
         print_rows(lost_rows(plan, most=MOST_LOST), title="why the others lost", console=console)
     for shortage in plan.shortages:

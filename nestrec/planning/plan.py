@@ -12,6 +12,7 @@ from nestrec.planning.candidate import Candidate, Space
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.outcome import Outcome, Predictor
 from nestrec.planning.search import AS_GOOD, Found, search
+from nestrec.planning.tested import untested
 from nestrec.planning.workload import Workload
 
 
@@ -58,7 +59,9 @@ def launch_command(
 
 def plan_rows(plan: Plan, *, most: int, launch: Mapping[Candidate, str] | None = None) -> list[dict[str, Any]]:
     """The best few, for a table and a result file."""
-    return [_row(outcome, (launch or {}).get(outcome.candidate)) for outcome in plan.found.best[:most]]
+    best = plan.found.best[:most]
+    rows = [_row(outcome, (launch or {}).get(outcome.candidate)) for outcome in best]
+    return [{**row, "untested": untested(o.candidate, plan.cluster) or ""} for row, o in zip(rows, best, strict=True)]
 
 
 def lost_rows(plan: Plan, *, most: int) -> list[dict[str, Any]]:

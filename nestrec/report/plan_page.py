@@ -18,7 +18,7 @@ from nestrec.report.style import GREY, STYLE
 
 _MOST = 5
 _COLUMNS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu", "compute_ms",
-            "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by")  # fmt: skip
+            "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by", "untested")  # fmt: skip
 
 
 def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS) -> Path:

@@ -47,7 +47,6 @@ PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 TOPICS = (
     {"quality.json", "negatives-quality.json", "nested-quality.json"},
     {"demo.json", "ranking.json"},
-    {"plan-nestpipe.json", "plan-2d.json", "plan-freescale.json", "plan-turbogr.json"},
 )
 """Files of one bench and machine that are different experiments: other runs, other data, other papers."""
 

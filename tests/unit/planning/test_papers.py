@@ -29,6 +29,13 @@ def test_the_baseline_has_the_published_shares_at_both_ends(workers):
     assert parts.exposed_communication_ns / parts.step_ns == pytest.approx(COMMUNICATION_SHARE[workers], abs=1e-6)
 
 
+def test_replica_groups_make_nested_faster_as_published():
+    speed = {row.method: row.predicted for row in PAPERS["nestpipe"]().rows if row.quantity == "speed-up"}
+    assert speed["NestPipe + 2D-SP"] > speed["NestPipe"]
+    exposed = {row.method: row.predicted for row in PAPERS["nestpipe"]().rows if "communication" in row.quantity}
+    assert exposed["NestPipe + 2D-SP"] < exposed["NestPipe"]
+
+
 def test_the_fit_of_2d_meets_its_two_points():
     ratio = step_time(512, 512) / step_time(256, 256)
     assert ratio == pytest.approx(2 * SHARDED_QPS[256] / SHARDED_QPS[512])
