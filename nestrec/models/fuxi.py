@@ -173,7 +173,7 @@ BACKBONE = Backbone(
     flops=_flops,
     activations=_activations,
     times_field="time_channel",
-    cached="nestrec.models.fuxi_cached:CACHED",
+    cached="nestrec.models.kept.fuxi_cached:CACHED",
     has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
 )

@@ -161,7 +161,7 @@ BACKBONE = Backbone(
     flops=_flops,
     activations=_activations,
     times_field="time_bias",
-    cached="nestrec.models.hstu_cached:CACHED",
+    cached="nestrec.models.kept.hstu_cached:CACHED",
     has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
 )

@@ -116,5 +116,5 @@ BACKBONE = Backbone(
     build=SASRec,
     flops=_flops,
     activations=_activations,
-    cached="nestrec.models.sasrec_cached:CACHED",
+    cached="nestrec.models.kept.sasrec_cached:CACHED",
 )

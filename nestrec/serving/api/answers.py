@@ -116,6 +116,9 @@ class ModelAnswer(TypedDict):
     """categories of users"""
     defaults: Mapping[str, Any]
     """what its export takes for a field that is left out"""
+    precision: NotRequired[Mapping[str, Any]]
+    """of a model that was exported in fewer bits than it was trained in: which, and what that cost on events that
+    validate"""
     search: NotRequired[Mapping[str, Any]]
     """of a retrieval model: how its index is searched, and where not every row is looked at the recall that its export
     measured"""

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from nestrec.base.config import to_plain
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.service import Service
 
@@ -49,6 +50,7 @@ def engine_status(service: Service, role: str) -> dict[str, Any]:
         "dram_bytes_used": sum(t.dram.num_bytes for t in tiers),
         "dram_bytes": sum(t.dram.max_bytes for t in tiers),
         "break_even_tokens": tiers[0].break_even_tokens(),
+        "precision": to_plain(fleet.servable.precision),
         "tables": {name: table.statistics() for name, table in fleet.servable.tables.items()},
     }
 

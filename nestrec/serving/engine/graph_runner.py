@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.models.paged import PagedBatch, Pages
+from nestrec.models.kept.paged import PagedBatch, Pages
 from nestrec.models.segments import KeptShape
 from nestrec.ops.attention.paged.blocks import FIELDS
 from nestrec.ops.layers.token_rows import token_rows
@@ -39,7 +39,7 @@ _MOST_ROW_STEP = 1024
 
 
 class PagedEncoder(Protocol):
-    """A backbone over pages (`nestrec.models.paged`)."""
+    """A backbone over pages (`nestrec.models.kept.paged`)."""
 
     pages: Pages
 

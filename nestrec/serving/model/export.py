@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -25,12 +25,15 @@ from nestrec.data.samples.features import Column, item_column
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.distributed import Topology
+from nestrec.models.dtypes import computed_in
 from nestrec.ops.rows.round import whole
+from nestrec.serving.engine.precision import measured_cost
 from nestrec.serving.engine.probe import recorded_probe
 from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.mapped import mapped
+from nestrec.serving.model.packed_rows import PACKED_KINDS, PackedTable, packed_rows, packed_width
 from nestrec.serving.model.search_options import SearchConfig
 from nestrec.serving.model.search_recall import with_search
 from nestrec.serving.model.servable import Servable
@@ -53,9 +56,14 @@ from nestrec.serving.model.spec import (
     table_file,
 )
 from nestrec.serving.model.tables import ResidentTable, ServedTable
+from nestrec.serving.prefix.page_pool import PrefixDtype
 from nestrec.training.identity import Identity, check_restored, identity_of
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session
+
+Dtype = Literal["run", "float32", "bfloat16"]
+TablesDtype = Literal["run", "float32", "bfloat16", "int8", "fp8"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @config
@@ -64,6 +72,13 @@ class ExportConfig:
     """what stands in for something that the model reads and a request does not tell"""
     search: SearchConfig = SearchConfig()
     """of the index of a retrieval model"""
+    dtype: Dtype = "run"
+    """of the dense weights and of all computation; run: that of training"""
+    tables: TablesDtype = "run"
+    """of the rows of tables; int8 and fp8 have a scale for each row"""
+    prefixes: PrefixDtype = "model"
+    """of the kept keys and values that the cost of fewer bits is measured with; a server takes those of its
+    --service.engine.prefix_dtype"""
 
 
 def export_run(
@@ -73,12 +88,24 @@ def export_run(
     best: bool = True,
     defaults: InputDefaults | None = None,
     search: SearchConfig | None = None,
+    dtype: Dtype = "run",
+    tables: TablesDtype = "run",
+    prefixes: PrefixDtype = "model",
 ) -> ServableManifest:
-    """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out."""
+    """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out.
+
+    dtype, tables: in fewer bits; what that costs is measured on the run's validation part, with prefixes kept so.
+    """
     check_served(RunFolder(run).config().task)
     check_folder(output.parent, "OUT")
     output.parent.mkdir(parents=True, exist_ok=True)
-    servable = _with_defaults(servable_of_run(run, output.parent, best=best), defaults)
+    with restored_session(run, best=best) as (session, step):
+        servable = servable_of_session(session, step, output.parent)
+        if (dtype, tables, prefixes) != ("run", "run", "model"):
+            chosen = in_fewer_bits(servable, dtype, tables, output.parent)
+            cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes)
+            servable = replace(chosen, precision=cost)
+    servable = _with_defaults(servable, defaults)
     if search is not None and search.kind != "exact":
         servable = with_search(servable, search, Path(RunFolder(run).config().data.folder))
     return write_servable(servable, output)
@@ -216,13 +243,13 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
             files.append(_write_tensors(folder, name, content))
     file_of = {"items": "items"} | {c.name: c.table_name for c in servable.spec.columns if c.has_table}
     tables = {file_of[column]: table for column, table in servable.tables.items()}
-    files += [_write_tensors(folder, table_file(name), {"weight": _weight(table)}) for name, table in tables.items()]
+    files += [_write_tensors(folder, table_file(name), _content(table)) for name, table in tables.items()]
     if servable.index is not None:
         ids = torch.arange(1, servable.spec.num_items + 1)
         files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))
         if servable.search is not None:
             files.append(_write_tensors(folder, SEARCH_FILE, servable.search))
-    manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)))
+    manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)), precision=servable.precision)
     _write_json(folder, MANIFEST_FILE, dumps(manifest))
     sync_folder(folder)
     return manifest
@@ -236,6 +263,54 @@ def descriptions(servable: Servable) -> dict[str, Any]:
     if servable.serving.index is None:
         found[COLUMNS_FILE] = dict(servable.item_columns)
     return found
+
+
+def in_fewer_bits(servable: Servable, dtype: Dtype, tables: TablesDtype, scratch: Path) -> Servable:
+    """The same model. scratch: a folder on a disk with room for its tables."""
+    model = deepcopy(servable.model) if dtype == "run" else computed_in(deepcopy(servable.model), _DTYPES[dtype])
+    if tables == "run":
+        return replace(servable, model=model)
+    chosen: dict[int, ServedTable] = {}
+    for table in servable.tables.values():
+        if id(table) not in chosen:  # columns may share one
+            chosen[id(table)] = _converted(_weight(table), tables, scratch)
+    index = None if servable.index is None else _converted(_weight(servable.index), _of_index(tables), scratch)
+    return replace(servable, model=model, tables={n: chosen[id(t)] for n, t in servable.tables.items()}, index=index)
+
+
+def _of_index(tables: TablesDtype) -> TablesDtype:
+    """Its rows are searched as they lie, without a scale."""
+    return "bfloat16" if tables in PACKED_KINDS else tables
+
+
+def _converted(weight: torch.Tensor, tables: TablesDtype, scratch: Path) -> ServedTable:
+    kind = next((kind for kind in PACKED_KINDS if kind == tables), None)
+    if kind is None:
+        own = _DTYPES[tables]
+        return ResidentTable(_by_chunks(weight, weight.shape[1], own, lambda rows: rows.to(own), scratch))
+    width = packed_width(weight.shape[1])
+    return PackedTable(
+        ResidentTable(_by_chunks(weight, width, torch.uint8, lambda rows: packed_rows(rows, kind), scratch)), kind
+    )
+
+
+def _by_chunks(
+    weight: torch.Tensor,
+    width: int,
+    dtype: torch.dtype,
+    of_rows: Callable[[torch.Tensor], torch.Tensor],
+    scratch: Path,
+) -> torch.Tensor:
+    found = mapped(scratch, len(weight), width, dtype)
+    for start in range(0, len(weight), CHUNK_ROWS):
+        found[start : start + CHUNK_ROWS] = of_rows(weight[start : start + CHUNK_ROWS])
+    return found
+
+
+def _content(table: ServedTable) -> dict[str, torch.Tensor]:
+    if isinstance(table, PackedTable):
+        return {table.kind: _weight(table.packed)}
+    return {"weight": _weight(table)}
 
 
 def _weight(table: ServedTable) -> torch.Tensor:

@@ -125,6 +125,13 @@ def place_of(path: Path, tensor: str) -> MatrixPlace:
     return MatrixPlace(8 + size + entry["data_offsets"][0], num_rows, dim, dtype)
 
 
+def tensors_in(path: Path) -> tuple[str, ...]:
+    """Names of what a safetensors file holds."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return tuple(json.loads(file.read(size)))
+
+
 @njit(cache=True, nogil=True)
 def _read_rows(file, start, ids, out):  # type: ignore[no-untyped-def]
     row_bytes = out.shape[1]

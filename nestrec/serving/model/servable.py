@@ -20,8 +20,11 @@ from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.schema import EVENT_PREFIX, USER_PREFIX
 from nestrec.models.backbone import SequenceConfig
 from nestrec.models.backbones import backbone_of, cached_forward_of, reads_times
+from nestrec.models.dtypes import computed_in, dtype_of
 from nestrec.models.segments import CachedForward, KeptShape
 from nestrec.serving.model.item_ids import ItemIds
+from nestrec.serving.model.packed_rows import PACKED_KINDS, PackedTable
+from nestrec.serving.model.row_sources import tensors_in
 from nestrec.serving.model.serving_form import ServingForm, serving_form_of
 from nestrec.serving.model.spec import (
     COLUMNS_FILE,
@@ -35,6 +38,7 @@ from nestrec.serving.model.spec import (
     TITLES_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
+    PrecisionCost,
     Probe,
     ServableManifest,
     ServableSpec,
@@ -64,6 +68,8 @@ class Servable:
     """what people call item 1, 2, ...; none where the dataset had no text of its items"""
     search: Mapping[str, torch.Tensor] | None = None
     """what was built over the index, where a search on a CPU does not look at every row (retrieval)"""
+    precision: PrecisionCost | None = None
+    """what fewer bits than those of the run cost"""
     exported_at_s: float | None = None
     """Unix seconds; none for one that was not read from a folder"""
 
@@ -157,7 +163,8 @@ class Servable:
     @property
     def is_resident(self) -> bool:
         """All of its tables lie on the device."""
-        return all(isinstance(table, ResidentTable) for table in self.tables.values())
+        tables = (table.packed if isinstance(table, PackedTable) else table for table in self.tables.values())
+        return all(isinstance(table, ResidentTable) for table in tables)
 
     @property
     def lookup_device(self) -> torch.device:
@@ -181,12 +188,13 @@ class Servable:
         servable = Servable.of_parts(
             {entry.name: _content(folder / entry.name) for entry in manifest.files if is_description(entry.name)},
             load_file(folder / WEIGHTS_FILE),
-            lambda file, tensor: open_table(folder / file, tensor, place, cfg, is_streamed=file == INDEX_FILE),
+            lambda file, tensor: _open_table(folder / file, tensor, place, cfg, is_streamed=file == INDEX_FILE),
             version=manifest.version,
             device=place,
             exported_at_s=(folder / MANIFEST_FILE).stat().st_mtime,
             probe=_probe(folder),
         )
+        servable = replace(servable, precision=manifest.precision)
         has_search = (folder / SEARCH_FILE).exists()
         return replace(servable, search=load_file(folder / SEARCH_FILE)) if has_search else servable
 
@@ -207,7 +215,7 @@ class Servable:
         serving = serving_form_of(spec.task)
         model = serving.model(spec)
         fill(model, weights)
-        model.to(device=device, dtype=next(iter(weights.values())).dtype).eval().requires_grad_(False)
+        computed_in(model, dtype_of(weights)).to(device).eval().requires_grad_(False)
         read = {"items": "items"} | {c.name: c.table_name for c in spec.columns if c.has_table}
         opened = {name: table(table_file(name), "weight") for name in dict.fromkeys(read.values())}
         columns = descriptions.get(COLUMNS_FILE, {})
@@ -231,6 +239,13 @@ def is_description(file: str) -> bool:
     """Of a servable folder: it holds no learnt numbers."""
     learnt = {WEIGHTS_FILE, INDEX_FILE, PROBE_FILE, SEARCH_FILE}
     return file not in learnt and not file.startswith(table_file("").partition(".")[0])
+
+
+def _open_table(path: Path, tensor: str, device: torch.device, cfg: TablesConfig, *, is_streamed: bool) -> ServedTable:
+    """As numbers, whatever they are kept in."""
+    kind = next((kind for kind in PACKED_KINDS if kind in tensors_in(path)), None)
+    found = open_table(path, kind or tensor, device, cfg, is_streamed=is_streamed)
+    return found if kind is None else PackedTable(found, kind)
 
 
 def verified_manifest(folder: Path) -> ServableManifest:

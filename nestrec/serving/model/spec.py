@@ -123,16 +123,47 @@ class FileDigest:
 
 
 @config
+class PrecisionCost:
+    """What an export in fewer bits costs, on events that validate."""
+
+    dtype: str
+    """of the dense weights and of all computation"""
+    tables: str
+    """of the rows of tables"""
+    prefixes: str
+    """of the keys and values that are kept, in this measurement"""
+    num_requests: int
+    """that were asked of both models, each the history of a user before a held-out event"""
+    largest_difference: float
+    """of scores from those of the run"""
+    mean_difference: float
+    """the same, a mean over all scores"""
+    mean_score: float
+    """of the run, without signs: what the differences are to be compared with"""
+    overlap: float
+    """share of the ten best that are among the ten best of the run"""
+    metric: str
+    """ndcg@10 of held-out items among the catalogue, or auc of the first label"""
+    before: float | None
+    """of the run; none where nothing could be measured: no event of a label, or none without it"""
+    after: float | None
+    """of the export"""
+
+
+@config
 class ServableManifest:
     files: tuple[FileDigest, ...]
     """every other file of the folder, by name"""
+    precision: PrecisionCost | None = None
+    """what fewer bits cost; none where the export has those of the run"""
     format: int = FORMAT
     """version of this layout"""
 
     @property
     def version(self) -> str:
         """Identity of the model: two folders with the same version give the same scores."""
-        return hashlib.sha256(json.dumps(to_plain(self), sort_keys=True).encode()).hexdigest()
+        told = {name: value for name, value in to_plain(self).items() if name != "precision" or value is not None}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def table_file(table: str) -> str:

@@ -89,6 +89,8 @@ def _model(fleet: Fleet) -> ModelAnswer:
         "user_features": user_features,
         "defaults": to_plain(servable.spec.defaults),
     }
+    if servable.precision is not None:
+        answer["precision"] = to_plain(servable.precision)
     if servable.index is not None:
         answer["search"] = {"kind": servable.search_kind, **(to_plain(servable.spec.recall) or {})}
     return answer

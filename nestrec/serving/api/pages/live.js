@@ -203,6 +203,13 @@ function showModels(models, follow) {
     row('device cache', `${number(model.device_pages_used)} of ${number(model.device_pages)} pages`);
     row('DRAM', `${number(model.dram_bytes_used / 1e6)} of ${number(model.dram_bytes / 1e6)} MB`);
     row('reading back beats computing', model.break_even_tokens ? `from ${model.break_even_tokens} tokens on` : 'never');
+    if (model.precision) {
+      const {dtype, tables, prefixes, overlap, metric, before, after} = model.precision;
+      const told = (value) => value === null ? '-' : value.toFixed(4);
+      row('weights, tables, prefixes in', `${dtype}, ${tables}, ${prefixes}`);
+      row('ten best that stayed', share(overlap));
+      row(`${metric} before and after`, `${told(before)}, ${told(after)}`);
+    }
     for (const [name, count] of Object.entries(model.counts).sort()) row(name.replaceAll('_', ' '), number(count));
     return make('div', {class: 'card'}, make('h3', {}, role), table);
   }));

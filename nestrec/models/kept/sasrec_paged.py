@@ -1,11 +1,11 @@
-"""SASRec over pages (paged.py). The definition is `nestrec.models.sasrec_cached`.
+"""SASRec over pages (paged.py). The definition is `nestrec.models.kept.sasrec_cached`.
 
 Legend: T rows of the batch, C candidates, D model width.
 """
 
 import torch
 
-from nestrec.models.paged import PagedBatch, Pages
+from nestrec.models.kept.paged import PagedBatch, Pages
 from nestrec.models.sasrec import SASRec, SASRecLayer
 from nestrec.models.segments import KeptPages
 from nestrec.ops.attention.paged.blocks import Seen

@@ -1,4 +1,4 @@
-"""HSTU over pages (paged.py). The definition is `nestrec.models.hstu_cached`.
+"""HSTU over pages (paged.py). The definition is `nestrec.models.kept.hstu_cached`.
 
 Legend: T rows of the batch, C candidates, D model width.
 """
@@ -6,7 +6,7 @@ Legend: T rows of the batch, C candidates, D model width.
 import torch
 
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
-from nestrec.models.paged import PagedBatch, Pages, PairSource, seen_by_layers
+from nestrec.models.kept.paged import PagedBatch, Pages, PairSource, seen_by_layers
 from nestrec.models.segments import KeptPages
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.gated_output import gated_output

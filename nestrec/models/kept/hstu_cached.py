@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import layer_norm, silu
 
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
-from nestrec.models.residual_cached import SegmentTimes, position_biases, residual_forward, time_biases
+from nestrec.models.kept.residual_cached import SegmentTimes, position_biases, residual_forward, time_biases
 from nestrec.models.segments import CachedForward, KeysAndValues, PrefixReader, Segment
 from nestrec.ops.attention.cached import BiasRows, cached_attention
 
@@ -77,5 +77,5 @@ CACHED = CachedForward(
     kept=lambda cfg: cfg,
     forward=cached_forward,
     most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
-    paged="nestrec.models.hstu_paged:PagedHSTU",
+    paged="nestrec.models.kept.hstu_paged:PagedHSTU",
 )

@@ -51,4 +51,4 @@ def _kept(cfg: SASRecConfig) -> _Kept:
     return _Kept(cfg.num_layers, cfg.num_heads, cfg.dim // cfg.num_heads)
 
 
-CACHED = CachedForward(kept=_kept, forward=cached_forward, paged="nestrec.models.sasrec_paged:PagedSASRec")
+CACHED = CachedForward(kept=_kept, forward=cached_forward, paged="nestrec.models.kept.sasrec_paged:PagedSASRec")

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 from nestrec.models.fuxi import NORM_EPS, FuXi, FuXiBlock
-from nestrec.models.residual_cached import SegmentTimes, position_biases, residual_forward, time_biases
+from nestrec.models.kept.residual_cached import SegmentTimes, position_biases, residual_forward, time_biases
 from nestrec.models.segments import CachedForward, KeysAndValues, PrefixReader, Segment
 from nestrec.ops.attention.cached import cached_attention, cached_channel
 from nestrec.ops.layers.dropout import Dropout
@@ -71,5 +71,5 @@ CACHED = CachedForward(
     kept=lambda cfg: cfg,
     forward=cached_forward,
     most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
-    paged="nestrec.models.fuxi_paged:PagedFuXi",
+    paged="nestrec.models.kept.fuxi_paged:PagedFuXi",
 )

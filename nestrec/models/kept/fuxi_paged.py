@@ -1,4 +1,4 @@
-"""FuXi over pages (paged.py). The definition is `nestrec.models.fuxi_cached`.
+"""FuXi over pages (paged.py). The definition is `nestrec.models.kept.fuxi_cached`.
 
 Legend: T rows of the batch, C candidates, D model width.
 """
@@ -6,7 +6,7 @@ Legend: T rows of the batch, C candidates, D model width.
 import torch
 
 from nestrec.models.fuxi import NORM_EPS, FuXi, FuXiBlock
-from nestrec.models.paged import PagedBatch, Pages, PairSource, seen_by_layers
+from nestrec.models.kept.paged import PagedBatch, Pages, PairSource, seen_by_layers
 from nestrec.models.segments import KeptPages
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.feed_forward import feed_forward

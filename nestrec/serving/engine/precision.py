@@ -1,0 +1,180 @@
+"""What fewer bits cost, measured when a model is exported, on requests made of events that validate.
+
+Both models are asked by the code that serves them. Where prefixes are kept in fewer bits, they are kept and read again.
+
+Legend: Q requests.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.data.dataset import Rows
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
+from nestrec.data.samples.split import split_of
+from nestrec.data.schema import ACTIONS, EVENT_PREFIX, ITEM_IDS, ITEM_PREFIX, TIMESTAMPS_MS
+from nestrec.serving.engine.runner import Part, Runner, Scored
+from nestrec.serving.model.forms import Form, form_of
+from nestrec.serving.model.inputs import Candidates, History, number_bits
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import PrecisionCost
+from nestrec.serving.prefix.page_pool import PrefixDtype, pool_for
+from nestrec.tasks.metrics import auc, ranking_metrics
+from nestrec.training.session import Session
+
+_NUM_REQUESTS, _NUM_CANDIDATES, _NUM_BEST, _TOP = 200, 50, 100, 10
+
+
+class _Request(NamedTuple):
+    history: History
+    candidates: Candidates
+    """the held-out item first, or as many of the catalogue as are looked for"""
+    target: int
+    label: int
+    """whether the first label of a ranking model was set"""
+
+
+@torch.inference_mode()
+def measured_cost(
+    session: Session, before: Servable, after: Servable, *, tables: str, prefixes: PrefixDtype
+) -> PrecisionCost:
+    """Of a model in fewer bits than the one of the run."""
+    requests = _requests(session, before)
+    is_ranking = form_of(before).appends_candidates
+    full = _asked(form_of(before), requests, "model")
+    if not is_ranking:  # what both are compared on: the best of the run
+        listed = [
+            r._replace(candidates=_listed(r.candidates, one.items)) for r, one in zip(requests, full, strict=True)
+        ]
+        pairs = list(zip(full, _asked(form_of(after), listed, prefixes), strict=True))
+    fewer = _asked(form_of(after), requests, prefixes)
+    if is_ranking:
+        pairs = list(zip(full, fewer, strict=True))
+    differences = np.concatenate([np.zeros(0), *(np.abs(a.scores - b.scores).ravel() for a, b in pairs)])
+    scores = np.concatenate([np.zeros(0), *(np.abs(a.scores).ravel() for a, _ in pairs)])
+    metric = _auc if is_ranking else _ndcg
+    weights = "run" if after.dtype == before.dtype else str(after.dtype).removeprefix("torch.")
+    return PrecisionCost(
+        dtype=weights,
+        tables=tables,
+        prefixes=prefixes,
+        num_requests=len(requests),
+        largest_difference=float(differences.max(initial=0.0)),
+        mean_difference=float(differences.mean()) if len(differences) else 0.0,
+        mean_score=float(scores.mean()) if len(scores) else 0.0,
+        overlap=float(np.mean([_overlap(a, b) for a, b in zip(full, fewer, strict=True)])) if requests else 1.0,
+        metric="auc" if is_ranking else f"ndcg@{_TOP}",
+        before=metric(requests, full),
+        after=metric(requests, fewer),
+    )
+
+
+def _listed(candidates: Candidates, items: NDArray[np.int64]) -> Candidates:
+    return Candidates(items=items, now_ms=candidates.now_ms, features=candidates.features)
+
+
+def _requests(session: Session, servable: Servable) -> list[_Request]:
+    """Users spread over the dataset, each before its last event that validates."""
+    task: Any = session.cfg.task
+    split, form = split_of(task.split, session.dataset), form_of(servable)
+    users = split.users_with("valid")
+    users = users[split.valid_end[users] > 1]
+    chosen = np.unique(users[np.linspace(0, len(users) - 1, min(_NUM_REQUESTS, len(users))).astype(np.int64)])
+    rng = np.random.default_rng(0)
+    rows, found = session.dataset.rows(chosen), list[_Request]()
+    for place, user in enumerate(chosen.tolist()):
+        found.append(_request(form, rows, place, int(split.valid_end[user]) - 1, rng))
+    return found
+
+
+def _request(form: Form, rows: Rows, place: int, event: int, rng: np.random.Generator) -> _Request:
+    servable = form.servable
+    items, offsets = rows.lists[ITEM_IDS]
+    first, target = int(offsets[place]), int(offsets[place]) + event
+    past = slice(first, target)
+
+    def values(name: str) -> NDArray[np.int64]:
+        if name not in rows.lists:
+            return np.zeros(target + 1, np.int64)
+        return rows.lists[name][0][: target + 1].astype(np.int64)
+
+    def feature(name: str, is_category: bool) -> NDArray[np.int64]:
+        """Categories as the dataset has them; numbers, which a transformation stands before, as unknown ones."""
+        if not is_category:
+            return number_bits(np.full(target + 1, np.nan, np.float32))
+        if name in rows.scalars:
+            return np.full(target + 1, int(rows.scalars[name][place]))
+        return values(name)
+
+    times, actions = values(TIMESTAMPS_MS), values(ACTIONS)
+    given = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
+    of_events = {c.name.replace(CONTEXT_PREFIX, EVENT_PREFIX, 1): c.has_table for c in given}
+    features = {name: feature(name, is_category) for name, is_category in of_events.items()}
+    history = History(
+        items=items[past].astype(np.int64),
+        times_ms=times[past],
+        actions=actions[past],
+        features={name: column[past] for name, column in features.items()},
+        asked={name: int(column[target]) for name, column in features.items()},
+    )
+    now_ms, item = int(times[target]), int(items[target])
+    if not form.appends_candidates:
+        num_best = min(_NUM_BEST, servable.spec.num_items)
+        best = Candidates(items=np.zeros(0, np.int64), now_ms=now_ms, num_best=num_best, excluded=history.items)
+        return _Request(history, best, item, 0)
+    asked = np.concatenate([[item], rng.integers(1, servable.spec.num_items + 1, _NUM_CANDIDATES - 1)])
+    shown = {name: np.full(len(asked), column[target]) for name, column in features.items()}
+    label = int(bool(int(actions[target]) & servable.spec.action_bits[form.outputs[0]]))
+    return _Request(history, Candidates(items=asked, now_ms=now_ms, features=shown), item, label)
+
+
+def _asked(form: Form, requests: Sequence[_Request], prefixes: PrefixDtype) -> list[Scored]:
+    servable = form.servable
+    longest = servable.encoder_config.max_length if prefixes != "model" else 1
+    pool = pool_for(servable, cache_bytes=0, page_tokens=longest, prefix_dtype=prefixes)
+    runner, found = Runner(form, pool), list[Scored]()
+    for request in requests:
+        tokens = form.tokens(request.history, request.candidates.now_ms)
+        pages, first = list(range(pool.num_pages)), 0
+        if prefixes != "model" and tokens.num_cacheable:
+            first = tokens.num_cacheable
+            runner.run([Part(tokens=tokens, first=0, end=first, pages=pages, store_until=first)])
+        part = Part(
+            tokens=tokens, first=first, end=tokens.length, pages=pages, store_until=0, candidates=request.candidates
+        )
+        (scored,) = runner.run([part])
+        assert scored is not None
+        found.append(scored)
+    return found
+
+
+def _overlap(one: Scored, other: Scored) -> float:
+    best, again = (set(_best(scored)[:_TOP].tolist()) for scored in (one, other))
+    return len(best & again) / max(1, len(best))
+
+
+def _best(scored: Scored) -> NDArray[np.int64]:
+    return scored.items[np.argsort(-scored.scores[:, 0], kind="stable")]
+
+
+def _ndcg(requests: Sequence[_Request], found: Sequence[Scored]) -> float | None:
+    if not requests:
+        return None
+    rank = [_place(_best(one), request.target) for request, one in zip(requests, found, strict=True)]
+    return float(ranking_metrics(np.array(rank), (_TOP,))[f"ndcg@{_TOP}"].mean())
+
+
+def _place(items: NDArray[np.int64], target: int) -> int:
+    """From 1; 0 where it is not among them."""
+    where = np.flatnonzero(items == target)
+    return int(where[0]) + 1 if len(where) else 0
+
+
+def _auc(requests: Sequence[_Request], found: Sequence[Scored]) -> float | None:
+    labels = np.array([request.label for request in requests], np.int64)
+    if len(np.unique(labels)) < 2:
+        return None
+    return float(auc(labels, np.array([one.scores[0, 0] for one in found], np.float64)))

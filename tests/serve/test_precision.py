@@ -1,0 +1,70 @@
+"""Exports in fewer bits: what they hold, what they cost, and that a server says so."""
+
+from contextlib import closing
+
+import pytest
+import torch
+from test_http import call
+
+from nestrec.base.config import to_plain
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.export import export_run
+from nestrec.serving.model.packed_rows import packed_rows, packed_width, unpacked_rows
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.service import Service, ServiceConfig
+
+
+@pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 254), ("fp8", 1 / 16)])
+def test_rows_of_8_bits_are_near_with_a_scale_each(kind, share):
+    rows = torch.randn(50, 16) * torch.logspace(-6, 6, 50)[:, None]
+    rows[7] = 0.0
+    packed = packed_rows(rows, kind)
+    assert packed.shape == (50, packed_width(16))
+    off = (unpacked_rows(packed, kind) - rows).abs()
+    assert (off <= share * 1.01 * rows.abs().amax(1, keepdim=True)).all()
+    assert off.max() > 0
+
+
+def table_bytes(folder):
+    return sum(path.stat().st_size for path in folder.glob("table-*.safetensors"))
+
+
+def test_a_ranking_export_in_fewer_bits_tells_its_cost_and_is_served(ranking, tmp_path):
+    folder = tmp_path / "model"
+    manifest = export_run(ranking.run, folder, dtype="bfloat16", tables="int8", prefixes="fp8")
+    cost = manifest.precision
+    assert (cost.dtype, cost.tables, cost.prefixes, cost.metric) == ("bfloat16", "int8", "fp8", "auc")
+    assert cost.num_requests > 20
+    assert 0 < cost.mean_difference <= cost.largest_difference < 0.1 * cost.mean_score
+    assert 0.8 <= cost.overlap <= 1.0
+    assert abs(cost.before - cost.after) < 0.05
+    assert table_bytes(folder) < 0.5 * table_bytes(ranking.folder)
+    servable, whole = Servable.load(folder), Servable.load(ranking.folder)
+    assert servable.dtype == torch.bfloat16
+    assert servable.encoder_config == whole.encoder_config
+    assert servable.model.encoder.layers[0].position_table.dtype == torch.float32
+    ids = torch.tensor([0, 5, 9])
+    near, exact = servable.tables["items"].rows(ids), whole.tables["items"].rows(ids)
+    assert 0 < (near - exact).abs().max() < 0.01 * exact.abs().max()
+    behind_cache = Servable.load(folder, tables=TablesConfig(store="dram", cache_rows=2))
+    assert torch.equal(behind_cache.tables["items"].rows(ids), near)
+    with closing(Service({"ranking": servable}, ServiceConfig())) as service:
+        front = App(service, LimitsConfig())
+        told = call(front, "GET", "/v1/models").json()["models"]["ranking"]["precision"]
+        assert told == to_plain(cost)
+        assert call(front, "GET", "/v1/status").json()["models"]["ranking"]["precision"] == told
+
+
+def test_a_retrieval_export_in_fewer_bits_tells_its_cost(retrieval, tmp_path):
+    cost = export_run(retrieval.run, tmp_path / "model", tables="fp8").precision
+    assert (cost.dtype, cost.tables, cost.metric) == ("run", "fp8", "ndcg@10")
+    assert 0 < cost.mean_difference <= cost.largest_difference
+    assert 0.5 <= cost.overlap <= 1.0
+    assert cost.before is not None
+    assert Servable.load(tmp_path / "model").index.weight.dtype == torch.bfloat16
+
+
+def test_an_export_as_it_was_trained_costs_nothing_and_says_nothing(retrieval):
+    assert Servable.load(retrieval.folder).precision is None
