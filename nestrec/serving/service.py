@@ -95,6 +95,8 @@ class Service:
         self.followed: dict[str, Followed] = {}
         """by role: models that came from an address of versions, as they were loaded"""
         self._changing = threading.Lock()
+        self.adding = threading.Lock()
+        """held by whoever adds items"""
         self.reloads = Reloads()
         self.is_draining = False
         """whoever routes requests is told that this one is not ready; those that come all the same are served"""

@@ -164,6 +164,17 @@ class TitlesAnswer(TypedDict):
     """by source id"""
 
 
+class ItemsAnswer(TypedDict):
+    """New items are served."""
+
+    added: int
+    """that were not known yet"""
+    items: Mapping[str, int]
+    """by role: how many the model knows now"""
+    models: Mapping[str, str]
+    """by role: its version, which new items change"""
+
+
 class HealthAnswer(TypedDict):
     """Alive, or ready."""
 

@@ -145,6 +145,27 @@ class DrainRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewItemFields:
+    """An item that the models are to know."""
+
+    id: ItemId
+    """as requests will name it"""
+    features: Mapping[str, Category | list[Category]] | None = None
+    """by name of a feature of items: a category, a list of them, a number, a text, or the numbers of a vector; what is
+    left out nobody knows"""
+    title: str | None = None
+    """what people call it"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemsRequest:
+    """Items are to be served that no training has met."""
+
+    items: Annotated[list[NewItemFields], Least(1), Most("max_listed")]
+    """those that are known already stay as they are"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TitlesRequest:
     """What people call items, where the model knows it."""
 

@@ -18,6 +18,7 @@ _BUILT_IN: dict[str, Endpoint | str] = {
     "models": "nestrec.serving.api.endpoints.about:MODELS",
     "status": "nestrec.serving.api.endpoints.about:STATUS",
     "now": "nestrec.serving.api.endpoints.about:NOW",
+    "items": "nestrec.serving.api.endpoints.items:ITEMS",
     "titles": "nestrec.serving.api.endpoints.titles:TITLES",
     "live": "nestrec.serving.api.endpoints.about:LIVE",
     "ready": "nestrec.serving.api.endpoints.about:READY",
