@@ -65,9 +65,9 @@ def test_a_kill_in_the_middle_of_a_save_in_the_background(data: Path, tmp_path: 
 
     def faults(run: Path) -> list[Fault]:
         middle_of_save = FailPoint("checkpoint.before_rename@4=kill")
-        return [middle_of_save, *random_kills(run, seed=8, num_kills=1, after_step=12, num_steps=24)]
+        return [middle_of_save]
 
-    assert check_equal_to_undisturbed("rows", data, tmp_path, more, faults) == 3
+    assert check_equal_to_undisturbed("rows", data, tmp_path, more, faults) == 2
 
 
 @pytest.mark.slow

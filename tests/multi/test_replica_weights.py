@@ -19,7 +19,7 @@ EVERY = ["serial", "dual_buffer", "frozen_window", "nested", "priority"]
 
 def job_of(every: int, **more) -> Job:
     sync = ReplicaSyncConfig(mode="weights", every=every, state_every=more.pop("state_every", 1))
-    return Job(ranks=TWO, replica_sync=sync, num_steps=18, fences=(6,), **more)
+    return Job(ranks=TWO, replica_sync=sync, num_steps=13, fences=(6,), **more)
 
 
 @pytest.mark.parametrize("every", [1, 4])

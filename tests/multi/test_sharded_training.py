@@ -72,7 +72,7 @@ def unsharded(kind: str, num_steps: int) -> tuple[dict[str, torch.Tensor], list[
     return {"item": item.weight.detach(), "user": user.weight.detach()}, losses
 
 
-@pytest.mark.parametrize("num_steps", [30, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [12, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_equals_unsharded_for_every_row_optimizer(pools, kind, num_steps):
     expected, expected_losses = unsharded(kind, num_steps)
