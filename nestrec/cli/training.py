@@ -18,7 +18,6 @@ from nestrec.report.description import describe
 from nestrec.report.evaluations import slice_rows, verdict_on
 from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
-from nestrec.report.tensorboard import TensorBoardWriter
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener, Listeners
@@ -36,6 +35,8 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
     with contextlib.ExitStack() as shown:
         listeners: list[Listener] = []
         if topology.is_first:
+            from nestrec.report.tensorboard import TensorBoardWriter  # a quarter of a second, which other ranks spare
+
             listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
         trainer = Trainer(cfg, folder, topology, Listeners(listeners), start_from=start_from)
