@@ -47,10 +47,11 @@ def rows_of(xml: str) -> list[Row]:
 def joined(known: dict[str, Any], rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
     """What is known, with the rows of a new run in the place of older ones of the same files."""
     again = {row["file"] for row in rows}
+    said = {row["file"]: {"what": row["what"]} for row in known["rows"] if "what" in row}
     kept = [row for row in known["rows"] if row["file"] not in again]
     used = sorted({row["run"] for row in kept})
     kept = [{**row, "run": used.index(row["run"])} for row in kept]
-    new = [{**row, "run": len(used)} for row in rows]
+    new = [{"file": row["file"], **said.get(row["file"], {}), **row, "run": len(used)} for row in rows]
     found = sorted(kept + new, key=lambda row: row["file"])
     return {**known, **run, "rows": found, "runs": [*(known["runs"][number] for number in used), run]}
 

@@ -153,7 +153,7 @@ def test_what_the_long_tests_gave_is_joined_with_what_is_known() -> None:
     rows = slow_tests.rows_of(xml)
     ended = [[row[name] for name in ("file", "cases", "passed", "failed", "skipped", "seconds")] for row in rows]
     assert ended == [["tests/multi/test_a.py", 2, 1, 1, 0, 4], ["tests/unit/base/test_b.py", 1, 0, 0, 1, 0]]
-    old = [{"file": "tests/multi/test_a.py", "run": 0}, {"file": "tests/multi/test_z.py", "run": 1}]
+    old = [{"file": "tests/multi/test_a.py", "what": "a grid", "run": 0}, {"file": "tests/multi/test_z.py", "run": 1}]
     known = {"rows": old, "runs": [{"date": "first"}, {"date": "second"}], "command": "before"}
     found = slow_tests.joined(known, rows, {"command": "now", "date": "third"})
     assert [(row["file"], found["runs"][row["run"]]["date"]) for row in found["rows"]] == [
@@ -162,3 +162,4 @@ def test_what_the_long_tests_gave_is_joined_with_what_is_known() -> None:
         ("tests/unit/base/test_b.py", "third"),
     ]
     assert len(found["runs"]) == 2
+    assert found["rows"][0]["what"] == "a grid", "of what it is stays known"
