@@ -1,6 +1,7 @@
 """Writes what deltas hold to: python tests/versions/fresh_results.py deltas faults bytes --json FILE"""
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -21,15 +22,14 @@ from nestrec.serving.versions.reader import Versions
 from nestrec.testing.ranks import RankPool
 from nestrec.testing.tiny_runs import make_datasets
 
-KINDS = {1: ("hstu", "ttl"), 2: ("ranking", "lru"), 4: ("hstu", "lru")}
-"""by number of ranks; all of them on all numbers are in the slow tests"""
+KINDS = [("hstu", "ttl"), ("ranking", "lru"), ("hstu", "hashed"), ("ranking", "narrow")]
 VERSIONS, FAULTS = 200, 240
 
 
 def deltas(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     """A follower against an export, after each of many versions."""
-    for world, kind in KINDS.items():
-        pool, folder = RankPool(world), scratch / str(world)
+    for world, kind in itertools.product((1, 2, 4), KINDS):
+        pool, folder = RankPool(world), scratch / f"{world}-{'-'.join(kind)}"
         folder.mkdir()
         start_s = time.monotonic()
         removed = pool.outcomes(publish_versions, data, folder, kind, VERSIONS, timeout_s=1800)[0]
