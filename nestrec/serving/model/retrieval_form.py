@@ -46,8 +46,9 @@ class RetrievalForm:
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
 
     def follow(self, servable: Servable) -> None:
+        if servable.search is not self.servable.search:  # else it reads the index where it lies
+            self.__dict__.pop("_search", None)
         self.servable = servable
-        self.__dict__.pop("_search", None)  # it may hold something made of the index
 
     def tokens(self, history: History, now_ms: int) -> Tokens:
         history = history.copied(history_start(len(history), self.max_events, self.slide_events))
