@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -29,7 +30,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.load.open_loop import Trial, run_punctually
 from nestrec.serving.load.replay import ReplayConfig, make_load, reads_of, send_load
 from nestrec.serving.many.instances import free_port
-from nestrec.serving.model.export import descriptions
+from nestrec.serving.model.export import descriptions, write_servable
 from nestrec.serving.model.random_model import random_ranking
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.versions.content import Described, RankContent
@@ -106,6 +107,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "nestrec", "serve", "--model", address, "--follow", "--follow.poll_s", "0.5"]
     process = subprocess.Popen([*command, "--port", str(port)])
+    writer = start_writer(chosen, address)
     rows = []
     try:
         wait_until_ready(url, process)
@@ -117,17 +119,17 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             found = {}
             for way in ("still", "deltas"):
                 before = metric(url, "nestrec_version_number")
-                writer = start_writer(chosen, address, number) if way == "deltas" else None
+                if way == "deltas":
+                    threading.Thread(target=ask_for_deltas, args=(writer, chosen)).start()
                 trial = under_load(url, ReplayConfig(**{**plain(cfg), "seed": number}))
-                if writer is not None:
-                    writer.wait()
                 found[way] = (trial, metric(url, "nestrec_version_number") - before)
             rows.append(row_of(found, chosen, number))
             print(json.dumps(rows[-1]), flush=True)
     finally:
+        writer.terminate()
         process.terminate()
         process.wait()
-    return rows
+    return [*rows, bytes_of(chosen, address, folder)]
 
 
 def plain(cfg: ReplayConfig) -> dict[str, Any]:
@@ -152,22 +154,49 @@ def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, nu
     }
 
 
-def start_writer(chosen: argparse.Namespace, address: str, number: int) -> "subprocess.Popen[bytes]":
-    options = [
-        f"--{name}={getattr(chosen, name)}" for name in ("items", "dim", "layers", "history", "seconds", "every")
-    ]
-    return subprocess.Popen([sys.executable, __file__, "--write", address, f"--first={1 + 1000 * number}", *options])
+def bytes_of(chosen: argparse.Namespace, address: str, folder: Path) -> dict[str, Any]:
+    """The newest delta beside an export of the same model."""
+    versions = Versions(place_of(address))
+    newest = versions.told(*next(versions.history()))
+    assert newest is not None
+    export = write_servable(random_ranking(encoder_of(chosen), num_items=chosen.items), folder / "export")
+    full = sum(file.bytes for file in export.files)
+    told = {"delta_bytes": newest.num_bytes, "export_bytes": full, "share": round(newest.num_bytes / full, 4)}
+    return {
+        "what": "bytes",
+        "items": chosen.items,
+        "dim": chosen.dim,
+        "rows_a_delta": round(0.01 * chosen.items),
+        **told,
+    }
+
+
+def start_writer(chosen: argparse.Namespace, address: str) -> "subprocess.Popen[bytes]":
+    """A process that writes a delta for every line it is sent; it has loaded what it needs."""
+    options = [f"--{name}={getattr(chosen, name)}" for name in ("items", "dim", "layers", "history")]
+    command = [sys.executable, __file__, "--write", address, *options]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    return writer
+
+
+def ask_for_deltas(writer: "subprocess.Popen[bytes]", chosen: argparse.Namespace) -> None:
+    """One every few seconds, for as long as the load lasts."""
+    assert writer.stdin is not None
+    end_s = time.monotonic() + chosen.seconds - 1.0
+    while time.monotonic() < end_s:
+        writer.stdin.write(b"\n")
+        writer.stdin.flush()
+        time.sleep(chosen.every)
 
 
 def write_deltas(chosen: argparse.Namespace) -> None:
-    """One every few seconds, for as long as the load lasts."""
     torch.set_num_threads(1)
-    end_s, seed = time.monotonic() + chosen.seconds - 1.0, chosen.first
-    while time.monotonic() < end_s:
-        start_s = time.monotonic()
-        publish(chosen.write, encoder_of(chosen), chosen.items, 0.01, seed)
-        seed += 1
-        time.sleep(max(0.0, chosen.every - (time.monotonic() - start_s)))
+    made_up(encoder_of(chosen), chosen.items)
+    print("ready", flush=True)
+    for number, _ in enumerate(sys.stdin):
+        publish(chosen.write, encoder_of(chosen), chosen.items, 0.01, number + 1)
 
 
 def encoder_of(chosen: argparse.Namespace) -> HSTUConfig:
@@ -191,14 +220,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--every", type=float, default=5.0)
     parser.add_argument("--write", help="write deltas to this address, and nothing else")
-    parser.add_argument("--first", type=int, default=1)
     chosen = parser.parse_args()
     if chosen.write:
         write_deltas(chosen)
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(chosen, Path(folder))
-    print("median ratio of P99:", statistics.median(row["p99_ratio"] for row in rows))
+    print(json.dumps(rows[-1]))
+    print("median ratio of P99:", statistics.median(row["p99_ratio"] for row in rows if "p99_ratio" in row))
     if chosen.json:
         write_frame(chosen.json, bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows)
 

@@ -16,6 +16,7 @@ from served_run import serving
 
 import nestrec
 from nestrec.bench.harness.frame import make_frame, save_frame
+from nestrec.data.synthetic.logs import generate, preset
 from nestrec.serving.model.export import export_run
 from nestrec.serving.versions.places import place_of
 from nestrec.serving.versions.reader import Versions
@@ -61,6 +62,7 @@ def faults(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 def bytes_of_deltas(_: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     """The demo with a version after every ten steps."""
     address = str(scratch / "published")
+    generate(preset("interests"), scratch / "data")
     options = {"publish.address": address, "publish.every_steps": 10, "training.max_steps": 60}
     run = nestrec.train("demo", {**options, "data.folder": str(scratch / "data")}, output=scratch / "run")
     export = export_run(run.folder, scratch / "export", best=False)
