@@ -109,7 +109,8 @@ class Backbone:
     """field of the config that, where it is true, makes the model read when events happened; `kind` where it always
     does, none where it never does"""
     cached: CachedForward | str | None = None
-    """how serving computes against kept prefixes, or `module:attribute` of it; none: such a model cannot be served"""
+    """how serving computes against kept prefixes, or `module:attribute` of it; none: such a model is served without,
+    and every request computed whole"""
 
     has_fp8: bool = False
     """whether its projections are `norm_projection`, `gated_output` and `feed_forward`, which know products of eight

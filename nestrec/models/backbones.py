@@ -8,6 +8,7 @@ from nestrec.base.kinds import KindOf
 from nestrec.base.seam import Seam, resolved
 from nestrec.models.backbone import Backbone, ForwardFlops, SequenceConfig
 from nestrec.models.segments import CachedForward
+from nestrec.models.whole_forward import WHOLE
 
 BACKBONES: Seam[Backbone] = Seam(
     "nestrec.backbones",
@@ -54,9 +55,6 @@ def activations_of(cfg: SequenceConfig) -> float:
 
 
 def cached_forward_of(cfg: SequenceConfig) -> CachedForward:
-    """How serving computes this model; a UserError where it cannot."""
-    if (cached := backbone_of(cfg).cached) is None:
-        problem = "cannot be served: it has no pass over a kept prefix, which is how the server computes candidates"
-        raise BACKBONES.unanswered(cfg.kind, "cached", problem, see="; docs/serving.md lists what can be served")
-    found: CachedForward = resolved(cached)
-    return found
+    """How serving computes this model: against kept prefixes, or whole where its backbone does not say how."""
+    cached = backbone_of(cfg).cached
+    return WHOLE if cached is None else resolved(cached)

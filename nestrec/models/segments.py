@@ -104,6 +104,8 @@ class CachedForward:
     """a pass over new tokens"""
     most_seen: Callable[[Any], Sequence[int]] = lambda cfg: ()
     """of a config: keys that a token meets at most in each layer; none: all"""
+    keeps: bool = True
+    """whether anything is kept of a prefix; otherwise every request is computed whole"""
     paged: "Callable[[Any, KeptPages], Any] | str | None" = None
     """(model, pages) to a `PagedEncoder` that computes whole batches on a GPU, or `module:attribute` of it; none: such
     models run there sequence by sequence"""

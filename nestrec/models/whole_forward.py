@@ -7,11 +7,12 @@ Legend: T new tokens of all sequences, D model width.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from nestrec.models.segments import KeysAndValues, PrefixReader, Segment
+from nestrec.models.segments import CachedForward, KeysAndValues, PrefixReader, Segment
 from nestrec.models.sequence import SequenceInfo
 
 
@@ -34,6 +35,17 @@ def whole_forward(
         found.append(states[number][:num_history])
         found += [states[number + c][num_history:] for c in range(num_candidates)]
     return torch.cat(found), []
+
+
+@dataclass(frozen=True, slots=True)
+class _Nothing:
+    num_layers: int = 0
+    num_heads: int = 1
+    head_dim: int = 1
+
+
+WHOLE = CachedForward(kept=lambda cfg: _Nothing(), forward=whole_forward, keeps=False)
+"""of backbones that say of none how they compute against a kept prefix"""
 
 
 def _info(places: Sequence[torch.Tensor], segments: Sequence[Segment], device: torch.device) -> SequenceInfo:

@@ -12,7 +12,8 @@ import pytest
 from conftest import LENGTH, ranking_recipe
 
 from nestrec.distributed import Topology
-from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig, backbones
+from nestrec.models.backbones import BACKBONES
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.engine import EngineConfig
@@ -133,3 +134,12 @@ def test_what_was_trained_is_served_over_http_with_the_same_scores_cached_or_not
     scale = max(np.abs(scores).max() for scores, _ in full)
     worst = max(np.abs(a - b).max() for (a, _), (b, _) in zip(cached, full, strict=True))
     assert worst <= 1e-5 * max(1.0, scale)
+
+
+def test_a_model_whose_backbone_keeps_nothing_is_served_by_the_same_front_without_prefixes(exported, monkeypatch):
+    folder = exported("ranking", "sasrec")
+    expected = answers_of(folder, FULL, range(3))
+    monkeypatch.setattr(backbones, "backbone_of", lambda cfg: replace(BACKBONES.find(cfg.kind), cached=None))
+    found = answers_of(folder, SERVICE, range(3))
+    assert {source for _, sources in found for source in sources} == {"none"}
+    assert max(np.abs(a - b).max() for (a, _), (b, _) in zip(found, expected, strict=True)) <= 1e-5

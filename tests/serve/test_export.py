@@ -53,7 +53,7 @@ def test_exported_retrieval_ranks_the_catalogue_as_eval_does(retrieval):
     times = dataset.rows(queries.users).lists["timestamps_ms"][0]
     histories, asked, targets = [], [], []
     for b in range(len(queries.users)):
-        target = int(offsets[b]) + int(queries._target_at[queries.users[b]])
+        target = int(offsets[b]) + int(queries.target_at[b])
         past = slice(int(offsets[b]), target)
         histories.append(
             History(items=items[past], times_ms=times[past], actions=np.zeros(past.stop - past.start, np.int64))

@@ -103,7 +103,7 @@ def lengths_of(form: Form, num_events: int) -> tuple[int, int]:
     """(tokens, tokens that can be cached) of a history of so many events, as `Form.tokens` makes them."""
     kept = num_events - history_start(num_events, form.max_events, form.slide_events)
     length = kept * form.tokens_an_event
-    return length, length if form.appends_candidates else max(length - 1, 0)
+    return length, form.servable.cacheable(length if form.appends_candidates else max(length - 1, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class PagedForm(Form, Protocol):
 
 
 def make_form(servable: Servable, slide_events: int | None = None) -> Form:
-    """The form of a model that an engine can serve; a UserError where its backbone has no cached forward.
+    """The form of a model that an engine can serve; a UserError where its task has none.
 
     slide_events: events by which a full history slides; none takes an eighth of the longest history.
     """

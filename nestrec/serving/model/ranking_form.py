@@ -55,7 +55,7 @@ class RankingForm:
             columns=(history.items, history.actions, times, *given),
             times_ms=times,
             asked_ms=times,
-            num_cacheable=2 * len(history),
+            num_cacheable=self.servable.cacheable(2 * len(history)),
             tokens_an_event=self.tokens_an_event,
             cut=self.servable.cut(2 * len(history) + 2),
         )

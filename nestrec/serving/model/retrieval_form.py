@@ -62,7 +62,7 @@ class RetrievalForm:
             columns=(history.items, *(self._values(column.name, history) for column in self._columns), times, asked),
             times_ms=times,
             asked_ms=asked,
-            num_cacheable=max(len(history) - 1, 0),
+            num_cacheable=self.servable.cacheable(max(len(history) - 1, 0)),
             tokens_an_event=self.tokens_an_event,
             cut=self.servable.cut(len(history)),
         )

@@ -102,8 +102,12 @@ class Servable:
 
     @cached_property
     def cached(self) -> CachedForward:
-        """How new tokens are computed against a kept prefix; a UserError where the backbone cannot."""
+        """How new tokens are computed against a kept prefix, or whole sequences where the backbone keeps none."""
         return cached_forward_of(self.encoder_config)
+
+    def cacheable(self, num_tokens: int) -> int:
+        """Of so many tokens that do not depend on the request, those that are kept."""
+        return num_tokens if self.cached.keeps else 0
 
     @cached_property
     def kept(self) -> KeptShape:

@@ -34,7 +34,7 @@ def bytes_a_token(kept: KeptShape, dtype: torch.dtype, *, has_times: bool = Fals
     """Of all that is kept of a token, over all layers."""
     numbers = 2 * kept.num_layers * kept.num_heads
     scales = numbers if dtype == torch.float8_e4m3fn else 0
-    return numbers * kept.head_dim * dtype.itemsize + scales + (8 if has_times else 0)
+    return max(1, numbers * kept.head_dim * dtype.itemsize + scales + (8 if has_times else 0))
 
 
 @contextlib.contextmanager

@@ -69,17 +69,16 @@ def test_every_backbone_of_ours_keeps_keys_and_values_of_its_heads(cfg):
     assert kept.head_dim == (6 if isinstance(cfg, SASRecConfig) else 4)
 
 
-def test_only_a_backbone_with_a_cached_forward_can_be_served(monkeypatch):
+def test_a_backbone_that_says_nothing_of_prefixes_keeps_none(monkeypatch):
     silent = Backbone(config=SASRecConfig, build=lambda cfg: nn.Identity())
     monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
-    with pytest.raises(UserError, match=r"backbone = 'sasrec': cannot be served: it has no pass over a kept prefix"):
-        cached_forward_of(SASRecConfig())
+    assert not cached_forward_of(SASRecConfig()).keeps
 
 
 def test_what_a_backbone_does_not_say_is_not_guessed(monkeypatch):
     silent = Backbone(config=SASRecConfig, build=lambda cfg: nn.Identity())
     monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
-    for question, what in ((flops_of, "`flops`"), (activations_of, "`activations`"), (cached_forward_of, "`cached`")):
+    for question, what in ((flops_of, "`flops`"), (activations_of, "`activations`")):
         with pytest.raises(UserError) as raised:
             question(SASRecConfig())
         assert raised.value.remedy is not None
