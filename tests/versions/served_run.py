@@ -16,11 +16,11 @@ from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.follower import FollowConfig
+from nestrec.serving.versions.follower import VersionFollowConfig
 from nestrec.serving.versions.manifest import Times
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
-FOLLOW = FollowConfig(on=True, moves="told")
+FOLLOW = VersionFollowConfig(on=True, moves="told")
 
 
 class Served:

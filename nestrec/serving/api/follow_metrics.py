@@ -6,9 +6,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nestrec.serving.versions.follower import Follower
+from nestrec.serving.versions.follower import VersionFollower
 
-Followers = Callable[[], Mapping[str, Follower]]
+Followers = Callable[[], Mapping[str, VersionFollower]]
 
 
 class FollowCollector(Collector):
@@ -47,7 +47,7 @@ class FollowCollector(Collector):
         yield from (events, failures, number, behind, parts, total)
 
 
-def follow_status(followers: Mapping[str, Follower]) -> dict[str, Any]:
+def follow_status(followers: Mapping[str, VersionFollower]) -> dict[str, Any]:
     """What the live page shows, by model."""
     found = {}
     for role, follower in dict(followers).items():

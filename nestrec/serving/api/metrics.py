@@ -14,7 +14,7 @@ from nestrec.serving.api.follow_metrics import FollowCollector, follow_status
 from nestrec.serving.api.timeline import ServingTimeline
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.service import Service
-from nestrec.serving.versions.follower import Follower
+from nestrec.serving.versions.follower import VersionFollower
 
 _WINDOW = 4096
 
@@ -22,7 +22,7 @@ _WINDOW = 4096
 class Metrics:
     """Observed by the front, on the thread of its event loop."""
 
-    def __init__(self, service: Service, followers: Mapping[str, Follower] | None = None):
+    def __init__(self, service: Service, followers: Mapping[str, VersionFollower] | None = None):
         """followers: of models that come from addresses, by role."""
         self._service, self._followers = service, {} if followers is None else followers
         self._answers = _Answers()

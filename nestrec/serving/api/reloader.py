@@ -17,7 +17,7 @@ from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, role_of
 from nestrec.serving.versions.followed import Followed
-from nestrec.serving.versions.follower import FollowConfig, Follower
+from nestrec.serving.versions.follower import VersionFollowConfig, VersionFollower
 from nestrec.serving.versions.opening import open_source, source_of
 
 _LOG = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ class LoadedModel:
 class Reloader:
     """Thread safe; what is asked by a signal is done on a thread of its own."""
 
-    def __init__(self, service: Service, device: str, tables: TablesConfig, follow: FollowConfig | None = None):
+    def __init__(self, service: Service, device: str, tables: TablesConfig, follow: VersionFollowConfig | None = None):
         self._service, self._device, self._tables = service, device, tables
-        self._follow = follow or FollowConfig()
+        self._follow = follow or VersionFollowConfig()
         self._lock = threading.Lock()
         self._folders = {role: _whole(text) for role, text in service.sources.items()}
-        self.followers: dict[str, Follower] = {}
+        self.followers: dict[str, VersionFollower] = {}
         """by role: models of addresses"""
         for role, followed in service.followed.items():
             self._begin_to_follow(role, followed, service.sources[role])
@@ -71,7 +71,7 @@ class Reloader:
     def _begin_to_follow(self, role: str, followed: Followed, text: str) -> None:
         source = source_of(text)
         assert source is not None, "a version comes from an address"
-        follower = Follower(
+        follower = VersionFollower(
             self._service, role, followed, source, self._follow, device=self._device, tables=self._tables
         )
         self.followers[role] = follower
@@ -108,7 +108,7 @@ class Reloader:
     def _swap(self, wanted: Sequence[tuple[str, str | None]]) -> None:
         """wanted: folders or addresses, and the versions that folders must hold."""
         before, seen = self.current, set[str]()
-        moves: list[tuple[Follower, str | None]] = []
+        moves: list[tuple[VersionFollower, str | None]] = []
         fresh: dict[str, tuple[str, Servable, Followed | None]] = {}
         for text, version in wanted:
             if (found := self._follower_at(text)) is not None:
@@ -141,7 +141,7 @@ class Reloader:
                 self._begin_to_follow(role, followed, text)
         self._tell(before)
 
-    def _follower_at(self, text: str) -> tuple[Follower, str | None] | None:
+    def _follower_at(self, text: str) -> tuple[VersionFollower, str | None] | None:
         """Who follows this address already, and the version that is named with it."""
         source = source_of(text)
         for follower in self.followers.values():

@@ -41,7 +41,7 @@ from nestrec.serving.safety.exposure import check_exposure
 from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.tracing import TracingConfig
-from nestrec.serving.versions.follower import FollowConfig
+from nestrec.serving.versions.follower import VersionFollowConfig
 
 _LOG = logging.getLogger(__name__)
 SLOT_VARIABLE = "NESTREC_SLOT"
@@ -87,7 +87,7 @@ class ServeConfig:
     """what is written to standard error, and how"""
     histories: HistoryStoreConfig = HistoryStoreConfig()
     """events that the server keeps"""
-    follow: FollowConfig = FollowConfig()
+    follow: VersionFollowConfig = VersionFollowConfig()
     """newer versions of models that come from an address"""
 
 

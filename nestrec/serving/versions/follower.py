@@ -33,7 +33,7 @@ At = tuple[str, str]
 
 
 @config
-class FollowConfig:
+class VersionFollowConfig:
     on: bool = False
     """models of an address go on to its newer versions"""
     poll_s: Positive = 1.0
@@ -61,7 +61,7 @@ class FollowCounts:
     """why it is behind; empty where it is not"""
 
 
-class Follower:
+class VersionFollower:
     """Moves one model of a service. Thread safe."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Follower:
         role: str,
         followed: Followed,
         source: Source,
-        cfg: FollowConfig,
+        cfg: VersionFollowConfig,
         *,
         device: torch.device | str = "cpu",
         tables: TablesConfig | None = None,

@@ -15,12 +15,12 @@ from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.follower import FollowConfig
+from nestrec.serving.versions.follower import VersionFollowConfig
 from nestrec.serving.versions.manifest import Times
 from nestrec.testing.tiny_runs import make_datasets
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
-FOLLOW = FollowConfig(on=True, moves="told")
+FOLLOW = VersionFollowConfig(on=True, moves="told")
 HISTORY = {"items": ["1", "2", "3"], "times_ms": [1, 2, 3], "actions": [1, 0, 1]}
 ASKED = {"user": "ann", "history": HISTORY, "candidates": ["4", "5", "6", "29"], "now_ms": 4}
 
@@ -199,7 +199,10 @@ def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
 def test_a_fleet_moves_together_by_deltas(data, tmp_path):
     with serving(data, tmp_path, "hstu") as served:
         other = Service.load([served.address], ServiceConfig())
-        reloaders = [served.reloader, Reloader(other, "cpu", TablesConfig(), FollowConfig(on=True, moves="together"))]
+        reloaders = [
+            served.reloader,
+            Reloader(other, "cpu", TablesConfig(), VersionFollowConfig(on=True, moves="together")),
+        ]
 
         def swap(models):
             for reloader in reloaders:
