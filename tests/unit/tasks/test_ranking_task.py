@@ -157,7 +157,7 @@ def test_a_log_of_ones_own_is_ranked_by_its_own_recipe(log, tmp_path):
     trainer = Trainer(cfg, tmp_path / "run", Topology.single())
     trainer.train()
     evaluation = trainer.evaluate("test")
-    assert set(evaluation.metrics) == {"model", "logistic"}
+    assert {"model", "logistic"} <= set(evaluation.metrics)
     assert trainer.session.task.num_held_out("test") > 0
 
 
