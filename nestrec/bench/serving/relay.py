@@ -15,6 +15,7 @@ import gc
 import itertools
 import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,15 +23,20 @@ from typing import Any
 from nestrec.bench.bench import Bench
 from nestrec.bench.serving.relay_bed import LONGEST, RelayBed, RelayBench
 from nestrec.bench.serving.relay_bound import RequestCosts, measure_costs
-from nestrec.bench.serving.relay_load import RelayLoad, RelayOutcome
 from nestrec.bench.serving.relay_modes import mode_named
 from nestrec.report.benches.relay_page import write_page
 from nestrec.report.benches.relay_tables import short_rows, summary
+from nestrec.serving.load.engine_load import RelayLoad, RelayOutcome
 from nestrec.serving.load.open_loop import Trial, largest
 
 
 def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     """Rows, as they are ready."""
+    if bench.model:
+        from nestrec.bench.serving.relay_http import measure_over_http
+
+        yield from measure_over_http(bench)
+        return
     for name in (*bench.modes, *bench.more_modes):
         mode_named(name)
     before_s = sys.getswitchinterval()
@@ -60,7 +66,7 @@ class Size:
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
-        load = self._load(0.0)
+        load = replace(self._load(0.0), lengths=())
         self._costs = measure_costs(bed.runner, load)
         self._unloaded_ms = bed.unloaded_ms(load)
         self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
@@ -68,9 +74,9 @@ class Size:
     def rows(self) -> Iterator[dict[str, Any]]:
         """The largest rate of each mode for each share of returning users."""
         bench = self._bed.bench
-        for returning in bench.returning:
+        for factor, returning in itertools.product((bench.slo_factor, *bench.more_slo_factors), bench.returning):
             for name in bench.modes:
-                yield self._row(name, returning, self._slo_ms)
+                yield self._row(name, returning, factor * self._unloaded_ms)
 
     def more(self) -> Iterator[dict[str, Any]]:
         """Latency over load, other SLOs, and other modes."""
@@ -151,7 +157,11 @@ class Sweep:
         best: Trial | None = None
         if known is None:
             start = bound * (0.85 if self._mode.sends_signals else 0.35)
-            rate, best = largest(self.measure, slo_ms, start=start, rounds=bench.rounds, factor=bench.factor)
+            end_s = time.perf_counter() + bench.search_s
+            rate, best = largest(
+                self.measure, slo_ms, start=start, rounds=bench.rounds, factor=bench.factor,
+                is_over=lambda: time.perf_counter() > end_s,
+            )  # fmt: skip
         else:
             rate = known
         outcome = self._outcomes[rate] if best is not None else None
@@ -177,8 +187,15 @@ class Sweep:
         load, bench = self.load, self._bed.bench
         return {
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
-            "device": bench.device, "dtype": bench.dtype, "emulated": self._mode.fetch_gb_per_s > 0,
+            "in_process": True, "model": "random weights", "biases": _biases(bench), "lengths": list(load.lengths),
+            "device": bench.device, "dtype": bench.dtype, "prefix_dtype": bench.dtype,
+            "emulated": self._mode.fetch_gb_per_s > 0,
         }  # fmt: skip
+
+
+def _biases(bench: RelayBench) -> str:
+    found = [name for name in ("position", "time") if getattr(bench.encoder, f"{name}_bias")]
+    return " and ".join(found) or "none"
 
 
 def _tried(rate: float, outcome: RelayOutcome) -> dict[str, Any]:
@@ -211,7 +228,7 @@ def _shares(counts: dict[str, int]) -> dict[str, float | None]:
     }  # fmt: skip
 
 
-_DECISIONS = ("admitted", "safe", "live_cap", "rate_cap", "never")
+_DECISIONS = ("admitted", "short", "safe", "live_cap", "rate_cap", "never")
 
 
 BENCH = Bench(

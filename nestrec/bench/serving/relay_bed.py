@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from nestrec.base.config import config
-from nestrec.bench.serving.relay_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec.bench.serving.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runners import make_runner
+from nestrec.serving.load.engine_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.random_model import random_ranking
 from nestrec.serving.prefix.page_pool import pool_for
@@ -32,8 +32,15 @@ class RelayBench:
 
     encoder: HSTUConfig = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, time_bias=True)
     """the model; max_length follows the history"""
+    model: str = ""
+    """folder of an exported model, which is then measured over HTTP as `nestrec serve` serves it; empty: a model with
+    random weights, inside this process, for the limits of the engine itself"""
+    instances: int = 1
+    """servers behind a gateway (over HTTP)"""
     history: tuple[int, ...] = (512,)
     """events of a user; two tokens each"""
+    lengths: tuple[int, ...] = ()
+    """events of users by turns, mixed in one load; `history` is then the size that costs and the SLO are taken of"""
     candidates: tuple[int, ...] = (64,)
     """items of a ranking request"""
     returning: tuple[float, ...] = (0.0, 0.3, 0.6)
@@ -52,6 +59,8 @@ class RelayBench:
     """also the latency at these multiples of each mode's largest rate, at the first size and share that returns"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
+    more_slo_factors: tuple[float, ...] = ()
+    """further ones, each at every size and share of returning users"""
     slo_ms: tuple[float, ...] = ()
     """SLOs beside that one, at the first size and share of returning users"""
     signal_ms: float = 150.0
@@ -64,6 +73,8 @@ class RelayBench:
     """requests of a trial, however short"""
     factor: float = 1.3
     """between two rates that are tried, until one meets the SLO and the next does not"""
+    search_s: float = 60.0
+    """seconds after which a search for a largest rate ends with the best so far"""
     rounds: int = 2
     """halvings of the interval between these two"""
     cache_bytes: int = 256 << 20
@@ -90,7 +101,8 @@ class RelayBed:
 
     def __init__(self, bench: RelayBench):
         self.bench = bench
-        events = max(bench.history) * (LONGEST if bench.longest else 1) + _MOST_VISITS * bench.new_events
+        events = max((*bench.history, *bench.lengths)) * (LONGEST if bench.longest else 1)
+        events += _MOST_VISITS * bench.new_events
         encoder = replace(bench.encoder, max_length=2 * (events + 1))
         dtype = getattr(torch, bench.dtype)
         servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
@@ -104,6 +116,7 @@ class RelayBed:
             history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
             recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
             warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
+            longest_s=max(bench.duration_s, bench.search_s / 4), lengths=bench.lengths,
         )  # fmt: skip
 
     def unloaded_ms(self, load: RelayLoad) -> float:
@@ -120,7 +133,7 @@ class RelayBed:
         engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
         gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
         try:
-            return run_trial(engine, mode, load, rate)
+            return run_trial(engine, load, rate, sends_signals=mode.sends_signals, strays=mode.strays)
         finally:
             engine.close()
             gc.enable()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nestrec.bench.serving.relay_load import RelayLoad, bank_of
 from nestrec.bench.serving.relay_modes import Mode
 from nestrec.serving.engine.runner import BatchRunner, Part
+from nestrec.serving.load.engine_load import RelayLoad, bank_of
 from nestrec.serving.prefix.host_pages import HostPages
 
 _REPEATS, _BATCH, _WARM_S = 9, 8, 0.3

@@ -101,10 +101,11 @@ def largest(
     rounds: int = 5,
     factor: float = 2.0,
     most: float = math.inf,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[float, Trial | None]:
     """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply by `factor`, or divide
     by it, by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it is
-    as narrow as `factor`."""
+    as narrow as `factor`. is_over: asked after each trial; the best so far is the answer once it says so."""
     low, high, best = 0.0, math.inf, None
     value, num_missed = min(start, most), 0
     for _ in range(24):
@@ -113,6 +114,8 @@ def largest(
             low, best = value, trial
         else:
             high, num_missed = value, num_missed + 1
+        if is_over():
+            break
         if math.isinf(high):
             if low >= most:
                 break

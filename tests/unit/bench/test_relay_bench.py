@@ -10,10 +10,12 @@ from nestrec.bench.harness.frame import make_frame
 from nestrec.bench.serving.relay import measure_relay
 from nestrec.bench.serving.relay_bed import RelayBed, RelayBench
 from nestrec.bench.serving.relay_bound import RequestCosts
-from nestrec.bench.serving.relay_load import RelayLoad, bank_of
 from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
 from nestrec.models.hstu import HSTUConfig
 from nestrec.report.benches.relay_page import write_page
+from nestrec.serving.load.engine_load import RelayLoad, bank_of
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.random_model import random_ranking
 
 BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),
@@ -103,3 +105,43 @@ def test_the_page_draws_p99_over_load_and_holds_the_tables(tmp_path):
     assert "P99, ms: 10 events, 4 candidates" in page
     assert page.count("<svg") == 1
     assert page.count("<table") == 2
+
+
+def test_users_of_mixed_lengths_keep_theirs_and_rows_say_where_they_were_measured():
+    load = RelayLoad(history=24, candidates=4, returning=0.0, lengths=(4, 9, 24))
+    lengths = [len(bank_of(0).request(load, user, 0)[0]) for user in range(60)]
+    assert set(lengths) == {4, 9, 24}
+    assert lengths == [len(bank_of(0).request(load, user, 1)[0]) - load.new_events for user in range(60)]
+    (row,) = measure_relay(replace(BENCH, modes=("full",), lengths=(4, 24), slo_factor=1e-6, factor=100.0))
+    assert (row["in_process"], row["biases"], row["lengths"]) == (True, "position and time", [4, 24])
+
+
+def test_every_slo_is_measured_at_every_size_and_share():
+    rows = list(measure_relay(replace(BENCH, modes=("full",), slo_factor=1e-6, more_slo_factors=(2e-6,), factor=100.0,
+                                      returning=(0.0, 0.5))))  # fmt: skip
+    assert [row["returning"] for row in rows] == [0.0, 0.5] * 2
+    assert len({row["slo_ms"] for row in rows}) <= 2
+
+
+def test_a_search_that_takes_too_long_ends_with_a_row():
+    """Nothing is fast enough, and a trial of so few requests a second would take minutes."""
+    cfg = replace(BENCH, modes=("full",), slo_factor=1e-6, fewest=10**6, search_s=0.4, factor=1.01)
+    (row,) = measure_relay(cfg)
+    assert row["max_qps"] == 0
+    assert row["trials"] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_exported_model_is_measured_over_http_with_its_front_and_router(tmp_path):
+    encoder = replace(BENCH.encoder, max_length=128)
+    write_servable(random_ranking(encoder, num_items=50), tmp_path / "model")
+    bench = replace(BENCH, model=str(tmp_path / "model"), lengths=(4, 40), slo_factor=1e4, duration_s=1.5, fewest=5,
+                    returning=(0.5,), search_s=0.1, modes=("full", "relay"))  # fmt: skip
+    full, relay = measure_relay(bench)
+    assert [row["in_process"] for row in (full, relay)] == [False, False]
+    assert full["max_qps"] == relay["max_qps"] > 0, "the first rate, at which the search was over"
+    assert full["hit_rate"] == 0.0
+    assert full["admitted"] is None
+    assert relay["admitted"] == 0.0, "nobody is at risk"
+    assert relay["hit_rate"] > 0.0, "of those who return"

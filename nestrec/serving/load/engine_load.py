@@ -1,7 +1,8 @@
-"""The load of `nestrec bench relay`: users who come, some of whom come back with a few more events."""
+"""Load on an engine of this process: users who come, some of whom come back with a few more events."""
 
 import contextlib
 import functools
+import math
 import queue
 import time
 from collections import deque
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.bench.serving.relay_modes import Mode
 from nestrec.serving.engine.engine import Engine
 from nestrec.serving.engine.spin import Spin
 from nestrec.serving.engine.work import Answer, RefusedError, Work
@@ -23,6 +23,7 @@ _BANK = 1 << 20
 _NOW_MS = 2 * 10**10
 _TIMEOUT_S = 10.0
 _SPUN_S = 3e-4
+_FEWEST_IN_TURN = 5
 Floats = NDArray[np.float64]
 
 
@@ -48,6 +49,10 @@ class RelayLoad:
     duration_s: float = 8.0
     fewest: int = 150
     """requests of a trial, however short"""
+    longest_s: float = math.inf
+    """of a trial, however few requests come"""
+    lengths: tuple[int, ...] = ()
+    """events at the first visit, by turns of users, instead of `history`"""
     seed: int = 0
 
     def visits(self, at_s: Floats) -> list[tuple[int, int]]:
@@ -82,7 +87,8 @@ class Requests:
         self._actions, self._times = rng.integers(0, 4, _BANK), np.sort(rng.integers(0, _NOW_MS // 2, _BANK))
 
     def request(self, load: RelayLoad, user: int, visit: int) -> tuple[History, Candidates]:
-        length = load.history + visit * load.new_events
+        length = load.history if not load.lengths else load.lengths[user * 7919 % len(load.lengths)]
+        length += visit * load.new_events
         first = user * 7919 % (_BANK // 2)  # whatever the length: a user who returns has the same events and more
         events = slice(first, first + length)
         history = History(
@@ -111,7 +117,10 @@ def run_in_turn(engine: Engine, load: RelayLoad, count: int) -> list[float]:
     """Milliseconds of requests of which each leaves when the one before has been answered."""
     bank, latency_ms = bank_of(load.seed), list[float]()
     ended: queue.SimpleQueue[float] = queue.SimpleQueue()
+    end_s = time.perf_counter() + load.longest_s
     for user in range(count):
+        if user >= _FEWEST_IN_TURN and time.perf_counter() > end_s:
+            break
         history, candidates = bank.request(load, user, 0)
         start_s = time.perf_counter()
         work = engine.rank(f"{user}", history, candidates, timeout_s=_TIMEOUT_S)
@@ -120,19 +129,23 @@ def run_in_turn(engine: Engine, load: RelayLoad, count: int) -> list[float]:
     return latency_ms
 
 
-def run_trial(engine: Engine, mode: Mode, load: RelayLoad, rate: float) -> RelayOutcome:
+def run_trial(
+    engine: Engine, load: RelayLoad, rate: float, *, sends_signals: bool, strays: float = 0.0
+) -> RelayOutcome:
     """One rate, open loop: signals and requests leave at their moments, whatever the engine does.
+
+    strays: share of ranking requests that reach another instance than their signal did.
 
     The sender is a plain thread of the engine's process, as a front would be, since the event loop's clock ticks in
     milliseconds.
     """
-    at_s = _arrivals(rate, load)
+    at_s = arrivals(rate, load)
     visits, bank = load.visits(at_s), bank_of(load.seed)
     requests = [bank.request(load, *visit) for visit in visits]
-    is_stray = np.random.default_rng(load.seed).random(len(at_s)) < mode.strays
+    is_stray = np.random.default_rng(load.seed).random(len(at_s)) < strays
     ended_s, planned_s, launched_s, lateness_ms = (np.full(len(at_s), np.inf) for _ in range(4))
     works: dict[int, Work] = {}  # of requests on their way: kept longer, their memory would have to be new each time
-    moments = [(at, False, number) for number, at in enumerate(at_s)] if mode.sends_signals else []
+    moments = [(at, False, number) for number, at in enumerate(at_s)] if sends_signals else []
     moments = sorted(moments + [(at + load.signal_s, True, number) for number, at in enumerate(at_s)])
     wait_until = _Clock(Spin() if engine.spins else None).wait_until
     start_s = time.perf_counter() + 0.01
@@ -187,13 +200,13 @@ class _Clock:
             self._spin.wait(left_s)
 
 
-def _arrivals(rate: float, load: RelayLoad) -> Floats:
+def arrivals(rate: float, load: RelayLoad) -> Floats:
     """Poisson arrivals of which exactly the expected number came: so the rate of a short trial is the rate it says.
 
     As long as nobody can be back yet, those who would be do not come: more users than usual would all be new.
     """
     rng = np.random.default_rng(load.seed)
-    duration_s = load.warm_s + max(load.duration_s, load.fewest / rate)
+    duration_s = load.warm_s + max(load.duration_s, min(load.fewest / rate, load.longest_s))
     at_s = np.sort(rng.uniform(0, duration_s, round(rate * duration_s)))
     comes: Floats = at_s[(at_s >= min(load.pause_s, load.warm_s)) | (rng.random(len(at_s)) >= load.returning)]
     return comes
