@@ -13,6 +13,7 @@ BENCHES: Seam[Bench] = Seam(
         "choices": "nestrec.bench.quality.choices:BENCH",
         "features": "nestrec.bench.quality.features:BENCH",
         "clustering": "nestrec.bench.balance.clustering:BENCH",
+        "engine": "nestrec.bench.serving.engine_step:BENCH",
         "evaluations": "nestrec.bench.quality.evaluations:BENCH",
         "exchange": "nestrec.bench.kernels.exchange:BENCH",
         "front": "nestrec.bench.serving.front:BENCH",

@@ -1,0 +1,16 @@
+"""The engine's steps are measured for every model, against the first one."""
+
+from dataclasses import replace
+
+from nestrec.bench.serving.engine_step import EngineBench, measure_engine
+
+
+def test_every_model_has_a_row_for_each_step():
+    bench = EngineBench(tokens=(16,), candidates=(4,), rounds=1)
+    bench = replace(bench, encoder=replace(bench.encoder, dim=8, num_layers=1, head_dim=4))
+    rows = list(measure_engine(bench))
+    assert {(row["model"], row["step"]) for row in rows} == {
+        (model, step) for model in bench.models for step in ("prefix", "rank", "full")
+    }
+    assert all(row["ms"] > 0 and row["in_process"] for row in rows)
+    assert {row["of_first"] for row in rows if row["model"] == "none"} == {1.0}
