@@ -20,13 +20,13 @@ CONFIGS = {
     "recommend": "nestrec.library.batch:BatchJobConfig",
     "replay": "nestrec.serving.load.replay:ReplayConfig",
 }
-"""What commands build from dotted options; `train` and `plan` build a recipe, `prepare` and `bench` their members."""
+"""What commands build from dotted options; `train`, `plan`, `tune` build recipes, `prepare` and `bench` members."""
 
 
 def config_of(words: list[str]) -> tuple[Any, str]:
     """What a command is configured by, from its words (`train demo`, `prepare log`), and what is left to look for."""
     command, *rest = words
-    if command in ("train", "plan"):
+    if command in ("train", "plan", "tune"):
         from nestrec.training.recipes import recipe
 
         return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
@@ -38,7 +38,7 @@ def config_of(words: list[str]) -> tuple[Any, str]:
     if command == "bench" and rest:
         return BENCHES.find(rest[0], field="bench").config(), " ".join(rest[1:])
     if command not in CONFIGS:
-        known = ["train", "plan", "prepare", "append", "bench", *CONFIGS]
+        known = ["train", "plan", "tune", "prepare", "append", "bench", *CONFIGS]
         raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))
     module, _, name = CONFIGS[command].partition(":")
     return getattr(importlib.import_module(module), name)(), " ".join(rest)
@@ -47,7 +47,7 @@ def config_of(words: list[str]) -> tuple[Any, str]:
 def show_commands() -> None:
     """Print the commands that have dotted options, as they are asked about."""
     print("Commands with dotted options; a word at the end searches names and meanings:")
-    for command in ("train RECIPE", "plan RECIPE", "prepare FORMAT", "append FORMAT", *CONFIGS):
+    for command in ("train RECIPE", "plan RECIPE", "tune RECIPE", "prepare FORMAT", "append FORMAT", *CONFIGS):
         print(f"  nestrec options {command}")
     print("`nestrec recipes` and `nestrec formats` list the recipes and formats.")
 

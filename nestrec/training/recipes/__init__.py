@@ -18,6 +18,9 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 
 def recipe(name: str) -> RunConfig:
     """The configuration of a named recipe."""
+    if name == "auto":
+        remedy = "nestrec train auto --data.folder data/mine; its options are those of demo, ranking or criteo_dlrm"
+        raise UserError("is made from the card of a dataset", field="RECIPE", value=name, remedy=remedy)
     if name not in RECIPES:
         raise UserError("no such recipe", field="RECIPE", value=name, remedy=did_you_mean(name, RECIPES))
     return RECIPES[name]()

@@ -9,6 +9,7 @@ from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 
 MAX_EVENTS = 64
+VALID_FROM = "2022-04-29T00:00+08:00"
 LAST_DAY = "2022-04-30T00:00+08:00"
 """the last day of the public sample, as its platform counts days"""
 
@@ -37,11 +38,12 @@ def kuairand_ranking() -> RunConfig:
                 item_features=("author_id", "video_type", "upload_type", "music_type"),
                 max_events=MAX_EVENTS,
             ),
-            split=SplitConfig(valid_from="2022-04-29T00:00+08:00", test_from=LAST_DAY),
+            split=SplitConfig(valid_from=VALID_FROM, test_from=LAST_DAY),
             baseline_category="tab",
         ),
         data=DataConfig(
-            folder="data/kuairand-pure", prepare="nestrec prepare kuairand KuaiRand-Pure/data data/kuairand-pure"
+            folder="data/kuairand-pure",
+            prepare=f"nestrec prepare kuairand KuaiRand-Pure/data data/kuairand-pure --fit_until {VALID_FROM}",
         ),
         batch=BatchConfig(batch_samples=256),
         optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=1e-2),

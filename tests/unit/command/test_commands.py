@@ -100,7 +100,7 @@ def test_the_size_of_a_batch_is_given_once(tmp_path: Path) -> None:
 def test_options_lists_every_field_of_every_command_that_takes_dotted_options() -> None:
     commands = {command.callback.__name__: command for command in app.registered_commands if command.callback}
     taking = [name for name, command in commands.items() if command.context_settings == PASSED_ON]
-    assert sorted(taking) == sorted(["train", "plan", "prepare", "append", *CONFIGS])
+    assert sorted(taking) == sorted(["train", "plan", "tune", "prepare", "append", *CONFIGS])
     taking += [f"prepare {name}" for name in FORMATS] + [f"bench {name}" for name in BENCHES]
     for name in taking:
         config, _ = config_of(name.split())
