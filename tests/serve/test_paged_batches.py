@@ -74,6 +74,10 @@ ENCODERS = {
 }
 
 
+RARE = ("plain", "function")
+"""of which other tests know much"""
+
+
 def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, prefix_dtype="model"):
     """(scores or states, pool) sequence by sequence and over pages."""
     from nestrec.base.seam import resolved
@@ -137,7 +141,11 @@ def fill(pool, values):
 @pytest.mark.parametrize(
     ("kind", "is_cached", "shapes", "num_candidates"),
     [
-        *((kind, kind == "local", SHAPES if kind == "plain" else FEW, 512) for kind in ENCODERS),
+        *(
+            pytest.param(kind, kind == "local", FEW, 512, marks=[pytest.mark.slow] if kind in RARE else [])
+            for kind in ENCODERS
+        ),
+        pytest.param("plain", False, SHAPES, 512, marks=pytest.mark.slow),
         ("plain", False, SHAPES, 15),
         ("tables", False, SIGNALS, 0),
     ],
@@ -156,7 +164,7 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
             assert torch.equal(kept, part.tokens.time_T[: part.end])
 
 
-@pytest.mark.parametrize("kind", ["tables", "fuxi", "sasrec"])
+@pytest.mark.parametrize("kind", ["tables", pytest.param("fuxi", marks=pytest.mark.slow), "sasrec"])
 def test_a_retrieval_batch_over_pages_searches_with_the_states_of_last_events(kind):
     found, wanted, _, _ = run_both(random_retrieval, ENCODERS[kind], ASKED, 64)
     assert np.abs(found - wanted).max() <= 1e-4

@@ -190,35 +190,38 @@ FEW = [(70, 66, 2), (600, 3, 66), (0, 5, 0)]
 MANY = [pytest.param(shapes, marks=pytest.mark.slow) for shapes in (SHAPES, LONG)]
 
 
-@pytest.mark.parametrize("kind", ["position", "tables", "function"])
+@pytest.mark.parametrize("kind", [pytest.param("position", marks=pytest.mark.slow), "tables", "function"])
 @pytest.mark.parametrize("shapes", [FEW, *MANY])
 def test_biases_of_pages_and_new_tokens_are_added(kind, shapes):
     assert Batch(shapes).error(kinds=BIASES[kind]) <= 2e-5
 
 
-@pytest.mark.parametrize("seen", [Seen(40, 70), Seen(0, 0, is_cut=True), Seen(30, 0, is_cut=True)])
+@pytest.mark.parametrize(
+    "seen", [pytest.param(Seen(40, 70), marks=pytest.mark.slow), Seen(0, 0, is_cut=True), Seen(30, 0, is_cut=True)]
+)
 @pytest.mark.parametrize("cut", [37, pytest.param(128, marks=pytest.mark.slow)])
 def test_biases_go_with_windows_and_cuts(seen, cut):
     assert Batch([(70, 66, 2), (128, 3, 3), (0, 130, 2)], seen=seen, cut=cut).error(kinds=BIASES["tables"]) <= 2e-5
 
 
-@pytest.mark.parametrize("dim", [6, 50])
-@pytest.mark.parametrize("weights", ["silu", "softmax"])
+@pytest.mark.parametrize(("dim", "weights"), [(6, "softmax"), (50, "silu")])
 def test_heads_may_have_any_width(dim, weights):
     assert Batch(FEW, dim=dim).error(weights) <= 1e-5
 
 
-@pytest.mark.parametrize("shapes", [FEW, *MANY])
+@pytest.mark.parametrize("shapes", MANY)
 def test_a_softmax_is_over_old_and_new_keys(shapes):
     assert Batch(shapes).error("softmax") <= 1e-5
 
 
-@pytest.mark.parametrize("kinds", [("position",), ("time",), ("function",)])
+@pytest.mark.parametrize(
+    "kinds", [("time",), *(pytest.param((k,), marks=pytest.mark.slow) for k in ("position", "function"))]
+)
 def test_channels_weigh_values_by_distance_or_time_alone(kinds):
     assert Batch(FEW).error("channel", kinds) <= 2e-5
 
 
-@pytest.mark.parametrize("kind", ["none", "tables"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "tables"])
 def test_half_precision_is_as_good_as_its_products(kind):
     assert Batch(FEW, torch.float16).error(kinds=BIASES[kind]) <= 3e-3
 

@@ -31,6 +31,7 @@ KERNELS = {
     "attention": ["unit/ops/test_attention_kernels.py"],
     "attention, more cases": ["unit/ops/test_attention_kernels.py", "-m", "slow"],
     "pages": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"],
+    "pages, more cases": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py", "-m", "slow"],
 }
 
 
