@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nestrec.library.loaded import load as load
     from nestrec.library.runs import Run as Run
     from nestrec.library.runs import evaluate as evaluate
+    from nestrec.library.runs import follow as follow
     from nestrec.library.runs import train as train
     from nestrec.models.backbone import Backbone as Backbone
     from nestrec.models.backbone import ForwardFlops as ForwardFlops
@@ -59,6 +60,7 @@ _EXPORTS = {
     "append": "nestrec.data.growth.append:append",
     "config": "nestrec.base.config:config",
     "evaluate": "nestrec.library.runs:evaluate",
+    "follow": "nestrec.library.runs:follow",
     "load": "nestrec.library.loaded:load",
     "pool_rows": "nestrec.ops.rows.pool:pool_rows",
     "prepare": "nestrec.data.prepare.preparation:prepare",

@@ -16,6 +16,7 @@ BENCHES: Seam[Bench] = Seam(
         "engine": "nestrec.bench.serving.engine_step:BENCH",
         "evaluations": "nestrec.bench.quality.evaluations:BENCH",
         "exchange": "nestrec.bench.kernels.exchange:BENCH",
+        "fresh": "nestrec.bench.quality.fresh:BENCH",
         "front": "nestrec.bench.serving.front:BENCH",
         "host": "nestrec.bench.step.host:BENCH",
         "layer": "nestrec.bench.kernels.layer:BENCH",

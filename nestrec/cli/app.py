@@ -315,6 +315,24 @@ def compact_dataset(dataset: Annotated[Path, typer.Argument(help="A folder that 
     typer.echo(f"{dataset}: generation {card.generation}, {card.counts.events:,} events in one layer")
 
 
+@app.command(context_settings=PASSED_ON)
+def follow(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(help="A folder into which files are dropped, or kafka://BROKERS/TOPIC.")],
+    run: Annotated[Path, typer.Option(help="A folder that `nestrec train` wrote; its data grows.")],
+) -> None:
+    """Go on training with what a stream brings: window by window, each predicted before it is trained on.
+
+    A window closes by count or by event time ([bold]--window.events 10000[/bold], or [bold]--window.events none
+    --window.hours 1 --window.lateness_s 60[/bold]); its events are appended to the run's data, it is trained on and
+    saved. Killed at any moment and started again, it comes to the same bits. Fields of the run can be changed with
+    [bold]--run.NAME[/bold], such as --run.publish.address; [bold]nestrec options follow[/bold] lists the others.
+    """
+    from nestrec.cli.training import follow_run
+
+    follow_run(source, run, parse_overrides(context.args, ("run",)))
+
+
 @app.command()
 def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")]) -> None:
     """Show what a dataset holds: coverage, cardinality and examples of its features, and what looks like a leak."""

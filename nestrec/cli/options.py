@@ -15,6 +15,7 @@ CONFIGS = {
     "demo": "nestrec.training.recipes.demo:demo",
     "embed": "nestrec.library.batch:BatchJobConfig",
     "export": "nestrec.serving.model.export:ExportConfig",
+    "follow": "nestrec.training.following:StreamConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "key": "nestrec.serving.safety.keys:KeyOptions",
     "recommend": "nestrec.library.batch:BatchJobConfig",

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nestrec.base import exit_codes
+from nestrec.base.config import with_overrides
 from nestrec.base.moments import iso_moment
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
@@ -20,6 +21,7 @@ from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
+from nestrec.training.following import StreamConfig, StreamFollower
 from nestrec.training.listener import Listener, Listeners
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.stopping import Interrupted
@@ -66,6 +68,31 @@ def _warn_of_baselines(folder: Path) -> None:
     print(f"on validation: {verdict.sentence}", file=sys.stderr)
     if verdict.outcome == "loses":
         print("serve the baseline, or try other sizes and rates: nestrec tune, nestrec train auto", file=sys.stderr)
+
+
+def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
+    """Train on what a source brings until it ends or a signal comes. overrides: `run.` begins those of the run."""
+    of_run = {name.removeprefix("run."): text for name, text in overrides.items() if name.startswith("run.")}
+    options = with_overrides(StreamConfig(), {n: text for n, text in overrides.items() if not n.startswith("run.")})
+    cfg = with_overrides(RunFolder(folder).config(), of_run)
+    topology = topology_of(cfg, cfg.ranks)
+    with contextlib.ExitStack() as shown:
+        listeners: list[Listener] = []
+        if topology.is_first:
+            from nestrec.report.tensorboard import TensorBoardWriter
+
+            listeners.append(shown.enter_context(LiveProgress()))
+            listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
+        follower = StreamFollower(source, folder, topology, options, cfg=cfg, listener=Listeners(listeners))
+        try:
+            follower.follow()
+        except Interrupted:
+            state = follower.trainer.state
+            print(f"stopped at step {state.step}; the same command goes on from there", file=sys.stderr)
+            sys.exit(exit_codes.INTERRUPTED)
+    if topology.is_first:
+        state = follower.trainer.state
+        print(f"{state.windows_done} windows, step {state.step}, generation {state.generation}; run folder: {folder}")
 
 
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:

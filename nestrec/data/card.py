@@ -13,6 +13,8 @@ from nestrec.data.schema import COUNTS_SUFFIX, FORMAT_VERSION
 from nestrec.data.transform import Transform
 
 CARD_FILE = "card.json"
+PENDING = "pending-"
+"""Begins the names of files of the newest layer with rows of a stream that were read and wait for their window."""
 Kind = Literal["sequences", "rows"]
 FeatureKind = Literal["category", "categories", "number", "text", "bag", "vector"]
 Owner = Literal["event", "item", "user"]
@@ -177,6 +179,8 @@ class Generation:
     """Time of its latest event; 0 where events have no times."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Files that were appended, by name, with their digests."""
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    """Where a stream was read that far: its position and what else the next window depends on."""
 
 
 @config

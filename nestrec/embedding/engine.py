@@ -92,6 +92,15 @@ class EmbeddingEngine:
         self.row_watch = RowWatch(len(self.tables), self.device)
         self._hashed_features = {f: t.num_rows or 1 for t in tables if t.is_hashed for f in t.feature_names}
 
+    def grow(self, tables: Sequence[TableConfig]) -> None:
+        """The same tables with more keys: rows keep their values, those of new keys begin as always. Between steps."""
+        agree(self.topology.control, "tables", [to_plain(t) for t in tables])
+        assert [t.name for t in tables] == list(self.tables)
+        for table in tables:
+            assert (table.num_rows or 0) >= (self.tables[table.name].num_rows or 0)
+            self.shards[table.name].grow(table)
+        self.tables = {t.name: t for t in tables}
+
     def route(self, *micro_batches: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more micro-batches: feature name to keys of any shape, on the host.
 

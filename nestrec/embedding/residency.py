@@ -97,6 +97,14 @@ class StaticResidency:
         self._exists = np.zeros(count, np.bool_)
         self._last_step = np.full(count, -1, np.int64)
 
+    def grow(self, num_rows: int, shard: int, num_shards: int) -> None:
+        """More keys, behind those that there are; these keep their slots."""
+        self._num_keys = num_rows
+        self._slot_of_key, self._owned = _owned_keys(num_rows, shard, num_shards)
+        more = (num_rows if self._owned is None else len(self._owned)) - len(self._exists)
+        self._exists = np.concatenate([self._exists, np.zeros(more, np.bool_)])
+        self._last_step = np.concatenate([self._last_step, np.full(more, -1, np.int64)])
+
     @property
     def num_slots(self) -> int:
         return len(self._exists)

@@ -50,6 +50,13 @@ class TableShard:
             self.residency = StaticResidency(table.num_rows, self._shard, self._num_shards)
         self.store = make_store(table, self.layout, self._device, self._shard)
 
+    def grow(self, table: TableConfig) -> None:
+        """The same table with more rows."""
+        self.table = table
+        if isinstance(self.residency, StaticResidency):
+            assert table.num_rows is not None
+            self.residency.grow(table.num_rows, self._shard, self._num_shards)
+
     def fetch(
         self, keys: Keys, step: int, into: torch.Tensor | None = None, *, num_used: int | None = None
     ) -> FetchedRows:

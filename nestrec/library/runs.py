@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nestrec.base.config import with_overrides
 from nestrec.base.devices import chosen_device
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
-from nestrec.library.configured import configured
+from nestrec.library.configured import configured, override_text
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
+from nestrec.training.following import StreamConfig, StreamFollower
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
@@ -85,6 +87,29 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     # To read tables, one group of any number of ranks will do.
     with contextlib.closing(Trainer(cfg, folder, topology_of(cfg, RanksConfig()))) as trainer:
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
+
+
+def follow(
+    source: str,
+    run: Run | Path | str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    listener: Listener | None = None,
+    window_hooks: Sequence[WindowHook] = (),
+) -> Run:
+    """Go on training a run with what a source brings (a folder, kafka://BROKERS/TOPIC), window by window.
+
+    overrides: dotted names to values (`{"window.events": 1000}`; `nestrec options follow` lists them). It returns when
+    the source has been idle for `idle_s`, which by default is never; told to stop, it saves and raises `Interrupted`.
+    """
+    folder = _folder_of(run)
+    cfg = RunFolder(folder).config()
+    texts = {name: override_text(value) for name, value in (overrides or {}).items()}
+    options = with_overrides(StreamConfig(), texts)
+    topology = topology_of(cfg, cfg.ranks)
+    follower = StreamFollower(source, folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks)
+    with contextlib.closing(follower.trainer):
+        return Run(folder=folder, steps=follower.follow().step, evaluation=None)
 
 
 def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:

@@ -22,7 +22,7 @@ from nestrec.models import SequenceInfo
 from nestrec.models.backbone import ForwardFlops
 from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline import Coupling
-from nestrec.pipeline.compute import LossCompute, Precision
+from nestrec.pipeline.compute import Loss, LossCompute, Precision
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.slices import SliceResult
 from nestrec.tasks.table_options import ChosenTables
@@ -166,9 +166,11 @@ def sequence_info(batch: MicroBatch) -> SequenceInfo:
     )
 
 
-def compute_of(task: Task, device: torch.device, precision: Precision) -> LossCompute:
-    """Forward and backward of a task's loss, as schedules call them."""
-    return LossCompute(task.loss, device, precision, task.couples_samples, reads_stored_rows=task.reads_stored_rows)
+def compute_of(task: Task, device: torch.device, precision: Precision, loss: Loss | None = None) -> LossCompute:
+    """Forward and backward of a task's loss, as schedules call them. loss: in the place of the task's own."""
+    return LossCompute(
+        loss or task.loss, device, precision, task.couples_samples, reads_stored_rows=task.reads_stored_rows
+    )
 
 
 def share_of_ranks(users: NDArray[np.int64], batch_users: int, rank: int, world: int) -> list[NDArray[np.int64]]:

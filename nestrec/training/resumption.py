@@ -34,12 +34,17 @@ _FREE_IN_TASK = (
 """How a task computes the same thing."""
 
 
-def check_same_data(run: Path, card: Card) -> None:
-    """Raise a UserError where the run has been trained on other files than those of this dataset."""
+def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
+    """Raise a UserError where the run has been trained on other files than those of this dataset.
+
+    or_later: a later generation of it will do, and an earlier one too: ids mean the same in all of them.
+    """
     file = run / CARD_FILE
     if not file.exists():
         return
     trained_on = from_plain(Card, json.loads(file.read_text()))
+    if or_later and (card.generation_of(trained_on) or trained_on.generation_of(card)) is not None:
+        return
     if _digests(trained_on) != _digests(card):
         raise UserError(
             f"is not the data that this run was trained on: that had {_size(trained_on)}, this has {_size(card)}",

@@ -18,6 +18,7 @@ import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
 from nestrec.checkpoint.folders import committed_steps
+from nestrec.data.dataset import Dataset
 from nestrec.data.samples.windows import TimeWindow
 from nestrec.embedding import TableConfig
 from nestrec.tasks.metrics import Interval
@@ -28,6 +29,7 @@ from nestrec.training.identity import Identity
 
 _IDENTITY_FILE = "identity.json"
 _BEGINNING_FILE = "beginning.json"
+FOLLOWING_FILE = "following.json"
 _REMEDY = "free disk space or mend permissions and start again (it goes on from the last checkpoint), or name --output"
 
 
@@ -109,6 +111,10 @@ class RunFolder:
 
         self._write(write)
 
+    def write_card(self, dataset: Dataset) -> None:
+        """The data that the run is on from here on."""
+        self._write(lambda: _replace(self.path / "card.json", dumps(dataset.card) + "\n"))
+
     def identity(self) -> Identity | None:
         """What the run is called and how it went, or none where nobody has begun it yet."""
         file = self.path / _IDENTITY_FILE
@@ -123,6 +129,10 @@ class RunFolder:
         """The run that this one was begun from, as it was called; none where it began anew, or was not begun yet."""
         file = self.path / _BEGINNING_FILE
         return str(json.loads(file.read_text())["run"]) if file.exists() else None
+
+    def write_following(self, plain: dict[str, Any]) -> None:
+        """From where the run follows a stream."""
+        self._write(lambda: _replace(self.path / FOLLOWING_FILE, json.dumps(plain, indent=1)))
 
     def write_beginning(self, plain: dict[str, Any]) -> None:
         """What the run was begun from."""

@@ -1,11 +1,12 @@
 """The parts of a run, put together: data, task, tables, dense weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.checkpoint import Content, Restored
@@ -39,8 +40,9 @@ class Session:
     tables: SavedTables
 
     @staticmethod
-    def open(cfg: RunConfig, topology: Topology) -> "Session":
-        dataset = open_data(cfg.data, topology)
+    def open(cfg: RunConfig, topology: Topology, generation: int | None = None) -> "Session":
+        """generation: of the dataset; none: the one in force."""
+        dataset = open_data(cfg.data, topology, generation)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg.training.seed)
             task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
@@ -60,6 +62,17 @@ class Session:
         """Measure on held-out data, with the weights that are for use: their running means where those are kept."""
         with self.dense.averaged():
             return self.task.evaluate(self.engine, part)
+
+    def on(self, dataset: Dataset) -> "Session":
+        """The same run on a later generation of its data: tables grow, weights are the very same. Collective."""
+        cfg, before = self.cfg, self.task
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(cfg.training.seed)
+            task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
+        share_parameters(task.model, before.model)
+        task.settle(cfg.batch, self.topology, getattr(before, "variant", None))
+        self.engine.grow(task.tables)
+        return replace(self, dataset=dataset, task=task)
 
     def content(self, state: TrainState, base: int | None = None, *, copied: bool = False) -> Content:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.
@@ -89,11 +102,21 @@ class Session:
         return TrainState.from_plain(restored.state["train"])
 
 
-def open_data(cfg: DataConfig, topology: Topology) -> Dataset:
+def share_parameters(model: nn.Module, source: nn.Module) -> None:
+    """A model takes the parameters and buffers of another of the same kind: not copies, they are the same tensors."""
+    theirs = dict(source.named_modules())
+    for name, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            mine, others = getattr(module, kind), getattr(theirs[name], kind)
+            assert list(mine) == list(others), name
+            mine.update(others)
+
+
+def open_data(cfg: DataConfig, topology: Topology, generation: int | None = None) -> Dataset:
     """The prepared dataset; a synthetic one is generated first where it is missing."""
     # Only the first rank looks and makes: others might look while it is being made, and would not wait for it.
     on_first(topology, lambda: _make_sure(cfg))
-    return _together(topology, lambda: Dataset.open(cfg.folder))
+    return _together(topology, lambda: Dataset.open(cfg.folder, generation=generation))
 
 
 def on_first(topology: Topology, action: Callable[[], T]) -> T | None:

@@ -40,6 +40,8 @@ class TrainState:
     """windows that were trained on to their end"""
     window_step: int = 0
     """the step with which the last of them ended"""
+    generation: int | None = None
+    """of the dataset, where the run follows a stream: the one whose newest events it trains on, or has trained on"""
     loss_variant: str | None = None
     """how the loss is computed, where the config left it to measurement"""
 
@@ -52,6 +54,11 @@ class TrainState:
     def predicted(self, window: int) -> "TrainState":
         """The state after a window was predicted."""
         return replace(self, windows_predicted=window + 1)
+
+    def began_window(self, generation: int) -> "TrainState":
+        """The state before the first step of a window of a stream."""
+        epoch = self.position.epoch + int(self.position.step > 0)  # a run may have ended in the middle of an epoch
+        return replace(self, generation=generation, position=Position(epoch, 0))
 
     def ended_window(self) -> "TrainState":
         """The state after the last step of a window."""

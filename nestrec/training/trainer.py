@@ -1,16 +1,17 @@
 """The training loop."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nestrec.base.config import to_plain
+import torch
+
+from nestrec.base.config import dumps, to_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.moments import moment_ms
-from nestrec.data.batches import Batch, Batches
-from nestrec.data.card import CARD_FILE
+from nestrec.data.batches import Batch, Batches, MicroBatch
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.windows import TimeWindow
 from nestrec.distributed import Topology
@@ -56,14 +57,17 @@ class Trainer:
         *,
         start_from: Path | None = None,
         window_hooks: Sequence[WindowHook] = (),
+        generation: int | None = None,
     ):
         """start_from: another run, whose weights, rows and optimiser state this one begins with.
 
-        window_hooks: called when a window of time has ended (batch.order chronological).
+        window_hooks: called when a window of time has ended (batch.order chronological). generation: of the dataset,
+        for a run that follows a stream; none: the one in force.
         """
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
         agree_on_config(cfg, topology)
-        self.session = Session.open(cfg, topology)
+        self.session = Session.open(cfg, topology, generation)
+        self._follows = generation is not None
         self._beginning = None if start_from is None else Beginning.of(start_from, self.session)
         self.windows = self._take_windows()
         self._window_hooks = window_hooks
@@ -80,17 +84,9 @@ class Trainer:
             self._balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
         )
         self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
-        clustering = cfg.pipeline.clustering
-        self.batches = Batches(
-            self.session.task.assembler,
-            cfg.batch,
-            seed=cfg.training.seed,
-            dealer=self.balancing.dealer,
-            cluster=None if clustering is None else ByKeys(clustering),
-            num_micro_batches_at=self.window.schedule.at,
-        )
+        self.batches = self.make_batches()
         self.pipeline = TrainingPipeline(
-            compute_of(self.session.task, topology.device, cfg.training.precision),
+            compute_of(self.session.task, topology.device, cfg.training.precision, loss=self._loss),
             self.session.engine,
             dense_optimizer=self.session.dense,
             schedule=cfg.pipeline,
@@ -98,9 +94,29 @@ class Trainer:
         )
         self.saving = Saving(self.session, self.folder, self._listener.warned)
         self._begun: list[str] = []
+        self.window_times: dict[str, float] = {}
+        """when the events of the window came, where it is one of a stream"""
         self.publishing: Publishing | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
+
+    def make_batches(self) -> Batches:
+        """Of the samples that the task gives now."""
+        clustering = self.cfg.pipeline.clustering
+        return Batches(
+            self.session.task.assembler,
+            self.cfg.batch,
+            seed=self.cfg.training.seed,
+            dealer=self.balancing.dealer,
+            cluster=None if clustering is None else ByKeys(clustering),
+            num_micro_batches_at=self.window.schedule.at,
+        )
+
+    def _loss(
+        self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Of the task as it is now: where data grows, it is another one."""
+        return self.session.task.loss(batch, rows, index)
 
     def train(self) -> TrainState:
         """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
@@ -111,8 +127,18 @@ class Trainer:
 
     def _train(self) -> TrainState:
         self._begin()
-        with StopRequest().listening() as stop, self._feed() as feed:
-            while not self._is_finished():
+        with StopRequest().listening() as stop:
+            self._loop(stop, self._is_finished, closes=True)
+        self._save()
+        self._end()
+        return self.state
+
+    def _loop(
+        self, stop: StopRequest, is_finished: Callable[[], bool], num_batches: int | None = None, *, closes: bool
+    ) -> None:
+        """Step by step. num_batches: how many there are at most. closes: no step will follow these."""
+        with self._feed(num_batches) as feed:
+            while not is_finished():
                 self._predict_window()
                 with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
                     batch = next(feed)
@@ -121,15 +147,13 @@ class Trainer:
                 self._meter.watch(self.state.step, batch, totals)
                 fail_point("train.step")
                 self._after_step(batch)
-            self.pipeline.schedule.close()
-        self._save()
-        self._end()
-        return self.state
+            if closes:
+                self.pipeline.schedule.close()
 
     @contextlib.contextmanager
-    def _feed(self) -> Iterator[Feed]:
+    def _feed(self, num_batches: int | None = None) -> Iterator[Feed]:
         """The batches that follow; whatever ends their training ends the threads that work on them."""
-        left = None if self._last_step is None else max(0, self._last_step - self.state.step)
+        left = num_batches if self._last_step is None else max(0, self._last_step - self.state.step)
         feed = Feed(self.batches.starting_at(self.state.position), left)
         try:
             yield feed
@@ -149,7 +173,8 @@ class Trainer:
 
     def measure(self, part: Part, *, best: bool) -> Evaluation:
         """Measure with the best weights or the last ones."""
-        on_first(self._topology, lambda: check_same_data(self.folder.path, self.session.dataset.card))
+        card = self.session.dataset.card
+        on_first(self._topology, lambda: check_same_data(self.folder.path, card, or_later=True))
         if self.session.task.num_held_out(part) == 0:
             remedy = self.session.task.remedy_if_empty
             raise UserError(
@@ -166,8 +191,7 @@ class Trainer:
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []
         found = self.saving.find_to_go_on(self._begin_from_another)
-        card_text = (self.session.dataset.folder / CARD_FILE).read_text()
-        self.folder.begin(self.cfg, card_text, self._topology.device)
+        self.folder.begin(self.cfg, dumps(self.session.dataset.card) + "\n", self._topology.device)
         task = self.session.task
         self.folder.write_parameters(sum(p.numel() for p in task.model.parameters()), task.tables)
         self.state = self.saving.begin(found)
@@ -200,13 +224,13 @@ class Trainer:
             self.cfg.publish, self.session, self.folder.identity(), self.state.step, self._listener.warned
         )
         self._listener.started(self._total_steps(), self.state.step)
-        if self.state.windows_done and self.state.window_step == self.state.step:
+        if self.windows and self.state.windows_done and self.state.window_step == self.state.step:
             self._call_hooks(is_restart=True)
         self._start_watching()
 
     def _take_windows(self) -> list[TimeWindow]:
         """Windows of time, where they are trained on in their order."""
-        if self.cfg.batch.order == "shuffled":
+        if self.cfg.batch.order == "shuffled" or self._follows:
             return []
         start_ms = moment_ms(self.cfg.windows.start, "windows.start")
         if start_ms is None:
@@ -222,15 +246,27 @@ class Trainer:
         state, self._begun = self._beginning.load(self.session, self._listener.warned)
         return state
 
+    def train_window(self, window: TimeWindow, generation: int, stop: StopRequest) -> None:
+        """A window of a stream, on a generation of the dataset that the session is on: predicted, trained on, saved.
+
+        Where the run stands in the middle of it, it goes on there.
+        """
+        self.windows, self.batches = [window], self.make_batches()
+        if self.state.generation != generation or self.state.position.step == 0:
+            self.state = self.state.began_window(generation)
+        epoch = self.state.position.epoch
+        left = self.batches.order.steps_in_epoch(epoch) - self.state.position.step
+        self._loop(stop, lambda: self.state.position.epoch > epoch, left, closes=False)
+
     def _predict_window(self) -> None:
         """Where the next batch begins a window: measure the model on it, before it has seen any of it."""
-        if not self.windows or self.state.position.epoch > 0:
+        if not self.windows or (self.state.position.epoch > 0 and not self._follows):
             return  # in later epochs it has
-        number = self.batches.order.window_of(self.state.position)
+        number = self.windows[self.batches.order.window_of(self.state.position)].number
         if number < self.state.windows_predicted:
             return
         self._meter.flush()
-        window, step = self.windows[number], self.state.step
+        window, step = self.windows[0 if self._follows else number], self.state.step
         metrics = self.session.task.predict(self.session.engine, window)
         self.state = self.state.predicted(number)
         self.folder.write_window(window, metrics, step)
@@ -254,6 +290,7 @@ class Trainer:
                     to_ms=window.to_ms,
                     num_events=window.num_events,
                     is_restart=is_restart,
+                    **self.window_times,
                 )
             )
 
@@ -263,7 +300,7 @@ class Trainer:
         if before is None:
             return []
         check_same_beginning(self.folder, self._beginning)
-        check_same_data(self.folder.path, self.session.dataset.card)
+        check_same_data(self.folder.path, self.session.dataset.card, or_later=self._follows)
         return changes_since(before, self.cfg)
 
     def _settled_variant(self, saved: str | None) -> str | None:

@@ -25,6 +25,12 @@ class WindowEnd:
     """of the window"""
     read_at_s: float | None = None
     """when its newest event was read from a stream, in seconds since 1970; none where there is no stream"""
+    first_at_s: float | None = None
+    """when its oldest event came to the source, likewise"""
+    mean_at_s: float | None = None
+    """the mean over its events"""
+    closed_at_s: float | None = None
+    """when it was closed"""
     is_restart: bool = False
     """the run was started again and stands at the end of this window: a kill may have come before the hooks were
     called, or after"""

@@ -6,7 +6,7 @@ Users, items and category values keep their numbers; new ones get the next. The 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ from nestrec.data.card import Card, Counts, DataFile, Feature, Generation, Layer
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.registry import FORMATS
 from nestrec.data.gather import add_counts
-from nestrec.data.growth.generations import commit, first_generation, growing, moved, partial_folder, place_layer
+from nestrec.data.growth.generations import (
+    carried_on,
+    commit,
+    first_generation,
+    growing,
+    moved,
+    partial_folder,
+    place_layer,
+)
 from nestrec.data.growth.merging import merge_small_layers
 from nestrec.data.growth.repeats import is_repeated
 from nestrec.data.growth.unknown import unknown_values
@@ -85,9 +93,14 @@ def append_source(
     options: PrepareOptions,
     *,
     inputs: Mapping[str, str] | None = None,
+    stream: Mapping[str, Any] | None = None,
+    beside: Callable[[Path], list[DataFile]] | None = None,
     progress: Progress = silent,
 ) -> Card:
-    """The same for events from anywhere. inputs: names and digests of what they came from; none: of the files."""
+    """The same for events from anywhere. inputs: names and digests of what they came from; none: of the files.
+
+    stream: how far a stream was read, to be kept with the events. beside: writes further files into the layer's folder.
+    """
     with growing(folder) as card:
         _check_kind(card, source, folder)
         digests = source.digests() if inputs is None else dict(inputs)
@@ -97,6 +110,7 @@ def append_source(
         partial = partial_folder(folder, entry.name)
         growth = _Growth(folder, card, source, options, partial, progress)
         files, grown = growth.write()
+        files += carried_on(folder, card, partial) if beside is None else beside(partial)
         fail_point("data.append.before_layer")
         place_layer(folder, partial, entry.name)
         entry = dataclasses.replace(entry, events=grown.counts.events - card.counts.events)
@@ -113,6 +127,7 @@ def append_source(
             items=after.counts.items,
             last_ms=max(generations[-1].last_ms, growth.last_ms),
             inputs=digests,
+            stream=generations[-1].stream if stream is None else dict(stream),
         )
         return commit(folder, card, dataclasses.replace(after, generations=(*generations, new)))
 

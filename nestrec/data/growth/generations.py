@@ -19,7 +19,7 @@ from nestrec.base.config import dumps
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import check_folder, sync_folder
-from nestrec.data.card import CARD_FILE, Card, DataFile, Generation, LayerEntry, card_of_generation
+from nestrec.data.card import CARD_FILE, PENDING, Card, DataFile, Generation, LayerEntry, card_of_generation
 
 KEPT_GENERATIONS = 8
 """Files of so many generations stay: runs may still read them, and go back to them."""
@@ -94,6 +94,18 @@ def partial_folder(folder: Path, name: str) -> Path:
 def moved(files: list[DataFile], layer: LayerEntry) -> list[DataFile]:
     """Files described inside a layer's folder, as the card names them."""
     return [dataclasses.replace(file, path=layer.folder + file.path) for file in files]
+
+
+def carried_on(folder: Path, card: Card, partial: Path) -> list[DataFile]:
+    """Rows of a stream that wait for their window: they lie in the newest layer, and go into the one after it."""
+    layer = card.all_layers[-1]
+    files = []
+    for file in card.files_of(layer):
+        name = file.path.removeprefix(layer.folder)
+        if name.startswith(PENDING):
+            shutil.copyfile(folder / file.path, partial / name)
+            files.append(dataclasses.replace(file, path=name))
+    return files
 
 
 def first_generation(card: Card, last_ms: int) -> tuple[Generation, ...]:

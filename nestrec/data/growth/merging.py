@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from nestrec.data.card import Card, DataFile, Generation, LayerEntry, describe_file
 from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.growth.generations import commit, first_generation, growing, moved, partial_folder, place_layer
+from nestrec.data.growth.generations import (
+    carried_on,
+    commit,
+    first_generation,
+    growing,
+    moved,
+    partial_folder,
+    place_layer,
+)
 from nestrec.data.layers import (
     COUNTS_FILE,
     ITEMS_FILE,
@@ -58,6 +66,7 @@ def compact(folder: Path | str) -> Card:
         if len(card.all_layers) == 1:
             return card
         entry, files = _merged_layer(folder, card, card.all_layers)
+        files += moved(carried_on(folder, card, folder / entry.folder), entry)
         quarantined = [file for file in card.files if file.path.startswith("quarantine/")]
         after = dataclasses.replace(card, layers=(entry,), files=(*files, *quarantined))
         before = first_generation(card, 0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
 from nestrec.data.prepare.features.cells import MARK
@@ -33,17 +34,21 @@ class JsonLines:
         check_lines(path, self._encoding)
         self._file = path.name
         for lines, first, done in read_lines(path, self._encoding):
-            rows: list[dict[str, str]] = []
-            numbers, bad = [], []
-            for number, line in enumerate(lines, start=first):
-                text = line.strip().removeprefix("\ufeff")
-                found = parse_line(text) if text else {}
-                if found is None:
-                    bad.append(bad_row(number, "not a JSON object", text))
-                elif found:
-                    rows.append(found)
-                    numbers.append(number)
-            yield self._batch(path, rows, numbers, bad, done)
+            yield self.rows(path.name, lines, np.arange(first, first + len(lines)), done)
+
+    def rows(self, file: str, lines: Sequence[str], numbers: NDArray[np.int64], done: float = 1.0) -> RawBatch:
+        """Rows of lines from anywhere; numbers: of each, for people."""
+        rows: list[dict[str, str]] = []
+        good, bad = [], []
+        for number, line in zip(numbers.tolist(), lines, strict=True):
+            text = line.strip().removeprefix("\ufeff")
+            found = parse_line(text) if text else {}
+            if found is None:
+                bad.append(bad_row(number, "not a JSON object", text))
+            elif found:
+                rows.append(found)
+                good.append(number)
+        return self._batch(file, rows, good, bad, done)
 
     def check(self) -> None:
         """Raise for a wanted column that no line had: nothing would tell a mistyped name from an empty column."""
@@ -53,7 +58,7 @@ class JsonLines:
                 raise DataError(f"is a field of no line of {self._file}", field="column", value=name, remedy=remedy)
 
     def _batch(
-        self, path: Path, rows: list[dict[str, str]], numbers: list[int], bad: list[BadRow], done: float
+        self, file: str, rows: list[dict[str, str]], numbers: list[int], bad: list[BadRow], done: float
     ) -> RawBatch:
         for row in rows:
             self._seen |= dict.fromkeys(row)
@@ -61,7 +66,7 @@ class JsonLines:
         # What makes two rows equal is all of a line, whatever the order of its fields.
         whole = pa.array([json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows], pa.string())
         lines = np.array(numbers, dtype=np.int64)
-        return RawBatch(path.name, lines, {**columns, WHOLE_LINE: whole}, tuple(bad), done).without_marked_rows()
+        return RawBatch(file, lines, {**columns, WHOLE_LINE: whole}, tuple(bad), done).without_marked_rows()
 
 
 def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:

@@ -1,0 +1,25 @@
+"""Is it worth following? Window by window of time: a model frozen after the first part, trained anew, and followed.
+
+nestrec bench fresh --recipe kuairand_ranking --folder data/kuairand-pure --hours 24 --metric auc/click
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nestrec.bench.bench import Bench, Row
+from nestrec.library.fresh_comparison import FreshComparison, WaysToKeepFresh
+
+
+def _measure(bench: FreshComparison) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="nestrec-fresh-") as scratch:
+        for seed in bench.seeds:
+            yield from WaysToKeepFresh(bench, seed, Path(scratch) / str(seed)).rows()
+
+
+def _said(row: Row) -> str:
+    where = f"{row['way']:>8}, window {row['window']} of {row['events']} events"
+    return f"{where}: {row['metric']} {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}], {row['train_s']:.1f} s"
+
+
+BENCH = Bench(config=FreshComparison, measure=_measure, said=_said)

@@ -1,0 +1,96 @@
+"""A folder into which files are dropped: Parquet, CSV or JSON lines, read one after the other in order of name.
+
+Files must appear whole: write them under a name that begins with a dot, and rename them. A file that was read is done,
+by its name; one that comes later is read whatever its name.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nestrec.data.prepare.files import SUFFIXES, LogFiles
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.raw import Delimited, RawBatch
+from nestrec.data.prepare.source import plain_name
+from nestrec.data.sources.source import SourceSpec, StreamPosition, StreamRows, StreamSource
+
+
+class FolderSource(StreamSource):
+    """Position: names of the files that are done, the file that is not, and how many of its rows were read."""
+
+    def __init__(self, folder: Path, log: LogColumns, wanted: tuple[str, ...]):
+        self._folder, self._wanted = folder, wanted
+        self._how = Delimited(
+            separator=log.separator.replace("\\t", "\t"),
+            names=log.names,
+            has_quotes=log.has_quotes,
+            encoding=log.encoding,
+        )
+        self._open: tuple[str, int, Iterator[RawBatch], RawBatch | None] | None = None
+
+    def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
+        done, name, row = list(position.get("done", ())), position.get("file"), int(position.get("row", 0))
+        while True:
+            if name is None:
+                waiting = self._waiting(done)
+                if not waiting:
+                    return None
+                name, row = waiting[0], 0
+            batch = self._next(name, row, max_rows)
+            if batch is None:
+                done, name, self._open = sorted([*done, name]), None, None
+                continue
+            behind = {"done": done, "file": name, "row": row + batch.num_rows}
+            return StreamRows(batch, behind, (self._folder / name).stat().st_mtime)
+
+    def lag(self, position: StreamPosition) -> dict[str, float]:
+        waiting = self._waiting(list(position.get("done", ())))
+        sizes = [(self._folder / name).stat().st_size for name in waiting]
+        return {"files": float(len(waiting)), "bytes": float(sum(sizes))}
+
+    def _waiting(self, done: list[str]) -> list[str]:
+        """Files that are not done, in order of name."""
+        known = set(done)
+        found = (path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file())
+        return sorted(p.name for p in found if plain_name(p).endswith(SUFFIXES) and p.name not in known)
+
+    def _next(self, name: str, row: int, max_rows: int) -> RawBatch | None:
+        """At most so many rows of a file behind the first `row`; none at its end."""
+        if self._open is None or self._open[:2] != (name, row):
+            batches = LogFiles(self._how, self._wanted).read(self._folder / name)
+            self._open = (name, row, *_skipped(batches, row))
+        _, _, batches, left = self._open
+        while left is None or not (left.num_rows or left.bad):
+            left = next(batches, None)
+            if left is None:
+                return None
+        part, rest = cut(left, max_rows)
+        self._open = (name, row + part.num_rows, batches, rest)
+        return part
+
+
+def _skipped(batches: Iterator[RawBatch], row: int) -> tuple[Iterator[RawBatch], RawBatch | None]:
+    """The batches behind the first `row` rows, and what is left of the one in which they end."""
+    for batch in batches:
+        if batch.num_rows > row:
+            return batches, cut(batch, row)[1] if row else batch
+        row -= batch.num_rows
+    return iter(()), None
+
+
+def cut(batch: RawBatch, number: int) -> tuple[RawBatch, RawBatch | None]:
+    """The first rows of a batch, with the bad ones, and the others."""
+    if batch.num_rows <= number:
+        return batch, None
+    first = {name: column.slice(0, number) for name, column in batch.columns.items()}
+    rest = {name: column.slice(number) for name, column in batch.columns.items()}
+    return (
+        RawBatch(batch.file, batch.lines[:number], first, batch.bad, batch.done),
+        RawBatch(batch.file, batch.lines[number:], rest, (), batch.done),
+    )
+
+
+def _open_folder(address: str, log: LogColumns, wanted: tuple[str, ...]) -> StreamSource:
+    return FolderSource(Path(address), log, wanted)
+
+
+SOURCE = SourceSpec("a folder into which files are dropped", lambda address: Path(address).is_dir(), _open_folder)

@@ -1,0 +1,149 @@
+"""A topic of Kafka: messages are JSON objects. Its client is an extra (`pip install nestrec[kafka]`).
+
+Offsets are kept with the data and never by the brokers: who reads again, reads from where the data ends.
+"""
+
+import time
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+
+from nestrec.base.errors import UserError
+from nestrec.data.prepare.json_lines import JsonLines
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.sources.source import SourceSpec, StreamPosition, StreamRows, StreamSource
+
+ROWS_A_TURN = 512
+"""Partitions are read by turns of so many messages, or of those that are there."""
+_ANSWER_S = 10.0
+"""Brokers that say nothing for so long are taken for gone."""
+
+
+class KafkaSource(StreamSource):
+    """Position: the next offset of each partition, and whose turn it is."""
+
+    def __init__(self, address: str, wanted: tuple[str, ...]):
+        """address: kafka://HOST:PORT[,HOST:PORT]/TOPIC[?name=value], with settings of librdkafka behind the mark."""
+        parts = urlsplit(address)
+        self._topic, self._address = parts.path.strip("/"), address
+        self._settings = {
+            "bootstrap.servers": parts.netloc,
+            "group.id": "nestrec",  # asked for by the client; nothing is committed
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            **dict(parse_qsl(parts.query)),
+        }
+        self._kafka = _client()
+        self._lines = JsonLines(wanted)
+        self._consumers: dict[int, tuple[Any, int]] = {}
+        metadata = self._guarded(lambda: self._make_consumer().list_topics(self._topic, timeout=_ANSWER_S))
+        self._partitions = sorted(metadata.topics[self._topic].partitions)
+        if not self._partitions:
+            remedy = "create the topic, or write to it first"
+            raise UserError("has no such topic", field="SOURCE", value=address, remedy=remedy)
+
+    def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
+        offsets, turn = dict(position.get("offsets", {})), int(position.get("turn", 0))
+        taken = int(position.get("taken", 0))
+        for _ in range(len(self._partitions) + 1):
+            partition = self._partitions[turn % len(self._partitions)]
+            offset = int(offsets.get(str(partition), 0))
+            low, high = self._bounds(partition)
+            if offset < low and str(partition) in offsets:
+                remedy = "keep messages for longer (retention.ms), or begin a run anew"
+                raise UserError(
+                    f"has lost the messages from {offset} to {low} of partition {partition}",
+                    field="SOURCE",
+                    value=self._address,
+                    remedy=remedy,
+                )
+            offset = max(offset, low)
+            wanted = min(max_rows, ROWS_A_TURN - taken, high - offset)
+            if wanted <= 0:
+                turn, taken = (turn + 1) % len(self._partitions), 0
+                continue
+            messages = self._messages(partition, offset, wanted)
+            offsets[str(partition)] = messages[-1].offset() + 1
+            behind = {"offsets": offsets, "turn": turn, "taken": taken + len(messages)}
+            lines = [message.value().decode("utf-8", "replace") for message in messages]
+            numbers = np.array([message.offset() + 1 for message in messages], dtype=np.int64)
+            batch = self._lines.rows(f"{self._topic}/{partition}", lines, numbers)
+            return StreamRows(batch, behind, max(message.timestamp()[1] for message in messages) / 1000)
+        return None
+
+    def lag(self, position: StreamPosition) -> dict[str, float]:
+        offsets, left = position.get("offsets", {}), 0
+        for partition in self._partitions:
+            low, high = self._bounds(partition)
+            left += high - max(low, int(offsets.get(str(partition), 0)))
+        return {"messages": float(left)}
+
+    def close(self) -> None:
+        for consumer, _ in self._consumers.values():
+            consumer.close()
+        self._consumers.clear()
+
+    def _messages(self, partition: int, offset: int, number: int) -> list[Any]:
+        consumer = self._at(partition, offset)
+        found: list[Any] = []
+        end_s = time.monotonic() + _ANSWER_S
+        while len(found) < number:
+            got = self._guarded(lambda: consumer.consume(number - len(found), timeout=0.5))
+            for message in got:
+                if message.error() is not None:
+                    raise self._gone(message.error())
+                found.append(message)
+            if not got and time.monotonic() > end_s:
+                if found:
+                    break  # what was compacted away leaves gaps in the offsets
+                raise self._gone(f"no message behind offset {offset} of partition {partition}")
+        self._consumers[partition] = (consumer, found[-1].offset() + 1)
+        return found
+
+    def _at(self, partition: int, offset: int) -> Any:
+        consumer, at = self._consumers.get(partition, (None, -1))
+        if consumer is None:
+            consumer = self._make_consumer()
+        if at != offset:
+            consumer.assign([self._kafka.TopicPartition(self._topic, partition, offset)])
+        self._consumers[partition] = (consumer, offset)
+        return consumer
+
+    def _bounds(self, partition: int) -> tuple[int, int]:
+        consumer, _ = self._consumers.get(partition, (None, -1))
+        if consumer is None:
+            consumer = self._make_consumer()
+            self._consumers[partition] = (consumer, -1)
+        place = self._kafka.TopicPartition(self._topic, partition)
+        low, high = self._guarded(lambda: consumer.get_watermark_offsets(place, timeout=_ANSWER_S))
+        return int(low), int(high)
+
+    def _make_consumer(self) -> Any:
+        return self._guarded(lambda: self._kafka.Consumer(self._settings))
+
+    def _guarded(self, action: Any) -> Any:
+        try:
+            return action()
+        except self._kafka.KafkaException as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: object) -> UserError:
+        remedy = "check the address and that the brokers run; started again, it goes on where it stood"
+        return UserError(f"cannot be read: {error}", field="SOURCE", value=self._address, remedy=remedy)
+
+
+def _client() -> Any:
+    try:
+        import confluent_kafka
+    except ImportError as error:
+        remedy = "pip install 'nestrec[kafka]'"
+        raise UserError("needs confluent-kafka", field="SOURCE", value="kafka", remedy=remedy) from error
+    return confluent_kafka
+
+
+def _open_topic(address: str, log: LogColumns, wanted: tuple[str, ...]) -> StreamSource:
+    return KafkaSource(address, wanted)
+
+
+SOURCE = SourceSpec("a topic of Kafka", lambda address: address.startswith("kafka://"), _open_topic)

@@ -1,0 +1,76 @@
+"""What a source of a stream is: rows that can be read from a position, and positions that can be saved.
+
+A new source is a file with a `SourceSpec`, and one entry: here, or elsewhere an entry point of `nestrec.sources`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nestrec.base.errors import UserError
+from nestrec.base.seam import Seam
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.raw import RawBatch
+
+StreamPosition = Mapping[str, Any]
+"""How far a source was read: plain values that JSON holds; empty before the first row."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRows:
+    """Some rows of a stream, in the order in which they are read."""
+
+    batch: RawBatch
+    position: StreamPosition
+    """behind the last of them"""
+    arrived_s: float
+    """when the newest of them came to the source, in seconds since 1970"""
+
+
+class StreamSource(ABC):
+    """A stream that is open."""
+
+    @abstractmethod
+    def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
+        """The rows behind a position, at most so many; none where there is nothing now. It does not wait long.
+
+        What is behind a position does not change: read again, the same rows come.
+        """
+
+    @abstractmethod
+    def lag(self, position: StreamPosition) -> dict[str, float]:
+        """How much is there and not read yet, by name of the unit."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Give back connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A kind of source."""
+
+    description: str
+    """in a line"""
+    fits: Callable[[str], bool]
+    """whether an address is of this kind"""
+    open: Callable[[str, LogColumns, tuple[str, ...]], StreamSource]
+    """(address, how files are written, columns that are wanted)"""
+
+
+SOURCES: Seam[SourceSpec] = Seam(
+    "nestrec.sources",
+    "source",
+    {"kafka": "nestrec.data.sources.kafka:SOURCE", "folder": "nestrec.data.sources.folder:SOURCE"},
+    of=SourceSpec,
+)
+
+
+def open_source(address: str, log: LogColumns, wanted: tuple[str, ...]) -> StreamSource:
+    """The source of an address: a folder, kafka://BROKERS/TOPIC, or what other packages bring."""
+    for name in SOURCES:
+        spec = SOURCES.find(name)
+        if spec.fits(address):
+            return spec.open(address, log, wanted)
+    remedy = f"name a folder, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
+    raise UserError("is no source", field="SOURCE", value=address, remedy=remedy)

@@ -1,0 +1,120 @@
+"""Is it worth following? A model frozen after the first part, trained anew for each window of time, and followed.
+
+Every way predicts a window before it has seen any of it. `anew` trains from scratch on all that came before the window;
+`followed` trains on the window alone, once, after it was predicted.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.bounds import Count, Decay, Positive
+from nestrec.base.config import config
+from nestrec.base.moments import iso_moment
+from nestrec.data.samples.windows import TimeWindow
+from nestrec.library.configured import configured
+from nestrec.library.runs import topology_of
+from nestrec.tasks.metrics import Interval
+from nestrec.training.trainer import Trainer
+
+Row = dict[str, Any]
+_NEVER = "2199-12-31"
+"""Nothing is held out from this date on."""
+
+
+@config
+class FreshComparison:
+    recipe: str = "kuairand_ranking"
+    """what is trained"""
+    folder: str | None = None
+    """its prepared data; none: where the recipe looks for it"""
+    hours: Positive = 24.0
+    """of a window"""
+    start: str = "2022-04-26T16:00+00:00"
+    """end of the first part"""
+    epochs: Count = 5
+    """of the first part, and of what is trained anew"""
+    replay_share: Decay = 0.2
+    """of what is followed"""
+    seeds: tuple[int, ...] = (1, 2)
+    """each way is trained with each"""
+    metric: str = "auc/click"
+    """what is compared"""
+    options: tuple[str, ...] = ()
+    """OPTION=VALUE of all runs"""
+
+
+class WaysToKeepFresh:
+    """The three ways with one seed."""
+
+    def __init__(self, bench: FreshComparison, seed: int, folder: Path):
+        self._bench, self._seed, self._folder = bench, seed, folder
+        self._windows: list[TimeWindow] = []
+
+    def rows(self) -> Iterator[Row]:
+        start = self._bench.start
+        first_s = self._train("first", start, None)[1]
+        in_time = {"batch.order": "chronological", "windows.hours": self._bench.hours, "windows.start": start}
+        in_time |= {"windows.replay_share": self._bench.replay_share, "training.epochs": 1, **self._until(_NEVER)}
+        with closing(self._trainer("frozen", in_time, self._folder / "first")) as frozen:
+            frozen._begin()
+            for window in frozen.windows:
+                found = frozen.session.task.predict(frozen.session.engine, window)
+                yield self._row("frozen", window, found, first_s if window.number == 0 else 0.0)
+            frozen.pipeline.schedule.close()
+            self._windows = frozen.windows
+        yield from self._followed(in_time)
+        for window in self._windows:
+            found, took_s = self._train(f"anew-{window.number}", iso_moment(window.from_ms), window)
+            yield self._row("anew", window, found, took_s)
+
+    def _followed(self, in_time: dict[str, object]) -> Iterator[Row]:
+        ended_s: list[float] = []
+        predicted: list[tuple[TimeWindow, dict[str, Interval], float]] = []
+        with closing(self._trainer("followed", in_time, self._folder / "first")) as trainer:
+            predict = trainer.session.task.predict
+
+            def timed(engine: object, window: TimeWindow) -> dict[str, Interval]:
+                began_s = time.perf_counter()
+                found = predict(engine, window)  # type: ignore[arg-type]
+                predicted.append((window, found, time.perf_counter() - began_s))
+                return found
+
+            trainer.session.task.predict = timed  # type: ignore[method-assign]
+            trainer._window_hooks = [lambda end: ended_s.append(time.perf_counter())]
+            since_s = time.perf_counter()
+            trainer.train()
+        for (window, found, predict_s), end_s in zip(predicted, ended_s, strict=True):
+            yield self._row("followed", window, found, end_s - since_s - predict_s)
+            since_s = end_s
+
+    def _train(self, name: str, until: str, window: TimeWindow | None) -> tuple[dict[str, Interval], float]:
+        """Train from scratch on what came before, then predict a window; the seconds of training."""
+        more = {**self._until(until), "training.epochs": self._bench.epochs}
+        with closing(self._trainer(name, more, None)) as trainer:
+            began_s = time.perf_counter()
+            trainer.train()
+            took_s = time.perf_counter() - began_s
+            task, engine = trainer.session.task, trainer.session.engine
+            return {} if window is None else task.predict(engine, window), took_s
+
+    def _trainer(self, name: str, more: dict[str, object], start_from: Path | None) -> Trainer:
+        folder = {} if self._bench.folder is None else {"data.folder": self._bench.folder}
+        given = dict(option.partition("=")[::2] for option in self._bench.options)
+        fixed = {"training.seed": self._seed, "training.evaluate_every_epochs": 0, "training.patience": None}
+        cfg = configured(self._bench.recipe, {**fixed, "task.split.kind": "time", **folder, **given, **more})
+        return Trainer(cfg, self._folder / name, topology_of(cfg, cfg.ranks), start_from=start_from)
+
+    def _until(self, moment: str) -> dict[str, object]:
+        return {"task.split.valid_from": moment, "task.split.test_from": moment}
+
+    def _row(self, way: str, window: TimeWindow, found: dict[str, Interval], took_s: float) -> Row:
+        value = found[self._bench.metric]
+        return {
+            **{"what": "quality", "recipe": self._bench.recipe, "way": way, "seed": self._seed},
+            **{"window": window.number, "from": iso_moment(window.from_ms), "events": window.num_events},
+            **{"metric": self._bench.metric, "value": value.mean, "low": value.low, "high": value.high},
+            **{"train_s": took_s, "metrics": {name: v.mean for name, v in found.items()}},
+        }

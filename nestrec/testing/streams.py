@@ -1,0 +1,83 @@
+"""Streams for tests: a small run and events to follow, as files of a folder or messages of a topic."""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.config import with_overrides
+from nestrec.data.synthetic.logs import SPAN_MS, START_MS
+from nestrec.testing.tiny_runs import NUM_ITEMS, NUM_USERS
+
+COLUMNS = {
+    "log.time": "time_ms",
+    "log.time_unit": "ms",
+    "log.actions": "click=click,like=like,long_view=long_view",
+}
+"""What the fields of an event mean, as options."""
+
+
+def stream_events(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Events of old and new users and items after those of the tiny dataset, some of them late."""
+    draw, events = random.Random(seed), []
+    for place in range(number):
+        late = draw.randrange(0, 40_000) if draw.random() < 0.2 else 0
+        user, item = draw.randrange(NUM_USERS + number // 40), 1 + draw.randrange(NUM_ITEMS + number // 20)
+        time_ms = START_MS + 9 * SPAN_MS + place * 1000 - late
+        bits = {name: draw.randrange(2) for name in ("click", "like", "long_view")}
+        events.append({"user": f"{user}", "item": f"{item}", "time_ms": time_ms, **bits})
+    return events
+
+
+def drop_files(folder: Path, events: Sequence[Mapping[str, Any]], events_a_file: int) -> None:
+    """Events as files of JSON lines, each appearing whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(events), events_a_file)):
+        lines = [json.dumps(event) for event in events[start : start + events_a_file]]
+        path = folder / f"part-{number:05d}.jsonl"
+        path.with_name(f".{path.name}").write_text("\n".join(lines) + "\n")
+        path.with_name(f".{path.name}").rename(path)
+
+
+@contextmanager
+def topic(events: Sequence[Mapping[str, Any]], partitions: int = 3) -> Iterator[str]:
+    """The address of a topic with these events, in the mock brokers of the client's own library."""
+    from confluent_kafka import Producer
+
+    settings = {"test.mock.num.brokers": 1, "topic.metadata.refresh.interval.ms": 200}
+    producer = Producer({**settings, "linger.ms": 0})
+    brokers = producer.list_topics(timeout=10).brokers
+    name = "events"
+    producer.list_topics(name, timeout=10)  # the mock makes a topic of four partitions when it is asked for one
+    for place, event in enumerate(events):
+        producer.produce(name, json.dumps(event).encode(), partition=place % partitions)
+    assert producer.flush(20) == 0
+    yield f"kafka://{','.join(f'{b.host}:{b.port}' for b in brokers.values())}/{name}"
+    del producer
+
+
+def copied(run: Path, data: Path, target: Path) -> Path:
+    """A run and its data in a place of their own: the run's folder."""
+    shutil.copytree(run, target / "run")
+    shutil.copytree(data, target / "data")
+    config = json.loads((target / "run" / "config.json").read_text())
+    config["data"]["folder"] = str(target / "data")
+    (target / "run" / "config.json").write_text(json.dumps(config))
+    return target / "run"
+
+
+def follow_command(source: str, run: Path, options: Mapping[str, object]) -> list[str]:
+    """`nestrec follow` as the arguments of python."""
+    given = [f"--{name}={value}" for name, value in {**COLUMNS, **options}.items()]
+    return [sys.executable, "-m", "nestrec", "follow", source, "--run", str(run), *given]
+
+
+def follow_options(options: Mapping[str, object]) -> Any:
+    """The same as a config."""
+    from nestrec.training.following import StreamConfig
+
+    return with_overrides(StreamConfig(), {name: str(value) for name, value in {**COLUMNS, **options}.items()})

@@ -1,0 +1,212 @@
+"""A run that follows a stream: each window is appended to its data, predicted, trained on and saved.
+
+Nothing is read while a window trains: a slow trainer slows the reading, and what is in memory is one window. What a
+window holds is on the disk before it is trained on, with how far the source was read (nestrec.data.sources.stream); a
+checkpoint names the generation that it has come to. So a run that was killed trains on the very windows again that its
+last checkpoint has not seen, and goes on reading behind them.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Any
+
+from nestrec.base.bounds import Positive, Share
+from nestrec.base.config import config, from_plain
+from nestrec.base.errors import UserError
+from nestrec.base.failpoints import fail_point
+from nestrec.checkpoint import Checkpoints
+from nestrec.data.card import Card
+from nestrec.data.dataset import Dataset
+from nestrec.data.formats.log import LogOptions
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.samples.windows import TimeWindow, window_of_events
+from nestrec.data.sources.closing import WindowRule
+from nestrec.data.sources.stream import Stream, WindowTimes
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import all_gather_json
+from nestrec.training.config import RunConfig
+from nestrec.training.listener import Listener
+from nestrec.training.run_folder import FOLLOWING_FILE, RunFolder
+from nestrec.training.session import on_first
+from nestrec.training.state import TrainState
+from nestrec.training.stopping import Interrupted, StopRequest
+from nestrec.training.trainer import Trainer
+from nestrec.training.windows import WindowHook
+
+
+@config
+class StreamConfig:
+    """How a run follows a stream."""
+
+    window: WindowRule = field(default_factory=WindowRule)
+    """when a window closes"""
+    log: LogColumns | None = None
+    """what the fields of an event mean; none: as the data of the run was prepared from a log"""
+    replay_share: Share = 0.0
+    """share of the samples of a window that are drawn from older events instead"""
+    max_bad_share: Share = 1.0
+    """more bad rows in a window than this share is an error; they are set aside in any case"""
+    poll_s: Positive = 0.5
+    """how long to wait where there is nothing to read"""
+    idle_s: Positive | None = None
+    """end when nothing was there to read for so long; none waits for ever"""
+
+
+class StreamFollower:
+    """Trains a run on what a source brings; started again on its folder, goes on where it stood."""
+
+    def __init__(
+        self,
+        address: str,
+        run: Path,
+        topology: Topology,
+        options: StreamConfig | None = None,
+        *,
+        cfg: RunConfig | None = None,
+        listener: Listener | None = None,
+        window_hooks: Sequence[WindowHook] = (),
+    ):
+        """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change."""
+        self._options, self._topology, self._run = options or StreamConfig(), topology, run
+        self._listener = listener or Listener()
+        self._cfg = _without_epochs(cfg or RunFolder(run).config())
+        self._folder = Path(self._cfg.data.folder)
+        generation = all_gather_json(topology.control, self._reached() if topology.is_first else None)[0]
+        self.trainer = Trainer(
+            self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation)
+        )
+        self._address = address
+        self._stream: Stream | None = None
+
+    def follow(self) -> TrainState:
+        """Until the source has been idle for as long as the options say, or until told to stop (`Interrupted`)."""
+        with contextlib.ExitStack() as held:
+            on_first(self._topology, lambda: held.enter_context(self.trainer.folder.kept_to_itself()))
+            on_first(self._topology, self._open_stream)
+            first = on_first(self._topology, self._first)
+            self.trainer.folder.write_following({"from_generation": first, "source": self._address})
+            if self._stream is not None:
+                held.callback(self._stream.close)
+            stop = held.enter_context(StopRequest().listening())
+            self.trainer._begin()
+            self._follow(stop)
+            self.trainer.pipeline.schedule.close()
+            self.trainer._end()
+        return self.trainer.state
+
+    def _follow(self, stop: StopRequest) -> None:
+        state = self.trainer.state
+        if state.generation is not None and state.position.step > 0:
+            self._train(state.generation, {}, stop)
+        while True:
+            told = on_first(self._topology, lambda: self._next(stop))
+            found = all_gather_json(self._topology.control, told)[0]
+            if found is None:
+                return
+            if found.get("stopped"):
+                raise Interrupted
+            self._train(int(found["generation"]), found["times"], stop)
+
+    def _train(self, generation: int, times: dict[str, float], stop: StopRequest) -> None:
+        """The events that a generation has added."""
+        trainer = self.trainer
+        trainer.session = trainer.session.on(Dataset.open(self._folder, generation=generation))
+        window = self._window(trainer.session.dataset)
+        trainer.window_times = times
+        trainer.session.task.take_windows([window], None, replay_share=self._options.replay_share)
+        if not len(trainer.session.task.assembler.tokens):
+            trainer.state = replace(trainer.state, generation=generation)
+            trainer.folder.record("event", step=trainer.state.step, text=f"generation {generation} trains nothing")
+            return
+        trainer.train_window(window, generation, stop)
+        trainer.folder.write_card(trainer.session.dataset)
+        fail_point("follow.window")
+
+    def _window(self, dataset: Dataset) -> TimeWindow:
+        return window_of_events(self.trainer.state.windows_done, *dataset.newest_events())
+
+    def _next(self, stop: StopRequest) -> dict[str, Any] | None:
+        """The generation to train on next, waited for; none at the end. On the first rank alone."""
+        assert self._stream is not None
+        reached = self.trainer.state.generation
+        reached = self._first() if reached is None else reached
+        card = Card.load(self._folder)
+        if card.generation > reached:
+            return {"generation": reached + 1, "times": {}}
+        since = time.monotonic()
+
+        def wants_end() -> bool:
+            idle_s = self._options.idle_s
+            if stop.is_set or (idle_s is not None and time.monotonic() - since >= idle_s):
+                return True
+            time.sleep(self._options.poll_s if idle_s is None else min(self._options.poll_s, idle_s))
+            return False
+
+        found = self._stream.next_window(wants_end)
+        if found is None:
+            return {"stopped": True} if stop.is_set else None
+        card, times = found
+        lag = self._stream.lag(card)
+        self.trainer.folder.record("lag", step=self.trainer.state.step, generation=card.generation, **lag)
+        shown = ", ".join(f"{number:,.0f} {unit}" for unit, number in lag.items())
+        self._listener.noted(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
+        return {"generation": card.generation, "times": _plain(times)}
+
+    def _open_stream(self) -> None:
+        log = self._options.log or _log_of(Card.load(self._folder))
+        options = LogOptions(log=log, max_bad_share=self._options.max_bad_share)
+        self._stream = Stream(self._address, self._folder, log, self._options.window, options)
+
+    def _reached(self) -> int:
+        """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""
+        checkpoints = Checkpoints(self._run / "checkpoints")
+        saved = [checkpoints.state(step) for step in checkpoints.steps()]
+        found = [TrainState.from_plain(state["train"]).generation for state in saved if state is not None]
+        return found[-1] if found and found[-1] is not None else self._first()
+
+    def _first(self) -> int:
+        """The generation that the run was trained on before it began to follow."""
+        file = self._run / FOLLOWING_FILE
+        if file.exists():
+            return int(json.loads(file.read_text())["from_generation"])
+        trained_on, card = Card.load(self._run), Card.load(self._folder)
+        if trained_on.digest_of_files == card.digest_of_files:
+            return card.generation
+        found = card.generation_of(trained_on)
+        if found is None:
+            raise UserError(
+                "is not the data that this run was trained on",
+                field="data.folder",
+                value=str(self._folder),
+                remedy="name it with --run.data.folder, or train a run on this data first",
+            )
+        return found.number
+
+
+def _plain(times: WindowTimes) -> dict[str, float]:
+    return {
+        "read_at_s": times.newest_at_s,
+        "first_at_s": times.first_at_s,
+        "mean_at_s": times.mean_at_s,
+        "closed_at_s": times.closed_at_s,
+    }
+
+
+def _without_epochs(cfg: RunConfig) -> RunConfig:
+    """A stream has no end and no epochs: windows are measured as they come."""
+    return replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
+
+
+def _log_of(card: Card) -> LogColumns:
+    if "log" not in card.options:
+        raise UserError(
+            f"the data was prepared from {card.source_format!r}, which says nothing of the fields of a stream",
+            field="log",
+            value=None,
+            remedy="name them: --log.user user --log.item item --log.time time ...",
+        )
+    return from_plain(LogColumns, card.options["log"])

@@ -1,0 +1,133 @@
+"""Runs that follow a stream: cut short at any place, they come to the same bits. Real kills are in tests/faults."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import SaveError
+from nestrec.data.card import Card
+from nestrec.data.dataset import Dataset
+from nestrec.data.growth.append import append
+from nestrec.distributed import Topology
+from nestrec.report.run_folder import load_run
+from nestrec.testing.streams import COLUMNS, copied, drop_files, follow_options, stream_events, topic
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.following import StreamFollower
+from nestrec.training.run_digest import run_digest
+from nestrec.training.trainer import Trainer
+from nestrec.training.windows import WindowEnd
+
+BY_COUNT = {"window.events": 30, "idle_s": 0.01, "replay_share": 0.2}
+BY_TIME = {"window.events": "none", "window.hours": 0.01, "window.lateness_s": 20, "idle_s": 0.01}
+
+
+class Crash(Exception):
+    pass
+
+
+def crash() -> None:
+    raise Crash
+
+
+@pytest.fixture(scope="module")
+def base(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run, and its data."""
+    run = tmp_path_factory.mktemp("base") / "run"
+    more = {"training.max_steps": 3, "training.evaluate_every_epochs": 0}
+    Trainer(config_of("ranking", tiny_data, more), run, Topology.single()).train()
+    return run, tiny_data / "sequences"
+
+
+def follow(source: str, run: Path, options: dict[str, Any], **given: Any) -> StreamFollower:
+    follower = StreamFollower(source, run, Topology.single(), follow_options(options), **given)
+    follower.follow()
+    return follower
+
+
+def without_times(card: Card) -> list[Any]:
+    return [(g.number, g.digest, g.events, g.stream.get("position")) for g in card.generations]
+
+
+FEW = ("data.append.before_card", "train.step", "follow.window")
+ALL = ("stream.read", "data.append.before_layer", *FEW, "data.append.after_card", "checkpoint.before_rename")
+
+
+@contextlib.contextmanager
+def source_of(kind: str, folder: Path, events: list[dict[str, Any]]) -> Iterator[str]:
+    if kind == "folder":
+        drop_files(folder / "events", events, events_a_file=31)
+        yield str(folder / "events")
+    else:
+        with topic(events) as address:
+            yield address
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "points"),
+    [
+        ("folder", BY_TIME, FEW),
+        ("kafka", BY_COUNT, FEW[1:]),
+        *(
+            pytest.param(kind, rule, ALL, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+            for kind in ("folder", "kafka")
+            for rule in (BY_COUNT, BY_TIME)
+        ),
+    ],
+)
+def test_a_run_cut_short_anywhere_comes_to_the_same_bits(
+    base: tuple[Path, Path], tmp_path: Path, kind: str, rule: dict[str, Any], points: tuple[str, ...]
+) -> None:
+    events = stream_events(100 if points == ALL else 70)
+    with source_of(kind, tmp_path, events) as source:
+        whole = copied(*base, tmp_path / "whole")
+        num_windows = follow(source, whole, rule).trainer.state.windows_done
+        assert num_windows >= 2
+        cut = copied(*base, tmp_path / "cut")
+        for point in points:
+            with armed(point, crash, at=1), pytest.raises((Crash, SaveError)):
+                follow(source, cut, rule)
+        follow(source, cut, rule)
+    assert run_digest(cut) == run_digest(whole)
+    cards = [Card.load(tmp_path / name / "data") for name in ("whole", "cut")]
+    assert without_times(cards[0]) == without_times(cards[1])
+    told = [load_run(run).windows for run in (whole, cut)]
+    assert [record["window"] for record in told[0]] == list(range(num_windows))
+    assert json.dumps(told[0]) == json.dumps(told[1])
+    if rule is BY_COUNT:  # the last ones wait for a window of thirty
+        assert cards[0].counts.events - Card.load(base[1]).counts.events == len(events) // 30 * 30
+
+
+def test_windows_of_a_stream_are_told_with_their_times_and_hold_every_event_once(
+    base: tuple[Path, Path], tmp_path: Path
+) -> None:
+    drop_files(tmp_path / "events", stream_events(50), events_a_file=17)
+    run = copied(*base, tmp_path)
+    told: list[WindowEnd] = []
+    follow(str(tmp_path / "events"), run, {**BY_COUNT, "window.events": 25}, window_hooks=[told.append])
+    assert [end.number for end in told] == [0, 1]
+    assert sum(end.num_events for end in told) == 50
+    for end in told:
+        assert end.first_at_s is not None
+        assert end.read_at_s is not None
+        assert end.closed_at_s is not None
+        assert end.first_at_s <= end.read_at_s <= end.closed_at_s
+    # The same as if the files had been appended at once.
+    copied(*base, tmp_path / "at once")
+    for number, path in enumerate(sorted((tmp_path / "events").iterdir())):
+        append(path, tmp_path / "at once" / "data", format="log", overrides=COLUMNS)
+        assert number < 4
+    mine, theirs = (Dataset.open(tmp_path / name) for name in ("data", "at once/data"))
+    assert mine.all_user_keys() == theirs.all_user_keys()
+    assert mine.items() == theirs.items()
+    for (_, a), (_, b) in itertools.zip_longest(mine.scan(["item_ids"]), theirs.scan(["item_ids"])):
+        assert a.lists["item_ids"][0].tolist() == b.lists["item_ids"][0].tolist()
+    # Started again with nothing new, it stands where it stood; its data may be measured.
+    before = run_digest(run)
+    follow(str(tmp_path / "events"), run, {**BY_COUNT, "window.events": 25})
+    assert run_digest(run) == before
