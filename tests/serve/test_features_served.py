@@ -1,0 +1,188 @@
+"""Features reach exports and servers: scores are those of the trained model, new items are known by what they are."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import nestrec
+from nestrec.base.config import with_overrides
+from nestrec.data.dataset import Dataset
+from nestrec.data.samples.retrieval import RetrievalQueries
+from nestrec.distributed import Topology
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.export import export_run
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.service import Service, ServiceConfig
+from nestrec.testing.featured_log import ITEM_FEATURES, write_featured_log
+from nestrec.training.recipes import recipe
+from nestrec.training.trainer import Trainer
+
+SMALL = {
+    "task.encoder.dim": "8",
+    "task.encoder.head_dim": "4",
+    "training.device": "cpu",
+    "training.max_steps": "2",
+    "training.evaluate_every_epochs": "0",
+    "task.inputs.item_features": ",".join(ITEM_FEATURES),
+    "task.inputs.event_features": "device,place",
+    "task.inputs.user_features": "country,age",
+    "tables.tags.dim": "4",
+}
+ROLES = {
+    "retrieval": (
+        "demo",
+        {
+            "data.synthetic": "none",
+            "task.history.max_length": "12",
+            "task.encoder.max_length": "12",
+            "task.num_negatives": "4",
+            "task.inputs.context": "device,place",
+        },
+    ),
+    "ranking": ("ranking", {"task.encoder.max_length": "16", "task.inputs.max_events": "8"}),
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    log: Path
+    data: Path
+    trainers: dict[str, Trainer]
+
+    def folder(self, role: str) -> Path:
+        return self.log / "exports" / role
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    """A run of each role and its export. Of events and users, servers take categories and numbers; of items, all."""
+    log = tmp_path_factory.mktemp("featured")
+    made = Runs(log, write_featured_log(log), {})
+    for role, (name, more) in ROLES.items():
+        cfg = with_overrides(recipe(name), {**SMALL, **more, "data.folder": str(made.data)})
+        made.trainers[role] = Trainer(cfg, log / "runs" / role, Topology.single())
+        made.trainers[role].train()
+        export_run(log / "runs" / role, made.folder(role), best=False)
+    return made
+
+
+def request_of(dataset: Dataset, user: int, length: int) -> tuple[dict, dict, str]:
+    """The first events of a user as a request tells them, the context of the next one, and its item."""
+    rows = dataset.rows(np.array([user]))
+    keys = dataset.items()["item_key"].to_pylist()
+    devices = [None, *dataset.vocabulary("event_device")["key"].to_pylist()]
+    countries = [None, *dataset.vocabulary("user_country")["key"].to_pylist()]
+    of = {name: values for name, (values, _) in rows.lists.items()}
+    places = [None if np.isnan(value) else float(value) for value in of["event_place"]]
+    named = [devices[i] for i in of["event_device"]]
+    history = {
+        "items": [keys[i - 1] for i in of["item_ids"][:length]],
+        "times_ms": of["timestamps_ms"][:length],
+        "actions": of["actions"][:length].astype(int).tolist(),
+        "features": {"device": named[:length], "place": places[:length]},
+        "user_features": {
+            "country": countries[int(rows.scalars["user_country"][0])],
+            "age": float(rows.scalars["user_age"][0]),
+        },
+        "now_ms": int(of["timestamps_ms"][length]),
+    }
+    return history, {"device": named[length], "place": places[length]}, keys[of["item_ids"][length] - 1]
+
+
+def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs):
+    trainer, served, dataset = runs.trainers["ranking"], nestrec.load(runs.folder("ranking")), Dataset.open(runs.data)
+    task = trainer.session.task
+    for user, length in ((3, 4), (8, 5)):
+        history, context, item = request_of(dataset, user, length)
+        batch = task._inputs.slices(task._inputs.read(np.array([user])), np.array([0]), np.array([length + 1]), epoch=0)
+        offline = task._logits(trainer.session.engine, batch)[-1]
+        found = served.rank(history, [item], context=context).scores
+        np.testing.assert_allclose([scores[0] for scores in found.values()], offline, rtol=1e-4, atol=1e-5)
+        other = served.rank(history, [item], context={**context, "place": 99.0}).scores
+        assert abs(other["click"][0] - found["click"][0]) > 1e-6, "the context says something"
+
+
+def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs):
+    trainer, served, dataset = (
+        runs.trainers["retrieval"],
+        nestrec.load(runs.folder("retrieval")),
+        Dataset.open(runs.data),
+    )
+    task, engine = trainer.session.task, trainer.session.engine
+    queries = RetrievalQueries(
+        task._read, task._split, task.cfg.history, "test", use_times=task._use_times, inputs=task._inputs
+    )
+    everything = np.arange(1, dataset.num_items + 1)
+    compared = task.side.scored(task.side.content(engine, everything)).double()
+    for query in (0, 7):
+        user, length = int(queries.users[query]), int(queries.target_at[query])
+        states = task.side.states(engine, queries.assemble(np.array([query])))
+        offline = (compared @ states[-1].double()).numpy()
+        history, context, _ = request_of(dataset, user, length)
+        keys = dataset.items()["item_key"].to_pylist()
+        found = served.rank(history, keys, context=context).scores["score"]
+        np.testing.assert_allclose(found, offline, rtol=1e-4, atol=1e-4)
+        best = served.recommend(history, 5, exclude_seen=False, context=context)
+        assert best.items[0] == keys[int(offline.argmax())]
+
+
+def told_of(log: Path, name: str) -> dict:
+    """The features of an item as its table has them."""
+    lines = [line.split(",") for line in (log / "items.csv").read_text().splitlines()]
+    row = dict(zip(lines[0], next(line for line in lines if line[0] == name), strict=True))
+    place = (log / "ids.txt").read_text().split().index(name)
+    return {
+        "brand": row["brand"],
+        "tags": row["tags"].split("|") if row["tags"] else [],
+        "price": float(row["price"]) if row["price"] else None,
+        "title_bag": row["title"],
+        "picture": np.load(log / "pictures.npy")[place].tolist(),
+    }
+
+
+def test_new_items_are_served_as_an_export_that_had_them(runs):
+    log, service = runs.log, Service({role: Servable.load(runs.folder(role)) for role in ROLES}, ServiceConfig())
+    app = App(service, LimitsConfig(default_timeout_ms=60_000))
+    history = {"items": ["i0", "i5"], "times_ms": [1_700_000_000_000, 1_700_000_060_000], "actions": ["click", []]}
+    history["features"] = {"device": ["phone", "tv"], "place": [3, None]}
+    asking = {"user": "u", "history": history, "now_ms": 1_700_000_120_000}
+    asking |= {"context": {"device": "tv", "place": 2.5}, "user_features": {"country": "NO", "age": 31}}
+
+    async def post(path: str, body: dict) -> tuple[int, dict]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            answer = await client.post(path, json=body)
+            return answer.status_code, answer.json()
+
+    def asked(path: str, body: dict) -> dict:
+        status, found = asyncio.run(post(path, body))
+        assert status == 200, found
+        return found
+
+    try:
+        twin = {"id": "fresh", "features": told_of(log, "n0"), "title": "as n0"}
+        before = {role: fleet.servable.spec.num_items for role, fleet in service.fleets.items()}
+        added = asked("/v1/items", {"items": [twin, {"id": "i0", "features": {}}]})
+        assert added["added"] == 1, "i0 is known"
+        assert added["items"] == {role: count + 1 for role, count in before.items()}
+        found = service.fleet("retrieval").servable
+        ids = torch.from_numpy(found.ids_of(["fresh", "n0"]))
+        fresh, expected = found.index.rows(ids - 1)
+        torch.testing.assert_close(fresh, expected)
+        scores = asked("/v1/recommend", {**asking, "k": 40, "exclude_seen": False})
+        assert {"fresh", "n0"} <= set(scores["items"])
+        engines = service.fleet("retrieval").engines
+        asked("/v1/items", {"items": [{"id": "more", "features": {"brand": "b1"}}]})
+        assert service.fleet("retrieval").engines is engines, "there was room: nothing was loaded anew"
+        ranked = asked("/v1/rank", {**asking, "candidates": ["more", "fresh", "nobody"]})
+        assert [said["ids"] for said in ranked["unknown"]] == [["nobody"]]
+        status, refused = asyncio.run(post("/v1/items", {"items": [{"id": "x", "features": {"brnd": "b1"}}]}))
+        assert status == 409
+        assert "did you mean 'brand'" in str(refused)
+    finally:
+        service.close()
