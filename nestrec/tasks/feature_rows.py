@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from nestrec.data.batches import OFFSETS, WEIGHT, MicroBatch
+from nestrec.base.errors import UserError
+from nestrec.data.batches import OFFSETS, MicroBatch
 from nestrec.models.features import ToWidth
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.pool import pool_bags
@@ -18,6 +19,14 @@ class FeatureRows:
     def __init__(self, chosen: ChosenTables, to_width: ToWidth):
         self._table_of = {feature: table.name for feature, table in chosen.table_of.items()}
         self._pooling, self._to_width = chosen.pooling, to_width
+        for feature, how in chosen.pooling.items():
+            if how == "weighted":
+                raise UserError(
+                    "lists of a dataset hold ids without weights",
+                    field=f"tables.{self._table_of[feature]}.pooling",
+                    value=how,
+                    remedy="take mean or sum; batches of a script's own can be weighted (docs/own-model.md)",
+                )
 
     def of(
         self, feature: str, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
@@ -45,5 +54,4 @@ class FeatureRows:
         return self._to_width(feature, batch.tensors[feature].to(self._to_width.dtype))  # type: ignore[no-any-return]
 
     def _pooled(self, feature: str, batch: MicroBatch, rows: Rows, index_P: torch.Tensor) -> torch.Tensor:
-        offsets, weight_P = batch.tensors[feature + OFFSETS], batch.tensors.get(feature + WEIGHT)
-        return pool_bags(rows, index_P, offsets, self._pooling[feature], weight_P)
+        return pool_bags(rows, index_P, batch.tensors[feature + OFFSETS], self._pooling[feature])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nestrec.base.config import with_overrides
-from nestrec.base.errors import UserErrors
+from nestrec.base.errors import UserError, UserErrors
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import leave_one_out
@@ -130,3 +130,9 @@ def test_what_the_dataset_does_not_have_is_named_with_what_it_has(data):
     told = {error.field: str(error.remedy) for error in refused.value.errors}
     assert "did you mean 'brand'" in told["task.inputs.item_features"]
     assert "did you mean 'device'" in told["task.inputs.context"]
+
+
+def test_lists_without_weights_are_not_pooled_by_weight(data):
+    wrong = config_of("ranking", data, tables__tags__pooling="weighted")
+    with pytest.raises(UserError, match=r"tables\.item_tags\.pooling = 'weighted'"):
+        make_task(wrong.task, Dataset.open(data), seed=1, dtype="float32", tables=wrong.tables)
