@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nestrec.distributed import Topology
+from nestrec.testing.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
 from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
@@ -37,3 +38,30 @@ def test_a_balanced_run_on_two_ranks_is_the_serial_run_and_its_collectives_have_
         mine, theirs = ([entry for entry in log if not entry.startswith("samples.")] for log in issued)
         assert mine == theirs
     assert digests["nested"] == digests["serial"]
+
+
+FEATURES = {
+    "task.inputs.item_features": ",".join(ITEM_FEATURES),
+    "task.inputs.event_features": ",".join(EVENT_FEATURES),
+    "task.inputs.user_features": ",".join(USER_FEATURES),
+    "task.inputs.context": "device,place",
+    "task.inputs.actions": "click,buy",
+    "tables.tags.pooling": "sum",
+    "tables.brand.dim": "3",
+    "tables.*.dtype": "bfloat16",
+    "tables.items.ids": "dynamic",
+    "training.max_steps": "9",
+    "training.evaluate_every_epochs": "0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_run_with_features_of_every_kind_is_the_serial_run(pools, tmp_path, world):
+    data = write_featured_log(tmp_path / "log")
+    digests = set()
+    for schedule in ("serial", "dual_buffer", "frozen_window", "nested", "priority"):
+        more = {**FEATURES, "data.folder": str(data), "pipeline.schedule": schedule}
+        pools[world].run(train, str(tmp_path), str(tmp_path / schedule), more)
+        digests.add(str(run_digest(tmp_path / schedule)))
+    assert len(digests) == 1
