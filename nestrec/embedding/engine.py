@@ -219,8 +219,9 @@ class EmbeddingEngine:
         may come in memory that is used again: valid until the next exchange.
         """
         part = routed.micro_batches[micro_batch]
-        runs = joined_gradients(gradients, part.num_rows, self.shapes, self.device)
-        received = {}
+        is_in_order = all(leg.is_in_order for leg in part.gradients.values())  # then no kernel asks where rows lie
+        where = torch.device("cpu") if is_in_order else self.device
+        runs, received = joined_gradients(gradients, part.num_rows, self.shapes, where), {}
         for dtype, leg in part.gradients.items():
             run, ready = runs[dtype], runs[dtype].elements if leg.is_in_order else None
             write = partial(gather_spans, run.elements, run.spans, leg.own_rows)

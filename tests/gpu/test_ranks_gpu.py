@@ -16,9 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from schedule_jobs import Job, Training, regrouped, same, train
+from schedule_jobs import Job, Training, batches_of, regrouped, same, train
 
 from nestrec.base.exit_codes import PEER_LOST
 from nestrec.bench.harness.frame import make_frame
@@ -26,6 +27,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_equal, all_reduce_sum, all_to_all_rows, broadcast
 from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.transports import DeviceStaged
+from nestrec.pipeline import Feed, Rates, Step
 from nestrec.testing.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -174,3 +176,22 @@ def test_keys_of_the_host_cross_by_collectives_of_the_device():
     all_reduce_sum(topology.keys, total)
     broadcast(topology.keys, total)
     assert torch.equal(total, rows)
+
+
+def test_memory_does_not_grow_over_2000_steps():
+    job = Job(stream="distance_two", num_steps=2000, num_micro_batches=2, device="cuda")
+    training = Training(nccl_alone(), "nested", job)
+    feed, used = Feed(batches_of(job, training.topology, 1)), {}
+    for number in range(1, job.num_steps + 1):
+        is_fence = number in (500, job.num_steps)
+        step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
+        training.pipeline.advance(step, feed)
+        if is_fence:
+            training.pipeline.tracer.take()
+            torch.cuda.synchronize()
+            used[number] = torch.cuda.memory_allocated(), psutil.Process().memory_info().rss
+    training.pipeline.close()
+    device, host = zip(*used.values(), strict=True)
+    print(f"device {device}, host {host}")
+    assert device[1] <= device[0] * 1.05 + (1 << 20)
+    assert host[1] <= host[0] + (64 << 20)

@@ -10,7 +10,7 @@ Rows that cross in half precision are narrower: they count as rows of a table of
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -102,9 +102,22 @@ def vector_leg(own: Side, asked: Side, shapes: RowShapes, device: torch.device, 
 
 
 def gradient_legs(
-    own: Side, asked: Side, shapes: RowShapes, num_owned: Int64, device: torch.device, *, is_in_order: bool
+    own: Side,
+    asked: Side,
+    shapes: RowShapes,
+    num_owned: Int64,
+    device: torch.device,
+    *,
+    is_in_order: bool,
+    vectors: RowLeg | None = None,
 ) -> dict[torch.dtype, RowLeg]:
-    """Gradients, from those who asked to the owners; one leg for each of their types. num_owned: rows of each table."""
+    """Gradients, from those who asked to the owners; one leg for each of their types. num_owned: rows of each table.
+
+    vectors: a leg of the same rows, of which what is the same for gradients is taken.
+    """
+    if vectors is not None and len(shapes.gradient_types) == 1 and np.array_equal(shapes.words, shapes.dims):
+        groups = _groups(vectors.asked_rows, asked, num_owned, device)
+        return {shapes.states[0]: replace(vectors, groups=groups, is_in_order=is_in_order)}
     legs = {}
     for dtype in shapes.gradient_types:
         mine, theirs = (Side(s.tables, s.places, s.counts) for s in (own, asked))
@@ -112,10 +125,15 @@ def gradient_legs(
             chosen = shapes.has_type(dtype)
             mine, theirs = mine.only(chosen[mine.tables]), theirs.only(chosen[theirs.tables])
         asked_rows, asked_sizes = theirs.rows(shapes.dims, device)
-        groups = PlaceGroups.of(asked_rows, num_owned, device)
+        groups = _groups(asked_rows, theirs, num_owned, device)
         own_rows = mine.rows(shapes.dims, device)
         legs[dtype] = RowLeg(mine, theirs, *own_rows, asked_rows, asked_sizes, ({}, {}), groups, is_in_order)
     return legs
+
+
+def _groups(rows: RowList, asked: Side, num_owned: Int64, device: torch.device) -> PlaceGroups | None:
+    """One source asks for a row once: then there is nothing to group."""
+    return None if len(asked.counts) == 1 else PlaceGroups.of(rows, num_owned, device)
 
 
 @njit(cache=True, nogil=True)
@@ -263,7 +281,7 @@ def arrived_vectors(
     """
     device = pieces[0].device
     if into is None and leg.is_in_order and len(pieces) == 1 and not (num_rows * shapes.words % _ALIGNMENT)[:-1].any():
-        return vector_run(num_rows, shapes, device, pieces[0])
+        return vector_run(num_rows, shapes, torch.device("cpu"), pieces[0])  # no kernel asks where rows lie
     run = vector_run(num_rows, shapes, device) if into is None else into
     used_here([run.elements])
     for piece, rows in by_piece(pieces, leg.own_rows, leg.own.counts):

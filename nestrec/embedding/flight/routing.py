@@ -231,12 +231,14 @@ def arrange(
     num_rows = _num_rows(source)
     crossing = _crossing(asked.joined, num_micro_batches, len(tables))
     indices = _indices(source, tables, device)
+    coming = [vector_leg(*pair, shapes, device, is_in_order=is_in_order) for pair in pairs]
+    same = coming if going is pairs else [None] * num_micro_batches
     micro_batches = [
         RoutedMicroBatch(
             indices[p],
             num_rows[p],
-            vector_leg(*pairs[p], shapes, device, is_in_order=is_in_order),
-            gradient_legs(*going[p], shapes, num_owned, device, is_in_order=is_in_order),
+            coming[p],
+            gradient_legs(*going[p], shapes, num_owned, device, is_in_order=is_in_order, vectors=same[p]),
             _used(source, p, shapes, device),
             crossing_rows(crossing[p], shapes, device),
             crossing[p],

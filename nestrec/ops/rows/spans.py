@@ -18,7 +18,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.parallel import for_parts
-from nestrec.base.transfer import to_device
+from nestrec.base.transfer import all_to_device, to_device
 from nestrec.ops.registry import HAS_TRITON, runs_triton
 
 _TILE_ELEMENTS = 2048
@@ -72,7 +72,8 @@ class RowList:
         _offsets(tables, widths, offsets)
         there = None
         if device.type != "cpu":
-            there = to_device(tables, device), to_device(places, device), to_device(offsets, device)
+            there_tables, there_places, there_offsets = all_to_device([tables, places, offsets], device)
+            there = there_tables, there_places, there_offsets
         return RowList(tables, places, offsets, there)
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class PlaceGroups:
             return None
         before = np.concatenate([[0], np.cumsum(num_rows)])
         order, starts = group(rows.tables, rows.places, before)
-        return PlaceGroups(to_device(order, device), to_device(starts, device))
+        return PlaceGroups(*all_to_device([order, starts], device))
 
 
 def gather_spans(run: torch.Tensor, spans: Spans, rows: RowList, packed: torch.Tensor) -> None:
