@@ -26,7 +26,7 @@ def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
         at += size
     there, at = pinned.to(device, non_blocking=True), 0
     for array, size in zip(arrays, sizes, strict=True):
-        dtype = torch.from_numpy(array[:0]).dtype
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
         found.append(there[at : at + array.nbytes].view(dtype))
         at += size
     return found

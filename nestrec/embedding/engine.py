@@ -276,33 +276,44 @@ class EmbeddingEngine:
     def average_over_holders(self, working: WorkingSet) -> None:
         """Copies of rows replaced by their mean, in the steps that replica_sync names. Collective."""
         what = self.replica_sync.averaged_at(working.step)
-        for table in working.tables.values():
-            if what is not None and table.averaged is not None:
-                self._average(table.fetched.rows, table.averaged, table.layout, what)
+        if what is not None:
+            copies = [(t.fetched.rows, t.averaged, t.layout) for t in working.tables.values() if t.averaged is not None]
+            self._average(copies, what)
 
     def settle(self, step: int) -> None:
         """After a step, with no batch in flight: copies that may differ are averaged. Collective, or nothing to do."""
         if self._replicas is None or (unions := self._replicas.unsettled(step, len(self.tables))) is None:
             return
-        for shard, keys in zip(self.shards.values(), unions, strict=True):
-            fetched = shard.fetch(keys, step, num_used=0)
-            everything = torch.arange(len(keys), device=self.device)
-            self._average(fetched.rows, everything, shard.layout, "rows")
-            shard.write_back(fetched)
+        shards = list(self.shards.values())
+        fetched = [shard.fetch(keys, step, num_used=0) for shard, keys in zip(shards, unions, strict=True)]
+        everything = [torch.arange(len(found.keys), device=self.device) for found in fetched]
+        self._average([(f.rows, e, s.layout) for f, e, s in zip(fetched, everything, shards, strict=True)], "rows")
+        for shard, found in zip(shards, fetched, strict=True):
+            shard.write_back(found)
 
     def is_settled_after(self, step: int) -> bool:
         """Whether all copies of rows are alike after a step, with nothing left to `settle`."""
         return self._replicas is None or self._replicas.is_settled_after(step)
 
-    def _average(self, rows: torch.Tensor, places: torch.Tensor, layout: RowLayout, what: Averaged) -> None:
-        """Rows at these places, in the same order on every holder."""
-        taken, holders = rows.index_select(0, places), self.topology.replicas
-        for column in layout.columns if what == "rows" else layout.columns[:1]:
-            view = layout.view(taken, column.name)
-            values = view.contiguous()
-            view.copy_(mean_over_holders(holders, values))
-            self.statistics.replicas.add(len(values), mean_bytes_sent(holders, values))
-        rows.index_copy_(0, places.long(), taken)
+    def _average(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, RowLayout]], what: Averaged) -> None:
+        """For each table rows, places in the same order on every holder, and layout; one mean for each type."""
+        taken = [rows.index_select(0, places) for rows, places, _ in copies]
+        columns = [layout.columns if what == "rows" else layout.columns[:1] for _, _, layout in copies]
+        views = [
+            layout.view(rows, column.name)
+            for rows, (_, _, layout), some in zip(taken, copies, columns, strict=True)
+            for column in some
+        ]
+        holders = self.topology.replicas
+        for dtype in dict.fromkeys(view.dtype for view in views):
+            mine = [view for view in views if view.dtype == dtype]
+            values = torch.cat([view.reshape(-1) for view in mine])[:, None]
+            means = mean_over_holders(holders, values).view(-1).split([view.numel() for view in mine])
+            for view, mean in zip(mine, means, strict=True):
+                view.copy_(mean.view(view.shape))
+            self.statistics.replicas.add(sum(len(view) for view in mine), mean_bytes_sent(holders, values))
+        for (rows, places, _), averaged in zip(copies, taken, strict=True):
+            rows.index_copy_(0, places.long(), averaged)
 
     def write_back(self, working: WorkingSet, shared: Overlap | None = None) -> None:
         """Rows and state of the batch to the stores.

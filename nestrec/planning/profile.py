@@ -67,6 +67,9 @@ class Profile:
     """putting together, for each byte sent"""
     add_gradients: Rate = Rate()
     """for each byte received"""
+    peers: Rate = Rate()
+    """work of the host in an exchange of keys, vectors or gradients, for each rank of the group (`nestrec bench host`
+    says how it grows)"""
     update_rows: Rate = Rate()
     """for each byte of rows"""
     intersect: Rate = Rate()

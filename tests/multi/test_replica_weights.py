@@ -115,6 +115,13 @@ def test_a_key_of_one_group_at_t_and_only_of_the_other_at_t_plus_1_has_one_histo
     assert by_two == [[-2.0, -2.0], [0.0, -2.0]]
 
 
+def test_copies_of_all_tables_are_averaged_in_one_pair_of_exchanges(pools):
+    job = job_of(1, optimizer="adam")
+    for result in pools[2].run(train, "serial", job):
+        # The slices to those who average them, and the means back; all columns of two tables in each.
+        assert result["issued"].count("replicas.all_to_all") == 2 * job.num_steps
+
+
 def test_only_touched_rows_are_averaged(pools):
     job = job_of(1, stream="alternating", optimizer="sgd")
     for result in pools[2].run(train, "serial", job):

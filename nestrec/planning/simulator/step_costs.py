@@ -81,8 +81,13 @@ class StepCosts:
         rate = self._profile.exchange_keys
         crossing = self._links.all_to_all(self._sizes.shards, asked * KEY_BYTES)
         holders = self._links.all_to_all_s(self._sizes.replicas, self._loads.rows[p] * KEY_BYTES)
-        cost = self._crossing(rate.fixed_s + rate.unit_s * asked, crossing, "shards")
+        cost = self._crossing(rate.fixed_s + rate.unit_s * asked + self._peers_s, crossing, "shards")
         return replace(cost, wire_s=cost.wire_s + holders)
+
+    @property
+    def _peers_s(self) -> float:
+        """What the host does for each of the ranks that it exchanges with."""
+        return self._profile.peers.of(self._sizes.shards.size)
 
     def _collisions(self, p: int, n: int | None) -> Cost:
         """Owners tell sources with a byte a key which rows two batches share."""
@@ -101,7 +106,7 @@ class StepCosts:
     def _exchange(self, rate: Rate, sent: Any, received: Any) -> Cost:
         """A rank is through when the larger of what it sends and what it receives is."""
         crossing = self._links.all_to_all(self._sizes.shards, np.maximum(sent, received))
-        return self._crossing(rate.fixed_s + rate.unit_s * sent, crossing, "shards")
+        return self._crossing(rate.fixed_s + rate.unit_s * sent + self._peers_s, crossing, "shards")
 
     @staticmethod
     def _crossing(busy_s: Any, crossing: Crossing, scope: Scope) -> Cost:

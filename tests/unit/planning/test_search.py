@@ -10,6 +10,7 @@ from nestrec.planning.advice import shortages
 from nestrec.planning.candidate import Candidate, Space, is_sensible
 from nestrec.planning.outcome import Predictor
 from nestrec.planning.plan import launch_command, lost_rows, make_plan, plan_rows
+from nestrec.planning.profile import Rate
 from nestrec.planning.search import exhaustive, search
 
 SMALL = Space(
@@ -147,3 +148,15 @@ def test_every_exact_schedule_is_tried_and_no_other():
     tried = Space().on(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules
     assert set(tried) == {"serial", "dual_buffer", "frozen_window", "nested", "priority"}
     assert Space(schedules=("stale",)).on(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules == ("stale",)
+
+
+def test_what_the_host_does_for_each_rank_counts_in_every_exchange():
+    cluster, candidate = gpu_cluster(hosts=4), Candidate(schedule="serial", micro_batches=2)
+
+    def step_s(peers):
+        profile = replace(cluster.profile, peers=peers)
+        return Predictor(workload(), replace(cluster, profile=profile)).predict(candidate).step_s
+
+    more = step_s(Rate(unit_s=1e-5)) - step_s(Rate())
+    # Keys once, vectors and gradients of two micro-batches, each for 32 ranks.
+    assert more == pytest.approx(5 * 32 * 1e-5, rel=1e-3)
