@@ -41,8 +41,8 @@ class BatchJobConfig:
     """items of a user"""
     exclude_seen: bool = True
     """items of the history are not recommended"""
-    part_users: Count = 4096
-    """of a part: what a killed job computes again at most, on each rank"""
+    part_size: Count = 4096
+    """users of a part: what a killed job computes again at most, on each rank"""
     batch_tokens: Count = 65_536
     """events of users that are computed at once"""
     slide_events: Count | None = None
@@ -93,12 +93,12 @@ class BatchRecommender:
         parts = output.with_name(output.name + ".parts")
         model = self.servable.version or self._weights_digest()
         self._begin(parts, {"what": what, "model": model, "users": users.digest, **to_plain(self.cfg)})
-        firsts = list(range(0, len(users), self.cfg.part_users))
+        firsts = list(range(0, len(users), self.cfg.part_size))
         files = [parts / f"part-{number:06d}.parquet" for number in range(len(firsts))]
         for number in range(self._topology.rank, len(firsts), self._topology.world):
             if not files[number].exists():
                 first = firsts[number]
-                chosen = users.part(first, min(first + self.cfg.part_users, len(users)))
+                chosen = users.part(first, min(first + self.cfg.part_size, len(users)))
                 tables = [compute(batch) for batch in self._batches(chosen)]
                 _write_table(files[number], pa.concat_tables(tables))
                 fail_point("batch.part_written")

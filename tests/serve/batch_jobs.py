@@ -5,7 +5,7 @@ from pathlib import Path
 from nestrec.library.batch import BatchJobConfig, BatchRecommender
 from nestrec.serving.model.servable import Servable
 
-CFG = BatchJobConfig(k=7, part_users=20, batch_tokens=200)
+CFG = BatchJobConfig(k=7, part_size=20, batch_tokens=200)
 
 
 def recommend_on(topology, folder: Path, users: str, output: Path, data: Path) -> int:

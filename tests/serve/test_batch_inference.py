@@ -88,7 +88,7 @@ def test_a_killed_job_goes_on_and_leaves_the_same_bytes(retrieval, listed, whole
     before = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-*.parquet")}
     assert len(before) == 2
     assert not output.exists()
-    other = nestrec.load(retrieval.folder).batch(BatchJobConfig(k=8, part_users=20, batch_tokens=200))
+    other = nestrec.load(retrieval.folder).batch(BatchJobConfig(k=8, part_size=20, batch_tokens=200))
     with pytest.raises(UserError, match="parts of another job"):
         other.recommend(listed, output, data=dataset_folder)
     written = []
