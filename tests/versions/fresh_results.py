@@ -1,4 +1,4 @@
-"""Writes what deltas hold to: python tests/versions/fresh_results.py deltas faults bytes --json FILE"""
+"""Writes what deltas hold to: python tests/versions/fresh_results.py deltas faults --json FILE"""
 
 import argparse
 import itertools
@@ -14,12 +14,7 @@ from changing_run import publish_versions
 from faulty_run import FaultyRun
 from served_run import serving
 
-import nestrec
 from nestrec.bench.harness.frame import make_frame, save_frame
-from nestrec.data.synthetic.logs import generate, preset
-from nestrec.serving.model.export import export_run
-from nestrec.serving.versions.places import place_of
-from nestrec.serving.versions.reader import Versions
 from nestrec.testing.ranks import RankPool
 from nestrec.testing.tiny_runs import make_datasets
 
@@ -59,33 +54,7 @@ def faults(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     yield {"what": "faults", "fault": "all", "times": sum(faulty.done.values()), "wrong_versions_in_service": 0}
 
 
-def bytes_of_deltas(_: Path, scratch: Path) -> Iterator[dict[str, Any]]:
-    """The demo with a version after every ten steps."""
-    address = str(scratch / "published")
-    generate(preset("interests"), scratch / "data")
-    options = {"publish.address": address, "publish.every_steps": 10, "training.max_steps": 60}
-    run = nestrec.train("demo", {**options, "data.folder": str(scratch / "data")}, output=scratch / "run")
-    export = export_run(run.folder, scratch / "export", best=False)
-    versions = Versions(place_of(address))
-    told = [versions.told(*at) for at in versions.history()]
-    sizes = [manifest.num_bytes for manifest in told if manifest is not None and manifest.kind == "delta"]
-    rows = [_rows_of(manifest) for manifest in told if manifest is not None and manifest.kind == "delta"]
-    yield {
-        "what": "bytes",
-        "recipe": "demo",
-        "steps_a_version": 10,
-        "export_bytes": sum(file.bytes for file in export.files),
-        "delta_bytes": sizes[len(sizes) // 2],
-        "delta_bytes_of_rows": rows[len(rows) // 2],
-        "share": round(sizes[len(sizes) // 2] / sum(file.bytes for file in export.files), 3),
-    }
-
-
-def _rows_of(manifest: Any) -> int:
-    return sum(file.bytes for file in manifest.files if file.kind in ("rows", "index", "removed"))
-
-
-PARTS = {"deltas": deltas, "faults": faults, "bytes": bytes_of_deltas}
+PARTS = {"deltas": deltas, "faults": faults}
 
 
 def main() -> None:

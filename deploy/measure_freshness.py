@@ -1,0 +1,143 @@
+"""From an event to the first answer that has learnt from it: python deploy/measure_freshness.py --json FILE
+
+The whole loop as its users run it, on this machine: files of events are dropped into a folder, `nestrec follow` trains
+on each window and publishes a version, `nestrec serve --follow` takes it, and requests come all the time. The server
+says of each version how long it took, and what that consists of.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nestrec.bench.harness.frame import write_frame
+from nestrec.serving.load.open_loop import nearest_rank
+from nestrec.serving.many.instances import free_port
+
+USERS, ITEMS, START_S = 400, 2000, 1_700_000_000
+
+
+def write_events(path: Path, first_s: int, count: int, rng: np.random.Generator) -> None:
+    """A file that appears as a whole."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["user", "item", "time"])
+        for number in range(count):
+            rows.writerow([rng.integers(USERS), rng.integers(ITEMS), first_s + number])
+    partial.rename(path)
+
+
+def run(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "nestrec", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+
+
+def started(*words: object) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "nestrec", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def asked(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return dict(json.load(response))
+
+
+def prepare(folder: Path, rng: np.random.Generator) -> None:
+    """A run that has learnt from the first events, and published what it knows."""
+    write_events(folder / "first.csv", START_S, 20 * USERS, rng)
+    columns = ("--log.user", "user", "--log.item", "item", "--log.time", "time")
+    run("prepare", "log", folder / "first.csv", folder / "data", *columns)
+    small = {"training.epochs": 1, "training.max_steps": 20, "training.evaluate_every_epochs": 0}
+    options = [word for name, value in small.items() for word in (f"--{name}", value)]
+    run("train", "demo", "--output", folder / "run", "--data.folder", folder / "data", *options)
+    run("publish", folder / "run", folder / "published", "--last")
+
+
+def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    rng, port, seen = np.random.default_rng(1), free_port(), dict[int, dict[str, Any]]()
+    prepare(folder, rng)
+    (folder / "drop").mkdir()
+    server = started("serve", "--model", folder / "published", "--follow", "--follow.poll_s", 0.2, "--port", port)
+    follower = started(
+        "follow", folder / "drop", "--run", folder / "run", "--window.events", chosen.events, "--poll_s", 0.1,
+        "--run.publish.address", folder / "published",
+    )  # fmt: skip
+    url, is_over = f"http://127.0.0.1:{port}", threading.Event()
+    body = {"user": "u", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3", "4"], "now_ms": 3}
+
+    def ask_on() -> None:
+        while not is_over.wait(0.02):
+            try:
+                asked(f"{url}/v1/rank", body)
+                told = asked(f"{url}/v1/status")["follow"]["retrieval"]
+            except OSError:
+                continue
+            if told["fresh_s"] is not None:
+                seen[told["number"]] = told
+
+    asking = threading.Thread(target=ask_on)
+    asking.start()
+    try:
+        for number in range(chosen.windows):
+            first_s = START_S + 100_000 * (number + 1)
+            write_events(folder / "drop" / f"{number:05d}.csv", first_s, chosen.events, rng)
+            wait_for(lambda: len(seen) > number or follower.poll() is not None, 60.0)  # noqa: B023
+            if follower.poll() is not None:
+                raise SystemExit("the run that follows has ended")
+            time.sleep(chosen.pause_s)
+    finally:
+        is_over.set()
+        asking.join()
+        for process in (follower, server):
+            process.terminate()
+            process.wait()
+    return rows_of(list(seen.values())[1:], chosen)  # the first window waits for a process to start
+
+
+def wait_for(is_so: Any, limit_s: float) -> None:
+    end_s = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.02)
+
+
+def rows_of(told: list[dict[str, Any]], chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    if not told:
+        raise SystemExit("no version has come")
+    parts = {part: [one["parts_s"][part] or 0.0 for one in told] for part in told[0]["parts_s"]}
+    rows = []
+    for part, seconds in {"all": [one["fresh_s"] for one in told], **parts}.items():
+        found = {"median_s": statistics.median(seconds), "p99_s": nearest_rank(np.sort(seconds), 99)}
+        rounded = {name: round(value, 3) for name, value in found.items()}
+        rows.append({"what": "freshness", "part": part, "versions": len(told), "events": chosen.events, **rounded})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--events", type=int, default=500, help="of a window")
+    parser.add_argument("--pause_s", type=float, default=0.5)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(chosen, Path(folder))
+    for row in rows:
+        print(json.dumps(row))
+    if chosen.json:
+        write_frame(chosen.json, bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows)
+
+
+if __name__ == "__main__":
+    main()
