@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def plain(cfg: ReplayConfig) -> dict[str, Any]:
 
 def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, number: int) -> dict[str, Any]:
     (still, _), (deltas, taken) = found["still"], found["deltas"]
-    told = {f"{way}_p{q}_ms": round(trial.percentile_ms(q), 3) for way, (trial, _) in found.items() for q in (50, 99)}
+    told = {f"{way}_p{q}_ms": finite(trial.percentile_ms(q)) for way, (trial, _) in found.items() for q in (50, 99)}
     return {
         "what": "p99_while_deltas_arrive",
         "round": number,
@@ -149,9 +150,14 @@ def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, nu
         "items": chosen.items,
         "dim": chosen.dim,
         **told,
-        "p99_ratio": round(deltas.percentile_ms(99) / still.percentile_ms(99), 3),
+        "p99_ratio": None if still.num_refused else finite(deltas.percentile_ms(99) / still.percentile_ms(99)),
         "refused": still.num_refused + deltas.num_refused,
     }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: none where one in a hundred was refused."""
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def bytes_of(chosen: argparse.Namespace, address: str, folder: Path) -> dict[str, Any]:
@@ -227,7 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(chosen, Path(folder))
     print(json.dumps(rows[-1]))
-    print("median ratio of P99:", statistics.median(row["p99_ratio"] for row in rows if "p99_ratio" in row))
+    print("median ratio of P99:", statistics.median(row["p99_ratio"] for row in rows if row.get("p99_ratio")))
     if chosen.json:
         write_frame(chosen.json, bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows)
 
