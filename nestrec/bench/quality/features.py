@@ -7,6 +7,7 @@ A row is the mean over seeds; `low` and `high` are the means of their 95% interv
 """
 
 import json
+import math
 import statistics
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -148,10 +149,15 @@ def _rows(name: str, experiment: Experiment, found: Mapping[str, list[Mapping[st
                         "seeds": len(values),
                         "metric": metric,
                         "value": round(value, 5),
-                        "low": round(low, 5),
-                        "high": round(high, 5),
+                        "low": _rounded(low),
+                        "high": _rounded(high),
                         "of_seeds": [round(v[0], 5) for v in values],
                     }
+
+
+def _rounded(value: float) -> float | None:
+    """None where a metric has no interval."""
+    return round(value, 5) if math.isfinite(value) else None
 
 
 BENCH = Bench(config=FeaturesBench, measure=_measure)
