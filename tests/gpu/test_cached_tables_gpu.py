@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.graph_runner import GraphRunner
 from nestrec.serving.engine.runner import Part
+from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_ranking
@@ -62,7 +64,8 @@ def test_captured_graphs_score_as_with_the_table_on_the_device_to_the_bit(dtype)
     for tables in (servable.tables, {**servable.tables, "items": cached}):
         form = make_form(replace(servable, tables=tables))
         pool = PagePool(ENCODER, num_pages=1, page_tokens=64, device=CUDA, dtype=dtype)
-        runner = GraphRunner(form, pool, max_tokens=8192)
+        runner = make_runner(form, pool, EngineConfig())
+        assert isinstance(runner, GraphRunner)
         launched = [runner.launch(parts) for parts in draw_batches(form, np.random.default_rng(2))]
         results.append([scored.scores for batch in launched for scored in batch.wait()[0]])
     assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
