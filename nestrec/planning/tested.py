@@ -1,7 +1,7 @@
 """Which combinations of a plan have been run by us on that kind of device, and which have only been reckoned with.
 
-Tests and result files are the record: docs/what-was-run.md, docs/results/many-gpus.json. A plan may still name what has
-not been run, and says so.
+Tests are the record (tests/gpu/test_ranks_gpu.py), and docs/what-was-run.md. A plan may still name what has not been
+run, and says so.
 """
 
 from nestrec.planning.candidate import Candidate
@@ -9,7 +9,7 @@ from nestrec.planning.cluster import ClusterConfig
 
 MOST_RANKS = {
     "cpu": {"collectives": 4, "host": 4},
-    "cuda": {"collectives": 1, "host": 4, "copy_engine": 4},
+    "cuda": {"collectives": 1, "host": 2, "copy_engine": 1},
 }
 """Device to transport to the most ranks with which every schedule has been compared with `serial`."""
 MOST_HOSTS = {"cpu": 4, "cuda": 1}
