@@ -30,7 +30,8 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "nestrec", *arguments]
+    # Behind the dashes nothing is taken for an option of torchrun's own: it would read --run as one of its --run-path.
+    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "--", "nestrec", *arguments]
     args = get_args_parser().parse_args(torchrun)
     args.signals_to_handle = "SIGHUP"  # the others are ours: torchrun would end the ranks and itself
     logging.disable(logging.CRITICAL)  # it logs every end of a rank as its own failure
