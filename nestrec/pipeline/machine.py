@@ -31,6 +31,10 @@ T = TypeVar("T")
 WindowT = TypeVar("WindowT", bound=Window)
 
 
+Ended = tuple[torch.Tensor, Ticket[None]]
+"""Loss, and the last exchange of gradients."""
+
+
 class Machine:
     """Submits stages. `window_cache`: see the rule of that name."""
 
@@ -197,6 +201,47 @@ class Machine:
 
         label = self.label("train.embedding.replicas", "communication", number, micro_batch, is_collective=True)
         return self.lanes.communication.submit(exchange, label)
+
+    def in_turn(self, now: FetchedBatch[Window], meanwhile: Callable[[], None]) -> Ended:
+        """The exchanges and the computation of a batch, one after the other:
+
+            communication   E1    G1 E2    G2 E3    G3        E: vectors of a micro-batch, G: its gradients
+            compute            F1       F2       F3           F: its forward and backward
+
+        `meanwhile` is called once what the first computation needs is submitted.
+        """
+        loss = self.zero()
+        for i in range(now.num_micro_batches):
+            coming = self.vectors(now, i)
+            if i == 0:
+                meanwhile()
+            coming.wait()
+            loss = loss + self.compute(now, i)
+            going = self.gradients(now, i)
+        return loss, going
+
+    def overlapped(
+        self, now: FetchedBatch[Window], meanwhile: Callable[[], None], first: Ticket[None] | None = None
+    ) -> Ended:
+        """The same inside the frozen window: parameters change only after it, so an exchange may run beside any
+        computation, and only the first E and the last G are waited for where both kinds fit beside one.
+
+            communication   E1 E2 G1 E3 G2    G3
+            compute            F1    F2    F3
+
+        first: the first E, where it was submitted ahead of the step.
+        """
+        loss = self.zero()
+        coming = [first or self.vectors(now, 0)]
+        coming += [self.vectors(now, 1)] if now.num_micro_batches > 1 else []
+        meanwhile()
+        for i in range(now.num_micro_batches):
+            coming[i].wait()
+            loss = loss + self.compute(now, i)
+            going = self.gradients(now, i)
+            if i + 2 < now.num_micro_batches:
+                coming.append(self.vectors(now, i + 2))
+        return loss, going
 
     def reduce_dense(self, step: Step, loss: torch.Tensor) -> Ticket[torch.Tensor]:
         """Dense gradients, loss and the wish to stop, summed over ranks."""

@@ -70,7 +70,7 @@ class Walk:
         return sum(a.split("/")[0] != b.split("/")[0] for a, b in pairwise(self.files))
 
 
-class VersionFollower:
+class CallFollower:
     """A profile function that notes which files a stage enters."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def walk(topology: Topology) -> Walk:
         schedule="nested",
         topology=topology,
     )
-    follower, feed = VersionFollower(), Feed(iter(list(_batches(topology.rank))))
+    follower, feed = CallFollower(), Feed(iter(list(_batches(topology.rank))))
     threading.setprofile(follower)  # the lanes' threads are started by the first steps
     sys.setprofile(follower)
     try:

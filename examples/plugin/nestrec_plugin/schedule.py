@@ -8,7 +8,6 @@ compute                          F1 F2 ... update rows, update dense
 """
 
 from nestrec import ScheduleSpec
-from nestrec.pipeline.exchange_order import in_turn
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Feed, Step, Totals
 
@@ -18,7 +17,7 @@ class Lanes(Pipelined):
         machine = self._machine
         with machine.step(step):
             now = machine.fetch(machine.route(machine.load(step.number, step.batch)))
-            loss, last_gradients = in_turn(machine, now, lambda: None)
+            loss, last_gradients = machine.in_turn(now, lambda: None)
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)

@@ -8,7 +8,6 @@ compute          F1 F2 ... update rows, update dense        copy shared rows to 
 """
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_order import in_turn
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleSpec
@@ -34,7 +33,7 @@ class DualBuffer(Pipelined):
         machine, lookup = self._machine, self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
-            loss, last_gradients = in_turn(machine, now, lambda: lookup.look_ahead(now, step, feed))
+            loss, last_gradients = machine.in_turn(now, lambda: lookup.look_ahead(now, step, feed))
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)

@@ -7,7 +7,6 @@ lookup           fetch                                               write back
 compute                          F1 F2 F3 ... update rows, update dense
 """
 
-from nestrec.pipeline.exchange_order import overlapped
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.schedules.pipelined import Pipelined
 from nestrec.pipeline.stages import Feed, Step, Totals
@@ -21,7 +20,7 @@ class FrozenWindow(Pipelined):
         machine = self._machine
         with machine.step(step):
             now = machine.fetch(machine.route(machine.load(step.number, step.batch)))
-            loss, last_gradients = overlapped(machine, now, lambda: None)
+            loss, last_gradients = machine.overlapped(now, lambda: None)
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)

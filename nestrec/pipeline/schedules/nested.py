@@ -10,7 +10,6 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_order import overlapped
 from nestrec.pipeline.lanes import Ticket
 from nestrec.pipeline.look_ahead import LookupAhead
 from nestrec.pipeline.options import PipelineConfig
@@ -49,7 +48,7 @@ class Nested(Pipelined):
         with machine.step(step):
             now = lookup.rows_of(step)
             first = self._first.vectors if self._first is not None and self._first.batch is now else None
-            loss, last_gradients = overlapped(machine, now, lambda: lookup.look_ahead(now, step, feed), first)
+            loss, last_gradients = machine.overlapped(now, lambda: lookup.look_ahead(now, step, feed), first)
             sums = machine.reduce_dense(step, loss)
             last_gradients.wait()
             machine.update_rows(now, step.rates)

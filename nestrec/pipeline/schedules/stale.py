@@ -11,7 +11,6 @@ compute          F1 F2 ... update dense
 
 from nestrec.data.batches import Batch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_order import in_turn
 from nestrec.pipeline.look_ahead import KeysAhead
 from nestrec.pipeline.options import PipelineConfig
 from nestrec.pipeline.phases import FetchedBatch
@@ -38,7 +37,7 @@ class Stale(Pipelined):
         machine = self._machine
         with machine.step(step):
             now = self._rows_of(step.number, step.batch)
-            loss, last_gradients = in_turn(machine, now, lambda: self._look_ahead(step, feed))
+            loss, last_gradients = machine.in_turn(now, lambda: self._look_ahead(step, feed))
             sums = machine.reduce_dense(step, loss)
             machine.update_in_store(now, step.rates, last_gradients)
             self._keys.pop(step.number)

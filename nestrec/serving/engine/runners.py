@@ -14,7 +14,8 @@ from nestrec.serving.prefix.page_pool import PagePool
 def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
     """Captured graphs over pages where a GPU and the model allow it, else sequence by sequence."""
     servable, paged = form.servable, form.servable.cached.paged
-    if servable.device.type == "cuda" and paged is not None and isinstance(form, RankingForm | RetrievalForm):
+    has_graphs = cfg.captured and servable.device.type == "cuda"
+    if has_graphs and paged is not None and isinstance(form, RankingForm | RetrievalForm):
         from nestrec.serving.engine.graph_runner import GraphRunner
 
         encoder = resolved(paged)(form.encoder, pool.kept_pages)
