@@ -323,7 +323,7 @@ def test_a_swap_without_memory_for_both_caches_leaves_the_old_model_in_service(m
     other = random_ranking(ENCODER, num_items=100, seed=9)
 
     def second_does_not_fit(shape, **options):
-        pools.extend([shape] if len(shape) == 5 else [])
+        pools.extend([shape] if isinstance(shape, tuple) and len(shape) == 5 else [])
         if len(pools) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(shape, **options)

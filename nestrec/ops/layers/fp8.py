@@ -11,7 +11,6 @@ Legend: T tokens, K inner width, N outer width.
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import torch
 
@@ -23,22 +22,27 @@ LARGEST = 448.0
 """of e4m3"""
 WIDTH_STEP = 16
 """widths that the product of a GPU takes"""
-_is_on: ContextVar[bool] = ContextVar("fp8_products", default=False)
+
+
+class _Switch:
+    """Plain, since torch.compile follows it: a context variable would cut its graphs. One a process."""
+
+    is_on = False
 
 
 @contextlib.contextmanager
 def fp8_products(is_on: bool = True) -> Iterator[None]:
     """Inside the block, the projections of layers on a GPU are products of eight-bit numbers."""
-    before = _is_on.set(is_on)
+    before, _Switch.is_on = _Switch.is_on, is_on
     try:
         yield
     finally:
-        _is_on.reset(before)
+        _Switch.is_on = before
 
 
 def takes_fp8(x: torch.Tensor) -> bool:
     """Whether projections of `x` are such products."""
-    return _is_on.get() and x.is_cuda
+    return _Switch.is_on and x.is_cuda
 
 
 def check_fp8(device: torch.device) -> None:

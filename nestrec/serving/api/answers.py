@@ -79,7 +79,8 @@ class PreinferAnswer(TypedDict):
     reason: str
     """why, or why not; short or safe: ranking will be in time without; wanted: send it again with the history"""
     model: str
-    """version of the model; the ranking request of this user that follows soon is answered by the same"""
+    """version of the model; the ranking request of this user that follows soon is answered by the same. Empty where the
+    front of a fleet saw by itself that a signal is of no use"""
     unknown: list[UnknownIds]
     """ids that the model does not know, and what was done with them"""
     defaults: list[UsedDefault]

@@ -240,6 +240,8 @@ class Reader:
             numbers = number_bits(column.transform.numbers(self._numbers(values, field)))
             return numbers if isinstance(given, list) else np.full(count, numbers[0])
         ids = self.servable.column_ids.get(column.name)
+        if column.transform.kind != "quantiles" and any(isinstance(value, float) for value in values):
+            raise BadRequestError("must be a category: text, a whole number or null", field)
         if column.transform.kind == "quantiles" and not any(isinstance(value, str) for value in values):
             found = column.transform.bucket_ids(self._numbers(values, field))
         elif ids is not None:

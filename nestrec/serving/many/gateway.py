@@ -68,7 +68,7 @@ class Gateway:
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes: dict[int, asyncio.Task[bool]] = {}
-        self._signals_from: dict[int, tuple[int, str]] = {}  # by slot, as it last said; and what it serves
+        self._signals_from: dict[int, int] = {}  # by slot, as it last said
         self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probe)
         self._folders = list(folders)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -212,11 +212,10 @@ class Gateway:
 
     def _not_worth_a_signal(self, slot: int, about: Addressed) -> Answered | None:
         """The answer to a signal that the user's instance has no use for, as it last said: nothing goes there."""
-        signals_from, model = self._signals_from.get(slot, (0, ""))
-        if about.num_events is None or about.num_events >= signals_from or not about.user:
+        if about.num_events is None or about.num_events >= self._signals_from.get(slot, 0) or not about.user:
             return None
         self.metrics.num_short_signals += 1
-        answer = {"admitted": False, "reason": "short", "model": model, "unknown": [], "defaults": []}
+        answer = {"admitted": False, "reason": "short", "model": "", "unknown": [], "defaults": []}
         return as_json(answer, 202, (b"x-nestrec-slot", str(slot).encode()))
 
     async def _everywhere(self, method: str, target: bytes) -> Answered:
@@ -261,10 +260,7 @@ class Gateway:
         self.router.set_alive(slot, is_ready)
         self._signals_from.pop(slot, None)
         if is_ready:
-            told = parse_json(response.body)
-            models = told.get("models", {})
-            model = models.get("ranking", models.get("retrieval", ""))
-            self._signals_from[slot] = (int(told.get("signals_from", 0)), str(model))
+            self._signals_from[slot] = int(parse_json(response.body).get("signals_from", 0))
         if is_ready and self.rollout.rolling != slot:
             self.router.versions[slot] = version_of(parse_json(response.body).get("models", {}))
         return is_ready

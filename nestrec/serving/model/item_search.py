@@ -144,7 +144,7 @@ def _exact_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Ten
         part_BK = rows_BK[start : start + most]
         places = part_BK.clamp(min=0).flatten()
         vectors = table.rows(places if isinstance(table, ResidentTable) else places.cpu()).to(queries_BD.device)
-        vectors_BKD = vectors.double().view(*part_BK.shape, -1)
+        vectors_BKD = vectors.double().view(*part_BK.shape, queries_BD.shape[1])  # also where no row is left
         exact = (vectors_BKD @ queries_BD[start : start + most].double()[:, :, None]).squeeze(2).float()
         keys.append(packed(torch.where(part_BK < 0, -torch.inf, exact), part_BK.clamp(min=0)))
     return torch.cat(keys)

@@ -128,7 +128,7 @@ def test_kuairand_traps(data_folder: Path, tmp_path: Path) -> None:
     sizes = {f.name: f.vocabulary_size for f in card.user_features}
     ranges = ["active_degree", "follow_user_num_range", "fans_user_num_range", "friend_user_num_range"]
     assert [sizes[n] for n in [*ranges, "register_days_range"]] == [10, 9, 10, 8, 9]
-    assert len(card.user_features) == 30
+    assert len(card.user_features) == 34, "four of them from the earlier histories"
     assert len(card.item_features) == 11
     rows = dataset.rows(np.arange(dataset.num_samples))
     assert (rows.scalars["user_onehot_feat4"] == 0).any()
