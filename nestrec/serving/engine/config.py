@@ -15,7 +15,7 @@ class EngineConfig:
     """of the keys and values of prefixes: that of the model, bfloat16, or fp8 (half of that: twice the users in as many
     bytes); what 8 bits cost is measured by `nestrec export`"""
     captured: bool = True
-    """on a GPU, run batches as captured graphs over pages of prefixes; false: sequence by sequence, in plain operators"""
+    """on a GPU, batches are captured graphs over pages of prefixes; false: sequence by sequence, in plain operators"""
     max_batch_tokens: Count = 4096
     """new tokens of requests in a batch, candidates included; signals may add as many"""
     max_batch_requests: Count = 32
