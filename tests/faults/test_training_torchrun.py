@@ -51,7 +51,7 @@ def check_kills(
     saving = BACKGROUND if seed % 2 else {}
     more = {"training.max_steps": num_steps, "training.epochs": 10_000, "training.checkpoint_every_steps": 4, **saving}
     more |= {"training.evaluate_every_epochs": 5, "batch.batch_samples": 13, **(options or {})}
-    limit_s = 60.0 + 30.0 * num_kills
+    limit_s = 150.0 + 30.0 * num_kills
     pools[WORLD].run(train, family, str(data), str(folder / "whole"), more)
     kills = kills_of_random_ranks(folder / "cut", seed=seed, num_kills=num_kills, num_steps=num_steps)
     command = under_torchrun(command_of(family, data, folder / "cut", more), num_kills)
