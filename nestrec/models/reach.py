@@ -70,11 +70,6 @@ class AttentionReach:
         """Whether every layer sees everything."""
         return self.window is None and self.keep_last is None
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all layers see alike."""
-        return self.full_layers == 0 and self.keep_last is None
-
     def cuts(self, layer: int) -> bool:
         """Whether a layer computes the last tokens only."""
         return self.keep_last is not None and layer >= self.keep_from

@@ -39,6 +39,11 @@ class SliceAssembler(Assembler):
         """Index into the concatenated rows of every event of the slices, and the offsets of the slices."""
         return slice_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
 
+    def sample_keys(self, samples: Ints, rows: Rows, epoch: int) -> KeysOfSamples:
+        items, row_offsets = rows.lists["item_ids"]
+        index, offsets = self.events_of(samples, row_offsets)
+        return items[index], offsets
+
     def is_scored(self, samples: Ints) -> NDArray[np.bool_]:
         """Of every event of the slices."""
         place, offsets = slice_index(self._first[samples], self._end[samples])
@@ -56,11 +61,6 @@ class RankingSlices(SliceAssembler):
 
     def read(self, samples: Ints) -> Rows:
         return self._inputs.read(self._user[samples])
-
-    def sample_keys(self, samples: Ints, rows: Rows, epoch: int) -> KeysOfSamples:
-        items, row_offsets = rows.lists["item_ids"]
-        index, offsets = self.events_of(samples, row_offsets)
-        return items[index], offsets
 
     def assemble(self, samples: Ints, rows: Rows, epoch: int) -> MicroBatch:
         """As the inputs make them, and `scored` (E,): whether an event's labels are learnt from."""
@@ -97,11 +97,6 @@ class RetrievalSlices(SliceAssembler):
 
     def read(self, samples: Ints) -> Rows:
         return self._dataset.rows(self._user[samples])
-
-    def sample_keys(self, samples: Ints, rows: Rows, epoch: int) -> KeysOfSamples:
-        items, row_offsets = rows.lists["item_ids"]
-        index, offsets = self.events_of(samples, row_offsets)
-        return items[index], offsets
 
     def assemble(self, samples: Ints, rows: Rows, epoch: int) -> MicroBatch:
         """Tensors also hold `scored` (S,): the tokens that have a target, and `target` (S,) theirs."""

@@ -85,12 +85,6 @@ class RowLeg:
     is_in_order: bool
     """The own rows lie packed just as they cross."""
 
-    @property
-    def row_ends(self) -> list[int]:
-        """Of the asked rows, where those of each source end."""
-        ends: list[int] = np.cumsum(self.asked.counts).tolist()
-        return ends
-
 
 def vector_leg(own: Side, asked: Side, shapes: RowShapes, device: torch.device, *, is_in_order: bool) -> RowLeg:
     """Vectors, from the owners to those who ask."""

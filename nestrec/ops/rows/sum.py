@@ -58,14 +58,6 @@ def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Ten
     for_parts(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
 
 
-def add_distinct(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
-    """out[index[p]] += grad[p], in place, for places that are distinct: no order to lose, on any device."""
-    if out_UD.device.type == "cpu":
-        add_by_index(out_UD, index_P, grad_PD)
-    else:
-        out_UD.index_add_(0, index_P, grad_PD)
-
-
 def sum_type(dtype: torch.dtype) -> torch.dtype:
     """What values of this type are summed in."""
     return torch.promote_types(dtype, torch.float32)
