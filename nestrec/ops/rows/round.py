@@ -44,13 +44,15 @@ def rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, dtype: torch.dtype) ->
     bits_PD, random_PD = value_PD.contiguous().view(torch.int32), draws24(draw_P, value_PD.shape[1])
     size_PD = bits_PD & 0x7FFFFFFF
     of_type = _rounded_bfloat16 if dtype == torch.bfloat16 else _rounded_float16
-    half_PD = of_type(size_PD, random_PD) | ((bits_PD >> 16) & _SIGN)
+    # a NaN has no sign: those that a GPU makes are positive, those of a CPU often negative
+    sign_PD = (bits_PD >> 16) & _SIGN & -(size_PD <= _INFINITY).int()
+    half_PD = of_type(size_PD, random_PD) | sign_PD
     return ((half_PD ^ _SIGN) - _SIGN).to(torch.int16).view(dtype)
 
 
 def _rounded_bfloat16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Tensor:
     finite_PD = (size_PD + (random_PD >> 8)) >> 16
-    other_PD = 0x7F80 | ((size_PD > _INFINITY) * 0x40)  # NaNs are one: those of a GPU have other bits than a CPU's
+    other_PD = 0x7F80 | ((size_PD > _INFINITY) * 0x40)
     return torch.where(size_PD < _INFINITY, finite_PD, other_PD)
 
 
@@ -88,8 +90,8 @@ def _store_bfloat16(bits: NDArray[np.uint32], draws: NDArray[np.uint32], out: ND
             size = np.uint32(bits[i, j] & _SIZE)
             random = np.uint32(draw24(low, high, np.uint32(j)) >> _8)
             added = random if size < _INFINITE else _0
-            half = np.uint32(np.uint32(size + added) >> _16) if size <= _INFINITE else _NAN_B16
-            out[i, j] = np.uint16(half | np.uint32(np.uint32(bits[i, j] >> _16) & _SIGN_16))
+            half = np.uint32(np.uint32(bits[i, j] + added) >> _16)
+            out[i, j] = np.uint16(half if size <= _INFINITE else _NAN_B16)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -107,9 +109,9 @@ def _store_float16(bits: NDArray[np.uint32], draws: NDArray[np.uint32], out: NDA
             added = np.uint32(random >> np.uint32(np.int32(24) - shift))
             small = np.uint32(np.uint32(significand + added) >> np.uint32(shift))
             finite = small if exponent < _FIRST_NORMAL else normal
-            other = _NAN_16 if size > _INFINITE else _INFINITY_16
-            half = finite if exponent < _FIRST_TOO_LARGE else other
-            out[i, j] = np.uint16(half | np.uint32(np.uint32(bits[i, j] >> _16) & _SIGN_16))
+            half = finite if exponent < _FIRST_TOO_LARGE else _INFINITY_16
+            signed = np.uint32(half | np.uint32(np.uint32(bits[i, j] >> _16) & _SIGN_16))
+            out[i, j] = np.uint16(signed if size <= _INFINITE else _NAN_16)
 
 
 if HAS_TRITON:
@@ -136,4 +138,5 @@ if HAS_TRITON:
             small = ((((size & 0x7FFFFF) | (1 << 23)) >> lost) + (random >> (24 - shift))) >> shift
             finite = tl.where(exponent < 113, small, normal)
             half = tl.where(exponent < 143, finite, 0x7C00 | tl.where(size > 0x7F800000, 0x200, 0))
-        return (half | ((bits >> 16) & 0x8000)).to(tl.int16)
+        sign = tl.where(size <= 0x7F800000, (bits >> 16) & 0x8000, 0)
+        return (half | sign).to(tl.int16)
