@@ -1,9 +1,10 @@
 """What following costs those who ask: python deploy/measure_following.py --json FILE
 
 A server of a ranking model (`nestrec serve --model ADDRESS --follow`, over HTTP) under one open-loop load by turns: for
-a while nothing is published, then for as long a delta of 1% of the rows comes every few seconds. P99 of the second over
-that of the first is taken inside of a round. The model has made-up weights; its versions are written by what runs write
-theirs with, in a process of its own.
+a while nothing is published, then for as long a delta of 1% of the rows comes every few seconds; every other round the
+other way about. P99 of the second over that of the first is taken inside of a round, and over the requests of all
+rounds, with an interval from rounds drawn anew. The model has made-up weights; its versions are written by what runs
+write theirs with, in a process of its own.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import dataclasses
 import functools
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.bench.harness.frame import write_frame
 from nestrec.checkpoint import Peers
@@ -115,17 +116,23 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         cfg = ReplayConfig(
             rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=chosen.items
         )
+        ask_for_deltas(writer, 0.5, chosen.every)  # the first of its kind makes what all others use
         under_load(url, ReplayConfig(**{**plain(cfg), "duration_s": 3.0}))
+        trials: dict[str, list[Trial]] = {"still": [], "deltas": []}
         for number in range(chosen.rounds):
             found = {}
-            for way in ("still", "deltas"):
+            for way in ("still", "deltas") if number % 2 == 0 else ("deltas", "still"):
                 before = metric(url, "nestrec_version_number")
                 if way == "deltas":
-                    threading.Thread(target=ask_for_deltas, args=(writer, chosen)).start()
+                    asked_for = (writer, chosen.seconds - 1.0, chosen.every)
+                    threading.Thread(target=ask_for_deltas, args=asked_for).start()
                 trial = under_load(url, ReplayConfig(**{**plain(cfg), "seed": number}))
                 found[way] = (trial, metric(url, "nestrec_version_number") - before)
+                trials[way].append(trial)
             rows.append(row_of(found, chosen, number))
             print(json.dumps(rows[-1]), flush=True)
+        rows.append(over_all(trials, chosen, sum(row["versions_taken"] for row in rows)))
+        print(json.dumps(rows[-1]), flush=True)
     finally:
         writer.terminate()
         process.terminate()
@@ -153,6 +160,40 @@ def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, nu
         "p99_ratio": None if still.num_refused else finite(deltas.percentile_ms(99) / still.percentile_ms(99)),
         "refused": still.num_refused + deltas.num_refused,
     }
+
+
+def over_all(trials: dict[str, list[Trial]], chosen: argparse.Namespace, taken: float) -> dict[str, Any]:
+    """Over the requests of all rounds; the interval is that of rounds drawn with replacement."""
+    parts = {way: [trial.latency_ms for trial in found] for way, found in trials.items()}
+    pooled = {way: np.concatenate(found) for way, found in parts.items()}
+    drawn = []
+    for numbers in np.random.default_rng(0).integers(0, chosen.rounds, (1000, chosen.rounds)):
+        still, deltas = (p99(np.concatenate([parts[way][number] for number in numbers])) for way in ("still", "deltas"))
+        drawn.append(deltas / still if math.isfinite(still) and math.isfinite(deltas) else math.inf)
+    return {
+        "what": "p99_while_deltas_arrive_in_all",
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "rounds": chosen.rounds,
+        "seconds": chosen.seconds,
+        "requests": len(pooled["still"]),
+        "rate": chosen.rate,
+        "versions_taken": taken,
+        "rows_a_delta": round(0.01 * chosen.items),
+        "items": chosen.items,
+        "dim": chosen.dim,
+        "layers": chosen.layers,
+        "history": chosen.history,
+        **{f"{way}_p{q}_ms": finite(float(np.quantile(found, q / 100, method="inverted_cdf")))
+           for way, found in pooled.items() for q in (50, 99)},
+        "p99_ratio": finite(p99(pooled["deltas"]) / p99(pooled["still"])),
+        "low": finite(float(np.quantile(drawn, 0.025))),
+        "high": finite(float(np.quantile(drawn, 0.975))),
+        "refused": int(sum(np.isinf(found).sum() for found in pooled.values())),
+    }  # fmt: skip
+
+
+def p99(latency_ms: NDArray[np.float64]) -> float:
+    return float(np.quantile(latency_ms, 0.99, method="inverted_cdf"))
 
 
 def finite(value: float) -> float | None:
@@ -187,14 +228,14 @@ def start_writer(chosen: argparse.Namespace, address: str) -> "subprocess.Popen[
     return writer
 
 
-def ask_for_deltas(writer: "subprocess.Popen[bytes]", chosen: argparse.Namespace) -> None:
+def ask_for_deltas(writer: "subprocess.Popen[bytes]", lasts_s: float, every_s: float) -> None:
     """One every few seconds, for as long as the load lasts."""
     assert writer.stdin is not None
-    end_s = time.monotonic() + chosen.seconds - 1.0
+    end_s = time.monotonic() + lasts_s
     while time.monotonic() < end_s:
         writer.stdin.write(b"\n")
         writer.stdin.flush()
-        time.sleep(chosen.every)
+        time.sleep(min(every_s, max(0.0, end_s - time.monotonic())))
 
 
 def write_deltas(chosen: argparse.Namespace) -> None:
@@ -233,7 +274,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(chosen, Path(folder))
     print(json.dumps(rows[-1]))
-    print("median ratio of P99:", statistics.median(row["p99_ratio"] for row in rows if row.get("p99_ratio")))
     if chosen.json:
         write_frame(chosen.json, bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows)
 

@@ -11,6 +11,8 @@ from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.versions.places import place_of
+from nestrec.serving.versions.reader import Versions
 from nestrec.testing.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.gpu
@@ -57,3 +59,29 @@ def test_scores_are_those_of_a_server_that_begins_anew(tmp_path, family, store, 
     reloader.close()
     service.close()
     torch.cuda.synchronize()
+
+
+def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
+    make_datasets(tmp_path, num_topics=5)
+    address = str(tmp_path / "published")
+    run = ChangingRun.begin(Topology.single(), tmp_path, address, family="ranking", store="graphs", seed=7)
+    for _ in range(2):
+        run.change()
+        run.publisher.publish(run.session, run.step)
+        run.publisher.close()
+    versions = Versions(place_of(address))
+    newest, before = list(versions.history())[:2]
+    service = Service.load([f"{address}@{before[1]}"], CONFIG, "cuda")
+    reloader = Reloader(service, "cuda")
+    ((_, follower),) = reloader.followers.items()
+    (step,) = versions.way(newest, follower.version)
+    follower.stage(step)  # loads kernels
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # a long batch, on the stream that batches run on
+    is_over = torch.cuda.Event()
+    is_over.record()
+    follower.stage(step)
+    assert not is_over.query(), "what was brought waited for the batch"
+    torch.cuda.synchronize()
+    reloader.close()
+    service.close()

@@ -6,7 +6,7 @@ so no table is ever there twice, and a captured graph reads the new rows without
 for rows to come; rows that no version holds are as they begin, and lie there already.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from nestrec.base.config import from_plain
 from nestrec.base.errors import DamagedError
 from nestrec.base.failpoints import fail_point
+from nestrec.base.transfer import used_here
 from nestrec.embedding.initial import initial_vectors
 from nestrec.embedding.table import DTYPES, TableConfig
 from nestrec.serving.model.mapped import mapped
@@ -108,14 +109,14 @@ class Followed:
         if self.servable.index is not None:
             index = list(versions.index(step, spec.num_items))
             puts.append(_Put.of(self.servable.index, spec.num_items, _joined(index)))
-        weights = {name: t.to(self.servable.device) for name, t in versions.weights(step).items()}
-        _check_weights(self.servable, weights)
+        weights = versions.weights(step)
+        _check_weights(self.servable, weights)  # on the host: a device would have to be waited for
         return Staged(
             before=self,
             after=Followed(self._servable(spec, files, manifest.version, manifest.published_s), files, step),
             puts=tuple(puts),
             columns=_columns(self.servable, tensors, files),
-            weights=weights,
+            weights={name: tensor.to(self.servable.device) for name, tensor in weights.items()},
         )
 
     def _put(self, versions: Versions, step: VersionStep, table: PublishedTable) -> "_Put":
@@ -182,13 +183,23 @@ class Staged:
         """that are copied between two batches"""
         return sum(put.rows.numel() * put.rows.element_size() for put in self.puts)
 
+    def _brought(self) -> Iterator[torch.Tensor]:
+        """Whatever lies on the device, perhaps by another stream than the one that will read it."""
+        for put in self.puts:
+            yield from (put.ids, put.rows)
+        for ids, categories in self.columns.values():
+            yield from (ids, categories)
+        yield from self.weights.values()
+
     @torch.inference_mode()
     def apply(self) -> None:
         """Make the model that of the new version, while nobody reads it; all of it, or nothing."""
+        used_here(self._brought())
         old_rows = [(put, put.table.rows(put.ids.cpu() if _asks_host(put.table) else put.ids)) for put in self.puts]
         old_counts = [put.table.num_rows for put in self.puts]
         model, servable = self.before.servable.model, self.before.servable
-        old_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        old_weights = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
+        _copy_all(list(old_weights.values()), list(model.state_dict().values()))
         old_columns = {name: servable.item_columns[name][ids].clone() for name, (ids, _) in self.columns.items()}
         try:
             for put in self.puts:
@@ -219,8 +230,14 @@ def _table_of(servable: Servable, name: str) -> ServedTable:
 
 def _set_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """In place: graphs that were captured read them where they are."""
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(weights[name])
+    now = model.state_dict()
+    _copy_all(list(now.values()), [weights[name] for name in now])
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """By as few launches as there can be: batches wait meanwhile."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _asks_host(table: ServedTable) -> bool:

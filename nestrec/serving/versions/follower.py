@@ -5,9 +5,11 @@ one, and swapped for it, where it is not, or where deltas do not lead there. Wha
 version in service as it is, and is tried again with the next look: the next full version heals it.
 """
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -84,6 +86,7 @@ class VersionFollower:
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
 
     @property
     def version(self) -> str:
@@ -150,11 +153,9 @@ class VersionFollower:
 
     def _apply(self, step: VersionStep) -> None:
         """One delta, between two batches."""
-        staged = self._followed.staged(self._versions, step)
+        staged = self.stage(step)
         if staged.num_bytes > self._cfg.most_bytes:
             raise _TooLargeError
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.synchronize()  # of this thread's copies, before another reads them
         fetched_s = time.time()
         fail_point("follow.before_apply")
         self._end_freshness()
@@ -163,13 +164,30 @@ class VersionFollower:
         self._in_service(staged, fetched_s)
         self.counts.applied += 1
 
+    def stage(self, step: VersionStep) -> Staged:
+        """The version after the one in service, verified and beside it."""
+        with self._beside():
+            return self._followed.staged(self._versions, step)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What this thread brings to the device goes past the batches: on the stream that they run on, they would wait
+        for it. All of it is there at the end, before another thread reads it."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
     def _in_service(self, staged: Staged, fetched_s: float) -> None:
         self._followed = staged.after
         self.freshness.began(staged.after.step.manifest, fetched_s=fetched_s, applied_s=time.time())
 
     def _load(self, way: list[VersionStep]) -> None:
         """The last version of a way, beside the one in service."""
-        fresh = Followed.open(self._versions, way, self._device, self._tables, self._scratch)
+        with self._beside():
+            fresh = Followed.open(self._versions, way, self._device, self._tables, self._scratch)
         fetched_s = time.time()
         fail_point("follow.before_swap")
         self._end_freshness()
