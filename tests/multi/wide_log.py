@@ -1,26 +1,32 @@
-"""A log of any size with twelve columns, written by several processes; prepared and trained on in bounded memory.
+"""A log of any size with twelve columns, written by several processes; prepared, trained on and appended to in bounded
+memory.
 
-    python tests/multi/wide_log.py --events 100000000 --folder /scratch/wide --processes 8 --json scale.json
+    python tests/multi/wide_log.py --events 100000000 --append 1000000,10000000 --folder /scratch/wide --json scale.json
 
-The peaks of memory are those of the processes that prepare and train, asked of the system.
+`peak_mib` is the largest memory of one process of a command, as the system tells it; `together_mib` that of all its
+processes at a moment, with what they share counted once.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from nestrec.bench.harness.frame import write_frame
 
 PART_EVENTS = 2_000_000
 EVENTS_A_USER = 50
@@ -46,21 +52,20 @@ TRAIN = {
     "task.num_negatives": "32",
     "task.inputs.event_features": "device,country",
     "batch.batch_samples": "256",
-    "training.max_steps": "200",
     "training.evaluate_every_epochs": "0",
     "training.device": "cpu",
 }
 
 
-def write_part(number: int, folder: Path, num_events: int, num_users: int) -> None:
-    """Events of one file, a function of its number."""
-    draw, start = np.random.default_rng([3, number]), number * PART_EVENTS
+def write_part(number: int, folder: Path, num_events: int, num_users: int, more: int = 0) -> None:
+    """Events of one file, a function of its number. more: which of the logs that come later; they bring new users."""
+    draw, start = np.random.default_rng([3, number, more]), number * PART_EVENTS
     count = min(PART_EVENTS, num_events - start)
-    num_items = max(100, num_events // 200)
-    at = START_MS + draw.integers(0, SPAN_MS, count)
+    num_items = max(100, num_users * EVENTS_A_USER // 200)
+    at = START_MS + more * SPAN_MS + draw.integers(0, SPAN_MS, count)
     table = {
-        "user": draw.integers(0, num_users, count),
-        "item": (num_items * draw.random(count) ** 2).astype(np.int64),
+        "user": draw.integers(0, num_users + more * num_users // 50, count),
+        "item": (num_items * draw.random(count) ** 2).astype(np.int64) + more * num_items // 50,
         "at": at,
         "clicked": draw.integers(0, 2, count).astype(np.int8),
         "bought": (draw.random(count) < 0.05).astype(np.int8),
@@ -76,32 +81,59 @@ def write_part(number: int, folder: Path, num_events: int, num_users: int) -> No
     pq.write_table(pa.table(table), folder / f"part-{number:05}.parquet")
 
 
-def write_log(folder: Path, num_events: int, processes: int) -> None:
+def write_log(folder: Path, num_events: int, num_users: int, processes: int, more: int = 0) -> None:
     folder.mkdir(parents=True)
-    write = partial(write_part, folder=folder, num_events=num_events, num_users=max(10, num_events // EVENTS_A_USER))
+    write = partial(write_part, folder=folder, num_events=num_events, num_users=num_users, more=more)
     with ProcessPoolExecutor(processes) as pool:
         list(pool.map(write, range(-(-num_events // PART_EVENTS))))
 
 
 def run(command: list[str]) -> dict[str, float]:
-    """Seconds of a command, and the largest memory of a process of its, read from the system."""
+    """Seconds of a command, and its memory."""
     start_s, environment = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command[:6])} ... ended with {os.waitstatus_to_exitcode(status)}")
-    below_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024  # of processes below it, such as ranks
-    return {"wall_s": time.perf_counter() - start_s, "peak_mib": max(usage.ru_maxrss / 1024, below_mib)}
+    process = psutil.Popen(command, env=environment, stdout=sys.stderr)
+    together, largest, used_s = 0.0, 0.0, _cpu_s()
+    while process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            found = [_memory_mib(each) for each in (process, *process.children(recursive=True))]
+            together = max(together, sum(shared for shared, _ in found))
+            largest = max(largest, *(peak for _, peak in found))
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(0.2)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command[:6])} ... ended with {process.returncode}")
+    return {
+        "wall_s": round(time.perf_counter() - start_s, 1),
+        "cpu_s": round(_cpu_s() - used_s, 1),
+        "peak_mib": round(largest, 1),
+        "together_mib": round(together, 1),
+    }
 
 
-def train_ranks(data: str, run_folder: str) -> None:
+def _cpu_s() -> float:
+    """Seconds that cores have worked for the commands that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _memory_mib(process: psutil.Process) -> tuple[float, float]:
+    """A process's part of what it shares with others now, and the most that it ever had."""
+    now = process.memory_full_info().pss / 2**20
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    peak = next((line for line in status.splitlines() if line.startswith("VmHWM")), "VmHWM: 0 kB")
+    return now, int(peak.split()[1]) / 1024
+
+
+def train_ranks(data: str, run_folder: str, num_steps: int) -> None:
     """One rank of a run without evaluation; prints what it has read."""
     from nestrec.base.config import with_overrides
     from nestrec.distributed import Topology
     from nestrec.training.recipes import recipe
     from nestrec.training.trainer import Trainer
 
-    cfg = with_overrides(recipe("demo"), {**TRAIN, "data.folder": data, "data.synthetic": "none"})
+    cfg = with_overrides(
+        recipe("demo"), {**TRAIN, "training.max_steps": str(num_steps), "data.folder": data, "data.synthetic": "none"}
+    )
     trainer = Trainer(cfg, Path(run_folder), Topology.from_environment("cpu"))
     trainer.train()
     read = trainer.session.task._read
@@ -113,21 +145,34 @@ def train_ranks(data: str, run_folder: str) -> None:
     Path(run_folder, f"rank-{told['rank']}.json").write_text(json.dumps(told))
 
 
-def measure(folder: Path, num_events: int, processes: int) -> dict[str, Any]:
-    """Write, prepare, train; what each took."""
+def measure(
+    folder: Path, num_events: int, processes: int, *, num_steps: int = 200, appended: Sequence[int] = ()
+) -> Iterator[dict[str, Any]]:
+    """Write, prepare, train, append; what each took."""
     shutil.rmtree(folder, ignore_errors=True)
+    num_users = max(10, num_events // EVENTS_A_USER)
     start_s = time.perf_counter()
-    write_log(folder / "log", num_events, processes)
-    found: dict[str, Any] = {"events": num_events, "columns": 12, "write_s": time.perf_counter() - start_s}
-    print(json.dumps(found), flush=True)
+    write_log(folder / "log", num_events, num_users, processes)
+    yield {"what": "log", "events": num_events, "columns": 12, "wall_s": round(time.perf_counter() - start_s, 1)}
+    nestrec, data = [sys.executable, "-m", "nestrec"], str(folder / "data")
     options = [f"--{name}={value}" for name, value in PREPARE.items()]
-    prepare = [sys.executable, "-m", "nestrec", "prepare", "log", str(folder / "log"), str(folder / "data"), *options]
-    found["prepare"] = run(prepare)
-    print(json.dumps(found), flush=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    found["train"] = run([*launch, __file__, "--train", str(folder / "data"), "--folder", str(folder / "run")])
-    found["ranks"] = [json.loads((folder / "run" / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    return found
+    prepare = run([*nestrec, "prepare", "log", str(folder / "log"), data, *options])
+    yield {"what": "prepare", "events": num_events, "columns": 12, **prepare}
+    shutil.rmtree(folder / "log")
+    if num_steps:
+        yield {"what": "train", "events": num_events, "steps": num_steps, **_train(data, folder / "run", num_steps)}
+    onto = num_events
+    for number, more in enumerate(appended, start=1):
+        write_log(folder / f"log-{number}", more, num_users, processes, more=number)
+        append = run([*nestrec, "append", str(folder / f"log-{number}"), data])
+        yield {"what": "append", "onto_events": onto, "events": more, **append}
+        onto += more
+
+
+def _train(data: str, folder: Path, num_steps: int) -> dict[str, Any]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    took = run([*launch, "--train", data, "--folder", str(folder), "--steps", str(num_steps)])
+    return {**took, "ranks": [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]}
 
 
 def main() -> None:
@@ -135,16 +180,21 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--append", type=lambda text: [int(part) for part in text.split(",")], default=[])
+    parser.add_argument("--steps", type=int, default=200, help="of training; 0: none")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train")
     options = parser.parse_args()
     if options.train:
-        train_ranks(options.train, str(options.folder))
+        train_ranks(options.train, str(options.folder), options.steps)
         return
-    found = measure(options.folder, options.events, options.processes)
-    print(json.dumps(found), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    rows = []
+    parts = measure(options.folder, options.events, options.processes, num_steps=options.steps, appended=options.append)
+    for row in parts:
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if options.json:  # at once: a run that is cut off has still told something
+            write_frame(options.json, bench="scale", command=f"python {' '.join(sys.argv)}", rows=rows)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ def order_events(users: NDArray[Any], num_users: int, sort_keys: list[NDArray[An
     return order
 
 
-def is_duplicate(users: NDArray[Any], signatures: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Whether an earlier event (in the given order) has the same user and signature."""
-    order = np.lexsort((signatures, users))  # stable: of equal rows the earliest comes first
+def is_duplicate(users: NDArray[Any], num_users: int, signatures: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Whether an earlier event (in the given order) has the same user and signature; `users` from 0."""
+    order = order_events(users, num_users, [signatures.view(np.int64)])  # of equal rows the earliest comes first
     same = (np.diff(users[order]) == 0) & (np.diff(signatures[order]) == 0)
     marked = np.zeros(users.size, dtype=np.bool_)
     marked[order[1:][same]] = True

@@ -103,6 +103,9 @@ class KeyTable:
 
 def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
     """The ids as int64 where every one of them is an integer of at most 18 digits in plain decimal form."""
+    is_text = pa.types.is_string(ids.type)
+    if is_text and len(ids) and not is_plain_number(ids[0].as_py()):
+        return None  # Arrow would look at every id before it says so, at many times the cost
     try:
         numbers = np.asarray(ids.cast(pa.int64()).to_numpy(zero_copy_only=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -110,7 +113,7 @@ def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
     magnitude = np.abs(numbers)
     if magnitude.size and (magnitude.max() >= _POWERS_OF_10[-1] or magnitude.min() < 0):
         return None
-    if not pa.types.is_string(ids.type):
+    if not is_text:
         return numbers
     num_characters = pc.binary_length(ids.cast(pa.string())).to_numpy(zero_copy_only=False)
     plain = np.searchsorted(_POWERS_OF_10, magnitude, side="right") + 1 + (numbers < 0)

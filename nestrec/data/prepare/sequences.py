@@ -123,7 +123,7 @@ def sort_events(work: Assembly, partitions: Partitions) -> None:
         start, end = partitions.bounds[p : p + 2]
         rows = records.rows
         users = rows["user"] - start
-        is_repeat = is_duplicate(users, rows["signature"])
+        is_repeat = is_duplicate(users, int(end - start), rows["signature"])
         work.num_duplicates += int(is_repeat.sum())
         order = order_events(users, int(end - start), [rows[name] for name in work.source.columns.sort_fields()])
         if work.drops_duplicates:

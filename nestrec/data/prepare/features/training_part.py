@@ -45,7 +45,7 @@ def find_training_part(
         is_fit = _is_early(rows["user"])
         if until_ms is not None:
             is_fit &= rows["time"] < until_ms
-        chosen = rows[is_fit]
+        chosen = rows.take(np.flatnonzero(is_fit))
         users[chosen["user"]], items[chosen["item"]] = True, True
         num_events += chosen.size
         for name, fitting in fittings.items():
@@ -75,7 +75,8 @@ def _kept_rows(partitions: Partitions, kept: FilterResult) -> Iterator[NDArray[A
     """Records of the events that stay, all of a user together, users and their events in order."""
     for p in range(len(partitions)):
         rows = partitions[p].load_rows()
-        yield rows[kept.users[rows["user"]] & kept.items[rows["item"]]]
+        stays = kept.users[rows["user"]] & kept.items[rows["item"]]
+        yield rows if stays.all() else rows.take(np.flatnonzero(stays))
 
 
 def _is_early(users: NDArray[Any]) -> NDArray[np.bool_]:
