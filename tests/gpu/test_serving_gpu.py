@@ -11,6 +11,7 @@ import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.reach import AttentionReach
+from nestrec.serving.engine.batch_layout import Extent
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runner import Runner
 from nestrec.serving.model.forms import make_form
@@ -77,6 +78,42 @@ def test_cached_retrieval_on_a_gpu_equals_uncached_one_there_and_on_a_cpu(kind):
     assert np.abs(cached - full).max() <= 1e-5 * scale
     on_cpu, _ = run(device="cpu", tiers=replace(TIERS, keeps_prefix=False))
     assert np.abs(on_cpu - full).max() <= 1e-4 * scale
+
+
+def found_by(servable, **options):
+    """Items and scores for 40 users at once, of whom some exclude much, ask for many, or allow few."""
+    rng, engine = np.random.default_rng(2), Engine(make_form(servable), EngineConfig(max_queue_s=1e9, **options))
+    works = []
+    for user in range(40):
+        items = rng.integers(1, 901, int(rng.integers(1, 60)))
+        history = History(items=items, times_ms=60_000 * np.arange(len(items)), actions=np.zeros_like(items))
+        excluded, allowed = np.unique(items), np.arange(1, 400) if user in (3, 17) else None
+        asked = Candidates(items=items[:0], now_ms=10**10, num_best=300 if user == 9 else 20 + user,
+                           excluded=np.arange(1, 300) if user == 5 else excluded, allowed=allowed)  # fmt: skip
+        works.append(engine.rank(str(user), history, asked, timeout_s=60.0))
+    answers = [work.future.result(60.0) for work in works]
+    engine.close()
+    return answers, engine._runner
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_from_ids_to_items_find_what_plain_operators_find(dtype):
+    torch.set_float32_matmul_precision("highest")
+    servable = random_retrieval(ENCODERS["plain"], device="cuda", dtype=dtype)
+    index = servable.index
+    (captured, runner), (plain, _) = found_by(servable), found_by(servable, captured=False)
+    assert runner._searching
+    for one, other in zip(captured, plain, strict=True):
+        assert len(one.items) == len(other.items)
+        same = np.isin(one.items, other.items).mean()
+        assert same == 1.0 if dtype == torch.float32 else same > 0.8  # states are rounded to eight bits in between
+        np.testing.assert_allclose(one.scores, other.scores, rtol=1e-4 if dtype == torch.float32 else 0.1, atol=1e-4)
+    index.num_rows = 900  # as of a model that has learnt of items, or forgotten them
+    with torch.inference_mode():
+        assert not runner._best.is_current
+        assert runner._searching_for(Extent(100, 3, 4, 1, 0, 103)) is not None
+        assert runner._best.is_current
+        assert len(runner._searching) == 1
 
 
 @pytest.mark.parametrize("kind", ["biased", "sasrec"])

@@ -78,10 +78,11 @@ RARE = ("plain", "function")
 """of which other tests know much"""
 
 
-def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, prefix_dtype="model"):
-    """(scores or states, pool) sequence by sequence and over pages."""
+def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, prefix_dtype="model", is_searched=False):
+    """(scores or states, pool) sequence by sequence and over pages. is_searched: the pass ends with what was found."""
     from nestrec.base.seam import resolved
     from nestrec.serving.engine.batch_layout import Extent, PartRows, Room, Sections, lay_out
+    from nestrec.serving.engine.graph_best import GraphBest, are_found_inside, found_of, write_pairs
     from nestrec.serving.engine.graph_runner import Captured, layout_of, room_for_content
 
     servable = make_model(encoder, num_items=100)
@@ -90,6 +91,9 @@ def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, pr
         servable = replace(servable, tables={**servable.tables, "items": CachedTable(rows, torch.device("cpu"), 9)})
     form = make_form(servable)
     parts, num_pages = make_parts(form, np.random.default_rng(1), shapes)
+    if is_searched:
+        parts = [asking_for_the_best(part, 7 + number) for number, part in enumerate(parts)]
+        assert are_found_inside(parts)
     pools = [
         PagePool(
             servable.kept,
@@ -114,21 +118,35 @@ def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, pr
     encoder = resolved(servable.cached.paged)(form.encoder, pools[1].kept_pages)
     rows = PartRows.of(form, parts)
     extent = Extent.of(rows, pools[1].page_tokens)
-    room = Room(512, num_candidates, 16, layout_of(form, encoder))
-    captured = Captured(form, encoder, room, room_for_content(form, room.num_records))
+    room = Room(512, num_candidates, 16, layout_of(form, encoder), 256 if is_searched else 0)
+    best = GraphBest(form) if is_searched else None
+    captured = Captured(form, encoder, room, room_for_content(form, room.num_records), best)
     assert room.holds(extent)
     packed = torch.full((room.num_indices,), 10**6, dtype=torch.int32)  # of a batch before: nothing of it may be read
     sections = Sections(room, packed.numpy())
     with torch.inference_mode():
         lay_out(pools[1], rows, sections)
         captured.bring(sections, extent.num_records)
+        asking = [part for part in parts if part.candidates is not None]
+        if is_searched:
+            write_pairs([part.candidates for part in asking], sections.pairs_2P)
         found = captured.run(packed)[: extent.num_candidates]
+        if is_searched:
+            return found_of(parts, found), expected, pools, parts
         if not form.appends_candidates:
-            asking = [part for part in parts if part.candidates is not None]
             found = found_by_states(form, asking, list(found))
             found = torch.cat([torch.from_numpy(one.scores) for one in found])
     wanted = np.concatenate([np.zeros((0, len(form.outputs))), *(s.scores for s in expected if s is not None)])
     return found.numpy(), wanted, pools, parts
+
+
+def asking_for_the_best(part, count):
+    """Instead of scores: so many, without those of the history; signals ask for nothing."""
+    if part.candidates is None:
+        return part
+    seen = np.unique(part.tokens.columns[0])
+    none = np.zeros(0, np.int64)
+    return replace(part, candidates=replace(part.candidates, items=none, num_best=count, excluded=seen))
 
 
 def fill(pool, values):
@@ -168,6 +186,17 @@ def test_a_batch_over_pages_has_the_scores_and_keeps_the_prefixes_of_one_sequenc
 def test_a_retrieval_batch_over_pages_searches_with_the_states_of_last_events(kind):
     found, wanted, _, _ = run_both(random_retrieval, ENCODERS[kind], ASKED, 64)
     assert np.abs(found - wanted).max() <= 1e-4
+
+
+def test_a_pass_from_ids_to_items_finds_what_a_search_after_it_finds():
+    found, wanted, _, parts = run_both(random_retrieval, ENCODERS["plain"], ASKED, 16, is_searched=True)
+    for one, other, part in zip(found, wanted, parts, strict=True):
+        assert (one is None) == (other is None) == (part.candidates is None)
+        if one is not None:
+            assert len(one.items) == part.candidates.num_best
+            assert not np.isin(one.items, part.candidates.excluded).any()
+            np.testing.assert_array_equal(one.items, other.items)
+            np.testing.assert_allclose(one.scores, other.scores, atol=1e-4)
 
 
 def test_prefixes_of_8_bits_are_the_same_to_both():

@@ -108,7 +108,9 @@ def _measured(
 def _over_http(bench: RetrievalBench, num_items: int) -> Iterator[dict[str, Any]]:
     encoder = HSTUConfig(dim=bench.dim, num_layers=1, num_heads=1, head_dim=16, max_length=64, position_bias=False)
     with tempfile.TemporaryDirectory() as root:
-        write_servable(random_retrieval(encoder, num_items=num_items, seed=bench.seed), Path(root) / "model")
+        dtype = getattr(torch, bench.dtype)
+        model = random_retrieval(encoder, num_items=num_items, seed=bench.seed, dtype=dtype)
+        write_servable(model, Path(root) / "model")
         with server(Path(root) / "model", "--device", bench.device) as (port, process):
             for number, rate in enumerate((bench.rates[0], *bench.rates)):
                 load = made_up_load(
@@ -120,7 +122,9 @@ def _over_http(bench: RetrievalBench, num_items: int) -> Iterator[dict[str, Any]
                 ordered = served.answered_ms
                 row = {**_labels(bench, num_items, "exact"), "http": True, "rate": rate, "requests": len(served.at_s)}
                 row |= {"qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
-                        "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms)}  # fmt: skip
+                        "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms),
+                        "server_cores": round(served.server_cores, 2),
+                        "generator_late_p99_ms": round(served.trial.lateness_ms, 3)}  # fmt: skip
                 if number:
                     yield row
 

@@ -109,6 +109,8 @@ class Room:
     num_candidates: int
     num_pages: int
     layout: Layout
+    num_pairs: int = 0
+    """(row that is asked for, item that it may not find)"""
 
     @property
     def num_blocks(self) -> int:
@@ -128,7 +130,7 @@ class Room:
     @property
     def sizes(self) -> tuple[int, ...]:
         """of time_T and query_time_T (two words each), token_T, position_T, slot_T, blocks, last_blocks, pages, row_C,
-        record_C, records_FR"""
+        record_C, records_FR, pairs_2P"""
         return (
             2 * self.num_rows if self.layout.has_times else 0,
             2 * self.num_rows if self.layout.has_times else 0,
@@ -141,6 +143,7 @@ class Room:
             self.num_candidates,
             self.num_candidates,
             self.num_records * self.layout.num_fields,
+            2 * self.num_pairs,
         )
 
     @property
@@ -177,6 +180,7 @@ class Sections:
         self.last_blocks = parts[6].reshape(-1, FIELDS)
         self.pages, self.row_C, self.record_C = parts[7:10]
         self.records_FR = parts[10].reshape(room.layout.num_fields, -1)
+        self.pairs_2P = parts[11].reshape(2, -1)
 
 
 def lay_out(pool: PagePool, parts: Sequence[PartRows], to: Sections) -> None:

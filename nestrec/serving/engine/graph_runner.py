@@ -1,18 +1,18 @@
 """Batches of work on a GPU: one copy to the device, one captured graph, one copy back.
 
 Batches are padded to one of a few numbers of rows and of candidates, and for each pair of them everything from ids to
-scores is captured once; of a retrieval model, everything from ids to the states that are searched with. Nothing here
-waits for the device: `Launched.wait` does. All of it runs on one stream, so
-batches keep their order and may share buffers.
+scores is captured once; of a retrieval model, everything from ids to the items that were found (`graph_best`), and for
+requests that are answered otherwise everything to the states. Nothing here waits for the device: `Launched.wait` does.
+All of it runs on one stream, so batches keep their order and may share buffers.
 
-Legend: T rows of the batch, C candidates, R records, D model width, F fields of a record.
+Legend: T rows of the batch, C candidates, R records, D model width, F fields of a record, K best, P excluded pairs.
 """
 
 import bisect
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -24,8 +24,11 @@ from nestrec.models.segments import KeptShape
 from nestrec.ops.attention.paged.blocks import FIELDS
 from nestrec.ops.layers.token_rows import token_rows
 from nestrec.serving.engine.batch_layout import Extent, Layout, PartRows, Room, Sections, lay_out
+from nestrec.serving.engine.graph_best import MOST_BEST, MOST_PAIRS, GraphBest, are_found_inside, found_of, write_pairs
 from nestrec.serving.engine.runner import Launched, Part, Scored, found_by_states
 from nestrec.serving.model.forms import PagedForm
+from nestrec.serving.model.retrieval_form import RetrievalForm
+from nestrec.serving.model.tables import ResidentTable
 from nestrec.serving.prefix.page_pool import PagePool
 
 _CANDIDATES = (0, 512, 1024)
@@ -33,6 +36,8 @@ _CANDIDATES = (0, 512, 1024)
 
 _FEW_ASKED = (0, 64)
 """the same of retrieval models, which are asked for one row a user"""
+_SEARCHED = (16, 64)
+"""the same where the search is a part of the graph"""
 _TILE_ROWS, _TILE_COLUMNS = 256, 128
 """of a product on a Hopper GPU"""
 _MOST_ROW_STEP = 1024
@@ -67,9 +72,17 @@ def layout_of(form: PagedForm, encoder: PagedEncoder) -> Layout:
 class Captured:
     """The pass of one number of rows and candidates."""
 
-    def __init__(self, form: PagedForm, encoder: PagedEncoder, room: Room, content_RD: torch.Tensor | None = None):
-        """content_RD: room for the vectors of records, where they are brought to the device before the graph runs."""
-        self._form, self._encoder, self.room, self._content_RD = form, encoder, room, content_RD
+    def __init__(
+        self,
+        form: PagedForm,
+        encoder: PagedEncoder,
+        room: Room,
+        content_RD: torch.Tensor | None = None,
+        best: GraphBest | None = None,
+    ):
+        """content_RD: room for the vectors of records, where they are brought to the device before the graph runs.
+        best: the search that the pass ends with."""
+        self._form, self._encoder, self.room, self._content_RD, self._best = form, encoder, room, content_RD, best
         self._indices = torch.zeros(room.num_indices, dtype=torch.int32, device=form.servable.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scores: torch.Tensor | None = None
@@ -83,7 +96,7 @@ class Captured:
             self._scores = self._forward()
 
     def run(self, packed: torch.Tensor) -> torch.Tensor:
-        """(C, outputs) scores; valid until the next batch."""
+        """(C, outputs) scores, (C, D) states or (C, K) keys of what was found; valid until the next batch."""
         self._indices.copy_(packed, non_blocking=True)
         if self._graph is None or self._scores is None:
             return self._forward()
@@ -100,7 +113,7 @@ class Captured:
         form, encoder, layout = self._form, cast(Any, self._form.encoder), self.room.layout
         sections = self._indices.split(list(self.room.sizes))
         time_T, query_time_T = (words.view(torch.float64) if layout.has_times else None for words in sections[:2])
-        token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records = sections[2:]
+        token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records, pairs = sections[2:]
         records_FR = records.view(layout.num_fields, -1)
         content_RD = form.content(records_FR.long().T) if self._content_RD is None else self._content_RD
         x_TD = token_rows(
@@ -122,23 +135,26 @@ class Captured:
             query_time_T=query_time_T,
         )
         state_CD = self._encoder.forward(x_TD, batch)
+        if self._best is not None:
+            return self._best.keys(state_CD, pairs.view(2, -1))
         return form.outcome(state_CD, content_RD.index_select(0, record_C))
 
 
 class _Slot:
     """Host memory and events of a batch on its way."""
 
-    def __init__(self, num_indices: int, num_candidates: int, num_outputs: int):
-        self.indices = torch.empty(num_indices, dtype=torch.int32, pin_memory=True)
-        self.scores = torch.empty(num_candidates, num_outputs, dtype=torch.float32, pin_memory=True)
+    def __init__(self, room: Room, num_outcomes: int, dtype: torch.dtype):
+        """num_outcomes: of each row that is asked for."""
+        self.indices = torch.empty(room.num_indices, dtype=torch.int32, pin_memory=True)
+        self.outcome = torch.empty(room.num_candidates, num_outcomes, dtype=dtype, pin_memory=True)
         self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._views: dict[Room, _Views] = {}
 
     def views(self, room: Room) -> "_Views":
         """Made once for each room: on the way of a request they would cost more than the copies."""
         if room not in self._views:
-            indices, scores = self.indices[: room.num_indices], self.scores[: room.num_candidates]
-            self._views[room] = _Views(indices, Sections(room, indices.numpy()), scores, scores.numpy())
+            indices = self.indices[: room.num_indices]
+            self._views[room] = _Views(indices, Sections(room, indices.numpy()), self.outcome[: room.num_candidates])
         return self._views[room]
 
 
@@ -146,8 +162,7 @@ class _Slot:
 class _Views:
     indices: torch.Tensor
     sections: Sections
-    scores: torch.Tensor
-    scored: NDArray[np.float32]
+    outcome: torch.Tensor
 
 
 class GraphRunner:
@@ -161,19 +176,25 @@ class GraphRunner:
         self.form, self.pool, self._encoder = form, pool, encoder
         self.row_step = rows_a_wave(form.servable.kept, pool.tensor.device)
         self._layout = layout_of(form, encoder)
-        most_pages = 32 * -(-form.servable.encoder_config.max_length // pool.page_tokens)
+        self._most_pages = 32 * -(-form.servable.encoder_config.max_length // pool.page_tokens)
         self._sizes = row_counts(max_tokens)
         self._captured: dict[int, list[Captured]] = {}
-        memory: Any = torch.cuda.graph_pool_handle()
+        self._searching: dict[tuple[int, int], Captured] = {}
+        self._memory: Any = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            content_RD = room_for_content(form, self._sizes[-1])
+            self._best = _search_of(form)
+            self._content_RD = room_for_content(form, self._sizes[-1])
             for size in reversed(self._sizes):  # the largest first: the others fit into its memory
                 counts = candidate_counts(size) if form.appends_candidates else _FEW_ASKED
-                rooms = [Room(size, count, most_pages, self._layout) for count in counts]
-                self._captured[size] = [Captured(form, encoder, room, content_RD) for room in rooms]
+                rooms = [Room(size, count, self._most_pages, self._layout) for count in counts]
+                self._captured[size] = [Captured(form, encoder, room, self._content_RD) for room in rooms]
                 for captured in reversed(self._captured[size]):
-                    captured.capture(memory)
-        self._most = self._captured[self._sizes[-1]][-1].room
+                    captured.capture(self._memory)
+                if self._best is not None:
+                    for count in reversed(_SEARCHED):
+                        self._searches(self._best, size, count)
+        most = self._captured[self._sizes[-1]][-1].room
+        self._most = most if self._best is None else replace(most, num_pairs=MOST_PAIRS)
         self._slots = deque(self._slot(self._most) for _ in range(self.depth + 1))
 
     @torch.inference_mode()
@@ -184,16 +205,19 @@ class GraphRunner:
     def launch(self, parts: Sequence[Part]) -> Launched:
         rows = PartRows.of(self.form, parts)
         extent = Extent.of(rows, self.pool.page_tokens)
-        captured = self._captured_for(extent)
+        searching = self._searching_for(extent) if are_found_inside(parts) else None
+        captured = searching or self._captured_for(extent)
         slot = self._next_slot(captured.room)
         views = slot.views(captured.room)
         lay_out(self.pool, rows, views.sections)
+        if searching is not None:
+            write_pairs([part.candidates for part in parts if part.candidates is not None], views.sections.pairs_2P)
         captured.bring(views.sections, extent.num_records)
         slot.begin.record()  # after the host's part: a device that waits for it is not at work
         found = captured.run(views.indices)
-        if self.form.appends_candidates:
+        if self.form.appends_candidates or searching is not None:
             if extent.num_candidates:
-                views.scores.copy_(found, non_blocking=True)
+                views.outcome.copy_(found, non_blocking=True)
         else:
             found = found.clone()  # the next batch writes over it
         slot.end.record()
@@ -202,7 +226,9 @@ class GraphRunner:
             slot.end.synchronize()
             seconds = slot.begin.elapsed_time(slot.end) / 1e3
             if self.form.appends_candidates:
-                return _split(parts, views.scored), seconds
+                return _split(parts, views.outcome.numpy()), seconds
+            if searching is not None:
+                return found_of(parts, views.outcome[: extent.num_candidates]), seconds
             return self._searched(parts, rows, found), seconds
 
         return Launched(wait, slot.end.query)
@@ -222,9 +248,9 @@ class GraphRunner:
         return self._slots[0]
 
     def _slot(self, room: Room) -> _Slot:
-        return _Slot(
-            room.num_indices, room.num_candidates if self.form.appends_candidates else 0, len(self.form.outputs)
-        )
+        if self.form.appends_candidates:
+            return _Slot(room, len(self.form.outputs), torch.float32)
+        return _Slot(room, 0 if self._best is None else MOST_BEST, torch.int64)
 
     def _captured_for(self, extent: Extent) -> Captured:
         for size in self._sizes[bisect.bisect_left(self._sizes, extent.num_rows) :]:
@@ -233,6 +259,38 @@ class GraphRunner:
                     return captured
         room = Room.for_extent(extent, self._layout)
         return Captured(self.form, self._encoder, room, room_for_content(self.form, room.num_records))
+
+    def _searching_for(self, extent: Extent) -> Captured | None:
+        """The pass that ends with the search; none where that is not captured."""
+        if self._best is not None and not self._best.is_current:
+            self._searching.clear()
+            self._best = _search_of(self.form)
+        if self._best is None:
+            return None
+        for size in self._sizes[bisect.bisect_left(self._sizes, extent.num_rows) :]:
+            for count in _SEARCHED:
+                if self._room(size, count).holds(extent):
+                    return self._searches(self._best, size, count)
+        return None
+
+    def _searches(self, best: GraphBest, num_rows: int, num_asked: int) -> Captured:
+        """Captured where it is not yet: after the index has changed its size."""
+        if (num_rows, num_asked) not in self._searching:
+            room = self._room(num_rows, num_asked)
+            captured = Captured(self.form, self._encoder, room, self._content_RD, best)
+            captured.capture(self._memory)
+            self._searching[num_rows, num_asked] = captured
+        return self._searching[num_rows, num_asked]
+
+    def _room(self, num_rows: int, num_asked: int) -> Room:
+        return Room(num_rows, num_asked, self._most_pages, self._layout, MOST_PAIRS)
+
+
+def _search_of(form: PagedForm) -> GraphBest | None:
+    """None where parts of the index lie elsewhere, or it is small."""
+    index = form.servable.index
+    is_there = isinstance(index, ResidentTable) and index.num_rows >= MOST_BEST
+    return GraphBest(form) if isinstance(form, RetrievalForm) and is_there else None
 
 
 def room_for_content(form: PagedForm, num_records: int) -> torch.Tensor | None:

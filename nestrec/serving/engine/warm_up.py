@@ -31,4 +31,6 @@ def _part(form: Form, num_events: int, num_candidates: int) -> Part:
     history = History(items=zeros, times_ms=zeros, actions=zeros, features=dict.fromkeys(columns, zeros))
     tokens = form.tokens(history, 0)
     candidates = Candidates(items=asked, now_ms=0, features=dict.fromkeys(columns, asked))
+    if servable.index is not None and servable.device.type == "cuda":  # what it costs to find items is in their graph
+        candidates = Candidates(items=asked[:0], now_ms=0, num_best=num_candidates)
     return Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)

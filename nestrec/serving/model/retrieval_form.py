@@ -102,7 +102,7 @@ class RetrievalForm:
             excluded = Excluded.of([asked[b].excluded for b in open_ones])
             rows, scores = self._search.best(queries_BD[open_ones], max(asked[b].num_best for b in open_ones), excluded)
             for b, rows_K, scores_K in zip(open_ones, rows, scores, strict=True):
-                found[b] = _shortened(rows_K, scores_K, asked[b].num_best)
+                found[b] = shortened(rows_K, scores_K, asked[b].num_best)
         for b, one in enumerate(asked):
             if one.allowed is not None:
                 found[b] = self._best_of_allowed(queries_BD[b : b + 1], one)
@@ -117,7 +117,7 @@ class RetrievalForm:
         listed = np.setdiff1d(asked.allowed[asked.allowed > 0], asked.excluded) - 1
         rows_1K = torch.from_numpy(listed).to(query_1D.device)[None]
         rows, scores = exactly_ordered(self.servable.index, query_1D, rows_1K, asked.num_best)
-        return _shortened(rows[0], scores[0], asked.num_best)
+        return shortened(rows[0], scores[0], asked.num_best)
 
     @cached_property
     def _search(self) -> ItemSearch:
@@ -188,7 +188,7 @@ class RetrievalForm:
         return self.servable.tables["items"].rows(torch.from_numpy(np.ascontiguousarray(items))).to(self.servable.dtype)
 
 
-def _shortened(
+def shortened(
     rows_K: NDArray[np.int64], scores_K: NDArray[np.float32], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Items and (items, 1) scores of the best rows that there are."""

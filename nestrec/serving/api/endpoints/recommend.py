@@ -48,7 +48,7 @@ class _Recommending:
             asked.history,
             count=max(self._k, least),
             now_ms=asked.now_ms,
-            excluded=np.union1d(seen, self._listed(request.exclude or (), "exclude")),
+            excluded=np.union1d(seen, self._listed(request.exclude, "exclude")) if request.exclude else seen,
             allowed=None if request.allow is None else self._listed(request.allow, "allow"),
             timeout_s=asked.timeout_s,
         )
