@@ -67,7 +67,8 @@ def _quality_row(group: list[Ranks]) -> Row:
         "best_epochs": [run.best_epoch for run in group],
         "validations": _validations(group),
     }
-    for metric, interval in bootstrap({name: _seed_average(group, name) for name in metrics}).items():
+    values = {name: _seed_average(group, name) for name in metrics}
+    for metric, interval in bootstrap(values, groups=one.users).items():
         of_seeds = _of_seeds(group, metric)
         row[metric], row[f"{metric}_interval"] = interval.mean, [interval.low, interval.high]
         row[f"{metric}_of_seeds"] = of_seeds
@@ -93,7 +94,7 @@ def _comparison_row(first: list[Ranks], second: list[Ranks]) -> Row:
     }
     metrics = _metrics_of([*first, *second])
     differences = {name: _seed_average(first, name) - _seed_average(second, name) for name in metrics}
-    for metric, interval in bootstrap(differences).items():
+    for metric, interval in bootstrap(differences, groups=one.users).items():
         row[f"{metric}_difference"] = interval.mean
         row[f"{metric}_difference_interval"] = [interval.low, interval.high]
         row |= _seed_differences(f"{metric}_difference", _of_seeds(first, metric), _of_seeds(second, metric), row)

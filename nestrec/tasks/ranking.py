@@ -80,6 +80,9 @@ class RankingTaskConfig:
     the length of the history, or by a category by its column, such as event_tab"""
     batch_slices: Count = 256
     """slices scored at a time"""
+    at_once: bool = True
+    """on the test part, ask for all held-out events of a user at one moment too, before the first of them, as a list is
+    ranked: `model, at once` stands beside `model`, which knows how the user reacted to the events before each"""
 
 
 class RankingTask(Task):
@@ -180,7 +183,24 @@ class RankingTask(Task):
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
         logit_EK, label_EK, user_E = self._scores(engine, slices)
-        return self._results.evaluation(part, logit_EK, label_EK, user_E, engine.topology)
+        logits = {"model": logit_EK}
+        if part == "test" and self.cfg.at_once:
+            logits["model, at once"] = self._at_once(engine, part)
+        return self._results.evaluation(part, logits, label_EK, user_E, engine.topology)
+
+    def _at_once(self, engine: EmbeddingEngine, part: Part) -> NDArray[np.float64]:
+        """Logits (E, K) of every held-out event, each with the history before the first of its user's."""
+        first, end = self._split.held_out(part)
+        place_E, offsets = slice_index(first, end)
+        user_E = np.repeat(np.arange(len(first)), np.diff(offsets))
+        logits = np.zeros((len(user_E), len(self.cfg.inputs.labels)))
+        topology, longest = engine.topology, self.cfg.inputs.max_events - 1
+        for chosen in share_of_ranks(np.arange(len(user_E)), self.cfg.batch_slices, topology.rank, topology.world):
+            user = user_E[chosen]
+            before = np.maximum(0, first[user] - longest)
+            batch = self._inputs.asked(self._inputs.read(user), before, first[user], place_E[chosen])
+            logits[chosen] = self._logits(engine, batch)[np.cumsum(first[user] - before + 1) - 1]
+        return sum_over_ranks(topology, logits)
 
     def _scores(
         self, engine: EmbeddingEngine, slices: NDArray[np.int64]

@@ -54,20 +54,25 @@ class RankingResults:
         self._logits: dict[Part, dict[str, Logits]] = {}
         self._metrics: dict[Part, dict[str, Mapping[str, Interval]]] = {}
 
-    def evaluation(self, part: Part, logit_EK: Logits, label_EK: Ints, user_E: Ints, topology: Topology) -> Evaluation:
-        """The model's logits of all held-out events of a part, in the order of users and events. Collective."""
+    def evaluation(
+        self, part: Part, of_model: Mapping[str, Logits], label_EK: Ints, user_E: Ints, topology: Topology
+    ) -> Evaluation:
+        """of_model: logits of all held-out events of a part, in the order of users and events, under `model` and under
+        the names of other ways to ask it. Collective."""
         # A validation is one of many and only its mean decides; the test is the figure that people quote.
         num_draws = 200 if part == "test" else VALIDATION_DRAWS
         if part not in self._logits:
-            self._logits[part] = self._baselines(part, logit_EK.shape, topology)
+            self._logits[part] = self._baselines(part, label_EK.shape, topology)
             self._metrics[part] = {
                 system: self._measure(logits, label_EK, user_E, num_draws=num_draws)
                 for system, logits in self._logits[part].items()
             }
-        logits = {"model": logit_EK, **self._logits[part]}
-        of_model = self._measure(logit_EK, label_EK, user_E, num_draws=num_draws)
-        metrics = {"model": of_model, **self._metrics[part]}
-        details = {"logit": logit_EK, "label": label_EK, "users": user_E}
+        logits = {**of_model, **self._logits[part]}
+        metrics = {
+            **{name: self._measure(found, label_EK, user_E, num_draws=num_draws) for name, found in of_model.items()},
+            **self._metrics[part],
+        }
+        details = {"logit": of_model["model"], "label": label_EK, "users": user_E}
         headline = f"auc/{self._labels[0]}"
         if part == "valid":
             return Evaluation(part, headline, metrics, details)

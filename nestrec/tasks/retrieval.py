@@ -14,7 +14,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError
 from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
-from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Sampler, Uniform
+from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Known, Sampler, Uniform
 from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, RetrievalInputConfig, RetrievalInputs
 from nestrec.data.samples.slice_samples import RetrievalSlices
@@ -218,7 +218,10 @@ class RetrievalTask(Task):
         if self.cfg.loss == "full":
             catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
             cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
-            return cross_entropy(query_TD, catalogue_ND, batch.tensors["target"] - 1)
+            target_at = batch.tensors.get("target_at")
+            return cross_entropy(
+                query_TD, catalogue_ND, batch.tensors["target"] - 1 if target_at is None else target_at
+            )
         if self.cfg.negatives.sampler == "groups":
             return grouped_loss(
                 query_TD,
@@ -303,13 +306,16 @@ class RetrievalTask(Task):
         return self._results.evaluation(measure, queries, part, engine.topology)
 
     def _sampler(self, num_negatives: int) -> Sampler | None:
-        """What draws the negatives; none for the whole catalogue."""
-        cfg, options, num_items = self.cfg, self.cfg.negatives, self._dataset.num_items
+        """What draws the negatives; none for the whole catalogue. Items that are told by their features, and have no
+        training events, are no negatives."""
+        cfg, options = self.cfg, self.cfg.negatives
+        known = np.flatnonzero(self._item_counts) if self._inputs.has_item_features else None
         if cfg.loss == "full":
-            return None
+            return None if known is None else Known(known)
         if options.sampler == "uniform":
+            num_items = self._dataset.num_items if known is None else len(known)
             _check_enough(num_negatives, num_items, "items")
-            return Uniform(num_negatives, num_items)
+            return Uniform(num_negatives, num_items, known)
         counts_N = self._item_counts[1:]
         if options.sampler in ("in_batch", "groups"):
             kind = InBatch if options.sampler == "in_batch" else Groups

@@ -68,7 +68,7 @@ class RetrievalResults:
             slice_masks(self._cfg.slices, self._dataset, self._targets(measure, queries)),
             list(ranked),
             lambda system, mask: bootstrap(
-                ranking_metrics(rank[system][mask], (self._shown,)), num_draws=SLICE_DRAWS, groups=queries.users[mask]
+                ranking_metrics(rank[system][mask], self._cfg.ks), num_draws=SLICE_DRAWS, groups=queries.users[mask]
             ),
         )
         return Evaluation(part, self._cfg.headline, metrics, details, notes, slices)

@@ -55,7 +55,9 @@ from nestrec.data.prepare.spill import Partitions, even_bounds
 from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics
 from nestrec.data.prepare.writer import UsersWriter
 
-_NOT_AGAIN = ("user_core", "item_core", "min_user_events", "force", "items", "users", "item_vectors", "user_vectors")
+_NOT_AGAIN = (
+    "user_core", "item_core", "min_user_events", "new_items", "force", "items", "users", "item_vectors", "user_vectors",
+)  # fmt: skip
 """Options that do not hold for what is appended: events are not filtered by how many there are, and files of features
 of what was prepared say nothing of what is new."""
 

@@ -114,6 +114,9 @@ class PrepareOptions:
     """`iterated`: until every user and item left has enough events. `single`: counts taken once, before removal."""
     min_user_events: Natural = 0
     """After that, remove users with fewer events left."""
+    new_items: Share = 0.0
+    """Make this share of the items new, chosen by hashes: of their events only the last ones of users stay, which a
+    split by last events tests on. So it can be measured how items are found that nothing was trained on."""
     fit_share: Annotated[float, Bound(0, 1, above=True)] = 0.8
     """What is learnt of numbers comes from this share of the events, the first in time, without the
     last two of each user."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import to_plain
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
+from nestrec.base.random import fold_array
 from nestrec.data import schema
 from nestrec.data.card import Card, Counts, DataFile, Feature, Fit, describe_file
 from nestrec.data.gather import add_counts
@@ -43,6 +44,8 @@ ITEMS_A_PARTITION = 1 << 17
 MAX_PARTITIONS = 512
 WORK_FACTOR = 5
 """Memory of sorting and writing a partition, as a multiple of its records."""
+_MADE_NEW = 0x4E
+"""Tells apart the draws that choose items."""
 
 
 @dataclass(slots=True)
@@ -58,6 +61,8 @@ class Assembly:
     num_rows_read: int = 0
     num_bad_events: int = 0
     num_duplicates: int = 0
+    num_of_new_items: int = 0
+    """events that were dropped so that their items are new"""
 
     @property
     def drops_duplicates(self) -> bool:
@@ -128,8 +133,23 @@ def sort_events(work: Assembly, partitions: Partitions) -> None:
         order = order_events(users, int(end - start), [rows[name] for name in work.source.columns.sort_fields()])
         if work.drops_duplicates:
             order = order[~is_repeat[order]]
+        if work.options.new_items:
+            is_hidden = _is_before_last(users[order]) & is_made_new(rows["item"][order], work.options.new_items)
+            work.num_of_new_items += int(is_hidden.sum())
+            order = order[~is_hidden]
         partitions[p].replace(records.take(order))
         work.progress("sort", (p + 1) / len(partitions))
+
+
+def _is_before_last(users: NDArray[Any]) -> NDArray[np.bool_]:
+    """Of each event, whether the same user has a later one."""
+    return np.append(users[1:] == users[:-1], False)
+
+
+def is_made_new(items: NDArray[Any], share: float) -> NDArray[np.bool_]:
+    """Whether each of these items is among those that are to look new."""
+    chosen: NDArray[np.bool_] = (fold_array(_MADE_NEW, items) >> np.uint64(40)) < np.uint64(round(share * 2**24))
+    return chosen
 
 
 def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
@@ -298,8 +318,9 @@ def _card(
     num_events = int(kept.user_counts[kept.users].sum())
     num_dropped = work.num_duplicates if work.drops_duplicates else 0
     num_below = work.parser.num_below_rating
-    num_rare = work.num_rows_read - work.num_bad_events - num_below - num_dropped - num_events
-    filtered = {"min_rating": num_below, "rare users and items": num_rare}
+    num_new = work.num_of_new_items
+    num_rare = work.num_rows_read - work.num_bad_events - num_below - num_dropped - num_new - num_events
+    filtered = {"min_rating": num_below, "made new": num_new, "rare users and items": num_rare}
     return Card(
         kind="sequences",
         name=work.source.name,

@@ -37,6 +37,7 @@ class Drawn:
     """What must be looked up: `negative` (T, R), unless the negatives are rows of the micro-batch anyway."""
     tensors: Mapping[str, torch.Tensor]
     """`negative_token` (T, R) int32: whose targets they are; `negative_bias` (T, R) float32: log-Q correction.
+    Of the items of a catalogue that are known: `target_at` (T,) int64, the place of the target among them.
     Of groups: `group_token` (G, R + 1) int32, -1 behind the last, and `target_bias` (T,) float32."""
 
 
@@ -51,9 +52,28 @@ class Sampler(Protocol):
 class Uniform:
     num_negatives: int
     num_items: int
+    items: NDArray[np.int64] | None = None
+    """(num_items,) ids to draw from; none: 1 to num_items"""
 
     def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
-        return Drawn({"negative": uniform_negatives(key_T, self.num_negatives, self.num_items)}, {})
+        ids = uniform_negatives(key_T, self.num_negatives, self.num_items)
+        return Drawn({"negative": ids if self.items is None else self.items[ids - 1]}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """All items that have training events, for a loss over the whole catalogue.
+
+    An item that is only known by its content is never a target: met as a negative in every step, what it is would be
+    learnt to be wrong, and nobody would ever be shown it.
+    """
+
+    items: NDArray[np.int64]
+    """ids, ascending"""
+
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+        target_at = np.searchsorted(self.items, target_T)
+        return Drawn({"catalogue": self.items}, {"target_at": torch.from_numpy(target_at)})
 
 
 class ByPopularity:

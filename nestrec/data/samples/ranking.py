@@ -21,6 +21,8 @@ from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Split
 from nestrec.data.schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 
+Ints = NDArray[np.int64]
+
 
 @config
 class RankingInputConfig:
@@ -57,9 +59,20 @@ class RankingInputs:
 
     def slices(self, rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
         """Events [first, end) of each user. Tensors: action (E,), label (E, K), and the layout of the 2E tokens."""
-        users = rows.indices
-        items, row_offsets = rows.lists["item_ids"]
-        index, offsets = slice_index(row_offsets[:-1] + first, row_offsets[:-1] + end)
+        start = rows.lists["item_ids"][1][:-1]
+        return self._of_events_at(rows, *slice_index(start + first, start + end), epoch)
+
+    def asked(self, rows: Rows, first: Ints, end: Ints, at: Ints) -> MicroBatch:
+        """Events [first, end) of each user, and the event `at` behind them, whatever came in between."""
+        start = rows.lists["item_ids"][1][:-1]
+        before, offsets = slice_index(start + first, start + end)
+        return self._of_events_at(
+            rows, np.insert(before, offsets[1:], start + at), offsets + np.arange(len(offsets)), 0
+        )
+
+    def _of_events_at(self, rows: Rows, index: Ints, offsets: Ints, epoch: int) -> MicroBatch:
+        """index: places in the concatenated rows; offsets: of the users among them."""
+        users, items = rows.indices, rows.lists["item_ids"][0]
         token_offsets = 2 * offsets
         key_T = token_keys(sample_keys(self._seed, epoch, users), token_offsets)
         action = rows.lists["actions"][0][index].astype(np.int64)

@@ -1,6 +1,6 @@
 """Rows of `nestrec bench features`: means over seeds, by slices, beside systems without a model."""
 
-from nestrec.bench.quality.features import EXPERIMENTS, _rows
+from nestrec.library.input_comparison import EXPERIMENTS, rows_of
 
 
 def evaluation(value: float, of_new: float) -> dict[str, object]:
@@ -9,12 +9,17 @@ def evaluation(value: float, of_new: float) -> dict[str, object]:
         "count": 12,
         "metrics": {"model": {"ndcg@10": [of_new, 0.0, 0.5]}, "popularity": {"ndcg@10": [0.0, 0.0, 0.0]}},
     }
-    return {"metrics": metrics, "slices": {"new items": new, "history 1-4": new}}
+    return {
+        "task": "retrieval",
+        "headline": "ndcg@10",
+        "metrics": metrics,
+        "slices": {"new items": new, "history 1-4": new},
+    }
 
 
 def test_rows_are_means_over_seeds() -> None:
     found = {"ids": [evaluation(0.2, 0.0), evaluation(0.4, 0.0)], "attributes": [evaluation(0.5, 0.3)] * 2}
-    rows = list(_rows("beauty", EXPERIMENTS["beauty"], found))
+    rows = list(rows_of("beauty", EXPERIMENTS["beauty"], found))
     values = {(row["inputs"], row["part"]): (row["value"], row["low"], row["high"], row["seeds"]) for row in rows}
     assert values == {
         ("ids", "all"): (0.3, 0.2, 0.4, 2),

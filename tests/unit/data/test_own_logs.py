@@ -98,6 +98,33 @@ def test_actions_are_named_in_a_word(tmp_path: Path) -> None:
     assert histories(tmp_path / "out") == {"u": [("i", 1 | 8), ("j", 2 | 4)]}
 
 
+def test_items_that_are_made_new_are_left_to_the_last_events(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [f"{user},{draw.integers(40)},{at}" for user in range(60) for at in range(6)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,at", *rows]) + "\n")
+    log = LogColumns(time="at")
+    whole = prepare("log", tmp_path / "log.csv", tmp_path / "whole", log=log)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "new", log=log, new_items=0.2)
+    dropped = card.counts.filtered["made new"]
+    assert card.counts.users == whole.counts.users == 60
+    assert card.counts.events == whole.counts.events - dropped
+    kept, found = items_of(tmp_path / "new"), items_of(tmp_path / "whole")
+    new = {item for items in found.values() for item in items} - {i for items in kept.values() for i in items[:-1]}
+    assert 4 <= len(new) <= 12
+    for user, items in found.items():
+        assert kept[user] == [i for i in items[:-1] if i not in new] + items[-1:]
+
+
+def items_of(folder: Path) -> dict[str, list[str]]:
+    """User key to item keys in order."""
+    dataset = Dataset.open(folder)
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    keys = np.array(["", *dataset.items().column("item_key").to_pylist()])
+    items, offsets = rows.lists["item_ids"]
+    users = dataset.user_keys(rows.indices)
+    return {user: keys[items[a:b]].tolist() for user, a, b in zip(users, offsets[:-1], offsets[1:], strict=True)}
+
+
 def with_tables(folder: Path, **options: object) -> Dataset:
     (folder / "log.csv").write_text("user,item\nu1,1\nu1,2\nu2,3\nu2,1\n")
     prepare("log", folder / "log.csv", folder / "out", force=True, **options)

@@ -103,6 +103,22 @@ def test_an_item_that_nobody_trained_on_is_known_by_its_features_alone(retrieval
     assert (at >= 2).tolist() == [True, False], "the second half of the vectors is without ids"
 
 
+@pytest.mark.parametrize("loss", ["full", "sampled_softmax"])
+def test_an_item_that_nobody_trained_on_is_no_negative(data, loss):
+    """It is never a target: as a negative of every step, what it is would be learnt to be wrong."""
+    dataset = Dataset.open(data)
+    task = make_task(config_of("demo", data, task__loss=loss).task, dataset, seed=1, dtype="float32")
+    known = item_counts(dataset, leave_one_out(dataset.lengths).train_end) > 0
+    samples = np.arange(len(task.assembler.tokens))
+    batch = task.assembler.assemble(samples, task.assembler.read(samples), epoch=0)
+    assert known[batch.keys["item"]].all()
+    assert not known[1:].all()
+    if loss == "full":
+        met = batch.keys["item"][batch.tensors["at/catalogue"].numpy() % len(batch.keys["item"])]
+        assert np.array_equal(met, np.flatnonzero(known))
+        assert np.array_equal(met[batch.tensors["target_at"].numpy()], batch.tensors["target"].numpy())
+
+
 def test_targets_count_by_their_actions(retrieval, data):
     assembler = retrieval.assembler
     samples = np.arange(len(assembler.tokens))

@@ -61,6 +61,7 @@ def ranking_run(data: Path) -> RunConfig:
             inputs=RankingInputConfig(labels=("click", "like"), max_events=20),
             split=SplitConfig(valid_from=iso_moment(CUT_MS[0]), test_from=iso_moment(CUT_MS[1])),
             baselines=("logistic",),
+            at_once=False,
         ),
         data=DataConfig(folder=str(data)),
         batch=BatchConfig(batch_samples=64),
@@ -171,6 +172,25 @@ def test_windows_score_every_held_out_event_once_with_history_before_it():
     assert sorted(scored) == [(u, e) for u in range(200) for e in range(train[u], valid[u])]
     assert (windows[:, 2] - windows[:, 1] <= 16).all()
     assert (windows[:, 1] >= 0).all()
+
+
+def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp_path):
+    trainer = Trainer(ranking_run(log), tmp_path / "run", Topology.single())
+    task, engine = trainer.session.task, trainer.session.engine
+    slices = held_out_slices(task._split, "test", 20)
+    in_turn, _, users = task._scores(engine, slices)
+    at_once = task._at_once(engine, "test")
+    is_first = np.append(True, users[1:] != users[:-1])
+    has_all = (task._split.test_end <= 20)[users]
+    assert np.allclose(at_once[is_first & has_all], in_turn[is_first & has_all], atol=1e-6)
+    assert not np.allclose(at_once[~is_first], in_turn[~is_first], atol=1e-6)
+    user = users[~is_first & has_all][0]
+    rows = task._inputs.read(np.array([user]))
+    first, at = task._split.valid_end[[user]], task._split.valid_end[[user]] + 1
+    events = [*range(first[0]), at[0]]
+    batch = task._inputs.asked(rows, np.array([0]), first, at)
+    assert batch.keys["item"].tolist() == rows.lists["item_ids"][0][events].tolist()
+    assert batch.tensors["action"].tolist() == rows.lists["actions"][0][events].tolist()
 
 
 @pytest.mark.slow
