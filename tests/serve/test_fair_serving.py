@@ -1,6 +1,7 @@
 """A long request cannot hold an engine: it is computed in pieces, and others go between them."""
 
 import random
+import threading
 import time
 from dataclasses import replace
 
@@ -142,6 +143,35 @@ def test_short_requests_are_admitted_beside_long_ones_and_answered_before_them(s
     at_once = 0 if engine.form.appends_candidates else 150  # candidates that are no tokens cost nothing worth a piece
     assert max(map(sum, runner.rows)) <= 20 + at_once + 10 * 9, "no batch is long"
     assert engine.queued_s == 0.0
+    engine.close()
+
+
+def test_one_request_may_wait_behind_a_batch_that_is_longer_than_the_queue(servable):
+    """Else the device would be idle from the end of the batch until somebody comes."""
+    engine, runner = make_engine(servable, replace(CONFIG, chunk_ms=0, max_queue_s=1e-4))
+    rng, begun, go_on = np.random.default_rng(2), threading.Event(), threading.Event()
+    history, launch = draw_history(rng, 20), runner.launch
+
+    def launch_slowly(parts):
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        return launch(parts)
+
+    def rank(user, timeout_s=TIMEOUT_S):
+        return engine.rank(user, history, draw_candidates(rng, history, 8), timeout_s=timeout_s, sender=sender)
+
+    runner.launch, sender = launch_slowly, Sender("", 1000)
+    works = [rank("a")]
+    assert begun.wait(TIMEOUT_S)
+    assert not engine.is_full_for(sender)
+    with pytest.raises(OverloadedError):
+        rank("too late", timeout_s=1e-4)
+    works.append(rank("b"))
+    assert engine.is_full_for(sender)
+    with pytest.raises(OverloadedError):
+        rank("c")
+    go_on.set()
+    assert all(len(work.future.result(TIMEOUT_S).scores) == 8 for work in works)
     engine.close()
 
 

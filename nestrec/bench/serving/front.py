@@ -57,34 +57,20 @@ def _served(
     port: int, process: psutil.Process, bench: FrontBench, duration_s: float, number: int, *, polls: bool
 ) -> Served:
     load = made_up_load(
-        bench.rate,
-        duration_s,
-        first_user=number << 32,
-        history=1,
-        candidates=bench.candidates,
-        items=_NUM_ITEMS,
-        timeout_ms=1000,
-        seed=bench.seed + number,
-        reads=Reads(),
-    )
+        bench.rate, duration_s, first_user=number << 32, history=1, candidates=bench.candidates, items=_NUM_ITEMS,
+        timeout_ms=1000, seed=bench.seed + number, reads=Reads(),
+    )  # fmt: skip
     return serve_load(port, process, *load, polls=polls)
 
 
 def _row(client: str, number: int, served: Served, bench: FrontBench) -> dict[str, Any]:
     ordered = served.answered_ms
     return {
-        "client": client,
-        "round": number,
-        "rate": bench.rate,
-        "candidates": bench.candidates,
-        "requests": len(served.at_s),
-        "answered": len(ordered),
-        "p50_ms": quantile(ordered, 50),
-        "p90_ms": quantile(ordered, 90),
-        "p99_ms": quantile(ordered, 99),
-        "server_cores": round(served.server_cores, 2),
-        "generator_late_p99_ms": round(served.trial.lateness_ms, 3),
-    }
+        "client": client, "round": number, "rate": bench.rate, "candidates": bench.candidates,
+        "requests": len(served.at_s), "answered": len(ordered), "p50_ms": quantile(ordered, 50),
+        "p90_ms": quantile(ordered, 90), "p99_ms": quantile(ordered, 99),
+        "server_cores": round(served.server_cores, 2), "generator_late_p99_ms": round(served.trial.lateness_ms, 3),
+    }  # fmt: skip
 
 
 BENCH = Bench(config=FrontBench, measure=measure_front)

@@ -10,7 +10,9 @@ import math
 import tempfile
 import time
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from nestrec.serving.model.random_model import random_ranking
 
 _NUM_ITEMS = 1000
 _WORKERS = 4
-_WARM_S = 3.0
+_WARM_S, _MOST_CAPACITY_S, _MOST_AFTER_S = 3.0, 10.0, 20.0
 _PAUSE_S = 0.02
 
 
@@ -44,7 +46,10 @@ class OverloadBench:
     multiples: tuple[float, ...] = (2.0, 5.0, 10.0)
     """loads, as multiples of the measured capacity"""
     duration_s: float = 30.0
-    """how long each load lasts"""
+    """how long each load lasts in a run, half of it on the way up and half on the way back: a machine that changes its
+    pace does so for all of them"""
+    runs: int = 1
+    """in a row, each with a peak of its own"""
     slo_ms: float = 500.0
     """what the 99th percentile of accepted requests must meet; their deadline"""
     max_queue_s: float = 0.25
@@ -53,26 +58,38 @@ class OverloadBench:
     """of arrivals and users"""
 
 
-def measure_overload(bench: OverloadBench) -> list[dict[str, Any]]:
-    """A row for half the capacity, one for each multiple, and one for the load after them."""
+def measure_overload(bench: OverloadBench) -> Iterator[dict[str, Any]]:
+    """A row for half the capacity, those of each run, and one for the load after them."""
     encoder = replace(bench.encoder, max_length=2 * (bench.history + 1))
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
         write_servable(random_ranking(encoder, num_items=_NUM_ITEMS, seed=bench.seed), folder)
         with server(folder, *_engine_options(bench)) as (port, process):
-            capacity = asyncio.run(_capacity(port, bench))
-            half = _load(port, process, bench, "half", rate=capacity / 2, duration_s=bench.duration_s)
-            loads = {"half": half}
-            for m in bench.multiples:
-                loads[f"{m:g}x"] = _load(
-                    port, process, bench, f"{m:g}x", rate=m * capacity, duration_s=bench.duration_s
-                )
+            load = partial(_load, port, process, bench)
+            first = asyncio.run(_capacity(port, bench, 0, _WARM_S))  # meanwhile the server learns what requests cost
+            half = load("half", rate=first / 2, duration_s=min(bench.duration_s, _MOST_AFTER_S) / 2)
+            yield {"run": 0} | _row("half", [half], bench)
+            for run in range(1, bench.runs + 1):
+                yield from _run(port, load, bench, run)
             # The recovery begins at once: whatever the overload left behind is felt here.
-            loads["after"] = _load(port, process, bench, "after", rate=capacity / 2, duration_s=20.0)
-    peak = max(capacity, *(served.trial.goodput(bench.slo_ms) for served in loads.values()))
-    rows = [_row(load, served, bench, capacity=capacity, peak=peak) for load, served in loads.items()]
-    rows[-1]["normal_after_s"] = normal_after_s(loads["after"], 2.0 * float(quantile(half.answered_ms, 99) or 0.0))
-    return rows
+            after = load("after", rate=first / 2, duration_s=min(bench.duration_s, _MOST_AFTER_S))
+            row = {"run": bench.runs} | _row("after", [after], bench)
+            yield row | {"normal_after_s": normal_after_s(after, 2.0 * float(quantile(half.answered_ms, 99) or 0.0))}
+
+
+def _run(port: int, load: Callable[..., Served], bench: OverloadBench, run: int) -> list[dict[str, Any]]:
+    """All loads up and back, and what each is of the best of them."""
+    capacities, loads = list[float](), {m: list[Served]() for m in bench.multiples}
+    for way, multiples in enumerate((bench.multiples, bench.multiples[::-1])):
+        seconds = min(_MOST_CAPACITY_S, bench.duration_s) / 2
+        capacities.append(asyncio.run(_capacity(port, bench, 2 * run + way, seconds)))
+        for m in multiples:
+            name = f"{m:g}x {run} {way}"
+            loads[m].append(load(name, rate=m * capacities[0], duration_s=bench.duration_s / 2))
+    rows = [{"run": run} | _row(f"{m:g}x", served, bench) for m, served in loads.items()]
+    capacity = float(np.mean(capacities))
+    peak = max(capacity, *(row["goodput"] for row in rows))
+    return [row | {"capacity": round(capacity, 1), "of_peak": round(row["goodput"] / peak, 3)} for row in rows]
 
 
 def normal_after_s(served: Served, usual_ms: float) -> int | None:
@@ -92,27 +109,25 @@ def _engine_options(bench: OverloadBench) -> list[str]:
     return [f"{engine}.max_queue_s", str(bench.max_queue_s), *budget, *sizes]
 
 
-async def _capacity(port: int, bench: OverloadBench) -> float:
-    """Answers a second with a few requests always under way, after a while for the server to learn what they cost."""
-    client, counts = HttpClient("127.0.0.1", port), [0, 0]
+async def _capacity(port: int, bench: OverloadBench, number: int, seconds: float) -> float:
+    """Answers a second with a few requests always under way."""
+    client, ends_s, start_s = HttpClient("127.0.0.1", port), list[float](), time.perf_counter()
     cfg = ReplayConfig(candidates=bench.candidates, items=_NUM_ITEMS, seed=bench.seed)
     reads = reads_of(f"http://127.0.0.1:{port}")
-    start_s = time.perf_counter()
-    warm_s, end_s = start_s + _WARM_S, start_s + _WARM_S + min(10.0, bench.duration_s)
 
-    async def worker(number: int) -> None:
-        user = number << 32
-        while time.perf_counter() < end_s:
+    async def worker(place: int) -> None:
+        user = (_WORKERS * number + place + 1) << 32
+        while time.perf_counter() < start_s + seconds:
             _, body = made_up_request(user, bench.history, cfg, np.random.default_rng(user), reads)
             if (await client.post("/v1/rank", orjson.dumps(body))).status == 200:
-                counts[warm_s <= time.perf_counter() < end_s] += 1
+                ends_s.append(time.perf_counter())
             else:
                 await asyncio.sleep(_PAUSE_S)
             user += 1
 
-    await asyncio.gather(*(worker(i + 1) for i in range(_WORKERS)))
+    await asyncio.gather(*(worker(place) for place in range(_WORKERS)))
     await client.close()
-    return counts[1] / (end_s - warm_s)
+    return len(ends_s) / (max(ends_s) - start_s)
 
 
 def _load(
@@ -126,17 +141,24 @@ def _load(
     return serve_load(port, process, *arrivals)
 
 
-def _row(load: str, served: Served, bench: OverloadBench, *, capacity: float, peak: float) -> dict[str, Any]:
-    answered, refused, trial = served.answered_ms, served.refused_ms, served.trial
-    goodput = trial.goodput(bench.slo_ms)
+def _row(load: str, parts: list[Served], bench: OverloadBench) -> dict[str, Any]:
+    """Of a load that came in parts. Its seconds end with the last answer: until then the server was at work."""
+    latency_ms = np.concatenate([part.trial.latency_ms for part in parts])
+    answered, refused = (np.sort(np.concatenate([getattr(p, f"{name}_ms") for p in parts]))
+                         for name in ("answered", "refused"))  # fmt: skip
+    ended_s = [np.max((p.at_s + p.trial.latency_ms / 1e3)[np.isfinite(p.trial.latency_ms)], initial=0) for p in parts]
+    seconds = sum(max(float(p.at_s[-1]), float(end_s)) for p, end_s in zip(parts, ended_s, strict=True))
+    before, after = parts[0].rss_before, parts[-1].rss_after
     return {
-        "load": load, "rate": round(trial.rate, 1), "capacity": round(capacity, 1), "requests": len(served.at_s),
-        "answered": len(answered), "refused": len(refused), "failed": len(served.at_s) - len(answered) - len(refused),
-        "without_retry_after": served.num_without_retry, "goodput": round(goodput, 1),
-        "of_peak": round(goodput / peak, 3), "p50_ms": quantile(answered, 50), "p99_ms": quantile(answered, 99),
-        "slo_ms": bench.slo_ms, "refusal_p50_ms": quantile(refused, 50), "refusal_p99_ms": quantile(refused, 99),
-        "rss_mb": round(served.rss_after / 1e6), "rss_growth_mb": round((served.rss_after - served.rss_before) / 1e6),
-        "server_cores": round(served.server_cores, 2), "generator_late_p99_ms": round(trial.lateness_ms, 2),
+        "load": load, "rate": round(float(np.mean([p.trial.rate for p in parts])), 1), "requests": len(latency_ms),
+        "answered": len(answered), "refused": len(refused), "failed": len(latency_ms) - len(answered) - len(refused),
+        "without_retry_after": sum(p.num_without_retry for p in parts),
+        "goodput": round(float((latency_ms <= bench.slo_ms).sum()) / seconds, 1),
+        "p50_ms": quantile(answered, 50), "p99_ms": quantile(answered, 99), "slo_ms": bench.slo_ms,
+        "refusal_p50_ms": quantile(refused, 50), "refusal_p99_ms": quantile(refused, 99),
+        "rss_mb": round(after / 1e6), "rss_growth_mb": round((after - before) / 1e6),
+        "server_cores": round(float(np.mean([p.server_cores for p in parts])), 2),
+        "generator_late_p99_ms": round(max(p.trial.lateness_ms for p in parts), 2),
     }  # fmt: skip
 
 

@@ -77,14 +77,8 @@ def measure_retrieval(bench: RetrievalBench) -> Iterator[dict[str, Any]]:
             build_s = round(time.perf_counter() - start_s, 1)
             recall = _recall(search, exact, queries[:200], bench.k)
             for batch in bench.batch:
-                measured = _measured(bench, search, rows, queries, batch, is_exact=kind == "exact")
-                yield {
-                    **_labels(bench, num_items, kind),
-                    "batch": batch,
-                    "recall": recall,
-                    "build_s": build_s,
-                    **measured,
-                }
+                labels = {**_labels(bench, num_items, kind), "batch": batch, "recall": recall, "build_s": build_s}
+                yield labels | _measured(bench, search, rows, queries, batch, is_exact=kind == "exact")
 
 
 def _measured(

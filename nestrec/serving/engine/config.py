@@ -25,6 +25,7 @@ class EngineConfig:
     of that all the same); none: a quarter of `trigger.budget_ms`, since a request waits for the rest of one batch and
     then for its own; 0: the tokens alone bound them"""
     max_queue_s: NonNegative = 0.25
-    """device seconds of work that may wait; beyond it requests are refused"""
+    """device seconds of work that may wait; beyond it requests are refused, but for one behind the batch that is
+    computed whose deadline allows it: without it the device would be idle at the end of that batch"""
     trigger: TriggerConfig = TriggerConfig()
     """what is computed ahead"""

@@ -133,8 +133,9 @@ class Engine:
             if sender.num_bytes:
                 self._byte_s += _SMOOTH * (work.estimate_s / sender.num_bytes - self._byte_s)
             self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)))
-            expected_s = self._backlog.expected_s(sender.client, user, work.estimate_s)
-            if self._backlog.num_works and self._pace.slowness * expected_s > min(timeout_s, self.cfg.max_queue_s):
+            expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, user, work.estimate_s)
+            most_s = min(timeout_s, self.cfg.max_queue_s) if self._does_any_wait else timeout_s
+            if self._backlog.num_works and expected_s > most_s:
                 raise self.refuse()
             self._enqueue(work)
         return work
@@ -143,7 +144,7 @@ class Engine:
         """A request of so many bytes, whatever is in them, would be refused."""
         estimate_s = self._byte_s * sender.num_bytes
         expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, None, estimate_s)
-        return self._backlog.num_works > 0 and expected_s > self.cfg.max_queue_s
+        return self._does_any_wait and expected_s > self.cfg.max_queue_s
 
     def refuse(self) -> OverloadedError:
         """Count a refusal, and say when to come back."""
@@ -246,6 +247,12 @@ class Engine:
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
         return self._backlog.seconds
+
+    @property
+    def _does_any_wait(self) -> bool:
+        """A request is there for the time after the batch that is computed now. Without one the device would be idle
+        until somebody comes, however long that batch is: overloaded, it would do less than it can."""
+        return bool(self._inbox) or self._planner.num_waiting > 0
 
     @property
     def _device_wait_s(self) -> float:

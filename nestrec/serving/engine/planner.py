@@ -72,6 +72,11 @@ class Planner:
     def has_work(self) -> bool:
         return bool(self._ranks.queue or self._signals)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no batch has all of; any thread asks."""
+        return len(self._ranks.queue)
+
     def add(self, work: Work) -> None:
         """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
         signal = self._signals.pop(work.key, None)
