@@ -315,6 +315,18 @@ def compact_dataset(dataset: Annotated[Path, typer.Argument(help="A folder that 
     typer.echo(f"{dataset}: generation {card.generation}, {card.counts.events:,} events in one layer")
 
 
+@app.command("restore")
+def restore_dataset(
+    dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec append` or `nestrec follow` has grown.")],
+    generation: Annotated[int, typer.Option(help="Its number, from 0; the last ones are kept.")],
+) -> None:
+    """Put an earlier generation of a dataset in force again; what came after it goes with the next append."""
+    from nestrec.data.growth.generations import restore
+
+    card = restore(dataset, generation)
+    typer.echo(f"{dataset}: generation {card.generation}, {card.counts.events:,} events")
+
+
 @app.command(context_settings=PASSED_ON)
 def follow(
     context: typer.Context,

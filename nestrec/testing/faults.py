@@ -92,15 +92,16 @@ def run_with_faults(
 
 def lines_reach(path: Path, count: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
     """A condition: the file has this many lines, and then some time has passed."""
-    return _delayed(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, delay_s)
+    return delayed(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, delay_s)
 
 
 def saves_reach(checkpoints: Path, step: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
     """A condition: a checkpoint of this step or a later one is in the folder, and then some time has passed."""
-    return _delayed(lambda: any(saved >= step for saved in committed_steps(checkpoints)), delay_s)
+    return delayed(lambda: any(saved >= step for saved in committed_steps(checkpoints)), delay_s)
 
 
-def _delayed(is_reached: Callable[[], bool], delay_s: float) -> Callable[[], bool]:
+def delayed(is_reached: Callable[[], bool], delay_s: float) -> Callable[[], bool]:
+    """A condition: another one held once, and then some time has passed."""
     reached_at: list[float] = []
 
     def is_due() -> bool:

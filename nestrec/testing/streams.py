@@ -44,6 +44,19 @@ def drop_files(folder: Path, events: Sequence[Mapping[str, Any]], events_a_file:
 
 
 @contextmanager
+def source_of(
+    kind: str, folder: Path, events: Sequence[Mapping[str, Any]], *, events_a_file: int = 70
+) -> Iterator[str]:
+    """The address of a folder of files, or of a topic whose brokers live in this process."""
+    if kind == "folder":
+        drop_files(folder / "events", events, events_a_file)
+        yield str(folder / "events")
+    else:
+        with topic(events) as address:
+            yield address
+
+
+@contextmanager
 def topic(events: Sequence[Mapping[str, Any]], partitions: int = 3) -> Iterator[str]:
     """The address of a topic with these events, in the mock brokers of the client's own library."""
     from confluent_kafka import Producer

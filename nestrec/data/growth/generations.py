@@ -57,17 +57,25 @@ def commit(folder: Path, before: Card, after: Card) -> Card:
     return after
 
 
-def go_back(folder: Path, generation: int) -> Card:
+def restore(folder: Path, generation: int) -> Card:
     """Put an earlier generation in force again; what came after it is removed by the next append."""
     with growing(folder) as card:
         if card.generation == generation:
             return card
-        if card.generation < generation or not (folder / card_of_generation(generation)).exists():
-            known = f"it has generations up to {card.generation}"
-            raise DataError("is no generation of the dataset", field="generation", value=generation, remedy=known)
+        kept = [number for number in range(card.generation) if _is_kept(folder, number)]
+        if generation not in kept:
+            remedy = f"take one of {', '.join(map(str, [*kept, card.generation]))}"
+            raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
         earlier = Card.load(folder, generation)
         write_durably(folder / CARD_FILE, dumps(earlier) + "\n")
         return earlier
+
+
+def _is_kept(folder: Path, generation: int) -> bool:
+    """An earlier one, with all of its files: cards outlive those."""
+    if not (folder / card_of_generation(generation)).exists():
+        return False
+    return all((folder / file.path).exists() for file in Card.load(folder, generation).files)
 
 
 def place_layer(folder: Path, partial: Path, name: str) -> None:

@@ -37,7 +37,10 @@ class KafkaSource(StreamSource):
         self._kafka = _client()
         self._lines = JsonLines(wanted)
         self._consumers: dict[int, tuple[Any, int]] = {}
-        metadata = self._guarded(lambda: self._make_consumer().list_topics(self._topic, timeout=_ANSWER_S))
+        # Questions go past those who fetch: brokers answer a connection in order, and a fetch that finds nothing new
+        # waits there for half a second.
+        self._asks = self._make_consumer()
+        metadata = self._guarded(lambda: self._asks.list_topics(self._topic, timeout=_ANSWER_S))
         self._partitions = sorted(metadata.topics[self._topic].partitions)
         if not self._partitions:
             remedy = "create the topic, or write to it first"
@@ -80,7 +83,7 @@ class KafkaSource(StreamSource):
         return {"messages": float(left)}
 
     def close(self) -> None:
-        for consumer, _ in self._consumers.values():
+        for consumer in (self._asks, *(consumer for consumer, _ in self._consumers.values())):
             consumer.close()
         self._consumers.clear()
 
@@ -111,12 +114,8 @@ class KafkaSource(StreamSource):
         return consumer
 
     def _bounds(self, partition: int) -> tuple[int, int]:
-        consumer, _ = self._consumers.get(partition, (None, -1))
-        if consumer is None:
-            consumer = self._make_consumer()
-            self._consumers[partition] = (consumer, -1)
         place = self._kafka.TopicPartition(self._topic, partition)
-        low, high = self._guarded(lambda: consumer.get_watermark_offsets(place, timeout=_ANSWER_S))
+        low, high = self._guarded(lambda: self._asks.get_watermark_offsets(place, timeout=_ANSWER_S))
         return int(low), int(high)
 
     def _make_consumer(self) -> Any:

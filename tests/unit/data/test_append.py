@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import armed
+from nestrec.cli.app import app
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.tables import TableColumns
 from nestrec.data.growth.append import append
-from nestrec.data.growth.generations import go_back
+from nestrec.data.growth.generations import restore
 from nestrec.data.growth.merging import compact
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
@@ -213,11 +215,24 @@ def test_an_earlier_generation_can_be_read_and_gone_back_to(grown: Path) -> None
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
         contents.append(content(grown))
     assert Dataset.open(grown, generation=1).card.counts.events == 6
-    go_back(grown, 1)
+    told = CliRunner().invoke(app, ["restore", str(grown), "--generation", "1"])
+    assert told.exit_code == 0
+    assert "generation 1, 6 events" in told.output
     assert content(grown) == contents[1]
     for number in (2, 3):
         append(grown.parent / f"{number}.csv", grown)
     assert content(grown) == contents[3]
+
+
+def test_a_generation_whose_files_are_gone_is_not_restored(grown: Path) -> None:
+    for number in range(1, 13):
+        append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
+    before = files_in(grown)
+    assert (grown / "cards" / "000001.json").exists()  # its card is still there
+    for number in (1, 13, -1):
+        with pytest.raises(DataError, match=r"(?s)is no generation that is kept.*take one of .*11, 12"):
+            restore(grown, number)
+    assert files_in(grown) == before
 
 
 def test_many_small_appends_leave_few_layers(grown: Path) -> None:

@@ -1,9 +1,7 @@
 """Runs that follow a stream: cut short at any place, they come to the same bits. Real kills are in tests/faults."""
 
-import contextlib
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from nestrec.checkpoint import SaveError
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
+from nestrec.data.sources.kafka import KafkaSource
 from nestrec.distributed import Topology
 from nestrec.report.run_folder import load_run
-from nestrec.testing.streams import COLUMNS, copied, drop_files, follow_options, stream_events, topic
+from nestrec.testing.streams import COLUMNS, copied, drop_files, follow_options, source_of, stream_events, topic
 from nestrec.testing.tiny_runs import config_of
 from nestrec.training.following import StreamFollower
 from nestrec.training.run_digest import run_digest
@@ -58,16 +57,6 @@ FEW = ("data.append.before_card", "train.step", "follow.window")
 ALL = ("stream.read", "data.append.before_layer", *FEW, "data.append.after_card", "checkpoint.before_rename")
 
 
-@contextlib.contextmanager
-def source_of(kind: str, folder: Path, events: list[dict[str, Any]]) -> Iterator[str]:
-    if kind == "folder":
-        drop_files(folder / "events", events, events_a_file=31)
-        yield str(folder / "events")
-    else:
-        with topic(events) as address:
-            yield address
-
-
 @pytest.mark.parametrize(
     ("kind", "rule", "points"),
     [
@@ -84,7 +73,7 @@ def test_a_run_cut_short_anywhere_comes_to_the_same_bits(
     base: tuple[Path, Path], tmp_path: Path, kind: str, rule: dict[str, Any], points: tuple[str, ...]
 ) -> None:
     events = stream_events(100 if points == ALL else 70)
-    with source_of(kind, tmp_path, events) as source:
+    with source_of(kind, tmp_path, events, events_a_file=31) as source:
         whole = copied(*base, tmp_path / "whole")
         num_windows = follow(source, whole, rule).trainer.state.windows_done
         assert num_windows >= 2
@@ -131,3 +120,15 @@ def test_windows_of_a_stream_are_told_with_their_times_and_hold_every_event_once
     before = run_digest(run)
     follow(str(tmp_path / "events"), run, {**BY_COUNT, "window.events": 25})
     assert run_digest(run) == before
+
+
+def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> None:
+    wanted = tuple(stream_events(1)[0])
+    with topic(stream_events(60)) as address:
+        source = KafkaSource(f"{address}?fetch.wait.max.ms=30000", wanted)
+        position, number = {}, 0
+        while (rows := source.read(position, 5)) is not None:  # of those who fetch, three wait by then
+            position, number = rows.position, number + rows.batch.num_rows
+            assert source.lag(position) == {"messages": 60.0 - number}
+        source.close()
+    assert number == 60
