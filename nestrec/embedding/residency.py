@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.embedding.hashing import owner_of
@@ -122,10 +123,9 @@ class StaticResidency:
         return np.where(self._exists[slots], slots, -1)
 
     def admit(self, keys: Keys, step: int) -> Admitted:
-        slots = self._slots(keys)
-        is_new = ~self._exists[slots]
-        self._mark(slots, int(is_new.sum()))
-        self._last_step[slots] = step
+        slots, is_new = self._slots(keys), np.empty(len(keys), np.bool_)
+        self.counters.created += _use(slots, step, self._exists, self._last_step, is_new)
+        self.counters.peak_rows = self.counters.created
         return Admitted(slots, is_new)
 
     join = admit
@@ -372,6 +372,19 @@ def _first_by(
         taken.append(slots[values < threshold])
         count, slots = count - len(taken[-1]), slots[values == threshold]
     return np.concatenate(taken)
+
+
+@njit(cache=True, nogil=True)
+def _use(slots, step, exists, last_step, is_new):  # type: ignore[no-untyped-def]
+    """Mark the rows of a batch as existing, used in a step; how many begin with it."""
+    created = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        is_new[i] = not exists[slot]
+        created += is_new[i]
+        exists[slot] = True
+        last_step[slot] = step
+    return created
 
 
 def _owned_keys(num_rows: int, shard: int, num_shards: int) -> tuple[NDArray[np.int32] | None, Keys | None]:

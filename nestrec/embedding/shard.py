@@ -67,8 +67,10 @@ class TableShard:
         """
         admitted = self._admit(keys, step, len(keys) if num_used is None else num_used)
         self.store.reserve(self.residency.num_slots)
-        rows = self._read_slots(keys, np.where(admitted.is_new, -1, admitted.slots), into)
-        if admitted.is_new.any():
+        is_any_new = bool(admitted.is_new.any())
+        old = np.where(admitted.is_new, -1, admitted.slots) if is_any_new else admitted.slots
+        rows = self._read_slots(keys, old, into)
+        if is_any_new:
             self.store.scatter(np.where(admitted.is_new, admitted.slots, -1), rows)
         return FetchedRows(keys, admitted.slots, rows, admitted.is_new)
 

@@ -7,6 +7,7 @@ this file and the row optimisers know.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -234,6 +235,8 @@ class RowLayout:
     columns: tuple[RowColumn, ...]
     num_words: int
     """int32 words of a row."""
+    whole_words: int | None = None
+    """Where all columns are float32, which then lie side by side: their words; none: some are not."""
 
     @property
     def row_bytes(self) -> int:
@@ -272,7 +275,8 @@ def layout_of(table: TableConfig) -> RowLayout:
         width = 1 if state.is_row_wise else table.dim
         columns.append(RowColumn(state.name, table.state_dtype, width, offset, state.initial(table.optimizer)))
         offset += width * table.state_dtype.itemsize
-    return RowLayout(tuple(columns), _round_up(offset, ALIGNMENT_BYTES) // 4)
+    is_whole = all(column.dtype == torch.float32 for column in columns)
+    return RowLayout(tuple(columns), _round_up(offset, ALIGNMENT_BYTES) // 4, offset // 4 if is_whole else None)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -313,8 +317,21 @@ class RowShapes:
     @property
     def gradient_types(self) -> tuple[torch.dtype, ...]:
         """In each of them gradients cross on their own; nearly always one."""
-        return tuple(dict.fromkeys(self.states))
+        return _distinct_types(self.states)
 
     def has_type(self, dtype: torch.dtype) -> NDArray[np.bool_]:
-        """Tables whose gradients have this type."""
-        return np.array([state == dtype for state in self.states])
+        """Tables whose gradients have this type. Not to be written to."""
+        return _tables_of_type(self.states, dtype)
+
+
+# Asked for in every micro-batch: with many tables the answers are worth keeping.
+
+
+@lru_cache(maxsize=64)
+def _distinct_types(states: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
+    return tuple(dict.fromkeys(states))
+
+
+@lru_cache(maxsize=64)
+def _tables_of_type(states: tuple[torch.dtype, ...], dtype: torch.dtype) -> NDArray[np.bool_]:
+    return np.array([state == dtype for state in states])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
+from torch._utils import _flatten_dense_tensors
 
 from nestrec.base.transfer import to_device, used_here
 from nestrec.embedding.flight.half_rows import Flags
@@ -241,17 +242,18 @@ def joined_gradients(
         }
     for dtype in shapes.gradient_types:
         mine = shapes.has_type(dtype)
-        parts = [_flat(given[t], dtype) for t in np.flatnonzero(mine).tolist()]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        spans, _ = Spans.packed(np.where(mine, num_rows, 0), shapes.dims, device)
+        is_all = len(shapes.gradient_types) == 1
+        parts = [_plain(value, dtype) for value in (given if is_all else itertools.compress(given, mine.tolist()))]
+        flat = parts[0].reshape(-1) if len(parts) == 1 else _flatten_dense_tensors(parts)
+        spans, _ = Spans.packed(num_rows if is_all else np.where(mine, num_rows, 0), shapes.dims, device)
         runs[dtype] = RowRun(flat, spans, num_rows)
     return runs
 
 
-def _flat(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _plain(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if gradient.requires_grad:
         gradient = gradient.detach()
-    return (gradient if gradient.dtype == dtype else gradient.to(dtype)).reshape(-1)
+    return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
 
 def _laid_out(num_rows: Int64, widths: Int64, device: torch.device, num_spans: int | None = None) -> tuple[Spans, int]:

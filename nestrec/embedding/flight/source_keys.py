@@ -165,6 +165,8 @@ def _num_whole(sizes: NDArray[np.int64], tables: Sequence[TableConfig]) -> NDArr
 
 
 def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == np.int64:
+        return values  # as nearly always: a call for each feature of each micro-batch
     array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     return np.ascontiguousarray(array.reshape(-1), np.int64)
 

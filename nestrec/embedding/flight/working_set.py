@@ -1,5 +1,6 @@
 """The rows of one batch on their owner: the sums of their gradients, the buffers they lie in, a watch over them."""
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from nestrec.embedding.rounding import draws_of
 from nestrec.embedding.row_optimizer import RowStep, runs_host_loop, update_rows, update_rows_on_host
 from nestrec.embedding.shard import FetchedRows
 from nestrec.embedding.table import RowLayout, RowShapes, TableConfig
+from nestrec.ops.rows.finite_host import are_finite
 from nestrec.ops.rows.gather import take_rows
 from nestrec.ops.rows.spans import Int64, Spans, add_spans, gather_spans
 
@@ -66,8 +68,10 @@ class WorkingTable:
             return None
         if self.gradient_scale != 1:
             gradient = gradient * self.gradient_scale
-        rows = self.fetched.rows[:end]
-        self._update(rows, gradient[:end], slice(end), step, learning_rate)
+        rows = self.fetched.rows
+        if end < len(self.fetched.keys):
+            rows, gradient = rows[:end], gradient[:end]
+        self._update(rows, gradient, slice(end), step, learning_rate)
         return rows
 
     def _update(
@@ -75,17 +79,18 @@ class WorkingTable:
     ) -> None:
         """chosen: which of the fetched rows these are."""
         refused, draws = self.fetched.slots[chosen] < 0, None
+        is_any_refused = bool(refused.any())
         if self.table.is_half:
             draws = to_device(draws_of(self.table, self.fetched.keys[chosen], step), rows.device)
         now = RowStep(step, learning_rate, self.table.optimizer, draws)
         if runs_host_loop(rows, self.table.optimizer.spec):
-            kept = torch.from_numpy(np.flatnonzero(refused))
-            before = rows.index_select(0, kept) if len(kept) else None
+            kept = torch.from_numpy(np.flatnonzero(refused)) if is_any_refused else None
+            before = None if kept is None else rows.index_select(0, kept)
             update_rows_on_host(rows, gradient, self.layout, now, num_threads=self.table.store.num_threads)
-            if before is not None:
+            if kept is not None and before is not None:
                 rows.index_copy_(0, kept, before)
         else:
-            places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if refused.any() else None
+            places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if is_any_refused else None
             update_rows(rows, gradient, self.layout, now, None if places is None else to_device(places, rows.device))
         used_here([gradient])
 
@@ -113,6 +118,8 @@ class WorkingSet:
     """int32 words of all rows."""
     spans: Spans
     """Where the vectors of each table lie in them."""
+    num_rows: Int64
+    """Of each table."""
     tables: dict[str, WorkingTable] = field(default_factory=dict)
     _sums: dict[torch.dtype, RowRun] = field(default_factory=dict)
     _totals: dict[torch.dtype, RowRun] = field(default_factory=dict)
@@ -129,7 +136,7 @@ class WorkingSet:
         words = (
             torch.empty(size, dtype=torch.int32, device=device) if buffers is None else buffers.take(step, size, device)
         )
-        return WorkingSet(step, shapes, words, Spans.of(starts, shapes.strides, shapes.words, device))
+        return WorkingSet(step, shapes, words, Spans.of(starts, shapes.strides, shapes.words, device), num_rows)
 
     def rows_of(self, table: int, num_rows: int) -> torch.Tensor:
         """(num_rows, num_words) memory of a table's rows."""
@@ -163,9 +170,9 @@ class WorkingSet:
         is_all: they are those of all rows, in order, and no others will come.
         """
         if is_all and not any(table.gradient is not None for _, table in self._of_type(dtype)):
-            mine = np.where(self.shapes.has_type(dtype), self._num_rows, 0)
+            mine = np.where(self.shapes.has_type(dtype), self.num_rows, 0)
             spans, _ = Spans.packed(mine, self.shapes.dims, self.words.device)
-            self._take_sums(dtype, RowRun(pieces[0], spans, self._num_rows))
+            self._take_sums(dtype, RowRun(pieces[0], spans, self.num_rows))
             return
         sums = self.sums(dtype)
         for piece, rows in by_piece(pieces, leg.asked_rows, leg.asked.counts):
@@ -173,9 +180,8 @@ class WorkingSet:
 
     def sums(self, dtype: torch.dtype) -> RowRun:
         """Sums of gradients of a type; zeros where none has come since the last update."""
-        mine = self._of_type(dtype)
-        if dtype not in self._sums or any(table.gradient is None for _, table in mine):
-            self._take_sums(dtype, gradient_run(dtype, self._num_rows, self.shapes, self.words.device))
+        if dtype not in self._sums or any(table.gradient is None for _, table in self._of_type(dtype)):
+            self._take_sums(dtype, gradient_run(dtype, self.num_rows, self.shapes, self.words.device))
         return self._sums[dtype]
 
     def _take_sums(self, dtype: torch.dtype, run: RowRun) -> None:
@@ -187,17 +193,13 @@ class WorkingSet:
         """Sums over the holders of these rows."""
         mine = self._of_type(dtype)
         if dtype not in self._totals or any(table.total is None for _, table in mine):
-            run = self._totals[dtype] = gradient_run(dtype, self._num_rows, self.shapes, self.words.device)
+            run = self._totals[dtype] = gradient_run(dtype, self.num_rows, self.shapes, self.words.device)
             for t, table in mine:
                 table.total = run.of_table(t)
         return self._totals[dtype]
 
-    @property
-    def _num_rows(self) -> Int64:
-        return np.array([len(table.fetched.keys) for table in self.tables.values()])
-
     def _of_type(self, dtype: torch.dtype) -> list[tuple[int, WorkingTable]]:
-        return [(t, table) for t, table in enumerate(self.tables.values()) if self.shapes.states[t] == dtype]
+        return list(itertools.compress(enumerate(self.tables.values()), self.shapes.has_type(dtype).tolist()))
 
 
 class RowBuffers:
@@ -227,9 +229,9 @@ class RowBuffers:
 class RowWatch:
     """Are the rows still finite? Asked of every updated row on the device, answered whenever somebody reads the device.
 
-    Sums of updated rows times zero add up to zero, or to NaN for ever once a row held an infinity or a NaN. (Rows whose
-    sum overflows count as well: nothing can be learned from them either.) One number a table and thread, so that lanes
-    which update rows at the same time do not wait for each other.
+    On a device sums of updated rows times zero add up to zero, or to NaN for ever once a row held an infinity or a NaN.
+    (Rows whose sum overflows count as well: nothing can be learned from them either.) The host looks at their bits. One
+    number a table and thread, so that lanes which update rows at the same time do not wait for each other.
     """
 
     def __init__(self, num_tables: int, device: torch.device) -> None:
@@ -240,6 +242,10 @@ class RowWatch:
     def look(self, table: int, layout: RowLayout, rows: torch.Tensor) -> None:
         """(n, num_words) rows of a table, by number, as an update has left them. The host does not wait."""
         mine = self._row_of_thread.setdefault(threading.get_ident(), len(self._row_of_thread) % _WATCHING_THREADS)
+        if layout.whole_words is not None and rows.device.type == "cpu":
+            if not are_finite(rows.numpy(), layout.whole_words):
+                self._seen[mine, table] = torch.nan
+            return
         for column in layout.columns:
             # Half precision is summed in float32, since its own range is soon passed; float32 in itself, which on a CPU
             # is six times as quick as in float64.
