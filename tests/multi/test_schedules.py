@@ -19,6 +19,8 @@ FACTORS: dict[str, list[Any]] = {
     "world": [1, 2, 4],
     "window_cache": [False, True],
 }
+STEPS = 10
+"""With a fence in the middle and a full pipeline on both sides of it: a broken rule shows within as many."""
 
 
 def pairwise_cover(factors: dict[str, list[Any]]) -> list[tuple[Any, ...]]:
@@ -60,7 +62,7 @@ def check_equality(pools, tmp_path, values: tuple[Any, ...], num_steps: int) -> 
 
 @pytest.mark.parametrize("values", pairwise_cover(FACTORS), ids=str)
 def test_exact_schedules_equal_serial_bit_for_bit(pools, tmp_path, values):
-    check_equality(pools, tmp_path, values, num_steps=16)
+    check_equality(pools, tmp_path, values, num_steps=STEPS)
 
 
 @pytest.mark.slow
@@ -117,10 +119,10 @@ def test_unlike_tables_of_one_model_equal_serial_over_40_steps_on_the_full_grid(
     ],
 )
 def test_a_broken_rule_is_noticed_on_the_streams_that_it_is_for(rule, stream, harmless_stream, schedules):
-    noticed = compare(Topology.single(), schedules, Job(stream=stream, broken=rule, num_steps=20))
+    noticed = compare(Topology.single(), schedules, Job(stream=stream, broken=rule, num_steps=STEPS))
     assert noticed == dict.fromkeys(schedules, False)
     if harmless_stream is not None:
-        equal = compare(Topology.single(), schedules, Job(stream=harmless_stream, broken=rule, num_steps=20))
+        equal = compare(Topology.single(), schedules, Job(stream=harmless_stream, broken=rule, num_steps=STEPS))
         assert equal == dict.fromkeys(schedules, True)
 
 
@@ -135,7 +137,7 @@ def test_a_broken_rule_is_noticed_on_the_streams_that_it_is_for(rule, stream, ha
     ],
 )
 def test_a_broken_order_of_sums_is_noticed_between_ranks(pools, rule, world, window_cache):
-    job = Job(broken=rule, window_cache=window_cache, num_steps=12)
+    job = Job(broken=rule, window_cache=window_cache, num_steps=STEPS)
     for noticed in equality_with_serial(pools, world, job, WINDOWED):
         assert noticed == dict.fromkeys(WINDOWED, False)
 
@@ -144,13 +146,13 @@ def test_a_broken_order_of_sums_is_noticed_between_ranks(pools, rule, world, win
 def test_stale_misses_just_the_updates_of_its_delay(stale_steps):
     stale = {}
     for stream in ("no_overlap", "distance_two", "distance_one"):
-        job = Job(stream=stream, stale_steps=stale_steps, num_steps=16)
+        job = Job(stream=stream, stale_steps=stale_steps, num_steps=STEPS)
         stale |= {stream: compare(Topology.single(), ["stale"], job)["stale"]}
     assert stale == {"no_overlap": True, "distance_two": stale_steps == 1, "distance_one": False}
 
 
 def test_stale_is_repeatable(pools):
-    job = Job(stale_steps=2, num_steps=20)
+    job = Job(stale_steps=2, num_steps=STEPS)
     first, again = (pools[2].run(train, "stale", job) for _ in range(2))
     assert all(same(a, b) for a, b in zip(first, again, strict=True))
     assert first[0]["tables"] == first[1]["tables"]
@@ -160,7 +162,7 @@ def test_stale_is_repeatable(pools):
 def test_semi_async_misses_at_most_one_update_and_only_of_shared_rows(pools, world):
     results = {}
     for stream in ("no_overlap", "distance_two", "distance_one"):
-        job = Job(stream=stream, num_steps=20, fences=(9,))
+        job = Job(stream=stream, num_steps=14, fences=(7,))
         run = [train(Topology.single(), "semi_async", job)] if world == 1 else pools[2].run(train, "semi_async", job)
         serial = [train(Topology.single(), "serial", job)] if world == 1 else pools[2].run(train, "serial", job)
         late = {result["statistics"].rows_late > 0 for result in run}
@@ -183,26 +185,26 @@ def test_semi_async_has_six_batches_in_flight():
 
 @pytest.mark.parametrize("schedule", ["stale", "semi_async", "priority"])
 def test_a_resumed_run_equals_one_that_went_on(schedule):
-    whole = train(Topology.single(), schedule, Job(num_steps=24, fences=(11,), stale_steps=2))
-    cut = train(Topology.single(), schedule, Job(num_steps=24, restart_after=11, stale_steps=2))
+    whole = train(Topology.single(), schedule, Job(num_steps=14, fences=(7,), stale_steps=2))
+    cut = train(Topology.single(), schedule, Job(num_steps=14, restart_after=7, stale_steps=2))
     assert all(whole[name] == cut[name] for name in ("tables", "dense", "losses"))
 
 
 ENDS = {
-    "short batches": Job(short_steps={5: 7, 6: 1, 13: 2, 20: 5}, num_steps=20),
-    "fences in a row and at the end": Job(fences=(1, 2, 3, 7, 8, 19), num_steps=20),
-    "more micro-batches than samples": Job(num_micro_batches=8, num_samples=12, short_steps={9: 3}, num_steps=15),
-    "one micro-batch": Job(num_micro_batches=1, num_steps=15),
-    "two micro-batches": Job(num_micro_batches=2, num_steps=15, window_cache=True),
+    "short batches": Job(short_steps={3: 7, 4: 1, 7: 2, STEPS: 5}, num_steps=STEPS),
+    "fences in a row and at the end": Job(fences=(1, 2, 3, 7, 8, 11), num_steps=12),
+    "more micro-batches than samples": Job(num_micro_batches=8, num_samples=12, short_steps={6: 3}, num_steps=STEPS),
+    "one micro-batch": Job(num_micro_batches=1, num_steps=STEPS),
+    "two micro-batches": Job(num_micro_batches=2, num_steps=STEPS, window_cache=True),
     "one step": Job(num_steps=1),
-    "restart in the middle of a full pipeline": Job(restart_after=11, fences=(4,), num_steps=24),
-    "restart with the cache, on disk": Job(restart_after=10, num_steps=20, window_cache=True, store="disk"),
-    "admission after three uses": Job(admission={"admission_count": 3}, fences=(9, 20), num_steps=28),
-    "least recently used": Job(admission={"eviction": "lru", "max_rows": 40}, fences=(9, 20), num_steps=30),
+    "restart in the middle of a full pipeline": Job(restart_after=8, fences=(3,), num_steps=14),
+    "restart with the cache, on disk": Job(restart_after=5, num_steps=STEPS, window_cache=True, store="disk"),
+    "admission after three uses": Job(admission={"admission_count": 3}, fences=(6, 11), num_steps=15),
+    "least recently used": Job(admission={"eviction": "lru", "max_rows": 24}, fences=(6, 10), num_steps=14),
     "least frequently used, restart": Job(
-        admission={"eviction": "lfu", "max_rows": 40, "admission_count": 2}, restart_after=17, num_steps=30
+        admission={"eviction": "lfu", "max_rows": 8, "admission_count": 2}, restart_after=8, num_steps=15
     ),
-    "time to live": Job(stream="distance_two", admission={"eviction": "ttl", "ttl_steps": 1}, num_steps=20),
+    "time to live": Job(stream="distance_two", admission={"eviction": "ttl", "ttl_steps": 1}, num_steps=STEPS),
 }
 
 
@@ -224,13 +226,13 @@ def test_ends_and_exceptions_equal_serial(pools, tmp_path, name, world):
     ],
 )
 def test_unequal_and_empty_ranks_equal_serial(pools, shares, window_cache):
-    job = Job(shares=shares, window_cache=window_cache, num_steps=20, short_steps={20: 1})
+    job = Job(shares=shares, window_cache=window_cache, num_steps=STEPS, short_steps={STEPS: 1})
     assert equality_with_serial(pools, 2, job) == [dict.fromkeys(EXACT, True)] * 2
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one():
-    whole = train(Topology.single(), "serial", Job(num_steps=24))
-    cut = train(Topology.single(), "nested", Job(num_steps=24, restart_after=11))
+    whole = train(Topology.single(), "serial", Job(num_steps=14))
+    cut = train(Topology.single(), "nested", Job(num_steps=14, restart_after=7))
     assert all(whole[name] == cut[name] for name in ("tables", "dense", "losses"))
 
 
@@ -295,8 +297,8 @@ def test_with_the_window_cache_each_distinct_key_of_a_rank_crosses_once(pools, s
 
 
 def test_rows_that_the_next_batch_holds_are_not_written_back():
-    job = Job(stream="all_equal", num_steps=20, fences=(10,))
+    job = Job(stream="all_equal", num_steps=STEPS, fences=(5,))
     nested, serial = (train(Topology.single(), name, job)["statistics"] for name in ("nested", "serial"))
-    rows_a_step = serial.rows_written // 20
-    assert serial.rows_written == 20 * rows_a_step
+    rows_a_step = serial.rows_written // STEPS
+    assert serial.rows_written == STEPS * rows_a_step
     assert nested.rows_written == 2 * rows_a_step
