@@ -60,11 +60,12 @@ def _log(name: str) -> None:
             log.write(name + "\n")
 
 
-def _arm_from_environment(text: str) -> None:
-    for part in filter(None, text.split(",")):
+def arm_from_environment() -> None:
+    """What NESTREC_FAIL_POINTS names; done once here, and by a forked process that is given another environment."""
+    for part in filter(None, os.environ.get("NESTREC_FAIL_POINTS", "").split(",")):
         place, _, action = part.partition("=")
         name, _, at = place.partition("@")
         _armed[name] = (int(at or 0), _ACTIONS[action])
 
 
-_arm_from_environment(os.environ.get("NESTREC_FAIL_POINTS", ""))
+arm_from_environment()

@@ -10,21 +10,22 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from nestrec.checkpoint.folders import committed_steps
+from nestrec.testing.commands import Started, start
 
 _POLL_S = 0.005
 _TAIL_CHARACTERS = 4000
 
-Victim = Callable[[psutil.Process], int | None]
+Victim = Callable[[Started], int | None]
 """Given the started process, the id of the one to kill, or None while it does not exist."""
 
 
@@ -70,17 +71,20 @@ def run_with_faults(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     limit_s: float = 60.0,
+    is_forked: bool = False,
 ) -> list[Attempt]:
     """Start the command until it exits with 0 and all faults have fired, in order; what happened.
 
     `limit_s` is for one attempt. Fails where a fault does not fire, or where an attempt fails without one.
+    is_forked: the command is Python's and needs torch, which processes that are forked need not load.
     """
     history: list[Attempt] = []
     remaining = list(faults)
     with tempfile.TemporaryDirectory(prefix="nestrec-faults-") as scratch:
         while not history or history[-1].exit_code != 0:
             whole_env = {**os.environ, **(env or {})}
-            attempt = _attempt(command, remaining, env=whole_env, cwd=cwd, limit_s=limit_s, scratch=Path(scratch))
+            starting = partial(start, command, is_forked=is_forked, cwd=cwd)
+            attempt = _attempt(starting, remaining, env=whole_env, limit_s=limit_s, scratch=Path(scratch))
             history.append(attempt)
             del remaining[: attempt.num_fired]
             if attempt.exit_code != 0 and attempt.num_fired == 0:
@@ -125,7 +129,7 @@ def random_kills(
 def rank_of(rank: int) -> Victim:
     """The process of a rank below a launcher such as torchrun."""
 
-    def find(process: psutil.Process) -> int | None:
+    def find(process: Started) -> int | None:
         for child in process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if child.environ().get("RANK") == str(rank):
@@ -136,11 +140,10 @@ def rank_of(rank: int) -> Victim:
 
 
 def _attempt(
-    command: Sequence[str],
+    starting: Callable[..., Started],
     faults: Sequence[Fault],
     *,
     env: Mapping[str, str],
-    cwd: Path | None,
     limit_s: float,
     scratch: Path,
 ) -> Attempt:
@@ -149,19 +152,19 @@ def _attempt(
     points = faults[0].points if faults and isinstance(faults[0], FailPoint) else ""
     armed = {**env, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(fail_log)}
     start_s = time.monotonic()
-    with output.open("wb") as sink:
-        process = psutil.Popen(command, env=armed, cwd=cwd, stdout=sink, stderr=subprocess.STDOUT)
-        try:
-            num_sent = _watch(process, faults, start_s + limit_s)
-        finally:
-            _end(process, fail_log)
+    process = starting(env=armed, output=output)
+    try:
+        num_sent = _watch(process, faults, start_s + limit_s)
+    finally:
+        _end(process, fail_log)
     tail = output.read_text(errors="replace")[-_TAIL_CHARACTERS:]
     if num_sent is None:
         raise AssertionError(f"not over after {limit_s} s:\n{tail}")
+    assert process.returncode is not None
     return Attempt(process.returncode, time.monotonic() - start_s, tail, num_sent + bool(fail_log.read_text()))
 
 
-def _watch(process: psutil.Popen, faults: Sequence[Fault], deadline_s: float) -> int | None:
+def _watch(process: Started, faults: Sequence[Fault], deadline_s: float) -> int | None:
     """Wait for the end of the process, sending signals when they are due; how many hit, or None at the deadline."""
     kills = list(itertools.takewhile(lambda fault: isinstance(fault, KillWhen), faults))
     hit: list[int] = []
@@ -176,7 +179,7 @@ def _watch(process: psutil.Popen, faults: Sequence[Fault], deadline_s: float) ->
     return None
 
 
-def _send_when_due(process: psutil.Popen, fault: Fault, hit: Sequence[int]) -> int | None:
+def _send_when_due(process: Started, fault: Fault, hit: Sequence[int]) -> int | None:
     assert isinstance(fault, KillWhen)
     pid = fault.victim(process) if fault.is_due() else None
     if pid is not None and pid not in hit:  # one that is dying already would count as two faults
@@ -186,8 +189,11 @@ def _send_when_due(process: psutil.Popen, fault: Fault, hit: Sequence[int]) -> i
     return None
 
 
-def _end(process: psutil.Popen, fail_log: Path) -> None:
+def _end(process: Started, fail_log: Path) -> None:
     """Nothing of the attempt survives it, not even ranks whose launcher was killed: they carry the name of its log."""
+    if process.returncode is None:  # a process that was forked has the environment of its server for all who look
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
     for other in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if other.pid != os.getpid() and other.environ().get("NESTREC_FAIL_LOG") == str(fail_log):

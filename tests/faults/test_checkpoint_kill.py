@@ -46,7 +46,7 @@ def test_kill_during_a_save_leaves_the_previous_or_the_new_one(tmp_path: Path, p
 
 def test_a_run_killed_again_and_again_gets_to_its_end(tmp_path: Path) -> None:
     faults = [FailPoint(f"checkpoint.{place}@2=kill") for place in ("before_rename", "after_rename")]
-    history = run_with_faults([sys.executable, "-c", SAVE_STEPS, str(tmp_path), "save"], faults)
+    history = run_with_faults([sys.executable, "-c", SAVE_STEPS, str(tmp_path), "save"], faults, is_forked=True)
     assert len(history) == 3
     assert Checkpoints(tmp_path).steps()[-1] == 4
 
@@ -122,7 +122,7 @@ def check_random_kills(folder: Path, seed: int, num_kills: int) -> None:
     num_steps = 12 * num_kills
     kills = random_kills(folder / "lines.txt", seed=seed, num_kills=num_kills, num_lines=num_steps - 6, delay_s=0.02)
     command = [sys.executable, "-c", SAVE_AND_LOG, str(folder), str(num_steps)]
-    history = run_with_faults(command, kills)
+    history = run_with_faults(command, kills, is_forked=True)
     assert len(history) == num_kills + 1
     restored = Checkpoints(folder / "checkpoints").restore_latest()
     assert restored is not None

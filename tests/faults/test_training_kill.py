@@ -41,7 +41,7 @@ def check_equal_to_undisturbed(
     """Train with and without faults and compare everything; the number of starts."""
     Trainer(config_of(family, data, more), folder / "whole", Topology.single()).train()
     planned = faults(folder / "cut")
-    history = run_with_faults(command_of(family, data, folder / "cut", more), planned, env=ENV)
+    history = run_with_faults(command_of(family, data, folder / "cut", more), planned, env=ENV, is_forked=True)
     assert len(history) == len(planned) + 1
     assert run_digest(folder / "cut") == run_digest(folder / "whole")
     return len(history)
@@ -89,7 +89,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_the_next_start_goes_on(da
     more = {**STEPS, "training.checkpoint_every_steps": "none", "training.evaluate_every_epochs": 0}
     Trainer(config_of("hstu", data, more), tmp_path / "whole", Topology.single()).train()
     command = command_of("hstu", data, tmp_path / "cut", more)
-    stopped, ended = run_with_faults(command, [FailPoint("train.step@10=terminate")], env=ENV)
+    stopped, ended = run_with_faults(command, [FailPoint("train.step@10=terminate")], env=ENV, is_forked=True)
     assert stopped.exit_code == exit_codes.INTERRUPTED
     assert "stopped at step 13; the same command goes on from there" in stopped.output
     assert ended.exit_code == 0
@@ -102,7 +102,7 @@ def test_a_non_finite_loss_exits_with_its_own_code_and_leaves_the_last_checkpoin
     before = run_digest(tmp_path)
     broken = {**more, "training.max_steps": 24, "optimizer.learning_rate": 1e30}
     with pytest.raises(AssertionError, match=f"failed with {exit_codes.NON_FINITE}") as caught:
-        run_with_faults(command_of("sasrec", data, tmp_path, broken), [], env=ENV)
+        run_with_faults(command_of("sasrec", data, tmp_path, broken), [], env=ENV, is_forked=True)
     assert "error: step = 8: loss nan" in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert run_digest(tmp_path) == before

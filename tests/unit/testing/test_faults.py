@@ -1,3 +1,4 @@
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,10 +24,11 @@ def counting(path: Path) -> list[str]:
     return [sys.executable, "-c", COUNT_TO_50, str(path)]
 
 
-def test_a_command_is_killed_and_started_again_until_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_command_is_killed_and_started_again_until_it_ends(tmp_path: Path, is_forked: bool) -> None:
     path = tmp_path / "lines.txt"
     faults = [FailPoint("count@10=kill"), *random_kills(path, seed=1, num_kills=2, num_lines=45, delay_s=0.005)]
-    history = run_with_faults(counting(path), faults)
+    history = run_with_faults(counting(path), faults, is_forked=is_forked)
     assert [attempt.exit_code for attempt in history] == [-signal.SIGKILL] * 3 + [0]
     assert [attempt.num_fired for attempt in history] == [1, 1, 1, 0]
     assert path.read_text().count("\n") == 50
@@ -38,14 +40,25 @@ def test_a_fault_that_does_not_fire_is_an_error(tmp_path: Path, fault: FailPoint
         run_with_faults(counting(tmp_path / "lines.txt"), [fault])
 
 
-def test_a_command_that_fails_by_itself_shows_its_output() -> None:
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_command_that_fails_by_itself_shows_its_output(is_forked: bool) -> None:
     with pytest.raises(AssertionError, match=r"no fault fired:\s+cannot go on"):
-        run_with_faults([sys.executable, "-c", "raise SystemExit('cannot go on')"], [])
+        run_with_faults([sys.executable, "-c", "raise SystemExit('cannot go on')"], [], is_forked=is_forked)
 
 
-def test_a_command_that_hangs_is_ended_at_the_limit() -> None:
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_command_that_hangs_is_ended_at_the_limit(is_forked: bool) -> None:
     with pytest.raises(AssertionError, match="not over after"):
-        run_with_faults([sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=0.2)
+        run_with_faults([sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=0.2, is_forked=is_forked)
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_command_has_its_environment_its_folder_and_its_arguments(tmp_path: Path, is_forked: bool) -> None:
+    tell = "import os, sys; print(os.environ['WORD'], 'HOME' in os.environ, sys.argv[1:]); open('here', 'x')"
+    command = [sys.executable, "-c", tell, "a", "b"]
+    (attempt,) = run_with_faults(command, [], env={"WORD": "x"}, cwd=tmp_path, is_forked=is_forked)
+    assert attempt.output == f"x {'HOME' in os.environ} ['a', 'b']\n"
+    assert (tmp_path / "here").exists()
 
 
 LAUNCHER = """
