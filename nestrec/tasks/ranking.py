@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from nestrec.base.bounds import Count
+from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.random import mix64_array
 from nestrec.data.batches import MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.ranking import (
@@ -46,7 +47,7 @@ from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
 from nestrec.tasks.metrics import Interval, window_metrics
-from nestrec.tasks.ranking_results import BASELINES, BaselineName, RankingResults
+from nestrec.tasks.ranking_results import BASELINES, AtOnce, BaselineName, RankingResults
 from nestrec.tasks.slices import check_slices
 from nestrec.tasks.spec import TaskSpec
 from nestrec.tasks.table_options import ChosenTables, chosen_tables
@@ -80,9 +81,10 @@ class RankingTaskConfig:
     the length of the history, or by a category by its column, such as event_tab"""
     batch_slices: Count = 256
     """slices scored at a time"""
-    at_once: bool = True
+    at_once: Natural = 20_000
     """on the test part, ask for all held-out events of a user at one moment too, before the first of them, as a list is
-    ranked: `model, at once` stands beside `model`, which knows how the user reacted to the events before each"""
+    ranked: `model, at once` stands beside `model`, which knows how the user reacted to the events before each. Of as
+    many users as have so many events, chosen by hashes; 0: of none"""
 
 
 class RankingTask(Task):
@@ -183,24 +185,22 @@ class RankingTask(Task):
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
         logit_EK, label_EK, user_E = self._scores(engine, slices)
-        logits = {"model": logit_EK}
-        if part == "test" and self.cfg.at_once:
-            logits["model, at once"] = self._at_once(engine, part)
-        return self._results.evaluation(part, logits, label_EK, user_E, engine.topology)
+        at_once = self._at_once(engine, part, user_E) if part == "test" and self.cfg.at_once else None
+        return self._results.evaluation(part, logit_EK, label_EK, user_E, engine.topology, at_once)
 
-    def _at_once(self, engine: EmbeddingEngine, part: Part) -> NDArray[np.float64]:
-        """Logits (E, K) of every held-out event, each with the history before the first of its user's."""
+    def _at_once(self, engine: EmbeddingEngine, part: Part, user_E: NDArray[np.int64]) -> AtOnce:
+        """Logits of held-out events of some users, each with the history before the first of its user's."""
         first, end = self._split.held_out(part)
-        place_E, offsets = slice_index(first, end)
-        user_E = np.repeat(np.arange(len(first)), np.diff(offsets))
-        logits = np.zeros((len(user_E), len(self.cfg.inputs.labels)))
+        places, _ = slice_index(first, end)
+        asked = np.flatnonzero(_first_users(first, end, self.cfg.at_once)[user_E])
+        logits = np.zeros((len(asked), len(self.cfg.inputs.labels)))
         topology, longest = engine.topology, self.cfg.inputs.max_events - 1
-        for chosen in share_of_ranks(np.arange(len(user_E)), self.cfg.batch_slices, topology.rank, topology.world):
-            user = user_E[chosen]
+        for chosen in share_of_ranks(np.arange(len(asked)), self.cfg.batch_slices, topology.rank, topology.world):
+            user = user_E[asked[chosen]]
             before = np.maximum(0, first[user] - longest)
-            batch = self._inputs.asked(self._inputs.read(user), before, first[user], place_E[chosen])
+            batch = self._inputs.asked(self._inputs.read(user), before, first[user], places[asked[chosen]])
             logits[chosen] = self._logits(engine, batch)[np.cumsum(first[user] - before + 1) - 1]
-        return sum_over_ranks(topology, logits)
+        return AtOnce(asked, sum_over_ranks(topology, logits))
 
     def _scores(
         self, engine: EmbeddingEngine, slices: NDArray[np.int64]
@@ -244,6 +244,15 @@ class RankingTask(Task):
         with torch.no_grad():
             of_item = [name for name in self._features if name == "item" or name.startswith(ITEM_PREFIX)]
             return summed([self._vectors.of_looked_up(name, moved, vectors) for name in of_item])
+
+
+def _first_users(first: NDArray[np.int64], end: NDArray[np.int64], num_events: int) -> NDArray[np.bool_]:
+    """Users in an order of hashes, as many as have so many held-out events together, and one at least."""
+    order = np.argsort(mix64_array(np.arange(len(first))))
+    order = order[(end > first)[order]]
+    is_in = np.zeros(len(first), np.bool_)
+    is_in[order[: max(1, int((np.cumsum((end - first)[order]) <= num_events).sum()))]] = True
+    return is_in
 
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:

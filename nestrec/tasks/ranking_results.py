@@ -1,6 +1,7 @@
 """What is said of a ranking model on held-out events: beside its baselines, and on slices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,6 +25,16 @@ LOGISTIC, BOOSTED = BASELINES
 SLICE_DRAWS, VALIDATION_DRAWS = 50, 40
 MOST_EVENTS = 50_000_000
 """Of a log with more events no baseline is fitted: they hold all of it in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """What the model says where all held-out events of a user are asked for at one moment."""
+
+    events: Ints
+    """places among the held-out events"""
+    logits: Logits
+    """(events, K)"""
 
 
 class RankingResults:
@@ -52,13 +63,18 @@ class RankingResults:
         self._names = baselines
         self._fitted: dict[tuple[BaselineName, str], Callable[[EventTable], Logits]] = {}
         self._logits: dict[Part, dict[str, Logits]] = {}
-        self._metrics: dict[Part, dict[str, Mapping[str, Interval]]] = {}
+        self._metrics: dict[Part, dict[str, dict[str, Interval]]] = {}
 
-    def evaluation(
-        self, part: Part, of_model: Mapping[str, Logits], label_EK: Ints, user_E: Ints, topology: Topology
+    def evaluation(  # noqa: PLR0917
+        self,
+        part: Part,
+        logit_EK: Logits,
+        label_EK: Ints,
+        user_E: Ints,
+        topology: Topology,
+        at_once: AtOnce | None = None,
     ) -> Evaluation:
-        """of_model: logits of all held-out events of a part, in the order of users and events, under `model` and under
-        the names of other ways to ask it. Collective."""
+        """The model's logits of all held-out events of a part, in the order of users and events. Collective."""
         # A validation is one of many and only its mean decides; the test is the figure that people quote.
         num_draws = 200 if part == "test" else VALIDATION_DRAWS
         if part not in self._logits:
@@ -67,12 +83,13 @@ class RankingResults:
                 system: self._measure(logits, label_EK, user_E, num_draws=num_draws)
                 for system, logits in self._logits[part].items()
             }
-        logits = {**of_model, **self._logits[part]}
-        metrics = {
-            **{name: self._measure(found, label_EK, user_E, num_draws=num_draws) for name, found in of_model.items()},
-            **self._metrics[part],
-        }
-        details = {"logit": of_model["model"], "label": label_EK, "users": user_E}
+        logits = {"model": logit_EK, **self._logits[part]}
+        metrics = {"model": self._measure(logit_EK, label_EK, user_E, num_draws=num_draws)}
+        if at_once is not None:
+            of = at_once.events
+            metrics["model, at once"] = self._measure(at_once.logits, label_EK[of], user_E[of], num_draws=num_draws)
+        metrics |= self._metrics[part]
+        details = {"logit": logit_EK, "label": label_EK, "users": user_E}
         headline = f"auc/{self._labels[0]}"
         if part == "valid":
             return Evaluation(part, headline, metrics, details)

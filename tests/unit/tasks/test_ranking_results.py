@@ -52,7 +52,7 @@ def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evalua
         **options,
     }
     results = RankingResults(dataset, found, ("click",), **given)  # type: ignore[arg-type]
-    return results.evaluation("test", {"model": np.zeros(label.shape)}, label, user, Topology.single())
+    return results.evaluation("test", np.zeros(label.shape), label, user, Topology.single())
 
 
 def test_trees_see_what_rates_cannot_and_slices_add_up(dataset: Dataset) -> None:

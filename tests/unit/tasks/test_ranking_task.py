@@ -61,7 +61,7 @@ def ranking_run(data: Path) -> RunConfig:
             inputs=RankingInputConfig(labels=("click", "like"), max_events=20),
             split=SplitConfig(valid_from=iso_moment(CUT_MS[0]), test_from=iso_moment(CUT_MS[1])),
             baselines=("logistic",),
-            at_once=False,
+            at_once=0,
         ),
         data=DataConfig(folder=str(data)),
         batch=BatchConfig(batch_samples=64),
@@ -175,11 +175,14 @@ def test_windows_score_every_held_out_event_once_with_history_before_it():
 
 
 def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp_path):
-    trainer = Trainer(ranking_run(log), tmp_path / "run", Topology.single())
+    cfg = ranking_run(log)
+    trainer = Trainer(replace(cfg, task=replace(cfg.task, at_once=300)), tmp_path / "run", Topology.single())
     task, engine = trainer.session.task, trainer.session.engine
     slices = held_out_slices(task._split, "test", 20)
     in_turn, _, users = task._scores(engine, slices)
-    at_once = task._at_once(engine, "test")
+    found = task._at_once(engine, "test", users)
+    assert 200 < len(found.events) <= 300
+    in_turn, users, at_once = in_turn[found.events], users[found.events], found.logits
     is_first = np.append(True, users[1:] != users[:-1])
     has_all = (task._split.test_end <= 20)[users]
     assert np.allclose(at_once[is_first & has_all], in_turn[is_first & has_all], atol=1e-6)
