@@ -160,4 +160,9 @@ def _losses(label: NDArray[np.int64], logit: NDArray[np.float64]) -> dict[str, I
     return {**bootstrap({"log_loss": log_loss(label, logit)}), "ne": Interval(entropy, float("nan"), float("nan"))}
 
 
-TASK = TaskSpec(config=RowsTaskConfig, make=RowsTask, store_field="table_store")
+TASK = TaskSpec(
+    config=RowsTaskConfig,
+    make=RowsTask,
+    store_field="table_store",
+    serving="nestrec.serving.model.rows.form:SERVING",
+)

@@ -118,5 +118,5 @@ def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path)
 
 def test_a_run_without_a_form_for_serving_does_not_begin_to_publish(data, tmp_path):
     cfg = config_of("rows", data, {"publish.address": str(tmp_path / "published"), "training.max_steps": 1})
-    with pytest.raises(UserError, match="cannot be served"):
+    with pytest.raises(UserError, match="cannot be published"):
         train(cfg, output=tmp_path / "run")

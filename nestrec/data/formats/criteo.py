@@ -28,7 +28,8 @@ NUM_DENSE, NUM_CATEGORIES = 13, 26
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, NUM_CATEGORIES + 1))
 HOW = Delimited(separator="\t", names=("label", *DENSE_NAMES, *CATEGORY_NAMES), has_quotes=False)
-_HASH_KEY = 0x43726974656F
+HASH_KEY = 0x43726974656F
+"""of the first category; those after it have the numbers after it"""
 
 
 @config
@@ -99,7 +100,7 @@ def _parse(batch: RawBatch) -> tuple[UserBlock, list[BadRow], NDArray[np.uint64]
         values, states = parse_numbers(batch.columns[name])
         dense[:, i] = values
         is_number &= states != BAD
-    categories = np.stack([_hash(batch.columns[n], i) for i, n in enumerate(CATEGORY_NAMES)], axis=1)
+    categories = np.stack([category_keys(batch.columns[n], HASH_KEY + i) for i, n in enumerate(CATEGORY_NAMES)], axis=1)
     good = is_labelled & is_number
     reasons = np.where(is_labelled, "not a number", "label is not 0 or 1")
     bad = [BadRow(int(batch.lines[i]), str(reasons[i]), batch.text_of(int(i))) for i in np.flatnonzero(~good)]
@@ -109,9 +110,9 @@ def _parse(batch: RawBatch) -> tuple[UserBlock, list[BadRow], NDArray[np.uint64]
     return UserBlock(np.ones(int(good.sum()), dtype=np.int32), scalars, lists), bad, signatures
 
 
-def _hash(column: pa.Array, index: int) -> NDArray[np.int64]:
+def category_keys(column: pa.Array, hash_key: int) -> NDArray[np.int64]:
     """A 63-bit hash of (column, value) that is never 0, and 0 for a blank."""
-    hashes = (cell_hashes(column, _HASH_KEY + index) >> np.uint64(1)).astype(np.int64)
+    hashes = (cell_hashes(column, hash_key) >> np.uint64(1)).astype(np.int64)
     is_blank = pc.binary_length(column).to_numpy(zero_copy_only=False) == 0
     return np.where(is_blank, 0, np.maximum(hashes, 1))
 

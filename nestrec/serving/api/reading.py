@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from nestrec.data.formats.criteo import category_keys
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
@@ -91,10 +93,10 @@ class Reader:
             if self.servable.reads_times:
                 self.notes.add_default("now_ms", now_ms)
         timeout_ms = self._limits.default_timeout_ms if request.timeout_ms is None else request.timeout_ms
-        given = request.history or HistoryFields()
+        given = (request.history if self.servable.reads_items else None) or HistoryFields()
         history = self._known_events(given, now_ms)
         seen = history.items
-        if not len(history):
+        if not len(history) and self.servable.reads_items:
             history = self._default_events(is_told=given.items is not None and not len(given.items), now_ms=now_ms)
         of_user = self._user_categories(request.user_features, len(history))
         if of_user:
@@ -242,6 +244,9 @@ class Reader:
         ids = self.servable.column_ids.get(column.name)
         if column.transform.kind != "quantiles" and any(isinstance(value, float) for value in values):
             raise BadRequestError("must be a category: text, a whole number or null", field)
+        if column.by_key is not None:
+            keys = self._keys(values, column.by_key.hash_key, field)
+            return keys if isinstance(given, list) else np.full(count, keys[0])
         if column.transform.kind == "quantiles" and not any(isinstance(value, str) for value in values):
             found = column.transform.bucket_ids(self._numbers(values, field))
         elif ids is not None:
@@ -254,6 +259,16 @@ class Reader:
             if named:
                 self.notes.add_unknown(field, named, "scored")
         return found if isinstance(given, list) else np.full(count, found[0])
+
+    @staticmethod
+    def _keys(values: Sequence[Category], hash_key: int | None, field: str) -> Ids:
+        """Of rows by key; 0 of what nobody knows."""
+        if hash_key is not None:
+            return category_keys(pa.array(["" if value is None else str(value) for value in values]), hash_key)
+        try:
+            return np.array([0 if value is None else int(value) for value in values], np.int64)
+        except (ValueError, OverflowError):
+            raise BadRequestError("must be keys: whole numbers of 64 bits", field) from None
 
     @staticmethod
     def _numbers(values: Sequence[Category], field: str) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ from nestrec.base.errors import DamagedError
 from nestrec.serving.engine.runner import BatchRunner, Part, Runner
 from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.inputs import Candidates, History, number_bits
+from nestrec.serving.model.rows.keyed_table import KeyedTable
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import Probe
 from nestrec.serving.prefix.page_pool import PagePool
@@ -30,12 +31,13 @@ def recorded_probe(servable: Servable) -> Probe:
     """A request of made-up events over the catalogue, and what the model says to it on the CPU."""
     model = copy.deepcopy(servable.model).eval().requires_grad_(False)
     form = make_form(replace(servable, model=model))
-    num_items, num_events = servable.spec.num_items, max(1, min(_NUM_EVENTS, form.max_events))
+    num_events = max(1, min(_NUM_EVENTS, form.max_events)) if servable.reads_items else 0
+    names = servable.item_keys if servable.reads_items else tuple(str(name) for name in range(_NUM_CANDIDATES))
     asked = Probe(
         items=_spread(servable.item_keys, num_events),
         times_ms=tuple(_FIRST_MS + _STEP_MS * event for event in range(num_events)),
         actions=tuple(event % (1 + max(servable.spec.action_bits.values(), default=0)) for event in range(num_events)),
-        candidates=_spread(servable.item_keys, min(_NUM_CANDIDATES, num_items)),
+        candidates=_spread(names, min(_NUM_CANDIDATES, len(names))),
         now_ms=_FIRST_MS + _STEP_MS * num_events,
         scores=(),
     )
@@ -90,8 +92,10 @@ def _part(form: Form, probe: Probe) -> Part:
 def _features(servable: Servable, count: int) -> dict[str, NDArray[np.int64]]:
     """Categories by turns, those that a request gives."""
     given = {c.name: c for c in (*servable.event_features.values(), *servable.user_features.values())}
-    numbers = number_bits(np.arange(count, dtype=np.float32))
-    return {n: np.arange(count) % column.num_rows if column.has_table else numbers for n, column in given.items()}
+    numbers, places = number_bits(np.arange(count, dtype=np.float32)), np.arange(count)
+    found = {n: places % max(1, column.num_rows) if column.has_table else numbers for n, column in given.items()}
+    keyed = {n: t.keys for n, t in servable.tables.items() if isinstance(t, KeyedTable) and len(t.keys)}
+    return found | {name: keys[places % len(keys)] for name, keys in keyed.items()}
 
 
 def _spread(keys: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -10,6 +10,15 @@ def check_served(task: TaskConfigBase) -> None:
     serving_form_of(task)
 
 
+def check_published(task: TaskConfigBase) -> None:
+    """Raise a `UserError` where models of a task have no versions that servers follow."""
+    if serving_form_of(task).exported is not None:
+        remedy = "export the run and swap models: nestrec export, nestrec swap"
+        raise UserError(
+            "cannot be published: versions are told by rows of items", field="task.kind", value=task.kind, remedy=remedy
+        )
+
+
 def why_not_served(task: TaskConfigBase) -> str | None:
     """The reason why models of a task cannot be served; none where they can."""
     try:

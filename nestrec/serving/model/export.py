@@ -34,6 +34,7 @@ from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.mapped import mapped
 from nestrec.serving.model.packed_rows import PACKED_KINDS, PackedTable, packed_rows, packed_width
+from nestrec.serving.model.rows.keyed_table import KeyedTable
 from nestrec.serving.model.search_options import SearchConfig
 from nestrec.serving.model.search_recall import with_search
 from nestrec.serving.model.servable import Servable
@@ -42,6 +43,7 @@ from nestrec.serving.model.spec import (
     COLUMNS_FILE,
     INDEX_FILE,
     ITEMS_FILE,
+    KEYS_FILE,
     MANIFEST_FILE,
     PROBE_FILE,
     SEARCH_FILE,
@@ -102,6 +104,7 @@ def export_run(
     with restored_session(run, best=best) as (session, step):
         servable = servable_of_session(session, step, output.parent)
         if (dtype, tables, prefixes) != ("run", "run", "model"):
+            _check_fewer_bits(servable)
             chosen = in_fewer_bits(servable, dtype, tables, output.parent)
             cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes)
             servable = replace(chosen, precision=cost)
@@ -127,6 +130,17 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
         session.restore(restored)
         with session.dense.averaged():
             yield session, restored.step
+
+
+def _check_fewer_bits(servable: Servable) -> None:
+    if not servable.reads_items:
+        remedy = "leave out --dtype, --tables and --prefixes"
+        raise UserError(
+            "reads no histories, by which the cost of fewer bits is measured",
+            field="task.kind",
+            value=servable.spec.task.kind,
+            remedy=remedy,
+        )
 
 
 def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
@@ -158,6 +172,8 @@ def _newest(folder: RunFolder, best: bool) -> Restored:
 
 def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
     """The model of a session as it is now, on the CPU. Collective."""
+    if (exported := serving_form_of(session.cfg.task).exported) is not None:
+        return cast(Servable, exported(session, step))
     servable, tables = described(session, step), ExportedTables(session, scratch)
     with_table = [c for c in servable.spec.columns if c.has_table]
     served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in with_table}
@@ -262,6 +278,9 @@ def descriptions(servable: Servable) -> dict[str, Any]:
         found[TITLES_FILE] = list(servable.item_titles)
     if servable.serving.index is None:
         found[COLUMNS_FILE] = dict(servable.item_columns)
+    keyed = {servable.columns[name].table_name: t for name, t in servable.tables.items() if isinstance(t, KeyedTable)}
+    if keyed:
+        found[KEYS_FILE] = {name: torch.from_numpy(table.keys) for name, table in keyed.items()}
     return found
 
 
@@ -308,6 +327,8 @@ def _by_chunks(
 
 
 def _content(table: ServedTable) -> dict[str, torch.Tensor]:
+    if isinstance(table, KeyedTable):
+        return _content(table.by_row)
     if isinstance(table, PackedTable):
         return {table.kind: _weight(table.packed)}
     return {"weight": _weight(table)}

@@ -22,15 +22,18 @@ from nestrec.models.backbone import SequenceConfig
 from nestrec.models.backbones import backbone_of, cached_forward_of, reads_times
 from nestrec.models.dtypes import computed_in, dtype_of
 from nestrec.models.segments import CachedForward, KeptShape
+from nestrec.models.whole_forward import WHOLE
 from nestrec.serving.model.item_ids import ItemIds
 from nestrec.serving.model.packed_rows import PACKED_KINDS, PackedTable
 from nestrec.serving.model.row_sources import tensors_in
-from nestrec.serving.model.serving_form import ServingForm, serving_form_of
+from nestrec.serving.model.rows.keyed_table import KeyedTable
+from nestrec.serving.model.serving_form import NoSequence, ServingForm, serving_form_of
 from nestrec.serving.model.spec import (
     COLUMNS_FILE,
     FORMAT,
     INDEX_FILE,
     ITEMS_FILE,
+    KEYS_FILE,
     MANIFEST_FILE,
     PROBE_FILE,
     SEARCH_FILE,
@@ -103,7 +106,7 @@ class Servable:
     @cached_property
     def cached(self) -> CachedForward:
         """How new tokens are computed against a kept prefix, or whole sequences where the backbone keeps none."""
-        return cached_forward_of(self.encoder_config)
+        return cached_forward_of(self.encoder_config) if self._reads_sequence else WHOLE
 
     def cacheable(self, num_tokens: int) -> int:
         """Of so many tokens that do not depend on the request, those that are kept."""
@@ -116,7 +119,7 @@ class Servable:
 
     def cut(self, num_tokens: int) -> int:
         """First token that all layers compute of a sequence of so many, as training has it."""
-        return backbone_of(self.encoder_config).cut(self.encoder_config, num_tokens)
+        return backbone_of(self.encoder_config).cut(self.encoder_config, num_tokens) if self._reads_sequence else 0
 
     @cached_property
     def device(self) -> torch.device:
@@ -131,7 +134,16 @@ class Servable:
     @property
     def reads_times(self) -> bool:
         """Scores depend on when events happened."""
-        return reads_times(self.encoder_config)
+        return self._reads_sequence and reads_times(self.encoder_config)
+
+    @property
+    def reads_items(self) -> bool:
+        """Events and candidates are items that it knows; else it reads what is told of candidates, and no history."""
+        return self.serving.reads_items
+
+    @property
+    def _reads_sequence(self) -> bool:
+        return not isinstance(self.encoder_config, NoSequence)
 
     @property
     def reads_actions(self) -> bool:
@@ -181,8 +193,9 @@ class Servable:
         return "exact" if self.search is None or self.device.type != "cpu" else self.spec.search.kind
 
     def ids_of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
-        """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too."""
-        return self.item_ids.of(keys)
+        """Item ids of source ids; an unknown one gives 0, whose vector evaluation uses too. Without a catalogue nobody
+        is unknown."""
+        return self.item_ids.of(keys) if self.reads_items else np.ones(len(keys), np.int64)
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
@@ -220,8 +233,12 @@ class Servable:
         model = serving.model(spec)
         fill(model, weights)
         computed_in(model, dtype_of(weights)).to(device).eval().requires_grad_(False)
-        read = {"items": "items"} | {c.name: c.table_name for c in spec.columns if c.has_table}
+        of_items = {"items": "items"} if serving.reads_items else {}
+        read = of_items | {c.name: c.table_name for c in spec.columns if c.has_table}
         opened = {name: table(table_file(name), "weight") for name in dict.fromkeys(read.values())}
+        begins = {c.table_name: c.by_key for c in spec.columns if c.by_key is not None}
+        for name, keys in descriptions.get(KEYS_FILE, {}).items():
+            opened[name] = KeyedTable(opened[name], keys.numpy(), begins[name])
         columns = descriptions.get(COLUMNS_FILE, {})
         servable = Servable(
             spec=spec,

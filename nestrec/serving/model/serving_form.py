@@ -25,6 +25,16 @@ from nestrec.tasks.built_in import TASKS, task_spec
 from nestrec.tasks.spec import TaskConfigBase
 
 
+@dataclass(frozen=True, slots=True)
+class NoSequence:
+    """In the place of a backbone's config: the model reads no history, and nothing of it is kept."""
+
+    dim: int
+    """elements of what it looks up"""
+    kind: str = "none"
+    max_length: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingForm:
     """How models of a task become part of a cascade. Their tables are `items` and one for each column."""
@@ -38,7 +48,7 @@ class ServingForm:
     longest_history: Callable[[Any], int]
     """events, of the task's config"""
     encoder: Callable[[Any], SequenceConfig] = attrgetter("encoder")
-    """the backbone's config in the task's"""
+    """the backbone's config in the task's; a `NoSequence` where there is none"""
     columns: Callable[[Any, Card], tuple[Column, ...]] = lambda task, card: ()
     """categories beside the item that the model reads, of the task's config and the dataset's card"""
     index: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -51,6 +61,11 @@ class ServingForm:
     """scores depend on what the user did at events"""
     needs_event: bool = False
     """it knows a user by nothing but events"""
+    reads_items: bool = True
+    """events and candidates are items of a catalogue; without one a history is not read, and candidates are what a
+    request tells of them"""
+    exported: Callable[[Any, int], Any] | None = None
+    """(session, step) to the `Servable` of a run, of models that have no table of items; none: that of all others"""
 
 
 def serving_form_of(task: TaskConfigBase) -> ServingForm:

@@ -5,8 +5,17 @@ from collections.abc import Iterable
 import torch
 
 from nestrec.base.errors import DamagedError
+from nestrec.serving.model.rows.keyed_table import KeyedTable
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import COLUMNS_FILE, INDEX_FILE, ITEMS_FILE, SPEC_FILE, WEIGHTS_FILE, table_file
+from nestrec.serving.model.spec import (
+    COLUMNS_FILE,
+    INDEX_FILE,
+    ITEMS_FILE,
+    KEYS_FILE,
+    SPEC_FILE,
+    WEIGHTS_FILE,
+    table_file,
+)
 from nestrec.serving.model.tables import ServedTable
 
 
@@ -15,13 +24,16 @@ def check_sound(servable: Servable) -> None:
     spec = servable.spec
     _check(len(servable.item_keys) == spec.num_items, ITEMS_FILE, f"must name {spec.num_items} items, as the spec says")
     _check(len(set(servable.item_keys)) == spec.num_items, ITEMS_FILE, "names an item twice")
-    _check_rows(servable.tables["items"], spec.num_items + 1, table_file("items"))
+    if servable.reads_items:
+        _check_rows(servable.tables["items"], spec.num_items + 1, table_file("items"))
     if servable.index is not None:
         _check_rows(servable.index, spec.num_items, INDEX_FILE)
     for column in spec.columns:
         if not column.has_table:
             continue
         _check_rows(servable.tables[column.name], column.num_rows, table_file(column.name))
+        if column.by_key is not None:
+            continue
         num_keys = 0 if column.keys is None else len(column.keys)
         _check(num_keys < column.num_rows, SPEC_FILE, f"has more keys of {column.name} than its table has rows")
     for name, categories in servable.item_columns.items():
@@ -31,7 +43,7 @@ def check_sound(servable: Servable) -> None:
         _check(is_there, COLUMNS_FILE, f"has categories of {name} that its table does not have")
     _check(_are_finite(servable.model.state_dict().values()), WEIGHTS_FILE, "has numbers that are not finite")
     for name, table in servable.tables.items():
-        _check_table(servable, table, table_file(name))
+        _check_table(servable, table, table_file(name if name == "items" else servable.columns[name].table_name))
     if servable.index is not None:
         _check_table(servable, servable.index, INDEX_FILE)
 
@@ -42,6 +54,10 @@ def _check_rows(table: ServedTable, num_rows: int, file: str) -> None:
 
 def _check_table(servable: Servable, table: ServedTable, file: str) -> None:
     dim = servable.encoder_config.dim
+    if isinstance(table, KeyedTable):
+        dim = table.begins.dim
+        is_ascending = len(table.keys) == table.num_rows and bool((table.keys[1:] > table.keys[:-1]).all())
+        _check(is_ascending, KEYS_FILE, "must have a key for each row, ascending")
     for _, part in table.parts():
         _check(part.shape[1] == dim, file, f"has rows of {part.shape[1]} numbers where the model has {dim}")
         _check(_are_finite([part]), file, "has numbers that are not finite")

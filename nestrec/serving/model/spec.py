@@ -9,6 +9,7 @@ from typing import Literal
 from nestrec.base.config import config, to_plain
 from nestrec.data.transform import Transform
 from nestrec.models.features import ToWidth
+from nestrec.serving.model.rows.keyed_table import KeyedRows
 from nestrec.serving.model.search_options import SearchConfig, SearchRecall
 from nestrec.tasks.built_in import TaskConfig
 
@@ -17,7 +18,7 @@ SPEC_FILE, MANIFEST_FILE = "spec.json", "manifest.json"
 WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
 ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
 PROBE_FILE, TITLES_FILE = "probe.json", "item_titles.json"
-SEARCH_FILE = "search.safetensors"
+SEARCH_FILE, KEYS_FILE = "search.safetensors", "row_keys.safetensors"
 
 
 @config
@@ -38,6 +39,8 @@ class ColumnSpec:
     """of the matrix of numbers and vectors"""
     pooling: str = ""
     """how several values become one vector"""
+    by_key: KeyedRows | None = None
+    """of a table whose rows are found by keys of any size; none: by ids from 1"""
 
     @property
     def table_name(self) -> str:

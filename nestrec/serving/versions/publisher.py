@@ -19,7 +19,7 @@ from nestrec.base.errors import DamagedError
 from nestrec.checkpoint.background import Background
 from nestrec.checkpoint.peers import Peers, SaveError
 from nestrec.checkpoint.sealed import digest_of_plain
-from nestrec.serving.model.can_serve import check_served
+from nestrec.serving.model.can_serve import check_published
 from nestrec.serving.versions.content import Described, RankContent, changes_of, everything_of, weights_of
 from nestrec.serving.versions.manifest import Parent, Times, VersionManifest
 from nestrec.serving.versions.merging import can_merge, merged
@@ -55,7 +55,7 @@ class Publisher:
     ):
         """identity: of the run, on the first rank. step: from which it goes on. warn: told what went wrong and does not
         end the run. Collective."""
-        on_first(session.topology, lambda: check_served(session.cfg.task))
+        on_first(session.topology, lambda: check_published(session.cfg.task))
         self._cfg, self._identity, self._warn = cfg, identity, warn
         self._versions = Versions(place_of(cfg.address))
         self._peers = Peers.of_topology(session.topology)

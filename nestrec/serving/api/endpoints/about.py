@@ -75,8 +75,10 @@ def _model(fleet: Fleet) -> ModelAnswer:
     servable, form = fleet.servable, fleet.engines[0].form
     features, user_features = list(servable.event_features), list(servable.user_features)
     of_events = {"times_ms": servable.reads_times, "actions": servable.reads_actions}
-    reads = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
-    reads += [f"history.features.{name}" for name in features] + [f"context.{name}" for name in features]
+    reads = [f"context.{name}" for name in features]
+    if servable.reads_items:
+        of_history = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
+        reads = of_history + [f"history.features.{name}" for name in features] + reads
     answer: ModelAnswer = {
         "version": servable.version[:12],
         "name": servable.spec.name,

@@ -1,0 +1,1 @@
+"""Models of labelled rows, which know neither histories nor a catalogue."""
