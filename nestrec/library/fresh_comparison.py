@@ -4,6 +4,7 @@ Every way predicts a window before it has seen any of it. `anew` trains from scr
 `followed` trains on the window alone, once, after it was predicted.
 """
 
+import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +16,7 @@ from nestrec.base.config import config
 from nestrec.base.moments import iso_moment
 from nestrec.data.samples.windows import TimeWindow
 from nestrec.library.configured import configured
+from nestrec.library.fresh_summary import summary
 from nestrec.library.runs import topology_of
 from nestrec.tasks.metrics import Interval
 from nestrec.training.trainer import Trainer
@@ -42,8 +44,48 @@ class FreshComparison:
     """each way is trained with each"""
     metric: str = "auc/click"
     """what is compared"""
+    at_once: Count = 1
+    """seeds that are trained at the same time, each in a process of its own"""
     options: tuple[str, ...] = ()
     """OPTION=VALUE of all runs"""
+
+
+def compared(bench: FreshComparison, folder: Path) -> Iterator[Row]:
+    """Rows of all seeds as they come, then what they come to."""
+    rows: list[Row] = []
+    for row in _in_turn(bench, folder) if bench.at_once == 1 else _side_by_side(bench, folder):
+        rows.append(row)
+        yield row
+    yield from summary(rows)
+
+
+def _in_turn(bench: FreshComparison, folder: Path) -> Iterator[Row]:
+    for seed in bench.seeds:
+        yield from WaysToKeepFresh(bench, seed, folder / str(seed)).rows()
+
+
+def _side_by_side(bench: FreshComparison, folder: Path) -> Iterator[Row]:
+    context = multiprocessing.get_context("spawn")
+    for first in range(0, len(bench.seeds), bench.at_once):
+        told = context.SimpleQueue()
+        seeds = bench.seeds[first : first + bench.at_once]
+        processes = [context.Process(target=_tell, args=(bench, seed, folder, told)) for seed in seeds]
+        for process in processes:
+            process.start()
+        for _ in processes:
+            yield from iter(told.get, None)
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise RuntimeError(f"a process that trains one of the seeds {seeds} ended with {process.exitcode}")
+
+
+def _tell(bench: FreshComparison, seed: int, folder: Path, told: Any) -> None:
+    try:
+        for row in WaysToKeepFresh(bench, seed, folder / str(seed)).rows():
+            told.put(row)
+    finally:
+        told.put(None)
 
 
 class WaysToKeepFresh:
@@ -52,6 +94,7 @@ class WaysToKeepFresh:
     def __init__(self, bench: FreshComparison, seed: int, folder: Path):
         self._bench, self._seed, self._folder = bench, seed, folder
         self._windows: list[TimeWindow] = []
+        self._num_events = 0
 
     def rows(self) -> Iterator[Row]:
         start = self._bench.start
@@ -60,15 +103,16 @@ class WaysToKeepFresh:
         in_time |= {"windows.replay_share": self._bench.replay_share, "training.epochs": 1, **self._until(_NEVER)}
         with closing(self._trainer("frozen", in_time, self._folder / "first")) as frozen:
             frozen._begin()
+            self._windows, self._num_events = frozen.windows, frozen.session.dataset.card.counts.events
             for window in frozen.windows:
                 found = frozen.session.task.predict(frozen.session.engine, window)
-                yield self._row("frozen", window, found, first_s if window.number == 0 else 0.0)
+                is_first = window.number == 0
+                yield self._row("frozen", window, found, first_s * is_first, is_first * self._anew(window))
             frozen.pipeline.schedule.close()
-            self._windows = frozen.windows
         yield from self._followed(in_time)
         for window in self._windows:
             found, took_s = self._train(f"anew-{window.number}", iso_moment(window.from_ms), window)
-            yield self._row("anew", window, found, took_s)
+            yield self._row("anew", window, found, took_s, self._anew(window))
 
     def _followed(self, in_time: dict[str, object]) -> Iterator[Row]:
         ended_s: list[float] = []
@@ -87,8 +131,14 @@ class WaysToKeepFresh:
             since_s = time.perf_counter()
             trainer.train()
         for (window, found, predict_s), end_s in zip(predicted, ended_s, strict=True):
-            yield self._row("followed", window, found, end_s - since_s - predict_s)
+            trained = round(window.num_events / (1 - self._bench.replay_share))
+            yield self._row("followed", window, found, end_s - since_s - predict_s, trained)
             since_s = end_s
+
+    def _anew(self, window: TimeWindow) -> int:
+        """Events that all epochs of what came before a window train on."""
+        later = sum(other.num_events for other in self._windows if other.number >= window.number)
+        return self._bench.epochs * (self._num_events - later)
 
     def _train(self, name: str, until: str, window: TimeWindow | None) -> tuple[dict[str, Interval], float]:
         """Train from scratch on what came before, then predict a window; the seconds of training."""
@@ -110,11 +160,11 @@ class WaysToKeepFresh:
     def _until(self, moment: str) -> dict[str, object]:
         return {"task.split.valid_from": moment, "task.split.test_from": moment}
 
-    def _row(self, way: str, window: TimeWindow, found: dict[str, Interval], took_s: float) -> Row:
+    def _row(self, way: str, window: TimeWindow, found: dict[str, Interval], took_s: float, trained: int) -> Row:
         value = found[self._bench.metric]
         return {
             **{"what": "quality", "recipe": self._bench.recipe, "way": way, "seed": self._seed},
             **{"window": window.number, "from": iso_moment(window.from_ms), "events": window.num_events},
             **{"metric": self._bench.metric, "value": value.mean, "low": value.low, "high": value.high},
-            **{"train_s": took_s, "metrics": {name: v.mean for name, v in found.items()}},
+            **{"train_s": took_s, "events_trained": trained, "metrics": {name: v.mean for name, v in found.items()}},
         }

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nestrec.bench.bench import Bench, Row
-from nestrec.library.fresh_comparison import FreshComparison, WaysToKeepFresh
+from nestrec.library.fresh_comparison import FreshComparison, compared
 
 
 def _measure(bench: FreshComparison) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="nestrec-fresh-") as scratch:
-        for seed in bench.seeds:
-            yield from WaysToKeepFresh(bench, seed, Path(scratch) / str(seed)).rows()
+        yield from compared(bench, Path(scratch))
 
 
 def _said(row: Row) -> str:
+    if "window" not in row:
+        ahead = f"{row['ahead']:+.4f} [{row['ahead_low']:+.4f}, {row['ahead_high']:+.4f}] of frozen"
+        return f"{row['way']:>8}: {row['metric']} {row['value']:.4f}, {ahead}, {row['train_s']:.1f} s"
     where = f"{row['way']:>8}, window {row['window']} of {row['events']} events"
     return f"{where}: {row['metric']} {row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}], {row['train_s']:.1f} s"
 
