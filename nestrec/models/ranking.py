@@ -16,6 +16,7 @@ from nestrec.base.config import config
 from nestrec.models.backbones import EncoderConfig, make_encoder
 from nestrec.models.dlrm import mlp
 from nestrec.models.features import ToWidth
+from nestrec.models.prefix_tokens import states_behind, with_room
 from nestrec.models.sequence import SequenceInfo
 
 
@@ -29,18 +30,28 @@ class RankingModel(nn.Module):
     to_width: ToWidth
     """of tables whose vectors have another width than the model"""
 
-    def __init__(self, encoder: EncoderConfig, head: HeadConfig, *, num_tasks: int, num_action_bits: int):
+    def __init__(
+        self, encoder: EncoderConfig, head: HeadConfig, *, num_tasks: int, num_action_bits: int, num_prefix: int = 0
+    ):
+        """num_prefix: tokens that stand before every history."""
         super().__init__()
-        self.encoder = make_encoder(encoder)
+        self.encoder = make_encoder(with_room(encoder, num_prefix))
         self.action = nn.Parameter(torch.empty(num_action_bits, encoder.dim).normal_(std=0.02))
         self.head = mlp(2 * encoder.dim, *head.hidden, num_tasks)
         self.to_width = ToWidth(encoder.dim, {})
 
-    def forward(self, content_ED: torch.Tensor, action_E: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        """(E, K) logits. `info` describes the 2E tokens; `action_E` holds the bits of each event."""
+    def forward(
+        self,
+        content_ED: torch.Tensor,
+        action_E: torch.Tensor,
+        info: SequenceInfo,
+        prefix_BPD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(E, K) logits. `info` describes the 2E tokens; `action_E` holds the bits of each event; `prefix_BPD` is what
+        stands before each history."""
         bit = torch.arange(self.action.shape[0], device=action_E.device)
         is_set_EA = (action_E[:, None] >> bit) & 1
         action_ED = is_set_EA.to(self.action.dtype) @ self.action
         tokens_TD = torch.stack([content_ED, action_ED], dim=1).flatten(0, 1)
-        state_ED = self.encoder(tokens_TD, info)[0::2]
+        state_ED = states_behind(self.encoder, tokens_TD, info, prefix_BPD)[0::2]
         return self.head(torch.cat([state_ED, content_ED], dim=1))  # type: ignore[no-any-return]

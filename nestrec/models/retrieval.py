@@ -10,6 +10,7 @@ from nestrec.base.bounds import Positive
 from nestrec.base.config import config
 from nestrec.models.backbones import EncoderConfig, make_encoder
 from nestrec.models.features import ToWidth
+from nestrec.models.prefix_tokens import states_behind, with_room
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.layers.unit_rows import unit_rows
 from nestrec.ops.rows.stored import Rows, StoredRows
@@ -28,16 +29,19 @@ class SimilarityConfig:
 class RetrievalModel(nn.Module):
     """States of the tokens that, multiplied with item vectors, give the logits of the next item."""
 
-    def __init__(self, encoder: EncoderConfig, similarity: SimilarityConfig):
+    def __init__(self, encoder: EncoderConfig, similarity: SimilarityConfig, num_prefix: int = 0):
+        """num_prefix: tokens that stand before every history."""
         super().__init__()
-        self.encoder, self.dim = make_encoder(encoder), encoder.dim
+        self.encoder, self.dim = make_encoder(with_room(encoder, num_prefix)), encoder.dim
         self.similarity = similarity
         self.to_width = ToWidth(encoder.dim, {})
         """of tables whose vectors have another width than the model"""
 
-    def forward(self, history_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        """(T, D) queries; the temperature is already in them."""
-        state_TD = self.encoder(history_TD, info)
+    def forward(
+        self, history_TD: torch.Tensor, info: SequenceInfo, prefix_BPD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(T, D) queries; the temperature is already in them. prefix_BPD: what stands before each history."""
+        state_TD = states_behind(self.encoder, history_TD, info, prefix_BPD)
         return self._scaled(state_TD, 1.0 / self.similarity.temperature)
 
     def item_rows(self, row_UD: Rows) -> Rows:

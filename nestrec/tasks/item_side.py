@@ -3,7 +3,7 @@
 Legend: U distinct items, T tokens, D channels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,17 +27,30 @@ VectorOf = Callable[[str], torch.Tensor]
 """Feature to its vectors."""
 
 
+def prefix_vectors(
+    names: Sequence[str], batch: MicroBatch, of: VectorOf, tokens_an_event: int = 1
+) -> torch.Tensor | None:
+    """(B, P, D) vectors of these columns, which every event of a sequence has alike; none where there are none."""
+    if not names:
+        return None
+    first_B = batch.tensors["offsets"][:-1] // tokens_an_event
+    vectors = [of(name) for name in names]
+    return torch.stack([v.index_select(0, first_B.clamp(max=len(v) - 1)) for v in vectors], dim=1)
+
+
 class ItemSide:
     """What a retrieval model is given for items and tokens."""
 
     def __init__(self, model: RetrievalModel, inputs: RetrievalInputs, vectors: FeatureRows, num_items: int):
         self._model, self._inputs, self._vectors, self.num_items = model, inputs, vectors, num_items
-        self._of_token = [c.name for c in (*inputs.token_columns, *inputs.context_columns)]
+        columns = [c.name for c in (*inputs.token_columns, *inputs.context_columns)]
+        self._of_token = [name for name in columns if name not in inputs.prefix]
 
     def read(
         self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
-    ) -> tuple[Rows, Mapping[str, torch.Tensor], torch.Tensor]:
-        """In training: vectors of items, the place among them of each use of one, and the (T, D) tokens."""
+    ) -> tuple[Rows, Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+        """In training: vectors of items, the place among them of each use of one, the (T, D) tokens, and what stands
+        before each history."""
 
         def of(feature: str) -> torch.Tensor:
             return self._vectors.of(feature, batch, rows, index)
@@ -47,7 +60,8 @@ class ItemSide:
             items = self._pair(of)
             at = {n.removeprefix(AT): t for n, t in batch.tensors.items() if n.startswith(AT)}
             index = {**index, **at}
-        return items, index, self._tokens(gather_rows(items, index["history"]), of)
+        prefix = prefix_vectors(self._inputs.prefix, batch, of)
+        return items, index, self._tokens(gather_rows(items, index["history"]), of), prefix
 
     @torch.no_grad()
     def states(self, engine: EmbeddingEngine, batch: MicroBatch) -> torch.Tensor:
@@ -66,7 +80,8 @@ class ItemSide:
         else:
             history_TD = self._vectors.of_looked_up("history", moved, found)
         self._model.eval()
-        states: torch.Tensor = self._model(self._tokens(history_TD, of), sequence_info(moved))
+        prefix = prefix_vectors(self._inputs.prefix, moved, of)
+        states: torch.Tensor = self._model(self._tokens(history_TD, of), sequence_info(moved), prefix)
         self._model.train()
         return states
 

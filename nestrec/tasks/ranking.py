@@ -46,6 +46,7 @@ from nestrec.models.ranking import HeadConfig, RankingModel
 from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
+from nestrec.tasks.item_side import VectorOf, prefix_vectors
 from nestrec.tasks.metrics import Interval, window_metrics
 from nestrec.tasks.ranking_results import BASELINES, AtOnce, BaselineName, RankingResults
 from nestrec.tasks.slices import check_slices
@@ -106,7 +107,13 @@ class RankingTask(Task):
         )
         self._inputs = RankingInputs(dataset, cfg.inputs, seed=seed)
         num_bits = max(dataset.card.action_bits.values()).bit_length()
-        self.model = RankingModel(cfg.encoder, cfg.head, num_tasks=len(cfg.inputs.labels), num_action_bits=num_bits)
+        self.model = RankingModel(
+            cfg.encoder,
+            cfg.head,
+            num_tasks=len(cfg.inputs.labels),
+            num_action_bits=num_bits,
+            num_prefix=len(self._inputs.prefix),
+        )
         items = TableConfig(
             name="items",
             dim=cfg.encoder.dim,
@@ -154,12 +161,18 @@ class RankingTask(Task):
         )
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        content_ED = summed([self._vectors.of(feature, batch, rows, index) for feature in self._features])
-        logit_EK = self.model(content_ED, batch.tensors["action"], sequence_info(batch))
+        logit_EK = self._forward(batch, lambda feature: self._vectors.of(feature, batch, rows, index))
         label_EK = batch.tensors["label"].to(logit_EK.dtype)
         scored_E = batch.tensors.get("scored")
         weight = None if scored_E is None else scored_E[:, None].to(logit_EK.dtype)
         return binary_cross_entropy_with_logits(logit_EK, label_EK, weight, reduction="sum")
+
+    def _forward(self, batch: MicroBatch, of: VectorOf) -> torch.Tensor:
+        """(E, K) logits of the events of a batch."""
+        content_ED = summed([of(name) for name in self._features if name not in self._inputs.prefix])
+        prefix_BPD = prefix_vectors(self._inputs.prefix, batch, of, tokens_an_event=2)
+        logits: torch.Tensor = self.model(content_ED, batch.tensors["action"], sequence_info(batch), prefix_BPD)
+        return logits
 
     def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
         times, offsets = self._times()
@@ -231,8 +244,7 @@ class RankingTask(Task):
         moved = on_device(batch, engine.device)
         self.model.eval()
         with torch.no_grad():
-            content = summed([self._vectors.of_looked_up(name, moved, vectors) for name in self._features])
-            logits: torch.Tensor = self.model(content, moved.tensors["action"], sequence_info(moved))
+            logits = self._forward(moved, lambda feature: self._vectors.of_looked_up(feature, moved, vectors))
         self.model.train()
         return logits.double().cpu().numpy()
 

@@ -115,11 +115,11 @@ class RetrievalTask(Task):
         _check(cfg, dataset, self._use_times)
         self._split = split_of(cfg.split, dataset)
         self._results = RetrievalResults(dataset, self._split, cfg.evaluation)
-        self.model = RetrievalModel(cfg.encoder, cfg.similarity)
         self.variant: Variant = "plain" if cfg.negatives.variant == "auto" else cfg.negatives.variant
         """how the loss is computed; where the config says auto, set when a run begins"""
         is_trained = self._item_counts > 0 if cfg.inputs.item_features else None
         self._inputs = RetrievalInputs(dataset, cfg.inputs, seed=seed, is_trained=is_trained)
+        self.model = RetrievalModel(cfg.encoder, cfg.similarity, len(self._inputs.prefix))
         times = [TIMESTAMPS_MS] if self._use_times else []
         self._read = dataset.only([ITEM_IDS, *times, *self._inputs.columns])
         items = TableConfig(
@@ -203,8 +203,8 @@ class RetrievalTask(Task):
         return self.variant, measured_ms
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        row_UD, index, token_TD = self.side.read(batch, rows, index)
-        query_TD = self.model(token_TD, sequence_info(batch))
+        row_UD, index, token_TD, prefix_BPD = self.side.read(batch, rows, index)
+        query_TD = self.model(token_TD, sequence_info(batch), prefix_BPD)
         if "scored" in batch.tensors:
             query_TD = query_TD[batch.tensors["scored"]]
         loss_T = self._losses(query_TD, row_UD, batch, index)

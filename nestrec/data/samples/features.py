@@ -10,6 +10,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from nestrec.data.samples.slices import slice_index
 
 NUMBER_WIDTH = 2
 Ints = NDArray[np.int64]
+UserTokens = Literal["summed", "prefix"]
 _READ = ("category", "categories", "bag", "number", "vector")
 
 
@@ -192,3 +194,15 @@ def columns_of(card: Card, wanted: dict[str, tuple[str, ...]], section: str) -> 
             found[owner] = chosen_features(known[owner], names, f"{section}.{owner}_features")
     mistakes.raise_all()
     return found
+
+
+def prefix_of(user_tokens: UserTokens, of_users: Sequence[Feature]) -> tuple[str, ...]:
+    """Columns that are tokens of their own before a history."""
+    if user_tokens == "prefix" and not of_users:
+        raise UserError(
+            "has no feature of the user to put before a history",
+            field="task.inputs.user_tokens",
+            value=user_tokens,
+            remedy="name some with --task.inputs.user_features, or leave it at summed",
+        )
+    return tuple(feature.column for feature in of_users) if user_tokens == "prefix" else ()

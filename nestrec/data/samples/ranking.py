@@ -15,7 +15,15 @@ from nestrec.base.errors import Mistakes, UserError, did_you_mean
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.card import Card, Feature
 from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.samples.features import Column, EventFeatures, ItemFeatures, column_of, columns_of
+from nestrec.data.samples.features import (
+    Column,
+    EventFeatures,
+    ItemFeatures,
+    UserTokens,
+    column_of,
+    columns_of,
+    prefix_of,
+)
 from nestrec.data.samples.retrieval import sequence_tensors
 from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Split
@@ -32,6 +40,8 @@ class RankingInputConfig:
     """features of the event that are known before the user reacts, by their names on the dataset's card"""
     user_features: tuple[str, ...] = ()
     """features of the user that the model reads"""
+    user_tokens: UserTokens = "summed"
+    """how they are read: `summed` into every token, or as a `prefix`: a token each before the history"""
     item_features: tuple[str, ...] = ()
     """features of the item that the model reads: categories, lists, numbers, texts as bags, vectors"""
     max_events: Count = 100
@@ -46,6 +56,8 @@ class RankingInputs:
         self.columns = checked_columns(dataset.card, cfg)
         self._label_bit = label_bits(dataset.card, cfg)
         features = features_of(dataset.card, cfg)
+        self.prefix = prefix_of(cfg.user_tokens, features["user"])
+        """columns that are tokens before a history, and no part of its tokens"""
         self._of_items = ItemFeatures(dataset, features["item"])
         self._of_events = EventFeatures(dataset, [*features["event"], *features["user"]])
         self._dataset = dataset.only([ITEM_IDS, ACTIONS, TIMESTAMPS_MS, *self._of_events.columns])

@@ -26,9 +26,11 @@ from nestrec.data.samples.features import (
     EventFeatures,
     Inputs,
     ItemFeatures,
+    UserTokens,
     chosen_features,
     column_of,
     columns_of,
+    prefix_of,
     renamed,
 )
 from nestrec.data.schema import ACTIONS, EVENT_PREFIX
@@ -49,6 +51,8 @@ class RetrievalInputConfig:
     """features of the events of a history"""
     user_features: tuple[str, ...] = ()
     """features of the user"""
+    user_tokens: UserTokens = "summed"
+    """how they are read: `summed` into every token, or as a `prefix`: a token each before the history"""
     context: tuple[str, ...] = ()
     """features of the event that is asked for and known when it is, such as device, country or hour"""
     id_dropout: Decay = 0.1
@@ -68,6 +72,8 @@ class RetrievalInputs:
         features = features_of(dataset.card, cfg)
         self.item_columns = tuple(column_of(f) for f in features["item"])
         self.token_columns = tuple(column_of(f) for f in [*features["event"], *features["user"]])
+        self.prefix = prefix_of(cfg.user_tokens, features["user"])
+        """columns that are tokens before a history, and no part of its tokens"""
         self.context_columns = tuple(context_column(f) for f in features["context"])
         self._of_items = ItemFeatures(dataset, features["item"])
         self._of_events = EventFeatures(dataset, [*features["event"], *features["user"]])

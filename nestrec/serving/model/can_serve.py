@@ -8,6 +8,13 @@ from nestrec.tasks.spec import TaskConfigBase
 def check_served(task: TaskConfigBase) -> None:
     """Raise a `UserError` with the reason where models of a task cannot be served."""
     serving_form_of(task)
+    if getattr(getattr(task, "inputs", None), "user_tokens", "summed") == "prefix":
+        raise UserError(
+            "cannot be served yet: servers know no tokens before a history",
+            field="task.inputs.user_tokens",
+            value="prefix",
+            remedy="train it with --task.inputs.user_tokens summed",
+        )
 
 
 def check_published(task: TaskConfigBase) -> None:

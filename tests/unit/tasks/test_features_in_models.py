@@ -13,6 +13,7 @@ from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import leave_one_out
 from nestrec.data.samples.training_events import item_counts
 from nestrec.distributed import Topology
+from nestrec.serving.model.can_serve import why_not_served
 from nestrec.tasks.built_in import make_task
 from nestrec.testing.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
 from nestrec.training.config import RunConfig
@@ -71,6 +72,37 @@ def test_with_features_of_every_kind_nested_equals_serial_bit_for_bit(data, tmp_
     assert trained("nested") == (digests, score)
     assert len(digests) == 8, "items, and a table for each category, list and text"
     assert np.isfinite(score)
+
+
+@pytest.mark.parametrize("name", ["demo", "ranking"])
+def test_with_users_as_prefix_tokens_nested_equals_serial_bit_for_bit(data, tmp_path, name):
+    def trained(schedule: str) -> tuple[str, float]:
+        alone = {"task__evaluation__baselines" if name == "demo" else "task__baselines": "[]"}
+        window = {"task__encoder__attention__window": "4", "task__inputs__user_tokens": "prefix"}
+        cfg = config_of(name, data, pipeline__schedule=schedule, **window, **alone)
+        trainer = Trainer(cfg, tmp_path / f"{name}-{schedule}", Topology.single())
+        before = trainer.session.engine.digest("user_country")
+        trainer.train()
+        task, engine = trainer.session.task, trainer.session.engine
+        assert engine.digest("user_country") != before, "it is read, and learnt"
+        assert task.model.encoder.position.shape[0] == cfg.task.encoder.max_length + len(USER_FEATURES) + 11
+        assert [layer.rules.num_context for layer in task.model.encoder.layers] == [3, 3]
+        return engine.digest("user_country"), trainer.evaluate("test").score
+
+    assert trained("nested") == trained("serial")
+
+
+def test_a_model_with_prefix_tokens_is_not_exported(data):
+    assert "tokens before a history" in str(
+        why_not_served(config_of("demo", data, task__inputs__user_tokens="prefix").task)
+    )
+    assert why_not_served(config_of("demo", data).task) is None
+
+
+def test_prefix_tokens_need_a_feature_of_the_user(data):
+    cfg = config_of("ranking", data, task__inputs__user_tokens="prefix", task__inputs__user_features="[]")
+    with pytest.raises(UserError, match=r"task.inputs.user_tokens"):
+        make_task(cfg.task, Dataset.open(data), seed=1, dtype="float32")
 
 
 @pytest.fixture(scope="module")
