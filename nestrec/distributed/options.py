@@ -22,3 +22,7 @@ class RanksConfig:
     Gloo, for any network), copy_engine (peer copies inside one NVLink domain) or shared_memory (between CPU ranks of
     one host; keys too). auto takes shared_memory where ranks are on CPUs of one host, host where several ranks share a
     device, which NCCL cannot, and else collectives"""
+    hierarchy: bool = False
+    """rows cross between hosts once for all ranks of a host that ask for them: each rank asks for them on behalf of its
+    host, which sums the gradients before they leave. Takes hosts with equally many ranks of a group; to rounding equal
+    to leaving it out, and every schedule to `serial` as always"""

@@ -7,6 +7,7 @@ the same shard in different groups hold copies of the same rows. The placement s
     replicas_contiguous    rank = shard * num_replicas + replica    copies of a row are kept alike inside a host
 """
 
+import itertools
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -51,6 +52,24 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupOfHosts:
+    """A replica group as hosts with equally many ranks. Shard s lives on host s // ranks, as its rank s % ranks.
+
+    What a rank asks of shard s goes over rank s % ranks of its own host, which asks for all of them: between hosts only
+    ranks of one number talk to each other.
+    """
+
+    ranks: int
+    """Of the group on each host."""
+    keys_within: Communicator
+    vectors_within: Communicator
+    """Ranks of the group on this host."""
+    keys_between: Communicator
+    vectors_between: Communicator
+    """Ranks of this number on all hosts of the group."""
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Rank, mesh axes and communicators of a run."""
 
@@ -75,6 +94,8 @@ class Topology:
     """All ranks; carries samples between hosts, for batches to come. One thread of the data stages issues on it, beside
     the one that issues for steps: it has a log of its own, and its Gloo holds nothing that the others wait for."""
     log: CollectiveLog = field(repr=False)
+    hosts: GroupOfHosts | None = None
+    """Where exchanges go by hosts; none: every rank of a group talks to every other."""
 
     @property
     def num_shards(self) -> int:
@@ -200,6 +221,7 @@ class Topology:
             dense=make("dense", everyone, sums),
             control=make("control", everyone, "host"),
             samples=replace(make("samples", everyone, hosts), log=CollectiveLog()),
+            hosts=_hosts(cfg, shard_axis, make, tensors, of_keys),
         )
 
 
@@ -209,6 +231,42 @@ def mesh(world: int, num_replicas: int, placement: Placement) -> list[list[int]]
     if placement == "shards_contiguous":
         return [list(range(r * shards, (r + 1) * shards)) for r in range(num_replicas)]
     return [list(range(r, world, num_replicas)) for r in range(num_replicas)]
+
+
+def groups_by_host(shard_axis: list[list[int]], ranks_of_host: int) -> tuple[list[list[int]], list[list[int]]]:
+    """For each replica group its ranks on each host, and those of one number over its hosts."""
+    within, between = [], []
+    for group in shard_axis:
+        hosts = [list(ranks) for _, ranks in itertools.groupby(group, lambda rank: rank // ranks_of_host)]
+        if len({len(ranks) for ranks in hosts}) > 1:
+            raise UserError(
+                f"hosts have different numbers of ranks of a group ({[len(ranks) for ranks in hosts]})",
+                field="ranks.hierarchy",
+                value=True,
+                remedy="start equally many ranks on every host, or leave it out",
+            )
+        within += hosts
+        between += [list(ranks) for ranks in zip(*hosts, strict=True)]
+    return within, between
+
+
+def _hosts(
+    ranks: RanksConfig, shard_axis: list[list[int]], make: "_Make", tensors: ExchangeKind, of_keys: ExchangeKind
+) -> GroupOfHosts | None:
+    """None where there is nothing to gain: one host, or one rank of a group on each."""
+    if not ranks.hierarchy:
+        return None
+    world = sum(len(group) for group in shard_axis)
+    within, between = groups_by_host(shard_axis, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
+    if len(within[0]) == 1 or len(between[0]) == 1:
+        return None
+    return GroupOfHosts(
+        ranks=len(within[0]),
+        keys_within=make("keys_within", within, of_keys, of_host=True),
+        vectors_within=make("vectors_within", within, tensors),
+        keys_between=make("keys_between", between, of_keys, of_host=True),
+        vectors_between=make("vectors_between", between, tensors),
+    )
 
 
 def check_device(device: torch.device | str) -> None:

@@ -29,14 +29,13 @@ from nestrec.distributed.exchange import agree, all_gather_equal, exchange, gath
 from nestrec.distributed.shared_memory import Shipment
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
-from nestrec.embedding.flight.legs import RowRun, arrived_vectors, joined_gradients, vectors_of
+from nestrec.embedding.flight.legs import RowLeg, RowRun, arrived_vectors, joined_gradients, vectors_of
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.reads_ahead import ReadsAhead
 from nestrec.embedding.flight.replica_keys import ReplicaKeys
 from nestrec.embedding.flight.routing import (
     AskedKeys,
     Routed,
-    RoutedMicroBatch,
     arrange,
     exchange_keys,
     join_holders,
@@ -44,6 +43,7 @@ from nestrec.embedding.flight.routing import (
     route,
 )
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
+from nestrec.embedding.flight.within_host import Relay, check_rows_are_whole
 from nestrec.embedding.flight.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
 from nestrec.embedding.hashing import hashed_rows
 from nestrec.embedding.replica_sync import (
@@ -60,7 +60,7 @@ from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.round import whole
-from nestrec.ops.rows.spans import add_spans, gather_spans
+from nestrec.ops.rows.spans import Int64, add_spans, gather_spans
 from nestrec.trace.counters import EngineStatistics
 
 
@@ -85,6 +85,11 @@ class EmbeddingEngine:
         self.tables = {t.name: t for t in tables}
         self.topology, self.device = topology, torch.device(device)
         self._shard, self._num_shards = topology.shard, topology.num_shards
+        hosts = topology.hosts
+        self._vectors = topology.vectors if hosts is None else hosts.vectors_between
+        self._place = self._vectors.rank
+        if hosts is not None:
+            check_rows_are_whole(tables)
         self.shards = {t.name: TableShard(t, self._shard, self._num_shards, self.device) for t in tables}
         self.shapes = RowShapes.of(tables)
         self.statistics = EngineStatistics()
@@ -126,7 +131,7 @@ class EmbeddingEngine:
     def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each micro-batch. Local."""
         routed = arrange(source, asked, list(self.tables.values()), self.shapes, self.device)
-        self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._shard))
+        self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._place))
         return routed
 
     def fetch(self, routed: Routed, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
@@ -177,17 +182,31 @@ class EmbeddingEngine:
         into: where they are put; they are not returned then.
         """
         part = routed.micro_batches[micro_batch]
-        run = self._receive(part, working, into)
+        run = self._receive(routed, micro_batch, working, into)
         leg, served = part.vectors, part.vectors.asked_sizes * WORD_BYTES
-        self.statistics.vectors.add(len(leg.asked_rows), int(served.sum() - served[self._shard]))
+        self.statistics.vectors.add(len(leg.asked_rows), int(served.sum() - served[self._place]))
         self.statistics.vector_bytes += int(served.sum())
         return vectors_of(run, self.shapes, list(self.tables)) if into is None else {}
 
-    def _receive(self, part: RoutedMicroBatch, working: WorkingSet, into: RowRun | None = None) -> RowRun:
+    def _receive(self, routed: Routed, p: int, working: WorkingSet, into: RowRun | None = None) -> RowRun:
+        part, relay = routed.micro_batches[p], routed.relay
         leg = part.vectors
         shipment = Shipment(leg.asked_sizes, leg.own_sizes, working.words, working.vector_writer(leg))
-        pieces = exchange(self.topology.vectors, shipment)
-        return arrived_vectors(leg, pieces, part.num_rows, self.shapes, into)
+        pieces = exchange(self._vectors, shipment)
+        if relay is None:
+            return arrived_vectors(leg, pieces, part.num_rows, self.shapes, into)
+        run = relay.vectors(p, self.shapes, self.device)
+        arrived_vectors(leg, pieces, run.num_rows, self.shapes, run)
+        return self._receive_within(relay.micro_batches[p].vectors, run, part.num_rows, into)
+
+    def _receive_within(self, leg: RowLeg, run: RowRun, num_rows: Int64, into: RowRun | None) -> RowRun:
+        """Vectors that have come for the ranks of this host, handed to them. Collective over the host."""
+        assert self.topology.hosts is not None
+        write = partial(gather_spans, run.elements, run.spans, leg.asked_rows)
+        shipment = Shipment(leg.asked_sizes, leg.own_sizes, run.elements, write)
+        self.statistics.within_host.add(len(leg.asked_rows), int(leg.asked_sizes.sum()) * WORD_BYTES)
+        pieces = exchange(self.topology.hosts.vectors_within, shipment)
+        return arrived_vectors(leg, pieces, num_rows, self.shapes, into)
 
     def accumulate(
         self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int = 0
@@ -224,12 +243,23 @@ class EmbeddingEngine:
         runs, received = joined_gradients(gradients, part.num_rows, self.shapes, where), {}
         for dtype, leg in part.gradients.items():
             run, ready = runs[dtype], runs[dtype].elements if leg.is_in_order else None
+            if routed.relay is not None:
+                run = self._sum_within(routed.relay, run, dtype, micro_batch)
             write = partial(gather_spans, run.elements, run.spans, leg.own_rows)
             shipment = Shipment(leg.own_sizes, leg.asked_sizes, run.elements, write, ready)
-            received[dtype] = exchange(self.topology.vectors, shipment)
-            others = int(leg.own_sizes.sum() - leg.own_sizes[self._shard])
+            received[dtype] = exchange(self._vectors, shipment)
+            others = int(leg.own_sizes.sum() - leg.own_sizes[self._place])
             self.statistics.gradients.add(len(leg.own_rows), others * dtype.itemsize)
         return received
+
+    def _sum_within(self, relay: Relay, run: RowRun, dtype: torch.dtype, p: int) -> RowRun:
+        """Gradients of the ranks of this host, summed where they leave it. Collective over the host."""
+        assert self.topology.hosts is not None
+        leg = relay.micro_batches[p].gradients[dtype]
+        write = partial(gather_spans, run.elements, run.spans, leg.own_rows)
+        shipment = Shipment(leg.own_sizes, leg.asked_sizes, run.elements, write)
+        self.statistics.within_host.add(len(leg.own_rows), int(leg.own_sizes.sum()) * dtype.itemsize)
+        return relay.add(p, dtype, exchange(self.topology.hosts.vectors_within, shipment), self.shapes)
 
     def add_gradients(
         self, routed: Routed, working: WorkingSet, received: Mapping[torch.dtype, Sequence[torch.Tensor]], p: int
@@ -337,7 +367,7 @@ class EmbeddingEngine:
         complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
         routed = route([self._hashed(complete)], list(self.tables.values()), self.topology, self.device)
         part, working = routed.micro_batches[0], self._read(routed, 0)
-        found = vectors_of(self._receive(part, working), self.shapes, list(self.tables))
+        found = vectors_of(self._receive(routed, 0, working), self.shapes, list(self.tables))
         return {
             f: gather_rows(whole(found[name]), part.index[f])
             for name, table in self.tables.items()

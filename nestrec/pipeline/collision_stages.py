@@ -39,9 +39,9 @@ class CollisionStages:
     def find(self, older: FetchedBatch[SplitWindow], following: FollowingBatch[SplitWindow]) -> Neighbours:
         """Which rows two batches share: found on the owner, told to the sources."""
         label = self._machine.label("train.embedding.collisions", "lookup", older.number, is_collective=True)
-        routed, shards = (older.keys.routed, following.batch.keys.routed), self._engine.topology.keys
+        routed, engine = (older.keys.routed, following.batch.keys.routed), self._engine
         found = self._machine.lanes.communication.submit(
-            lambda span: find_collisions(routed[0].wait(), routed[1].wait(), shards, self._engine.shapes),
+            lambda span: find_collisions(routed[0].wait(), routed[1].wait(), engine.topology, engine.shapes),
             label,
             after=routed,
         )

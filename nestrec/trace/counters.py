@@ -29,6 +29,9 @@ class EngineStatistics:
     """Bytes of the vectors looked up, those that stay on the rank included."""
     gradients: Leg = field(default_factory=Leg)
     """Gradients, on their way to the owners."""
+    within_host: Leg = field(default_factory=Leg)
+    """Where exchanges go by hosts: vectors and gradients inside a host. Keys, vectors and gradients are then those
+    between hosts."""
     replicas: Leg = field(default_factory=Leg)
     """Gradients or rows, on their way to the other holders of a shard."""
     rows_fetched: int = 0

@@ -15,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.distributed.exchange import all_to_all_rows
-from nestrec.distributed.topology import Communicator
+from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.flight.legs import Side, by_micro_batch, gradient_legs, vector_leg
 from nestrec.embedding.flight.overlap import matching_places
 from nestrec.embedding.flight.routing import Routed, crossing_rows
+from nestrec.embedding.flight.source_keys import KeyRows
+from nestrec.embedding.flight.within_host import Relay, flags_within, within_legs
 from nestrec.embedding.flight.working_set import ChosenRows
 from nestrec.embedding.table import RowShapes
 
@@ -66,18 +68,20 @@ class _Shared:
     asked: Flags
     """Of the keys asked from this shard, as they came."""
     own: Flags
-    """Of the keys that this rank asks for, as it asks."""
+    """Of the keys that this rank asks of owners, as it asks."""
+    within: tuple[Flags, Flags] | None = None
+    """Where exchanges go by hosts: the same inside the host, own and asked."""
 
 
-def find_collisions(older: Routed, newer: Routed, shards: Communicator, shapes: RowShapes) -> Collisions:
-    """Detection on the owner, one exchange of a byte a key back to the sources. Collective."""
+def find_collisions(older: Routed, newer: Routed, topology: Topology, shapes: RowShapes) -> Collisions:
+    """Detection on the owner, one exchange of a byte a key back to the sources (one more inside a host). Collective."""
     in_newer, in_older = {}, {}
     for name, keys in older.owned.items():
         places = matching_places(keys, newer.owned[name])
         in_newer[name] = places >= 0
         in_older[name] = np.zeros(len(newer.owned[name]), np.bool_)
         in_older[name][places[places >= 0]] = True
-    of_older, of_newer = _tell_sources([(older, in_newer), (newer, in_older)], shards)
+    of_older, of_newer = _tell_sources([(older, in_newer), (newer, in_older)], topology)
     device = next(iter(older.micro_batches[0].index.values())).device
     return Collisions(
         gradients=Portions(*(_gradients(older, of_older, shapes, device, is_shared=s) for s in (False, True))),
@@ -87,18 +91,29 @@ def find_collisions(older: Routed, newer: Routed, shards: Communicator, shapes: 
     )
 
 
-def _tell_sources(batches: Sequence[tuple[Routed, dict[str, Flags]]], shards: Communicator) -> list[_Shared]:
-    """What owners have found, told to those who asked, for both batches in one message. Collective."""
-    asked = [_of_asked(routed, flags) for routed, flags in batches]
-    sent: NDArray[np.int64] = np.sum([routed.asked.counts for routed, _ in batches], axis=0)
-    comes: NDArray[np.int64] = np.sum([routed.own.counts for routed, _ in batches], axis=0)
-    order = _by_rank([routed.asked.counts for routed, _ in batches])
-    message = np.concatenate(asked)[order]
-    received = all_to_all_rows(shards, torch.from_numpy(message), sent.tolist(), comes.tolist()).numpy()
+def _tell_sources(batches: Sequence[tuple[Routed, dict[str, Flags]]], topology: Topology) -> list[_Shared]:
+    """What owners have found, told to those who asked, for both batches. Collective."""
+    hosts, found = topology.hosts, [_of_asked(routed, flags) for routed, flags in batches]
+    rows = [(routed.own, routed.asked) for routed, _ in batches]
+    own = _tell(rows, found, topology.keys if hosts is None else hosts.keys_between)
+    shared = [_Shared(flags, a, o) for (_, flags), a, o in zip(batches, found, own, strict=True)]
+    if hosts is None:
+        return shared
+    relays = [routed.relay for routed, _ in batches if routed.relay is not None]
+    inside = [flags_within(r, routed.own, o) for r, (routed, _), o in zip(relays, batches, own, strict=True)]
+    told = _tell([(r.keys.own, r.keys.asked) for r in relays], inside, hosts.keys_within)
+    return [replace(s, within=(mine, asked)) for s, mine, asked in zip(shared, told, inside, strict=True)]
+
+
+def _tell(rows: Sequence[tuple[KeyRows, KeyRows]], found: Sequence[Flags], ranks: Communicator) -> list[Flags]:
+    """What is known of asked keys, told to who asked, in one message. rows: own and asked of each batch. Collective."""
+    sent: NDArray[np.int64] = np.sum([asked.counts for _, asked in rows], axis=0)
+    comes: NDArray[np.int64] = np.sum([own.counts for own, _ in rows], axis=0)
+    message = np.concatenate(found)[_by_rank([asked.counts for _, asked in rows])]
+    received = all_to_all_rows(ranks, torch.from_numpy(message), sent.tolist(), comes.tolist()).numpy()
     own = np.empty(len(received), np.bool_)
-    own[_by_rank([routed.own.counts for routed, _ in batches])] = received
-    of_batches = np.split(own, [int(batches[0][0].own.counts.sum())])
-    return [_Shared(flags, a, o) for (_, flags), a, o in zip(batches, asked, of_batches, strict=True)]
+    own[_by_rank([own.counts for own, _ in rows])] = received
+    return np.split(own, [int(rows[0][0].counts.sum())])
 
 
 def _of_asked(routed: Routed, of_owned: dict[str, Flags]) -> Flags:
@@ -115,37 +130,63 @@ def _by_rank(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def _vectors(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
-    own, asked = _by_leg(routed, shared, is_shared=is_shared, by_last=False)
-    micro_batches = []
-    for p, micro_batch in enumerate(routed.micro_batches):
-        leg = micro_batch.vectors
-        cut = leg.own.only(own[p]), leg.asked.only(asked[p])
-        micro_batches.append(replace(micro_batch, vectors=vector_leg(*cut, shapes, device, is_in_order=False)))
-    return Portion(replace(routed, micro_batches=tuple(micro_batches)), _owned(routed, shared, device, is_shared))
+    sides = [(micro_batch.vectors.own, micro_batch.vectors.asked) for micro_batch in routed.micro_batches]
+    cut = _cut(sides, (routed.own, routed.asked), (shared.own, shared.asked), is_shared=is_shared, by_last=False)
+    micro_batches = [
+        replace(micro_batch, vectors=vector_leg(*cut[p], shapes, device, is_in_order=False))
+        for p, micro_batch in enumerate(routed.micro_batches)
+    ]
+    relay = _cut_relay(routed, shared, shapes, device, is_shared=is_shared, of_vectors=True)
+    portion = replace(routed, micro_batches=tuple(micro_batches), relay=relay)
+    return Portion(portion, _owned(routed, shared, device, is_shared))
 
 
 def _gradients(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
-    own, asked = _by_leg(routed, shared, is_shared=is_shared, by_last=routed.cache_rows is not None)
+    by_last = routed.cache_rows is not None
+    both = (routed.own, routed.asked), (shared.own, shared.asked)
+    cut = _cut(routed.gradient_sides, *both, is_shared=is_shared, by_last=by_last)
     num_owned = np.array([len(keys) for keys in routed.owned.values()])
     micro_batches = []
     for p, micro_batch in enumerate(routed.micro_batches):
-        mine, theirs = routed.gradient_sides[p]
-        cut = mine.only(own[p]), theirs.only(asked[p])
-        legs = gradient_legs(*cut, shapes, num_owned, device, is_in_order=False)
+        legs = gradient_legs(*cut[p], shapes, num_owned, device, is_in_order=False)
         sides = tuple(_cut_crossing(side, shared, is_shared) for side in micro_batch.crossing_sides)
         crossing = crossing_rows(sides, shapes, device)
         micro_batches.append(replace(micro_batch, gradients=legs, crossing=crossing, crossing_sides=sides))
-    return Portion(replace(routed, micro_batches=tuple(micro_batches)), _owned(routed, shared, device, is_shared))
+    relay = _cut_relay(routed, shared, shapes, device, is_shared=is_shared, of_vectors=False)
+    portion = replace(routed, micro_batches=tuple(micro_batches), relay=relay)
+    return Portion(portion, _owned(routed, shared, device, is_shared))
 
 
-def _by_leg(routed: Routed, shared: _Shared, *, is_shared: bool, by_last: bool) -> tuple[list[Flags], list[Flags]]:
-    """For each micro-batch which of its rows, own and asked, are in the portion."""
-    found = []
-    for rows, flags in ((routed.own, shared.own), (routed.asked, shared.asked)):
-        steps = rows.lasts if by_last else rows.micro_batches
-        order, bounds, _ = by_micro_batch(steps, rows.counts, len(routed.micro_batches))
-        found.append(np.split(flags[order] == is_shared, bounds[1:-1]))
-    return found[0], found[1]
+def _cut(
+    sides: Sequence[tuple[Side, Side]],
+    rows: tuple[KeyRows, KeyRows],
+    flags: tuple[Flags, Flags],
+    *,
+    is_shared: bool,
+    by_last: bool,
+) -> list[tuple[Side, Side]]:
+    """Of the sides of each micro-batch, own and asked, what is in the portion."""
+    chosen = []
+    for of_rows, shared in zip(rows, flags, strict=True):
+        steps = of_rows.lasts if by_last else of_rows.micro_batches
+        order, bounds, _ = by_micro_batch(steps, of_rows.counts, len(sides))
+        chosen.append(np.split(shared[order] == is_shared, bounds[1:-1]))
+    return [(own.only(chosen[0][p]), asked.only(chosen[1][p])) for p, (own, asked) in enumerate(sides)]
+
+
+def _cut_relay(
+    routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool, of_vectors: bool
+) -> Relay | None:
+    """What crosses inside the host in the portion; rows between stay those of the batch."""
+    relay = routed.relay
+    if relay is None or shared.within is None:
+        return None
+    by_last = relay.is_kept and not of_vectors
+    sides = [(legs.vectors.own, legs.vectors.asked) for legs in relay.micro_batches] if of_vectors else None
+    rows = relay.keys.own, relay.keys.asked
+    cut = _cut(sides or relay.gradient_sides, rows, shared.within, is_shared=is_shared, by_last=by_last)
+    legs = tuple(within_legs(pair, pair, relay.num_rows[p], shapes, device) for p, pair in enumerate(cut))
+    return relay.portion(legs)
 
 
 def _cut_crossing(side: Side, shared: _Shared, is_shared: bool) -> Side:

@@ -21,9 +21,23 @@ from nestrec.base.errors import BatchError
 from nestrec.base.transfer import to_device, used_here
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.embedding.flight.legs import RowLeg, Side, by_micro_batch, by_value, gradient_legs, vector_leg
+from nestrec.embedding.flight.legs import RowLeg, Side, by_value, gradient_legs, vector_leg
 from nestrec.embedding.flight.replica_keys import Joined, ReplicaKeys
-from nestrec.embedding.flight.source_keys import ERROR_WORDS, FeatureKeys, SourceKeys, deduplicate
+from nestrec.embedding.flight.source_keys import (
+    ERROR_WORDS,
+    Counted,
+    FeatureKeys,
+    KeyRows,
+    SourceKeys,
+    asked_rows,
+    deduplicate,
+    field_of,
+    key_records,
+    num_rows_of,
+    own_rows,
+    segments_of,
+)
+from nestrec.embedding.flight.within_host import Relay, WithinHost, on_behalf, relay
 from nestrec.embedding.table import RowShapes, TableConfig
 from nestrec.ops.rows.dedup_host import dedup_segments
 from nestrec.ops.rows.spans import Int32, Int64, RowList
@@ -55,35 +69,6 @@ class RoutedMicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRows:
-    """Keys of all micro-batches on one side, in order of the rank on the other."""
-
-    micro_batches: NDArray[np.int16]
-    """In which its vector crosses."""
-    lasts: NDArray[np.int16]
-    """After which its gradient does."""
-    tables: Int32
-    places: Int32
-    """Among the rows of its table: in the working set; on the source in the micro-batch, or in the window cache."""
-    half: NDArray[np.uint8] | None
-    """Whether its vector crosses in half precision."""
-    counts: Int64
-    """Keys of each rank."""
-
-    def sides(self, num_micro_batches: int, *, by_last: bool) -> list[Side]:
-        """For each micro-batch those that cross with it."""
-        steps = self.lasts if by_last else self.micro_batches
-        order, bounds, of_ranks = by_micro_batch(steps, self.counts, num_micro_batches)
-        tables, places = self.tables[order], self.places[order]
-        half = None if self.half is None else self.half[order]
-        found = []
-        for p in range(num_micro_batches):
-            here = slice(bounds[p], bounds[p + 1])
-            found.append(Side(tables[here], places[here], of_ranks[p], None if half is None else half[here]))
-        return found
-
-
-@dataclass(frozen=True, slots=True)
 class Routed:
     """The keys of a batch, in one or more micro-batches."""
 
@@ -97,13 +82,15 @@ class Routed:
     averaged: dict[str, torch.Tensor]
     """Table to the places of the rows that are averaged over holders after the update; else empty."""
     own: KeyRows
-    """Every key that this rank asks for, in the order in which it asks."""
+    """Every key that this rank asks of owners, in the order in which it asks."""
     asked: KeyRows
     """Every key asked from this shard, in the order in which they came."""
     gradient_sides: list[tuple[Side, Side]]
     """For each micro-batch the gradients that leave after it, own and asked, of all types."""
     is_plain: bool
     """Nothing but one micro-batch of this rank: its rows are those of the working set, in the same order."""
+    relay: Relay | None = None
+    """Where exchanges go by hosts: what crosses inside. `own` and the legs of micro-batches are then of the host."""
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
@@ -118,22 +105,17 @@ class AskedKeys:
 
     records: NDArray[Any]
     """As they travel: key, segment and, where they are needed, last micro-batch and whether the row crosses half."""
-    counts: Int64
-    """Keys of each source."""
-    order: Int64
-    """Own keys in the order in which they were sent."""
-    sent_counts: Int64
-    """Own keys sent to each shard."""
+    counted: Counted
+    """Own keys as they were sent, and keys of each source."""
     owned: list[NDArray[np.int64]]
     """For each table its distinct keys."""
     places: Int32
     """Of each record among the distinct keys of its table."""
     joined: list[Joined] | None = None
     """For each table, where other ranks hold copies of this shard."""
-
-    def field(self, name: str) -> NDArray[Any] | None:
-        """Of each record."""
-        return np.ascontiguousarray(self.records[name]) if name in (self.records.dtype.names or ()) else None
+    within: WithinHost | None = None
+    """Where exchanges go by hosts: what ranks of this host ask this one to ask for. The own keys are then those of the
+    host."""
 
 
 def route(
@@ -151,42 +133,50 @@ def exchange_keys(
 
     holders: those whom the mistake is told besides, so that every group knows of it.
     """
-    order, sent = by_value(source.owners, topology.keys.size)
-    counts, mistake = _exchange_counts(sent, source.error, topology)
+    hosts, mistake = topology.hosts, [source.error[0] * (topology.rank + 1), *source.error[1:]]
+    owners, within = source.owners, None
+    if hosts is not None:
+        told, mistake = _count(owners % hosts.ranks, mistake, hosts.keys_within)
+        if mistake[0]:  # of this host: the others are told, and nobody asks for anything
+            owners = owners[:0]
+        else:
+            told_here = _told(source, told, hosts.keys_within)
+            within = on_behalf(source, told_here, told, topology.num_shards, hosts.ranks)
+            source, owners = within.source, within.source.owners
+    told, mistake = _count(owners, mistake, topology.keys if hosts is None else hosts.keys_between)
     if holders is not None:
         mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
     if mistake[0]:
         raise _out_of_range(tables, mistake)
-    records = key_records(source, order)
+    records = _told(source, told, topology.keys if hosts is None else hosts.keys_between)
+    owned, places = _owned_keys(records, len(tables), is_distinct=len(told.comes) * source.num_micro_batches == 1)
+    return AskedKeys(records, told, owned, places, within=within)
+
+
+def _count(owners: Int32, mistake: list[int], ranks: Communicator) -> tuple[Counted, list[int]]:
+    """How many keys go to, and come from, each rank; the mistake that any of them reports. Collective."""
+    order, sent = by_value(owners, ranks.size)
+    message = np.empty((ranks.size, ERROR_WORDS + 1), np.int64)
+    message[:, :ERROR_WORDS] = mistake
+    message[:, ERROR_WORDS] = sent
+    received = all_to_all_fixed(ranks, torch.from_numpy(message)).numpy()
+    return Counted(order, sent, received[:, ERROR_WORDS].copy()), _first_mistake(received[:, :ERROR_WORDS])
+
+
+def _told(source: SourceKeys, counted: Counted, ranks: Communicator) -> NDArray[Any]:
+    """What others ask this rank for, in order of (rank, segment). Collective."""
+    records = key_records(source, counted.order)
     rows = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.dtype.itemsize))
-    received = all_to_all_rows(topology.keys, rows, sent.tolist(), counts.tolist())
-    records = received.numpy().reshape(-1).view(records.dtype)
-    owned, places = _owned_keys(records, len(tables), is_distinct=len(counts) * source.num_micro_batches == 1)
-    return AskedKeys(records, counts, order, sent, owned, places)
-
-
-def key_records(source: SourceKeys, order: Int64) -> NDArray[Any]:
-    """What is sent of the keys, in this order; only what a batch of this kind needs, the same on every rank."""
-    num_segments = len(source.asked.bounds) - 1
-    columns: list[tuple[str, str, NDArray[Any]]] = [("key", "<i8", source.asked.keys)]
-    if num_segments > 1:
-        columns.append(("segment", "<u2" if num_segments <= 1 << 16 else "<i4", source.segments))
-    last = source.last_micro_batch
-    if last is not None:
-        columns.append(("last", "<i2", last))
-    if source.half is not None:
-        columns.append(("half", "u1", source.half))
-    records = np.empty(len(order), np.dtype([(name, kind) for name, kind, _ in columns]))
-    for name, _, values in columns:
-        records[name] = values[order]
-    return records
+    received = all_to_all_rows(ranks, rows, counted.sent.tolist(), counted.comes.tolist())
+    told: NDArray[Any] = received.numpy().reshape(-1).view(records.dtype)
+    return told
 
 
 def _owned_keys(
     records: NDArray[Any], num_tables: int, *, is_distinct: bool
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int32]]:
     """For each table its distinct keys, and the place of each record among them."""
-    keys, tables = np.ascontiguousarray(records["key"]), _segments(records) % num_tables
+    keys, tables = np.ascontiguousarray(records["key"]), segments_of(records) % num_tables
     order, counts = by_value(tables, num_tables)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     places = np.empty(len(records), np.int32)
@@ -198,17 +188,10 @@ def _owned_keys(
     return np.split(found.keys, found.bounds[1:-1]), places
 
 
-def _segments(records: NDArray[Any]) -> NDArray[np.int32]:
-    if "segment" not in (records.dtype.names or ()):
-        return np.zeros(len(records), np.int32)
-    segments: NDArray[np.int32] = records["segment"].astype(np.int32)
-    return segments
-
-
 def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_micro_batches: int, step: int) -> AskedKeys:
     """The same, with the keys that other holders of this shard bring. Collective over the holders."""
     num_tables = len(asked.owned)
-    segments, last = _segments(asked.records), asked.field("last")
+    segments, last = segments_of(asked.records), field_of(asked.records, "last")
     brought_in = segments // num_tables if last is None else last
     before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
     lasts = np.zeros(before[-1], np.int32)
@@ -224,11 +207,13 @@ def arrange(
     num_micro_batches = source.num_micro_batches
     owned, places = _working_places(asked, len(tables))
     num_owned = np.array([len(keys) for keys in owned])
-    own, theirs = _own_rows(source, asked), _asked_rows(asked, places, len(tables))
-    is_in_order = source.windows is None and (len(asked.counts) == 1 or len(tables) == 1)
+    within, num_sources = asked.within, len(asked.counted.comes)
+    own = own_rows(source if within is None else within.source, asked.counted)
+    theirs = asked_rows(asked.records, places, asked.counted.comes, len(tables))
+    is_in_order = within is None and source.windows is None and (num_sources == 1 or len(tables) == 1)
     pairs = _sides(own, theirs, num_micro_batches, by_last=False)
     going = _sides(own, theirs, num_micro_batches, by_last=True) if source.windows is not None else pairs
-    num_rows = _num_rows(source)
+    num_rows = num_rows_of(source)
     crossing = _crossing(asked.joined, num_micro_batches, len(tables))
     indices = _indices(source, tables, device)
     coming = [vector_leg(*pair, shapes, device, is_in_order=is_in_order) for pair in pairs]
@@ -257,47 +242,20 @@ def arrange(
         own=own,
         asked=theirs,
         gradient_sides=going,
-        is_plain=is_in_order and len(asked.counts) * num_micro_batches == 1 and asked.joined is None,
+        is_plain=is_in_order and num_sources * num_micro_batches == 1 and asked.joined is None,
+        relay=None if within is None else relay(within, shapes, device),
     )
 
 
 def key_bytes_sent(asked: AskedKeys, rank: int) -> int:
     """Bytes of keys that left this rank for others."""
-    return asked.records.dtype.itemsize * int(asked.sent_counts.sum() - asked.sent_counts[rank])
+    sent = asked.counted.sent
+    return asked.records.dtype.itemsize * int(sent.sum() - sent[rank])
 
 
 def _sides(own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool) -> list[tuple[Side, Side]]:
     both = (rows.sides(num_micro_batches, by_last=by_last) for rows in (own, theirs))
     return list(zip(*both, strict=True))
-
-
-def _own_rows(source: SourceKeys, asked: AskedKeys) -> KeyRows:
-    """Places: among the distinct keys of the micro-batch, or in the window cache."""
-    bounds, num_tables = source.asked.bounds, source.num_tables
-    first = bounds[:-1].copy()
-    if source.windows is not None:
-        starts = np.stack([plan.starts[:-1] for plan in source.windows], axis=1).reshape(-1)
-        first -= starts
-    segments = source.segments
-    places = (np.arange(len(segments)) - np.repeat(first, np.diff(bounds))).astype(np.int32)
-    last, order = source.last_micro_batch, asked.order
-    sent = segments[order]
-    micro_batches = (sent // num_tables).astype(np.int16)
-    return KeyRows(
-        micro_batches,
-        micro_batches if last is None else last[order],
-        sent % num_tables,
-        places[order],
-        None if source.half is None else source.half[order],
-        asked.sent_counts,
-    )
-
-
-def _asked_rows(asked: AskedKeys, places: Int32, num_tables: int) -> KeyRows:
-    segments, last = _segments(asked.records), asked.field("last")
-    micro_batches = (segments // num_tables).astype(np.int16)
-    lasts = micro_batches if last is None else last
-    return KeyRows(micro_batches, lasts, segments % num_tables, places, asked.field("half"), asked.counts)
 
 
 def _working_places(asked: AskedKeys, num_tables: int) -> tuple[list[NDArray[np.int64]], Int32]:
@@ -306,21 +264,12 @@ def _working_places(asked: AskedKeys, num_tables: int) -> tuple[list[NDArray[np.
         return asked.owned, asked.places
     moved = [np.arange(len(k), dtype=np.int32) if j.moved is None else j.moved for j, k in _joined(asked)]
     before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
-    places = np.concatenate(moved)[before[_segments(asked.records) % num_tables] + asked.places]
+    places = np.concatenate(moved)[before[segments_of(asked.records) % num_tables] + asked.places]
     return [joined.keys for joined in asked.joined], places
 
 
 def _joined(asked: AskedKeys) -> list[tuple[Joined, NDArray[np.int64]]]:
     return list(zip(asked.joined or [], asked.owned, strict=True))
-
-
-def _num_rows(source: SourceKeys) -> NDArray[np.int64]:
-    """(micro-batch, table) distinct keys."""
-    if source.windows is None:
-        return np.diff(source.asked.bounds).reshape(-1, source.num_tables)
-    return np.array(
-        [[len(plan.places[p]) for plan in source.windows] for p in range(source.num_micro_batches)], np.int64
-    )
 
 
 def _used(
@@ -362,16 +311,6 @@ def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.devi
         chosen = shapes.has_type(dtype)
         found[dtype] = tuple(side.only(chosen[side.tables]).rows(shapes.dims, device)[0] for side in sides)
     return found
-
-
-def _exchange_counts(sent: Int64, error: list[int], topology: Topology) -> tuple[Int64, list[int]]:
-    """Keys that each source asks from this shard; the mistake that any source reports."""
-    message = np.empty((topology.keys.size, ERROR_WORDS + 1), np.int64)
-    message[:, :ERROR_WORDS] = error
-    message[:, 0] *= topology.rank + 1
-    message[:, ERROR_WORDS] = sent
-    received = all_to_all_fixed(topology.keys, torch.from_numpy(message)).numpy()
-    return received[:, ERROR_WORDS].copy(), _first_mistake(received[:, :ERROR_WORDS])
 
 
 def _first_mistake(words: NDArray[np.int64]) -> list[int]:

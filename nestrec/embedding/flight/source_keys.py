@@ -5,11 +5,13 @@ keys that no earlier micro-batch has asked for, and the gradient of a key leaves
 it.
 
 The keys of all micro-batches and tables lie in flat arrays, one segment behind the other: what is done with them is
-done for all at once, however many tables there are.
+done for all at once, however many tables there are. They travel as records, and then stand for rows that cross with
+micro-batches.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +20,11 @@ from numpy.typing import NDArray
 
 from nestrec.embedding.flight.device_dedup import MIN_KEYS, dedup_on_device
 from nestrec.embedding.flight.half_rows import Flags, flags_of_cache, flags_of_segment
+from nestrec.embedding.flight.legs import Side, by_micro_batch
 from nestrec.embedding.flight.window_plan import WindowPlan, plan_window
 from nestrec.embedding.table import TableConfig
 from nestrec.ops.rows.dedup_host import Segments, dedup_segments
+from nestrec.ops.rows.spans import Int32, Int64
 
 FeatureKeys = Mapping[str, NDArray[np.int64] | torch.Tensor]
 ERROR_WORDS = 3
@@ -88,7 +92,7 @@ def deduplicate(
     bounds = np.concatenate([[0], np.cumsum(np.add.reduceat(sizes, first_features, axis=1).reshape(-1))])
     num_whole = _num_whole(sizes, tables)
     if window_cache:
-        asked, plans = _planned(keys, bounds, len(tables), num_shards)
+        asked, plans = planned(keys, bounds, len(tables), num_shards)
         half = None if num_whole is None else flags_of_cache(tables, plans, num_whole)
         return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), {}, plans, half, error)
     asked, index = _distinct(keys, bounds, num_whole, tables, num_shards, device)
@@ -137,10 +141,10 @@ def _distinct(  # noqa: PLR0917
     return Segments(distinct, np.array(starts), inverse, positions), index
 
 
-def _planned(
+def planned(
     keys: NDArray[np.int64], bounds: NDArray[np.int64], num_tables: int, num_shards: int
 ) -> tuple[Segments, list[WindowPlan]]:
-    """With the window cache: what each micro-batch uses first, and the plan of each table."""
+    """With the window cache: what each micro-batch uses first, and the plan of each table. keys, bounds: by segment."""
     num_segments = len(bounds) - 1
     own = [keys[bounds[s] : bounds[s + 1]] for s in range(num_segments)]
     plans = [plan_window(own[t::num_tables], num_shards) for t in range(num_tables)]
@@ -196,3 +200,111 @@ def _first_outside(keys, sizes, rows):  # type: ignore[no-untyped-def]
                     return i
         at = end
     return -1
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Keys of one exchange, before they cross."""
+
+    order: Int64
+    """Own keys in the order in which they are sent: by rank, then by segment."""
+    sent: Int64
+    """To each rank."""
+    comes: Int64
+    """From each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """Keys of all micro-batches on one side, in order of the rank on the other."""
+
+    micro_batches: NDArray[np.int16]
+    """In which its vector crosses."""
+    lasts: NDArray[np.int16]
+    """After which its gradient does."""
+    tables: Int32
+    places: Int32
+    """Among the rows of its table: in the working set; on the source in the micro-batch, or in the window cache."""
+    half: NDArray[np.uint8] | None
+    """Whether its vector crosses in half precision."""
+    counts: Int64
+    """Keys of each rank."""
+
+    def sides(self, num_micro_batches: int, *, by_last: bool) -> list[Side]:
+        """For each micro-batch those that cross with it."""
+        steps = self.lasts if by_last else self.micro_batches
+        order, bounds, of_ranks = by_micro_batch(steps, self.counts, num_micro_batches)
+        tables, places = self.tables[order], self.places[order]
+        half = None if self.half is None else self.half[order]
+        found = []
+        for p in range(num_micro_batches):
+            here = slice(bounds[p], bounds[p + 1])
+            found.append(Side(tables[here], places[here], of_ranks[p], None if half is None else half[here]))
+        return found
+
+
+def key_records(source: SourceKeys, order: Int64) -> NDArray[Any]:
+    """What is sent of the keys, in this order; only what a batch of this kind needs, the same on every rank."""
+    num_segments = len(source.asked.bounds) - 1
+    columns: list[tuple[str, str, NDArray[Any]]] = [("key", "<i8", source.asked.keys)]
+    if num_segments > 1:
+        columns.append(("segment", "<u2" if num_segments <= 1 << 16 else "<i4", source.segments))
+    last = source.last_micro_batch
+    if last is not None:
+        columns.append(("last", "<i2", last))
+    if source.half is not None:
+        columns.append(("half", "u1", source.half))
+    records = np.empty(len(order), np.dtype([(name, kind) for name, kind, _ in columns]))
+    for name, _, values in columns:
+        records[name] = values[order]
+    return records
+
+
+def field_of(records: NDArray[Any], name: str) -> NDArray[Any] | None:
+    """Of each record; none where a batch of this kind needs no such field."""
+    return np.ascontiguousarray(records[name]) if name in (records.dtype.names or ()) else None
+
+
+def segments_of(records: NDArray[Any]) -> NDArray[np.int32]:
+    """Micro-batch and table of each record, in one number."""
+    found = field_of(records, "segment")
+    return np.zeros(len(records), np.int32) if found is None else found.astype(np.int32)
+
+
+def own_rows(source: SourceKeys, counted: Counted) -> KeyRows:
+    """Keys that a rank asks for. Places: among the distinct keys of the micro-batch, or in the window cache."""
+    bounds, num_tables = source.asked.bounds, source.num_tables
+    first = bounds[:-1].copy()
+    if source.windows is not None:
+        starts = np.stack([plan.starts[:-1] for plan in source.windows], axis=1).reshape(-1)
+        first -= starts
+    segments = source.segments
+    places = (np.arange(len(segments)) - np.repeat(first, np.diff(bounds))).astype(np.int32)
+    last, order = source.last_micro_batch, counted.order
+    sent = segments[order]
+    micro_batches = (sent // num_tables).astype(np.int16)
+    return KeyRows(
+        micro_batches,
+        micro_batches if last is None else last[order],
+        sent % num_tables,
+        places[order],
+        None if source.half is None else source.half[order],
+        counted.sent,
+    )
+
+
+def asked_rows(records: NDArray[Any], places: Int32, counts: Int64, num_tables: int) -> KeyRows:
+    """Keys that others ask for. Places: of each record."""
+    segments, last = segments_of(records), field_of(records, "last")
+    micro_batches = (segments // num_tables).astype(np.int16)
+    lasts = micro_batches if last is None else last
+    return KeyRows(micro_batches, lasts, segments % num_tables, places, field_of(records, "half"), counts)
+
+
+def num_rows_of(source: SourceKeys) -> NDArray[np.int64]:
+    """(micro-batch, table) distinct keys."""
+    if source.windows is None:
+        return np.diff(source.asked.bounds).reshape(-1, source.num_tables)
+    return np.array(
+        [[len(plan.places[p]) for plan in source.windows] for p in range(source.num_micro_batches)], np.int64
+    )

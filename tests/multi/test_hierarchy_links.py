@@ -1,0 +1,148 @@
+"""Two hosts of two ranks, in network namespaces with limited links: what crosses between hosts, and how long it takes.
+
+With NESTREC_HIERARCHY_RESULTS naming a file, what was measured is kept there.
+"""
+
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.bench.harness.frame import make_frame
+from nestrec.data.batches import Batch, MicroBatch
+from nestrec.data.order import Position
+from nestrec.distributed import Topology
+from nestrec.distributed.exchange import barrier
+from nestrec.distributed.limited_links import bytes_on_link, can_limit, limited_links
+from nestrec.distributed.local_ranks import run_on_ranks
+from nestrec.distributed.options import RanksConfig
+from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding.hashing import owner_of
+from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline.compute import LossCompute
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
+
+HOSTS, RANKS, DIM, MICRO_BATCHES = 2, 2, 64, 2
+SAMPLES, NUM_ROWS, LINK_MBIT = 6000, 10_000, 100.0
+WARM_UP, ROUNDS = 2, 8
+
+
+def keys_of(rank: int, step: int) -> list[np.ndarray]:
+    """Of each micro-batch; popularity falls as one over the rank of a key."""
+    drawn = np.random.default_rng([rank, step]).random((MICRO_BATCHES, SAMPLES))
+    return list(np.exp(drawn * np.log(NUM_ROWS)).astype(np.int64))
+
+
+def bytes_between(step: int, *, by_hosts: bool) -> int:
+    """By definition: keys with their segment, vectors and gradients of what a rank, or a host, asks the other host."""
+    rows = 0
+    for host in range(HOSTS):
+        ranks = [keys_of(rank, step) for rank in range(host * RANKS, (host + 1) * RANKS)]
+        for parts in zip(*ranks, strict=True):
+            for keys in [np.concatenate(parts)] if by_hosts else parts:
+                distinct = np.unique(keys)
+                rows += int((owner_of(distinct, HOSTS * RANKS) // RANKS != host).sum())
+    return rows * (8 + 2 + 2 * 4 * DIM)
+
+
+class _Trained:
+    """A run of one kind; runs of all kinds take turns."""
+
+    def __init__(self, topology: Topology, schedule: str) -> None:
+        self.topology, self._number = topology, 0
+        model = torch.nn.Linear(DIM, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        engine = EmbeddingEngine([TableConfig(name="items", dim=DIM, num_rows=NUM_ROWS)], topology)
+        loss = LossCompute(
+            lambda part, rows, index: model(rows["items"][index["items"].long()]).sin().sum(), torch.device("cpu")
+        )
+        dense = DenseUpdate(model, OptimizerConfig(), topology, torch.device("cpu"))
+        self._engine, self._pipeline = engine, TrainingPipeline(loss, engine, dense_optimizer=dense, schedule=schedule)
+
+    def steps(self, count: int) -> tuple[float, int]:
+        """Seconds and bytes between hosts of a step, over the next ones."""
+        first = self._number + 1
+        feed = Feed(self._batch(n) for n in range(first, first + count))
+        barrier(self.topology.control)
+        sent, start = bytes_on_link(), time.perf_counter()
+        for number in range(first, first + count):
+            is_fence = number == first + count - 1
+            step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
+            self._pipeline.advance(step, feed)
+        barrier(self.topology.control)
+        self._number += count
+        return (time.perf_counter() - start) / count, (bytes_on_link() - sent) // count
+
+    def _batch(self, number: int) -> Batch:
+        keys = keys_of(self.topology.rank, number)
+        parts = [MicroBatch(np.arange(SAMPLES), {"items": k}, {}, 1, SAMPLES) for k in keys]
+        total = np.arange(SAMPLES * MICRO_BATCHES)
+        return Batch(Position(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
+
+    def digest(self) -> str:
+        found = self._engine.digest("items")
+        self._pipeline.close()
+        return found
+
+
+def measured(topology: Topology) -> list[dict[str, Any]]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+    hosts = Topology.of_process_group(topology.device, RanksConfig(hierarchy=True), timeout_s=60.0)
+    kinds = [(s, by_hosts) for s in ("serial", "nested") for by_hosts in (False, True)]
+    runs = {kind: _Trained(hosts if kind[1] else topology, kind[0]) for kind in kinds}
+    for run in runs.values():
+        run.steps(WARM_UP)
+    rounds = [{kind: run.steps(3) for kind, run in runs.items()} for _ in range(ROUNDS)]
+    first, last = WARM_UP + 1, WARM_UP + 3 * ROUNDS
+    rows = []
+    for kind, run in runs.items():
+        times = sorted(1e3 * found[kind][0] for found in rounds)
+        expected = sum(bytes_between(step, by_hosts=kind[1]) for step in range(first, last + 1)) / (last - first + 1)
+        rows.append(
+            {
+                "schedule": kind[0],
+                "hierarchy": kind[1],
+                "step_ms": round(statistics.median(times), 3),
+                "step_ms_spread": [round(times[1], 1), round(times[-2], 1)],
+                "bytes_of_host": round(statistics.mean(found[kind][1] for found in rounds)),
+                "formula_bytes": round(expected),
+                "digest": run.digest(),
+            }
+        )
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_limit(), reason="needs root, `ip` and `tc`")
+def test_bytes_between_hosts_are_those_of_the_formula_and_rows_those_of_serial():
+    with limited_links(HOSTS, LINK_MBIT) as links:
+        found = run_on_ranks(HOSTS * RANKS, measured, enter=functools.partial(_enter, links))
+    rows = found[0]
+    for row, other in zip(rows, found[RANKS], strict=True):  # the first rank of each host has read its link
+        row["bytes_between_hosts"] = row.pop("bytes_of_host") + other["bytes_of_host"]
+        row |= {"hosts": HOSTS, "ranks_of_host": RANKS, "link_mbit": LINK_MBIT, "dim": DIM}
+    by_kind = {(row["schedule"], row["hierarchy"]): row for row in rows}
+    for row in rows:
+        for figure, ratio in (("step_ms", "step_ratio"), ("bytes_between_hosts", "bytes_ratio")):
+            row[ratio] = round(row[figure] / by_kind[row["schedule"], False][figure], 3)
+        print(row)
+    if name := os.environ.get("NESTREC_HIERARCHY_RESULTS"):
+        command = f"NESTREC_HIERARCHY_RESULTS=FILE pytest {' '.join(sys.argv[1:])}"
+        kept = [{k: v for k, v in row.items() if k != "digest"} for row in rows]
+        Path(name).write_text(json.dumps(make_frame(bench="hierarchy", command=command, rows=kept), indent=2) + "\n")
+    for row in rows:
+        assert row["formula_bytes"] < row["bytes_between_hosts"] < 1.08 * row["formula_bytes"]
+        assert row["digest"] == by_kind["serial", row["hierarchy"]]["digest"]
+
+
+def _enter(links, rank: int) -> None:
+    links.enter(rank // RANKS)
