@@ -4,6 +4,7 @@ A save writes `step-N.partial/`, flushes every file, writes the manifest last an
 rank writes its own files into the shared folder; rank 0 writes the manifest and renames.
 """
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class Checkpoints:
         The state after a step is a function of the run, so a step that is saved already, is whole and names the same
         identity in its state is left as it is.
         """
-        self._background.join()
+        self._wait_for(content)
         return self._save(step, content)
 
     def save_async(self, step: int, content: Content, *, is_copied: bool = False) -> None:
@@ -71,9 +72,17 @@ class Checkpoints:
         With `is_copied` the content is already safe from later changes. An error of the writing is raised by the next
         call of `save`, `save_async`, `base_for_next`, `wait` or `close`.
         """
-        self._background.join()
+        self._wait_for(content)
         safe = content if is_copied else content.copied()
         self._background.start(lambda: self._save(step, safe))
+
+    def _wait_for(self, content: Content) -> None:
+        """Until a save in the background is done; where that has failed, nothing is read of what comes after it."""
+        try:
+            self._background.join()
+        except BaseException:
+            content.close()
+            raise
 
     def wait(self) -> None:
         """Wait for a save in the background and raise its error, if any."""
@@ -93,17 +102,22 @@ class Checkpoints:
         self._background.join()
         return self._base if self._max_deltas and self._num_deltas <= self._max_deltas else None
 
-    def restore_latest(self) -> Restored | None:
+    def restore_latest(self, take: Callable[[Restored], object] | None = None) -> Restored | None:
         """The newest checkpoint that is whole, or None where there is none at all.
 
+        take: reads the rows that this rank wants. They are compared with their digests on the way, so every file is
+        read once; where a rank finds damage, all go on to the checkpoint before it. Without it every file is verified
+        first. Any other error must be one of all ranks.
         A damaged one is reported and the one before it is taken. `DamagedError` when there are checkpoints and none is
         whole: whether to start over is for the user to say. The next incremental save builds on what was restored; to
         look at a checkpoint without going on from it, use another `Checkpoints`.
         """
         steps = self._peers.gather(self.steps())[0]
         for step in reversed(steps):
-            problems, restored = self._open(step)
-            if restored is not None:
+            problems, restored = self._open(step, but_rows=take is not None)
+            if restored is not None and take is not None:
+                problems = self._taken(restored, take)
+            if restored is not None and not problems:
                 return restored
             self._report(f"checkpoint of step {step} is damaged and skipped: {_summary(problems)}")
         if steps:
@@ -137,21 +151,40 @@ class Checkpoints:
         problem = f"the checkpoint of step {step} could not be set aside"
         self._first_agrees(lambda: self._set_aside(folder_of(self._folder, step)), problem)
 
-    def _open(self, step: int) -> tuple[list[str], Restored | None]:
+    def _taken(self, restored: Restored, take: Callable[[Restored], object]) -> list[str]:
+        """Problems that the ranks met while they read."""
+        problems = []
+        try:
+            take(restored)
+        except DamagedError as error:
+            problems = [str(error)]
+        found = self._unique(problems)
+        if found:
+            self._base = None
+        return found
+
+    def _unique(self, problems: list[str]) -> list[str]:
+        return list(dict.fromkeys(itertools.chain(*self._peers.gather(problems))))
+
+    def _open(self, step: int, *, but_rows: bool = False) -> tuple[list[str], Restored | None]:
         """Verify together, each rank its share of the files; the problems, or the checkpoint."""
         chain, problems = [], []
         try:
             chain = read_chain(folder_of(self._folder, step))
-            problems = file_problems(files_of(chain)[self._peers.rank :: self._peers.world])
+            problems = file_problems(files_of(chain)[self._peers.rank :: self._peers.world], but_rows=but_rows)
         except DamagedError as error:
             problems = [str(error)]
-        all_problems = list(dict.fromkeys(itertools.chain(*self._peers.gather(problems))))
+        all_problems = self._unique(problems)
         if all_problems:
             return all_problems, None
         self._base, self._num_deltas = step, len(chain) - 1
         return [], Restored(chain)
 
     def _save(self, step: int, content: Content) -> Path:
+        with contextlib.closing(content):
+            return self._save_open(step, content)
+
+    def _save_open(self, step: int, content: Content) -> Path:
         target = folder_of(self._folder, step)
         base, num_deltas = self._base, self._num_deltas
         if step in self._peers.gather(self.steps())[0]:

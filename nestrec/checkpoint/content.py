@@ -1,7 +1,7 @@
 """What goes into a checkpoint."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,10 @@ from nestrec.base.errors import NonFiniteError
 
 Chunk = Mapping[str, torch.Tensor]
 """Some rows of a table: `keys` (n,) int64, and any other columns of n rows each (`weight`, `state_*`, ...)."""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,8 @@ class Content:
     """Step of the checkpoint since which `tables` hold the touched rows; see `Checkpoints.base_for_next`."""
     shard: tuple[int, int] | None = None
     """(index, number) of this rank's shard; (rank, number of ranks) where not given."""
+    close: Callable[[], None] = _do_nothing
+    """Called when nothing more is read of it."""
 
     def copied(self) -> "Content":
         """The same content in host memory of its own, safe from later training steps."""

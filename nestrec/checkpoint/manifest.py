@@ -38,6 +38,8 @@ class FileEntry:
     """Shard of the table that the writer owned."""
     num_shards: int = 1
     """Number of shards of the table when it was written."""
+    hashes: tuple[int, int] | None = None
+    """Lowest and highest hash of its keys: who owns none between them need not read it; none: not known."""
 
 
 @config
@@ -70,12 +72,12 @@ class Manifest:
 
 def digest_of(manifest: Manifest) -> str:
     """SHA-256 over the canonical JSON of the manifest."""
-    return digest_of_plain(to_plain(manifest))
+    return digest_of_plain(_plain(manifest))
 
 
 def encode(manifest: Manifest) -> bytes:
     """The content of the manifest file."""
-    return seal(to_plain(manifest))
+    return seal(_plain(manifest))
 
 
 def decode(content: bytes, where: str) -> Manifest:
@@ -91,6 +93,15 @@ def decode(content: bytes, where: str) -> Manifest:
         if not _PLAIN_NAME.fullmatch(entry.name) or entry.name == MANIFEST_NAME:
             raise _damaged(where, f"names a file outside the checkpoint: {entry.name!r}")
     return manifest
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    """Hashes that are not known are left out: manifests of before they were written keep their digests."""
+    plain: dict[str, Any] = to_plain(manifest)
+    for entry in plain["files"]:
+        if entry["hashes"] is None:
+            del entry["hashes"]
+    return plain
 
 
 def _without_digest(plain: Any, where: str) -> Mapping[str, Any]:

@@ -14,24 +14,21 @@ from numpy.typing import NDArray
 from nestrec.base.errors import DamagedError
 from nestrec.checkpoint.content import Chunk, Content
 from nestrec.checkpoint.manifest import Manifest
-from nestrec.checkpoint.restored import Restored, is_of_shard
-from nestrec.checkpoint.verify import file_problems, files_of
+from nestrec.checkpoint.restored import Restored
+from nestrec.checkpoint.verify import files_of
 
 
 def can_merge(chain: list[tuple[Path, Manifest]], num_shards: int) -> bool:
-    """Whether the chain's tables are divided as now; else a shard's rows may lie in any file."""
-    return all(entry.table is None or entry.num_shards == num_shards for _, entry in files_of(chain))
+    """Whether the chain's tables are divided as now; else files hold rows of several shards."""
+    of_tables = [entry for _, entry in files_of(chain) if entry.table is not None]
+    return all(entry.num_shards == num_shards and entry.hashes is not None for entry in of_tables)
 
 
 def merged(content: Content, chain: list[tuple[Path, Manifest]], shard: tuple[int, int]) -> Content:
     """The full content: what is touched, then what the chain holds and was neither touched nor removed since.
 
-    The chain's files are verified first: damage must not be copied into a checkpoint with fresh digests.
+    The chain's files are verified as they are read: damage is not copied into a checkpoint with fresh digests.
     """
-    mine = [(path, entry) for path, entry in files_of(chain) if entry.table is not None and is_of_shard(entry, shard)]
-    problems = file_problems(mine)
-    if problems:
-        raise DamagedError(f"cannot be built on: {'; '.join(problems)}", field="checkpoint", value=chain[0][0].name)
     older = Restored(chain)
     tables = {}
     for table, touched in content.tables.items():
@@ -48,4 +45,7 @@ def _touched_then_older(
     for chunk in touched:
         newer.append(chunk["keys"].cpu().numpy())
         yield chunk
-    yield from older.rows(table, shard=shard, superseded=np.unique(np.concatenate(newer)))
+    try:
+        yield from older.rows(table, shard=shard, superseded=np.unique(np.concatenate(newer)))
+    except DamagedError as error:
+        raise DamagedError(f"cannot be built on: {error.problem}", field=error.field, value=error.value) from error

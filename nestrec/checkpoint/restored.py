@@ -1,4 +1,4 @@
-"""Reading a verified checkpoint: tensors by name when asked for, rows of tables for whoever owns them now."""
+"""Reading a checkpoint: tensors by name when asked for, rows of tables for whoever owns them now."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from nestrec.checkpoint.content import Chunk
 from nestrec.checkpoint.manifest import FileEntry, Kind, Manifest
+from nestrec.checkpoint.reading import read_tensors
+from nestrec.embedding.hashing import range_of_shard
 
 Owned = Callable[[torch.Tensor], torch.Tensor]
 """(n,) keys to (n,) bool: which of them the reader owns."""
@@ -42,11 +43,13 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 class Restored:
-    """A checkpoint whose files have been verified. Read it before the next save, which may delete old files."""
+    """A checkpoint, its tensors and state verified. Read it before the next save, which may delete old files."""
 
     def __init__(self, chain: list[tuple[Path, Manifest]]):
         self._chain = chain  # newest first; the later ones are the bases of an incremental checkpoint
         self.path, self.manifest = chain[0]
+        self.bytes_read = 0
+        """Of rows and removed keys, so far."""
 
     @property
     def step(self) -> int:
@@ -77,21 +80,26 @@ class Restored:
         """The rows of a table in chunks, each key once with its last value.
 
         Any rank may read any shard's files: `owned` picks the rows to keep. `shard` = (index, number) goes with it
-        where `owned` means that shard: files written by another shard of the same division are then not even opened.
-        `superseded` are sorted keys to leave out.
+        where `owned` means that shard: files without a hash in its range are then not even opened. Where it was another
+        number of shards that saved, files at the two ends of the range hold rows of its neighbours as well.
+        `superseded` are sorted keys to leave out. A file is compared with its digest as it is read: `DamagedError`.
         """
         for depth, (path, manifest) in enumerate(self._chain):
             is_last = depth == len(self._chain) - 1
             newer = [superseded]
             for entry in _of_table(manifest, "rows", table, shard):
-                chunk = load_file(path / entry.name)
+                chunk = self._read(path, entry)
                 if not is_last:
                     newer.append(chunk["keys"].numpy())
                 yield from _kept(chunk, superseded, owned)
             if not is_last:
                 removed = _of_table(manifest, "removed", table, shard)
-                newer += [load_file(path / entry.name)["keys"].numpy() for entry in removed]
+                newer += [self._read(path, entry)["keys"].numpy() for entry in removed]
                 superseded = np.unique(np.concatenate(newer))
+
+    def _read(self, path: Path, entry: FileEntry) -> Chunk:
+        self.bytes_read += entry.bytes
+        return read_tensors(path, entry)
 
 
 def _of_kind(manifest: Manifest, kind: Kind) -> list[FileEntry]:
@@ -100,13 +108,15 @@ def _of_kind(manifest: Manifest, kind: Kind) -> list[FileEntry]:
 
 def _of_table(manifest: Manifest, kind: Kind, table: str, shard: tuple[int, int] | None) -> list[FileEntry]:
     entries = [entry for entry in _of_kind(manifest, kind) if entry.table == table]
-    return entries if shard is None else [entry for entry in entries if is_of_shard(entry, shard)]
+    return entries if shard is None else [entry for entry in entries if _may_hold(entry, shard)]
 
 
-def is_of_shard(entry: FileEntry, shard: tuple[int, int]) -> bool:
+def _may_hold(entry: FileEntry, shard: tuple[int, int]) -> bool:
     """Whether a file may hold rows of the shard (index, number)."""
-    index, number = shard
-    return entry.num_shards != number or entry.shard == index
+    if entry.hashes is None:
+        return True
+    (lowest, highest), (first, end) = entry.hashes, range_of_shard(*shard)
+    return lowest < end and first <= highest
 
 
 def _kept(chunk: Chunk, superseded: NDArray[np.int64], owned: Owned | None) -> Iterator[Chunk]:

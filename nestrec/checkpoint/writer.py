@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import torch
+
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.content import Content, check_chunk, check_finite, parts_of
 from nestrec.checkpoint.durable import safetensors_content, write_file
 from nestrec.checkpoint.manifest import FileEntry, Kind
 from nestrec.checkpoint.peers import Peers
+from nestrec.embedding.hashing import hash_of
 
 PART_BYTES = 256 << 20
 """Dense tensors are split into files of about this size."""
@@ -35,14 +38,15 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
     for table, keys in content.removed.items():
         name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
         written = write_file(folder / name, safetensors_content({"keys": keys}))
-        yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world))
+        yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world), _bounds(keys))
     for table, chunks in content.tables.items():
         for part, chunk in enumerate(chunks):
             check_chunk(table, chunk)
             check_finite(f"table {table!r}", chunk)
             name = f"rows-{_safe(table)}-{peers.rank:05d}-{part:05d}.safetensors"
             written = write_file(folder / name, safetensors_content(chunk))
-            yield _entry(name, written, "rows", table, content.shard or (peers.rank, peers.world))
+            shard = content.shard or (peers.rank, peers.world)
+            yield _entry(name, written, "rows", table, shard, _bounds(chunk["keys"]))
 
 
 def _write_state(folder: Path, content: Content) -> FileEntry:
@@ -50,11 +54,33 @@ def _write_state(folder: Path, content: Content) -> FileEntry:
     return _entry("state.json", write_file(folder / "state.json", iter([memoryview(text)])), "state")
 
 
-def _entry(
-    name: str, written: tuple[int, str], kind: Kind, table: str | None = None, shard: tuple[int, int] = (0, 1)
+def _entry(  # noqa: PLR0917
+    name: str,
+    written: tuple[int, str],
+    kind: Kind,
+    table: str | None = None,
+    shard: tuple[int, int] = (0, 1),
+    hashes: tuple[int, int] | None = None,
 ) -> FileEntry:
     size, digest = written
-    return FileEntry(name=name, bytes=size, sha256=digest, kind=kind, table=table, shard=shard[0], num_shards=shard[1])
+    return FileEntry(
+        name=name,
+        bytes=size,
+        sha256=digest,
+        kind=kind,
+        table=table,
+        shard=shard[0],
+        num_shards=shard[1],
+        hashes=hashes,
+    )
+
+
+def _bounds(keys: torch.Tensor) -> tuple[int, int]:
+    """Lowest and highest hash; with nothing between them where there are no keys."""
+    if not len(keys):
+        return 1, 0
+    hashes = hash_of(keys.cpu().numpy())
+    return int(hashes.min()), int(hashes.max())
 
 
 def _safe(table: str) -> str:

@@ -45,6 +45,7 @@ from nestrec.embedding.flight.routing import (
 from nestrec.embedding.flight.source_keys import FeatureKeys, SourceKeys, deduplicate
 from nestrec.embedding.flight.within_host import Relay, check_rows_are_whole
 from nestrec.embedding.flight.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
+from nestrec.embedding.frozen_table import FrozenTable
 from nestrec.embedding.hashing import hashed_rows
 from nestrec.embedding.replica_sync import (
     Averaged,
@@ -380,6 +381,13 @@ class EmbeddingEngine:
         Dynamic tables add `uses` and `last_step`.
         """
         return self.shards[table].snapshot(since)
+
+    def freeze(self, table: str, *, since: int = -1, max_bytes: int = 0) -> FrozenTable:
+        """The same chunks in the order of their keys' hashes, as they are now: they are read while training goes on.
+
+        max_bytes: see `TableShard.freeze`. The caller closes it.
+        """
+        return self.shards[table].freeze(since, max_bytes)
 
     def load(self, table: str, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this rank owns out of chunks saved by any number of ranks; how many it took."""

@@ -5,15 +5,27 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.compiled_random import mix64
-from nestrec.ops.rows.dedup_host import owners_of
+from nestrec.ops.rows.dedup_host import hashes_of, owners_of
 
 
 def owner_of(keys: NDArray[np.int64], num_shards: int) -> NDArray[np.int32]:
-    """The shard of each key: splitmix64 of the key modulo the number of shards."""
+    """The shard of each key: that in whose range of hashes (`range_of_shard`) its own lies."""
     out = np.zeros(len(keys), np.int32)
     if num_shards > 1:
         owners_of(keys, np.uint64(num_shards), out)
     return out
+
+
+def hash_of(keys: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """The hash of each key: the upper 32 bits of splitmix64."""
+    out = np.empty(len(keys), np.uint32)
+    hashes_of(keys, out)
+    return out
+
+
+def range_of_shard(shard: int, num_shards: int) -> tuple[int, int]:
+    """The hashes that a shard owns: the first, and the one behind the last."""
+    return -(-(shard << 32) // num_shards), -(-((shard + 1) << 32) // num_shards)
 
 
 @njit(cache=True, nogil=True)

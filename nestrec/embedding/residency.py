@@ -22,6 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.embedding.frozen_table import FrozenKeys
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.key_table import KeySlots
 from nestrec.embedding.table import StoreConfig
@@ -86,6 +87,10 @@ class Residency(Protocol):
         """What a snapshot must hold beside the rows."""
         ...
 
+    def frozen(self, since: int) -> FrozenKeys:
+        """What `rows_since` and `metadata` say now, whatever comes later."""
+        ...
+
 
 class StaticResidency:
     """Keys 0 to num_rows - 1 that this shard owns; a row comes into being on first use, its slot is known before."""
@@ -141,6 +146,10 @@ class StaticResidency:
 
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         return {}
+
+    def frozen(self, since: int) -> FrozenKeys:
+        is_wanted = self._exists.copy() if since < 0 else self._exists & (self._last_step > since)
+        return FrozenKeys(is_wanted, self._owned, {})
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         return keys if self._slot_of_key is None else self._slot_of_key[keys].astype(np.int64)
@@ -269,6 +278,12 @@ class DynamicResidency:
 
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         return {"uses": self._rows.uses[slots], "last_step": self._rows.last_step[slots]}
+
+    def frozen(self, since: int) -> FrozenKeys:
+        num_slots, is_wanted = self._rows.num_slots, np.zeros(self._rows.num_slots, np.bool_)
+        is_wanted[self.rows_since(since)[1]] = True
+        everything = np.arange(num_slots)
+        return FrozenKeys(is_wanted, self._rows.key[:num_slots].copy(), self.metadata(everything))
 
     def _end_expired(self, slots: NDArray[np.int64], step: int, ttl: int) -> None:
         """End the lives that are over: among the batch's own keys now, among all keys in a sweep now and then."""

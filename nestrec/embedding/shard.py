@@ -8,10 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device
+from nestrec.embedding.frozen_table import FrozenKeys, FrozenTable
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
 from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency
 from nestrec.embedding.stores import make_store
+from nestrec.embedding.stores.dram import DramStore
+from nestrec.embedding.stores.frozen import Freezable
 from nestrec.embedding.table import TableConfig, layout_of
 
 Keys = NDArray[np.int64]
@@ -107,6 +110,30 @@ class TableShard:
             columns |= self.layout.columns_of(self._read_slots(part, places).cpu())
             columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
             yield columns
+
+    def freeze(self, since: int = -1, max_bytes: int = 0) -> FrozenTable:
+        """The same rows as they are now, to be read while training goes on, in the order of their keys' hashes.
+
+        max_bytes: of rows that are put aside because they change before they are read; where there is no room, what
+        would change them waits. Rows in the memory of a GPU are copied at once.
+        """
+        keys = self.residency.frozen(since)
+        store = self.store if isinstance(self.store, Freezable) and not self._is_on_gpu() else self._host_copy(keys)
+        rows = store.freeze(keys.is_wanted, self.layout.num_words, max_bytes)
+        return FrozenTable(keys, self.layout, (self._shard, self._num_shards), rows, store.thaw)
+
+    def _is_on_gpu(self) -> bool:
+        return self._device.type == "cuda" and self.table.store.kind == "device"
+
+    def _host_copy(self, keys: FrozenKeys) -> DramStore:
+        """A store of the same rows in host memory."""
+        copy = DramStore(self.layout.num_words, torch.device("cpu"))
+        copy.reserve(len(keys.is_wanted))
+        slots = np.flatnonzero(keys.is_wanted)
+        for start in range(0, len(slots), _CHUNK_ROWS):
+            part = slots[start : start + _CHUNK_ROWS]
+            copy.scatter(part, self._read_slots(keys.keys(part), part).cpu())
+        return copy
 
     def load(self, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this shard owns out of any snapshot; how many it took."""

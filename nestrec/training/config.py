@@ -47,7 +47,9 @@ class TrainingConfig:
     checkpoint_every_steps: Count | None = None
     """save so often; a run also saves at its end, at each evaluation and when it is told to stop"""
     checkpoint_async: bool = False
-    """write checkpoints in the background: training waits only for a copy of what is saved, which needs host memory"""
+    """write checkpoints in the background, a piece of the rows at a time; rows that change meanwhile are put aside"""
+    checkpoint_aside_mib: Natural = 256
+    """host memory of a rank for rows that change before they are written; where it is full, training waits"""
     incremental_saves: Natural = 0
     """after a full checkpoint, so many in a row hold only the rows used since the one before; 0 makes all full"""
     keep_checkpoints: Count = 3

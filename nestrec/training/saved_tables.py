@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nestrec.checkpoint import Chunk, Restored
 from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.frozen_table import FrozenTable
 
 WAITING = "/waiting"
 """Ends the name under which a checkpoint keeps the keys of a table that wait for admission."""
@@ -29,20 +30,29 @@ class SavedTables:
             name: {} for name, table in engine.tables.items() if table.store.admission_count > 1
         }
         """Table to step to the keys that its checkpoint holds as waiting."""
+        self._frozen: list[FrozenTable] = []
         self._built_on: int | None = None
         self._held_from: int | None = None
 
-    def rows(self, step: int, base: int | None, *, copied: bool) -> dict[str, Iterable[Chunk]]:
-        """Rows used after the step `base`, or all; with `copied` safe from later steps, else read when written."""
-        engine, since = self._engine, -1 if base is None else base
-        tables: dict[str, Iterable[Chunk]] = {name: engine.snapshot(name, since=since) for name in engine.tables}
-        if copied:
-            tables = {name: list(chunks) for name, chunks in tables.items()}
+    def rows(self, step: int, base: int | None, max_bytes: int) -> dict[str, Iterable[Chunk]]:
+        """Rows used after the step `base`, or all, as they are now, until `thaw`; read when they are written.
+
+        max_bytes: of rows that change before they are read, and are put aside.
+        """
+        engine, since, share = self._engine, -1 if base is None else base, max_bytes // len(self._engine.tables)
+        self._frozen = [engine.freeze(name, since=since, max_bytes=share) for name in engine.tables]
+        tables: dict[str, Iterable[Chunk]] = dict(zip(engine.tables, self._frozen, strict=True))
         for name, keys_at in self._waiting.items():
             waiting = engine.unsettled(name)
             keys_at[step] = waiting["keys"].numpy()
             tables[name + WAITING] = [{column: waiting[column] for column in ("keys", "uses", "last_step")}]
         return tables
+
+    def thaw(self) -> None:
+        """What `rows` gave is read, or not wanted any more."""
+        for frozen in self._frozen:
+            frozen.close()
+        self._frozen = []
 
     def read_ahead(self) -> dict[str, Iterable[Chunk]]:
         """Vectors that this rank has read for batches to come: those of its replica, whose copies may differ."""
@@ -82,19 +92,23 @@ class SavedTables:
         for name in self._engine.tables if needed else ():
             self._engine.drop_eviction_log(name, min(needed))
 
-    def load(self, restored: Restored) -> None:
-        """Take back what a checkpoint holds for this shard; nothing else remains. Collective."""
+    def take(self, restored: Restored) -> None:
+        """Take back what a checkpoint holds for this shard; nothing else remains. Local; then `settle`."""
         for name in self._engine.tables:
             self._engine.clear(name)
             self._engine.load(name, restored.rows(name, shard=self._shard))
             self._engine.load_unsettled(name, self._no_keys(restored.step))
-            self._engine.divide_room(name)
         for name, keys_at in self._waiting.items():
             for chunk in restored.rows(name + WAITING, shard=self._shard):
                 self._engine.load_unsettled(name, {**chunk, "newest_step": torch.tensor([restored.step])})
             keys_at.clear()
             keys_at[restored.step] = self._engine.unsettled(name)["keys"].numpy()
         self._load_ahead(restored)
+
+    def settle(self) -> None:
+        """After `take`: what shards must tell each other of it. Collective."""
+        for name in self._engine.tables:
+            self._engine.divide_room(name)
 
     def _load_ahead(self, restored: Restored) -> None:
         self._engine.reads_ahead.forget()

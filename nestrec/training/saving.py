@@ -44,8 +44,9 @@ class Saving:
 
     def find_last(self) -> TrainState | None:
         """The session as last saved, or none where nothing was saved yet."""
-        restored = self._last.restore_latest()
-        return None if restored is None else self._restore(restored)
+        self._wait()
+        restored = self._last.restore_latest(self._take)
+        return None if restored is None else self._session.settle(restored)
 
     def find_to_go_on(self, begin: Callable[[], TrainState] = TrainState) -> TrainState:
         """The session as last saved, or as it begins; a UserError where it, or the best one, is another run's."""
@@ -78,9 +79,9 @@ class Saving:
             saved = identity_of(self._best.state(step) or {})
             check_same_run(saved, self._mine, folder_of(self._folder.best, step))
 
-    def _restore(self, restored: Restored) -> TrainState:
+    def _take(self, restored: Restored) -> None:
         on_first(self._session.topology, lambda: self._check(restored))
-        return self._session.restore(restored)
+        self._session.tables.take(restored)
 
     def _check(self, restored: Restored) -> None:
         saved = identity_of(restored.state)
@@ -98,20 +99,27 @@ class Saving:
 
     def restore_best(self) -> TrainState:
         """The session at its best validation score; as last saved where nothing was validated."""
+        self._wait()
         try:
-            restored = self._best.restore_latest()
+            restored = self._best.restore_latest(self._take)
         except DamagedError as error:
             remedy = "take the last weights instead with --last, or train again"
             raise DamagedError(error.problem, field="best", value=str(self._folder.best), remedy=remedy) from error
-        return self.restore_last() if restored is None else self._restore(restored)
+        return self.restore_last() if restored is None else self._session.settle(restored)
 
     def close(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
-        self._last.close()
-        self._best.close()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._last.wait()
+        self._best.wait()
 
     def _save(self, checkpoints: Checkpoints, state: TrainState, base: int | None) -> None:
-        content = self._session.content(state, base, copied=self._cfg.checkpoint_async)
+        self._wait()  # rows are read by one save at a time
+        content = self._session.content(
+            state, base, copied=self._cfg.checkpoint_async, max_bytes=self._cfg.checkpoint_aside_mib << 20
+        )
         named = {**content.state, IDENTITY: self._mine.at(state.step).to_plain()}
         content = replace(content, state=named)
         if self._cfg.checkpoint_async:

@@ -74,13 +74,16 @@ class Session:
         self.engine.grow(task.tables)
         return replace(self, dataset=dataset, task=task)
 
-    def content(self, state: TrainState, base: int | None = None, *, copied: bool = False) -> Content:
+    def content(
+        self, state: TrainState, base: int | None = None, *, copied: bool = False, max_bytes: int = 0
+    ) -> Content:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.
 
-        With `copied` it is safe from later steps, else it must be written before the next one.
+        With `copied` it is safe from later steps, else it must be written before the next one. Rows of tables are safe
+        either way, until the content is closed; max_bytes: of those that are put aside for it.
         """
         owns_copy = self.topology.replica == 0
-        tables = self.tables.rows(state.step, base, copied=copied) if owns_copy else {}
+        tables = self.tables.rows(state.step, base, max_bytes) if owns_copy else {}
         tables |= self.tables.read_ahead()
         removed = self.tables.removed(state.step, base) if owns_copy and base is not None else {}
         tensors = self.dense.tensors()
@@ -93,12 +96,18 @@ class Session:
             removed=removed,
             base=base,
             shard=(self.topology.shard, self.topology.num_shards),
+            close=self.tables.thaw,
         )
 
     def restore(self, restored: Restored) -> TrainState:
         """Take back what `content` gave, on any number of ranks."""
+        self.tables.take(restored)
+        return self.settle(restored)
+
+    def settle(self, restored: Restored) -> TrainState:
+        """`restore` but for the rows of tables, which were taken before. Collective."""
         self.dense.load(restored.tensors)
-        self.tables.load(restored)
+        self.tables.settle()
         return TrainState.from_plain(restored.state["train"])
 
 

@@ -2,12 +2,13 @@
 
 import os
 
+import numpy as np
 import torch
 
 from nestrec.base.errors import PeerLostError
-from nestrec.base.random import mix64
 from nestrec.checkpoint import Checkpoints, Content, Peers
 from nestrec.distributed import Topology
+from nestrec.embedding.hashing import owner_of
 from nestrec.testing.contents import make_rows
 
 NUM_KEYS, LAST_STEP = 200, 4
@@ -16,7 +17,7 @@ NUM_KEYS, LAST_STEP = 200, 4
 def open_checkpoints(topology: Topology, folder: str) -> tuple[Checkpoints, list[int]]:
     """The checkpoints of all ranks, and the keys of this one."""
     peers = Peers.of_topology(topology, timeout_s=10)
-    mine = [key for key in range(NUM_KEYS) if mix64(key) % topology.world == topology.rank]
+    mine = np.flatnonzero(owner_of(np.arange(NUM_KEYS), topology.world) == topology.rank).tolist()
     return Checkpoints(folder, peers=peers, max_deltas=2), mine
 
 
@@ -42,7 +43,7 @@ def load_chain(topology: Topology, folder: str) -> tuple[dict[int, float], dict[
     shard = topology.rank, topology.world
 
     def owned(keys: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([mix64(key) % topology.world == topology.rank for key in keys.tolist()])
+        return torch.from_numpy(owner_of(keys.numpy(), topology.world) == topology.rank)
 
     found: dict[int, float] = {}
     for chunk in restored.rows("items", shard=shard, owned=owned):

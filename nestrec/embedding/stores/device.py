@@ -2,14 +2,16 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device
+from nestrec.embedding.stores.frozen import Freezable
 from nestrec.embedding.stores.store import Slots
 from nestrec.ops.rows.host_copy import gather_rows_host, scatter_rows_host
 from nestrec.ops.rows.move import move_rows
 
 
-class DeviceStore:
+class DeviceStore(Freezable):
     """One (capacity, num_words) tensor; when it is full it is replaced by one half as large again."""
 
     def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
@@ -20,21 +22,26 @@ class DeviceStore:
         if num_slots <= len(self._slab):
             return
         capacity = num_slots if len(self._slab) == 0 else max(num_slots, len(self._slab) * 3 // 2)
-        slab = _memory(capacity, self._slab)
-        slab[: len(self._slab)] = self._slab
-        self._slab = slab
+        with self._changing():
+            slab = _memory(capacity, self._slab)
+            slab[: len(self._slab)] = self._slab
+            self._slab = slab
 
     def gather(self, slots: Slots, out: torch.Tensor) -> None:
         if self._slab.device.type == "cpu":
-            gather_rows_host(self._slab.numpy(), slots, out.numpy(), self._num_threads)
+            self.read(slots, out.numpy())
         elif len(self._slab):
             move_rows(self._slab, out, to_device(slots, out.device))
 
     def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
         if self._slab.device.type == "cpu":
-            scatter_rows_host(self._slab.numpy(), slots, rows.numpy(), self._num_threads)
+            with self._changing(slots):
+                scatter_rows_host(self._slab.numpy(), slots, rows.numpy(), self._num_threads)
         else:
             move_rows(rows, self._slab, target_index_P=to_device(slots, rows.device))
+
+    def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
+        gather_rows_host(self._slab.numpy(), slots, out, self._num_threads)
 
     def statistics(self) -> dict[str, int]:
         used = self._slab.numel() * 4

@@ -37,7 +37,12 @@ class DiskStore(HostStore):
         self._num_read = self._num_missed = 0
 
     def reserve(self, num_slots: int) -> None:
-        self._file.reserve(num_slots)
+        with self._changing():
+            self._file.reserve(num_slots)
+
+    def gather(self, slots: Slots, out: torch.Tensor) -> None:
+        with self._changing():  # what is read changes the cache
+            super().gather(slots, out)
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         self._pass(slots, out, is_write=False)

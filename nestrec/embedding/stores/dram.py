@@ -23,7 +23,9 @@ class DramStore(HostStore):
         self._num_threads = num_threads
 
     def reserve(self, num_slots: int) -> None:
-        self._slab.reserve(num_slots)
+        if num_slots > len(self._slab.rows):
+            with self._changing():
+                self._slab.reserve(num_slots)
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         gather_rows_host(self._slab.rows, slots, out, self._num_threads)

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.embedding.stores.frozen import Freezable
 from nestrec.embedding.stores.staging import staging_of_process
 from nestrec.embedding.stores.store import Slots
 
 
-class HostStore(ABC):
+class HostStore(Freezable, ABC):
     """A store that reads and writes host arrays."""
 
     def __init__(self, device: torch.device, *, num_lanes: int) -> None:
@@ -24,10 +25,11 @@ class HostStore(ABC):
             self._staging.to_device(out, lambda part, rows: self.read_chunk(slots[part], rows))
 
     def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
-        if self._staging is None:
-            self.write(slots, rows.numpy())
-        else:
-            self._staging.to_host(rows, lambda part, host: self.write_chunk(slots[part], host))
+        with self._changing(slots):
+            if self._staging is None:
+                self.write(slots, rows.numpy())
+            else:
+                self._staging.to_host(rows, lambda part, host: self.write_chunk(slots[part], host))
 
     @abstractmethod
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:

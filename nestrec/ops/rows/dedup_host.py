@@ -18,6 +18,7 @@ from nestrec.base.compiled_random import mix64
 
 _BUCKET_KEYS = 4096
 _MAX_BUCKETS = 2048
+_HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,19 @@ def _segment_by_buckets(keys, num_shards, bits, inverse, num_unique, table, scra
 
 @njit(cache=True, nogil=True)
 def owners_of(keys, num_shards, out):  # type: ignore[no-untyped-def]
-    """The one rule that says which shard owns a key: splitmix64 of the key modulo the number of shards."""
+    """The one rule that says which shard owns a key: the hashes are cut into as many equal ranges as there are shards.
+
+    What any shard owns is then a run of all keys in order of their hashes, however many shards there are.
+    """
     for i in range(len(keys)):
-        out[i] = np.int32(mix64(np.uint64(keys[i])) % num_shards)
+        out[i] = np.int32(((mix64(np.uint64(keys[i])) >> _HALF) * num_shards) >> _HALF)
+
+
+@njit(cache=True, nogil=True)
+def hashes_of(keys, out):  # type: ignore[no-untyped-def]
+    """The upper 32 bits of splitmix64, by which keys are owned."""
+    for i in range(len(keys)):
+        out[i] = np.uint32(mix64(np.uint64(keys[i])) >> _HALF)
 
 
 @njit(cache=True, nogil=True)
@@ -176,8 +187,9 @@ def _into_buckets(keys, num_shards, per_owner, scratch):  # type: ignore[no-unty
     ends = np.zeros(num_shards * per_owner, np.int64)
     for i in range(len(keys)):
         hashed = mix64(np.uint64(keys[i]))
-        # Upper bits for the bucket: the owner is a matter of the lower ones.
-        bucket = np.int32((hashed % shards) * np.uint64(per_owner) + ((hashed >> np.uint64(40)) & sub_mask))
+        # Lower bits for the bucket: the owner is a matter of the upper ones.
+        owner = ((hashed >> _HALF) * shards) >> _HALF
+        bucket = np.int32(owner * np.uint64(per_owner) + ((hashed >> np.uint64(20)) & sub_mask))
         bucket_of[i] = bucket
         ends[bucket] += 1
     total = 0

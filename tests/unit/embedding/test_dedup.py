@@ -1,10 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from nestrec.embedding.hashing import owner_of
+from nestrec.embedding.hashing import hash_of, owner_of, range_of_shard
 from nestrec.ops.rows.dedup_host import dedup
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -39,4 +41,16 @@ def test_owners_are_even_and_fixed():
     keys = np.arange(100_000)
     shares = np.bincount(owner_of(keys, 7)) / len(keys)
     assert abs(shares - 1 / 7).max() < 0.005
-    assert owner_of(np.array([0, 1, -1, 2**63 - 1]), 1000).tolist() == [535, 465, 936, 39]
+    assert owner_of(np.array([0, 1, -1, 2**63 - 1]), 1000).tolist() == [883, 566, 893, 165]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 60, 1000])
+def test_what_a_shard_owns_is_a_range_of_hashes(num_shards):
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 20_000)
+    owners, hashes = owner_of(keys, num_shards), hash_of(keys)
+    ranges = [range_of_shard(shard, num_shards) for shard in range(num_shards)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == 2**32
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+    first, end = np.array(ranges).T
+    assert ((first[owners] <= hashes) & (hashes < end[owners])).all()

@@ -1,0 +1,117 @@
+"""Rows of a store as they were at a moment, read in pieces while others write: a row that is about to be overwritten
+and was not read yet is first put aside. What that takes is bounded: where there is no room, the writer waits.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.embedding.stores.slab import Slab
+from nestrec.embedding.stores.store import Slots
+
+_WAITS, _DONE = -1, -2
+"""A slot whose row is still to be read from the store; one of no interest, or no more. Else its place aside."""
+_ROWS_A_TURN = 1 << 13
+"""Rows that are read before a writer gets its turn."""
+Read = Callable[[Slots, NDArray[np.int32]], None]
+
+
+class FrozenRows:
+    """The rows of some slots of a store. One thread takes them, others write to the store meanwhile."""
+
+    def __init__(self, read: Read, wanted: NDArray[np.bool_], num_words: int, max_bytes: int):
+        """read: rows of the store into a host array. wanted: by slot. max_bytes: of rows that are put aside."""
+        self._read = read
+        self._place = np.where(wanted, np.int32(_WAITS), np.int32(_DONE))
+        self._aside = Slab(num_words)
+        self._aside.reserve(max(1, max_bytes // (4 * num_words)))  # memory is taken as it is written
+        self._num_used, self._free = 0, np.empty(0, np.int32)
+        self._turn = threading.Condition(threading.RLock())
+        self.num_aside = 0
+        """Rows that were put aside so far."""
+        self.waited_s = 0.0
+        """What writers have waited for room, and for their turn."""
+
+    @contextlib.contextmanager
+    def changing(self, slots: Slots) -> Iterator[None]:
+        """The caller is about to write to these slots of the store, or to change the store itself."""
+        start_s = time.perf_counter()
+        with self._turn:
+            self._put_aside(slots[(slots >= 0) & (slots < len(self._place))])
+            self.waited_s += time.perf_counter() - start_s
+            yield
+
+    def take(self, slots: Slots, out: NDArray[np.int32]) -> None:
+        """Rows of wanted slots as they were, each once."""
+        for start in range(0, len(slots), _ROWS_A_TURN):
+            part, rows = slots[start : start + _ROWS_A_TURN], out[start : start + _ROWS_A_TURN]
+            with self._turn:
+                place = self._place[part]
+                self._read(np.where(place == _WAITS, part, -1), rows)
+                aside = np.flatnonzero(place >= 0)
+                rows[aside] = self._aside.rows[place[aside]]
+                self._free = np.concatenate([self._free, place[aside]])
+                self._place[part] = _DONE
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        """Nothing more is read: nobody waits, and nothing is put aside any more."""
+        with self._turn:
+            self._place[:] = _DONE
+            self._aside.close()
+            self._turn.notify_all()
+
+    def _put_aside(self, slots: Slots) -> None:
+        while len(waiting := slots[self._place[slots] == _WAITS]):
+            places = self._places(len(waiting))
+            if not len(places):
+                self._turn.wait()
+                continue
+            kept = waiting[: len(places)]
+            rows = np.empty((len(kept), self._aside.rows.shape[1]), np.int32)
+            self._read(kept, rows)
+            self._aside.rows[places] = rows
+            self._place[kept] = places
+            self.num_aside += len(kept)
+
+    def _places(self, wanted: int) -> NDArray[np.int32]:
+        """Free places aside, at most so many."""
+        if len(self._free) < wanted:
+            fresh = min(wanted - len(self._free), len(self._aside.rows) - self._num_used)
+            more = np.arange(self._num_used, self._num_used + fresh, dtype=np.int32)
+            self._free, self._num_used = np.concatenate([self._free, more]), self._num_used + fresh
+        places, self._free = self._free[:wanted], self._free[wanted:]
+        return places
+
+
+class Freezable:
+    """What a store of host memory is beside: it can be read as it was while it is written to."""
+
+    _frozen: FrozenRows | None = None
+
+    def freeze(self, wanted: NDArray[np.bool_], num_words: int, max_bytes: int) -> FrozenRows:
+        """The rows of the wanted slots as they are now, until `thaw`; while nobody writes."""
+        assert self._frozen is None, "one reader at a time"
+        self._frozen = FrozenRows(self.read, wanted, num_words, max_bytes)
+        return self._frozen
+
+    def thaw(self) -> None:
+        """Whoever reads the frozen rows has done so, or given up."""
+        frozen, self._frozen = self._frozen, None
+        if frozen is not None:
+            frozen.close()
+
+    def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
+        """Copy rows into a host array."""
+        raise NotImplementedError
+
+    def _changing(self, slots: Slots | None = None) -> contextlib.AbstractContextManager[None]:
+        """To be held while rows of these slots, or the store itself, are changed."""
+        frozen = self._frozen
+        if frozen is None:
+            return contextlib.nullcontext()
+        return frozen.changing(np.empty(0, np.int64) if slots is None else slots)

@@ -1,0 +1,110 @@
+"""Another number of ranks reads what it needs of a checkpoint, once, and finds damage on the way."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nestrec.checkpoint import Checkpoints, Content, Peers, Restored
+from nestrec.embedding.shard import TableShard
+from nestrec.embedding.table import TableConfig
+from nestrec.testing.contents import make_rows
+from nestrec.testing.thread_ranks import run_ranks
+
+TABLE = TableConfig(name="items", dim=6, num_rows=6000)
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch):
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 2048)
+
+
+def shard_of(peers: Peers) -> TableShard:
+    return TableShard(TABLE, peers.rank, peers.world, torch.device("cpu"))
+
+
+def save(folder: Path, world: int, step: int) -> None:
+    def work(peers: Peers) -> None:
+        shard = shard_of(peers)
+        fetched = shard.fetch(shard.keys(), 1)
+        fetched.rows += torch.from_numpy(fetched.keys.astype(np.int32))[:, None] % 7 + step
+        shard.write_back(fetched)
+        frozen = shard.freeze()
+        content = Content(state={"step": step}, tables={"items": frozen}, close=frozen.close)
+        Checkpoints(folder, peers=peers).save(step, content)
+
+    assert run_ranks(world, work) == [None] * world
+
+
+def load(folder: Path, world: int, messages: list[str] | None = None) -> tuple[list[int], dict[int, bytes], int]:
+    """Step that each rank took, row of each key, and bytes that were read in all."""
+
+    def work(peers: Peers) -> tuple[int, TableShard, int]:
+        shard = shard_of(peers)
+
+        def take(restored: Restored) -> None:
+            shard.clear()
+            shard.load(restored.rows("items", shard=(peers.rank, peers.world)))
+
+        report = [].append if messages is None else messages.append
+        restored = Checkpoints(folder, peers=peers, report=report).restore_latest(take)
+        assert restored is not None
+        return restored.step, shard, restored.bytes_read
+
+    found = run_ranks(world, work)
+    rows: dict[int, bytes] = {}
+    for each in found:
+        assert isinstance(each, tuple), each
+        for chunk in each[1].snapshot():
+            columns = [chunk[name].numpy() for name in sorted(chunk) if name != "keys"]
+            for place, key in enumerate(chunk["keys"].tolist()):
+                assert key not in rows
+                rows[key] = b"".join(column[place].tobytes() for column in columns)
+    return [each[0] for each in found], rows, sum(each[2] for each in found)  # type: ignore[index]
+
+
+def test_every_number_of_ranks_loads_the_same_bits_and_reads_little_more_than_the_table(tmp_path, monkeypatch):
+    opened: list[str] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *a, **k: (opened.append(path.name), real(path, *a, **k))[1])
+    expected = None
+    for saved, worlds in ((4, (4, 3, 1)), (3, (3, 8))):
+        save(tmp_path / str(saved), saved, 1)
+        files = list((tmp_path / str(saved) / "step-00000001").glob("rows-*"))
+        table_bytes = sum(path.stat().st_size for path in files)
+        for world in worlds:
+            opened.clear()
+            _, rows, num_bytes = load(tmp_path / str(saved), world)
+            expected = expected or rows
+            assert rows == expected
+            assert len(rows) == 6000
+            assert table_bytes <= num_bytes <= 1.1 * table_bytes
+            num_rows_files = sum(name.startswith("rows-") for name in opened)
+            assert num_rows_files <= len(files) + 2 * world, "nothing is read to be verified alone"
+
+
+def test_damage_that_one_rank_meets_while_it_reads_sends_all_to_the_checkpoint_before(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, 3, step)
+    file = max((tmp_path / "step-00000002").glob("rows-items-00002-*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    messages: list[str] = []
+    steps, rows, _ = load(tmp_path, 2, messages)
+    assert steps == [1, 1]
+    assert len(rows) == 6000
+    (message,) = messages
+    assert file.name in message
+
+
+def test_checkpoints_of_before_hashes_were_written_are_read_by_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("nestrec.checkpoint.writer._bounds", lambda keys: None)
+    Checkpoints(tmp_path).save(1, Content(state={}, tables={"items": [make_rows(range(20), 1)]}))
+    manifest = (tmp_path / "step-00000001" / "manifest.json").read_text()
+    assert "hashes" not in manifest
+    restored = Checkpoints(tmp_path).restore_latest()
+    assert restored is not None
+    for shard in range(3):
+        (chunk,) = restored.rows("items", shard=(shard, 3))
+        assert len(chunk["keys"]) == 20
