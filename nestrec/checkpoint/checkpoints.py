@@ -7,6 +7,7 @@ rank writes its own files into the shared folder; rank 0 writes the manifest and
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.background import Background
 from nestrec.checkpoint.content import Content
-from nestrec.checkpoint.durable import remove_folder, rename_folder, write_file
+from nestrec.checkpoint.durable import link_files, remove_folder, rename_folder, write_file
+from nestrec.checkpoint.elsewhere import Elsewhere
 from nestrec.checkpoint.folders import committed_steps, folder_of, leftovers, steps_to_delete
 from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, FileEntry, Manifest, digest_of, encode
 from nestrec.checkpoint.merging import can_merge, merged
@@ -28,6 +30,8 @@ from nestrec.checkpoint.writer import write_files
 
 IDENTITY = "identity"
 """Under this name the state of a checkpoint may say whose it is."""
+NOTED_BYTES = 1 << 30
+"""What takes as much is told."""
 Report = Callable[[str], None]
 _LOG = logging.getLogger(__name__)
 
@@ -43,8 +47,14 @@ class Checkpoints:
         max_deltas: int = 0,
         peers: Peers | None = None,
         report: Report = _LOG.warning,
+        note: Report = _LOG.info,
+        address: str = "",
     ):
-        """`keep`: how many to retain. `max_deltas`: incremental saves in a row; 0 makes every save a full one."""
+        """`keep`: how many to retain. `max_deltas`: incremental saves in a row; 0 makes every save a full one.
+
+        report: told of what is wrong. note: told what large ones take. address: a second place for them, any address of
+        `fsspec`; they are taken from there where the folder has none.
+        """
         if keep < 1:
             raise UserError("at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
         self._folder = Path(folder)
@@ -52,21 +62,27 @@ class Checkpoints:
         self._max_deltas = max_deltas
         self._peers = peers or Peers()
         self._report = report if self._peers.is_first else _say_nothing
+        self._note = note if self._peers.is_first else _say_nothing
+        self._elsewhere = Elsewhere(address, self._peers) if address else None
         self._background = Background()
         self._base: int | None = None
         self._num_deltas = 0
 
-    def save(self, step: int, content: Content) -> Path:
+    def save(self, step: int, content: Content, *, also: "Checkpoints | None" = None) -> Path:
         """Write the checkpoint of a step; `SaveError` on all ranks when one of them cannot, `NonFiniteError` when it
         may not: what is not finite is no state to go on from.
 
         The state after a step is a function of the run, so a step that is saved already, is whole and names the same
         identity in its state is left as it is.
+
+        also: where it is to be found as well, before it is here; a full checkpoint, whose files are shared.
         """
         self._wait_for(content)
-        return self._save(step, content)
+        return self._save(step, content, also)
 
-    def save_async(self, step: int, content: Content, *, is_copied: bool = False) -> None:
+    def save_async(
+        self, step: int, content: Content, *, is_copied: bool = False, also: "Checkpoints | None" = None
+    ) -> None:
         """Copy the content to host memory, then write it in the background, at most one save at a time.
 
         With `is_copied` the content is already safe from later changes. An error of the writing is raised by the next
@@ -74,7 +90,7 @@ class Checkpoints:
         """
         self._wait_for(content)
         safe = content if is_copied else content.copied()
-        self._background.start(lambda: self._save(step, safe))
+        self._background.start(lambda: self._save(step, safe, also))
 
     def _wait_for(self, content: Content) -> None:
         """Until a save in the background is done; where that has failed, nothing is read of what comes after it."""
@@ -112,11 +128,13 @@ class Checkpoints:
         whole: whether to start over is for the user to say. The next incremental save builds on what was restored; to
         look at a checkpoint without going on from it, use another `Checkpoints`.
         """
-        steps = self._peers.gather(self.steps())[0]
+        steps = self._steps_to_take()
         for step in reversed(steps):
+            start_s = time.perf_counter()
             problems, restored = self._open(step, but_rows=take is not None)
             if restored is not None and take is not None:
                 problems = self._taken(restored, take)
+                self._tell(step, "rows read", sum(self._peers.gather(restored.bytes_read)), start_s)
             if restored is not None and not problems:
                 return restored
             self._report(f"checkpoint of step {step} is damaged and skipped: {_summary(problems)}")
@@ -124,6 +142,27 @@ class Checkpoints:
             remedy = "start over in another run folder, or delete this one"
             raise DamagedError("no checkpoint is whole", field="checkpoints", value=str(self._folder), remedy=remedy)
         return None
+
+    def _steps_to_take(self) -> list[int]:
+        """Steps of the folder; where it has none, those that were taken from the second place."""
+        steps: list[int] = self._peers.gather(self.steps())[0]
+        if steps or self._elsewhere is None:
+            return steps
+        for step in reversed(self._elsewhere.steps()):
+            problem = self._elsewhere.fetch(self._folder, step)
+            if problem is None:
+                break
+            self._report(problem)
+        return self._peers.gather(self.steps())[0]  # type: ignore[no-any-return]
+
+    def _send(self, step: int) -> None:
+        """A copy for the second place. What is here is whole: a failure there is told, and the next save goes on."""
+        if self._elsewhere is None:
+            return
+        try:
+            self._elsewhere.send(folder_of(self._folder, step), self._peers.gather(self.steps())[0])
+        except SaveError as error:
+            self._report(error.problem)
 
     def restore(self, step: int) -> Restored:
         """The checkpoint of a step; `DamagedError` when it is not whole."""
@@ -180,43 +219,61 @@ class Checkpoints:
         self._base, self._num_deltas = step, len(chain) - 1
         return [], Restored(chain)
 
-    def _save(self, step: int, content: Content) -> Path:
+    def _save(self, step: int, content: Content, also: "Checkpoints | None") -> Path:
         with contextlib.closing(content):
-            return self._save_open(step, content)
+            return self._save_open(step, content, also)
 
-    def _save_open(self, step: int, content: Content) -> Path:
+    def _save_open(self, step: int, content: Content, also: "Checkpoints | None" = None) -> Path:
         target = folder_of(self._folder, step)
         base, num_deltas = self._base, self._num_deltas
         if step in self._peers.gather(self.steps())[0]:
             saved = self._open(step)[1]
             # What the first rank says is what is written.
             if self._peers.gather(saved is not None and saved.state.get(IDENTITY) == content.state.get(IDENTITY))[0]:
+                if also is not None:
+                    also._save_open(step, content)
                 return target
         assert content.base in (None, base), "an incremental save builds on the last checkpoint"
+        assert content.base is None or also is None, "what an incremental one builds on is not elsewhere"
         self._base = None  # after a failed save the next one must be full
-        is_incremental = self._write(step, content, is_merging=num_deltas >= self._max_deltas)
+        is_incremental = self._write(step, content, is_merging=num_deltas >= self._max_deltas, also=also)
         self._base, self._num_deltas = step, num_deltas + 1 if is_incremental else 0
         return target
 
-    def _write(self, step: int, content: Content, *, is_merging: bool) -> bool:
+    def _write(self, step: int, content: Content, *, is_merging: bool, also: "Checkpoints | None") -> bool:
         """Write and commit; whether what was written is incremental."""
         target = folder_of(self._folder, step)
         partial = target.with_name(target.name + ".partial")
         problem = f"the checkpoint of step {step} could not be written to {self._folder}"
+        start_s = time.perf_counter()
         try:
             self._first_agrees(lambda: self._begin(partial), problem)
             written = self._peers.agree(lambda: self._write_part(partial, content, is_merging), problem)
             base = written[0]["base"]
             entries = [from_plain(FileEntry, entry) for part in written for entry in part["files"]]
             tables = sorted({table for part in written for table in part["tables"]})
-            self._first_agrees(lambda: self._commit(self._manifest(step, base, tables, entries), partial), problem)
+            self._first_agrees(
+                lambda: self._commit(self._manifest(step, base, tables, entries), partial, also), problem
+            )
         except (SaveError, NonFiniteError):
             if self._peers.is_first:
                 remove_folder(partial)
             raise
-        if self._peers.is_first:
-            self._retire()
+        self._tell(step, "written", sum(entry.bytes for entry in entries), start_s)
+        for place in [self] if also is None else [self, also]:
+            if self._peers.is_first:
+                place._retire()
+            place._send(step)
         return base is not None
+
+    def _tell(self, step: int, what: str, num_bytes: int, start_s: float) -> None:
+        seconds = time.perf_counter() - start_s
+        if num_bytes >= NOTED_BYTES:
+            rate = num_bytes / seconds / 1e9
+            self._note(
+                f"checkpoint of step {step}: {num_bytes / 1e9:.2f} GB {what} by {self._peers.world} ranks "
+                f"in {seconds:.1f} s ({rate:.2f} GB/s)"
+            )
 
     def _first_agrees(self, action: Callable[[], None], problem: str) -> None:
         self._peers.agree(action if self._peers.is_first else _do_nothing, problem)
@@ -243,10 +300,20 @@ class Checkpoints:
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         return Manifest(step=step, num_ranks=self._peers.world, files=files, tables=tuple(tables), base=base)
 
-    def _commit(self, manifest: Manifest, partial: Path) -> None:
+    def _commit(self, manifest: Manifest, partial: Path, also: "Checkpoints | None") -> None:
         fail_point("checkpoint.before_manifest")
         write_file(partial / MANIFEST_NAME, iter([memoryview(encode(manifest))]))
         sync_folder(partial)
+        if also is not None:
+            theirs = folder_of(also._folder, manifest.step)
+            theirs = theirs.with_name(theirs.name + ".partial")
+            also._begin(theirs)
+            link_files(partial, theirs)
+            also._place(manifest, theirs)
+            fail_point("checkpoint.after_linked")
+        self._place(manifest, partial)
+
+    def _place(self, manifest: Manifest, partial: Path) -> None:
         # Later steps are damaged or of another course of training: they must not be taken for this one's future.
         for step in committed_steps(self._folder):
             if step >= manifest.step:

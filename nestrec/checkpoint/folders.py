@@ -22,8 +22,14 @@ def committed_steps(parent: Path) -> list[int]:
     """Steps with a committed checkpoint, in order; whether they are whole is another question."""
     if not parent.is_dir():
         return []
-    matches = [_COMMITTED.fullmatch(path.name) for path in parent.iterdir() if path.is_dir()]
-    return sorted(int(match[1]) for match in matches if match and f"step-{int(match[1]):08d}" == match[0])
+    steps = [step_of(path.name) for path in parent.iterdir() if path.is_dir()]
+    return sorted(step for step in steps if step is not None)
+
+
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint lies in a folder of this name; none where it is no such folder."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match and f"step-{int(match[1]):08d}" == name else None
 
 
 def leftovers(parent: Path) -> list[Path]:

@@ -142,7 +142,8 @@ class TableShard:
             keys = chunk["keys"].numpy()
             mine = np.flatnonzero(owner_of(keys, self._num_shards) == self._shard)
             pick = torch.from_numpy(mine)
-            own = {name: values.index_select(0, pick) for name, values in chunk.items()}
+            is_all = len(mine) == len(keys)
+            own = dict(chunk) if is_all else {name: values.index_select(0, pick) for name, values in chunk.items()}
             uses, last_step = (own[n].numpy() if n in own else None for n in ("uses", "last_step"))
             slots = self.residency.restore(keys[mine], uses, last_step)
             self.store.reserve(self.residency.num_slots)

@@ -50,6 +50,9 @@ class TrainingConfig:
     """write checkpoints in the background, a piece of the rows at a time; rows that change meanwhile are put aside"""
     checkpoint_aside_mib: Natural = 256
     """host memory of a rank for rows that change before they are written; where it is full, training waits"""
+    checkpoint_address: str = ""
+    """a second place for checkpoints, a folder or any address of fsspec (s3://bucket/run): copied there as they are
+    saved, and taken from there where the run's folder has none"""
     incremental_saves: Natural = 0
     """after a full checkpoint, so many in a row hold only the rows used since the one before; 0 makes all full"""
     keep_checkpoints: Count = 3

@@ -8,6 +8,7 @@ from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
 from nestrec.checkpoint.folders import folder_of
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.identity import Identity, check_restored, check_same_run, identity_of, is_of_another_course
+from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
@@ -16,31 +17,43 @@ from nestrec.training.state import TrainState
 class Saving:
     """Saves and restores a session. All ranks make the same calls in the same order."""
 
-    def __init__(self, session: Session, folder: RunFolder, report: Callable[[str], None]):
+    def __init__(self, session: Session, folder: RunFolder, listener: Listener):
         self._session, self._cfg, self._folder = session, session.cfg.training, folder
-        # Each has a communicator of its own: both may be writing in the background at the same time.
         self._last = Checkpoints(
             folder.checkpoints,
             keep=self._cfg.keep_checkpoints,
             max_deltas=self._cfg.incremental_saves,
             peers=Peers.of_topology(session.topology),
-            report=report,
+            report=listener.warned,
+            note=listener.noted,
+            address=self._address("checkpoints"),
         )
-        self._best = Checkpoints(folder.best, keep=1, peers=Peers.of_topology(session.topology), report=report)
+        self._best = Checkpoints(
+            folder.best,
+            keep=1,
+            peers=Peers.of_topology(session.topology),
+            report=listener.warned,
+            address=self._address("best"),
+        )
+        self._is_best = False
         # Of the first rank alone: it writes what checkpoints name, and checks it.
         self._named = folder.identity()
         self._mine = Identity.of(session.cfg, self._named)
 
+    def _address(self, name: str) -> str:
+        address = self._cfg.checkpoint_address
+        return f"{address.rstrip('/')}/{name}" if address else ""
+
     def save(self, state: TrainState) -> None:
         """The state to go on from."""
-        self._best.wait()  # it names the best step, so that must be on the disk before it
-        base = self._last.base_for_next()
-        self._save(self._last, state, base)
+        is_best, self._is_best = self._is_best, False
+        self._wait()  # rows are read by one save at a time
+        self._save(state, None if is_best else self._last.base_for_next(), self._best if is_best else None)
         self._session.tables.build_on(state.step)
 
-    def save_best(self, state: TrainState) -> None:
-        """The state to measure and serve."""
-        self._save(self._best, state, None)
+    def mark_best(self) -> None:
+        """The state that is saved next is the one to measure and serve."""
+        self._is_best = True
 
     def find_last(self) -> TrainState | None:
         """The session as last saved, or none where nothing was saved yet."""
@@ -115,14 +128,13 @@ class Saving:
         self._last.wait()
         self._best.wait()
 
-    def _save(self, checkpoints: Checkpoints, state: TrainState, base: int | None) -> None:
-        self._wait()  # rows are read by one save at a time
+    def _save(self, state: TrainState, base: int | None, also: Checkpoints | None) -> None:
         content = self._session.content(
             state, base, copied=self._cfg.checkpoint_async, max_bytes=self._cfg.checkpoint_aside_mib << 20
         )
         named = {**content.state, IDENTITY: self._mine.at(state.step).to_plain()}
         content = replace(content, state=named)
         if self._cfg.checkpoint_async:
-            checkpoints.save_async(state.step, content, is_copied=True)
+            self._last.save_async(state.step, content, is_copied=True, also=also)
         else:
-            checkpoints.save(state.step, content)
+            self._last.save(state.step, content, also=also)

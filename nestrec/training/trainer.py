@@ -92,7 +92,7 @@ class Trainer:
             schedule=cfg.pipeline,
             tracer=self.tracer,
         )
-        self.saving = Saving(self.session, self.folder, self._listener.warned)
+        self.saving = Saving(self.session, self.folder, self._listener)
         self._begun: list[str] = []
         self.window_times: dict[str, float] = {}
         """when the events of the window came, where it is one of a stream"""
@@ -366,7 +366,7 @@ class Trainer:
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)
         self.pipeline.issue(self._check_folder)
         if self.state.best_step == self.state.step:
-            self.saving.save_best(self.state)
+            self.saving.mark_best()
 
     def _save(self) -> None:
         self._meter.flush()

@@ -5,13 +5,13 @@ import pytest
 import torch
 from changing_run import ChangingRun, assert_same_rows
 
+from nestrec.checkpoint.places import place_of
 from nestrec.distributed import Topology
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.places import place_of
 from nestrec.serving.versions.reader import Versions
 from nestrec.testing.tiny_runs import make_datasets
 

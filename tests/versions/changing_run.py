@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nestrec.checkpoint.places import place_of
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
 from nestrec.serving.model.export import descriptions, servable_of_session
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.versions.followed import Followed
-from nestrec.serving.versions.places import place_of
 from nestrec.serving.versions.publisher import Publisher
 from nestrec.serving.versions.reader import Versions
 from nestrec.testing.tiny_runs import config_of

@@ -10,11 +10,11 @@ from changing_run import ChangingRun, assert_same
 import nestrec
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
+from nestrec.checkpoint.places import place_of
 from nestrec.distributed import Topology
 from nestrec.library.runs import train
 from nestrec.serving.model.export import restored_session, servable_of_session
 from nestrec.serving.versions.followed import Followed
-from nestrec.serving.versions.places import place_of
 from nestrec.serving.versions.publish_run import publish_run
 from nestrec.serving.versions.reader import Versions
 from nestrec.testing.tiny_runs import config_of, make_datasets

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from nestrec.base.errors import DamagedError, UserError
+from nestrec.checkpoint.places import Place, place_of
 from nestrec.serving.model.spec import MANIFEST_FILE
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.versions.followed import Followed
 from nestrec.serving.versions.manifest import NEWEST_FILE
-from nestrec.serving.versions.places import Place, place_of
 from nestrec.serving.versions.reader import Versions
 
 _NAMED = re.compile(r"(.+)@([0-9a-f]{6,64})")

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from nestrec.base.errors import DamagedError
+from nestrec.checkpoint.places import Place
 from nestrec.serving.versions.manifest import (
     NEWEST_FILE,
     VERSIONS,
@@ -24,7 +25,6 @@ from nestrec.serving.versions.manifest import (
     manifest_file,
     version_of,
 )
-from nestrec.serving.versions.places import Place
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """(n,) int64 ids and (n, D) rows, on the host"""

@@ -19,6 +19,7 @@ from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.content import Chunk, check_finite
 from nestrec.checkpoint.durable import safetensors_content
 from nestrec.checkpoint.peers import Peers
+from nestrec.checkpoint.places import Place
 from nestrec.serving.versions.content import RankContent
 from nestrec.serving.versions.manifest import (
     NEWEST_FILE,
@@ -34,7 +35,6 @@ from nestrec.serving.versions.manifest import (
     manifest_file,
     version_of,
 )
-from nestrec.serving.versions.places import Place
 from nestrec.serving.versions.reader import VersionStep
 
 Pieces = Mapping[str, torch.Tensor]

@@ -1,5 +1,6 @@
 """Another number of ranks reads what it needs of a checkpoint, once, and finds damage on the way."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,23 @@ def test_every_number_of_ranks_loads_the_same_bits_and_reads_little_more_than_th
             assert table_bytes <= num_bytes <= 1.1 * table_bytes
             num_rows_files = sum(name.startswith("rows-") for name in opened)
             assert num_rows_files <= len(files) + 2 * world, "nothing is read to be verified alone"
+
+
+def test_what_large_checkpoints_take_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("nestrec.checkpoint.checkpoints.NOTED_BYTES", 1000)
+    told: list[str] = []
+
+    def work(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path, peers=peers, note=told.append)
+        checkpoints.save(1, Content(state={}, tables={"items": [make_rows(range(100 * peers.rank, 100), 1)]}))
+        checkpoints.save(2, Content(state={}))
+        Checkpoints(tmp_path, peers=peers, note=told.append).restore_latest(
+            lambda restored: list(restored.rows("items"))
+        )
+
+    assert run_ranks(2, work) == [None, None]
+    (written,) = told
+    assert re.fullmatch(r"checkpoint of step 1: 0.00 GB written by 2 ranks in \d+.\d s \(\d+.\d\d GB/s\)", written)
 
 
 def test_damage_that_one_rank_meets_while_it_reads_sends_all_to_the_checkpoint_before(tmp_path):

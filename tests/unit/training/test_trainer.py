@@ -230,6 +230,8 @@ def test_patience_ends_a_run_and_steps_bound_it(tiny_data: Path, tmp_path: Path)
     patient.train()
     assert (patient.state.position.epoch, patient.state.best_step) == (3, 3)
     assert Checkpoints(tmp_path / "a" / "best").steps() == [3]
+    manifests = [tmp_path / "a" / name / "step-00000003" / "manifest.json" for name in ("best", "checkpoints")]
+    assert manifests[0].samefile(manifests[1]), "one checkpoint in two places"
     bounded = trainer_of("sasrec", tiny_data, tmp_path / "b", {"training.max_steps": 4})
     assert bounded.train().step == 4
     unmeasured = trainer_of(

@@ -1,4 +1,4 @@
-"""Where versions lie: a folder, or any address that `fsspec` knows.
+"""Where versions and checkpoints lie: a folder, or any address that `fsspec` knows.
 
 A file is written once and never changed, but for the one that says which version is the newest: that is replaced as a
 whole. A folder of the file system replaces by renaming and flushes to the disk; an object store has an object when all

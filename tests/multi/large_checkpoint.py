@@ -1,0 +1,221 @@
+"""A table of any size saved by some ranks while they train, and loaded by other numbers of them; what that takes.
+
+    python tests/multi/large_checkpoint.py --gib 40 --worlds 4,3,8 --folder /scratch/rows --json checkpoint.json
+
+Each number of ranks loads what the one before it saved, checks every bit of it, and saves it for the next one. A rank
+trains on random rows all the time, a step being a product of matrices between a read and a write of rows; what it waits
+for the save, and how long its steps take beside it, is set against steps without one. Memory is what a rank had at the
+most beyond what it had before the save, or beyond its rows where it loads.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+from nestrec.bench.harness.frame import write_frame
+from nestrec.checkpoint import Checkpoints, Content, Peers, Restored
+from nestrec.distributed import Topology
+from nestrec.embedding.row_optimizer import RowOptimizerConfig
+from nestrec.embedding.shard import TableShard
+from nestrec.embedding.table import StoreConfig, TableConfig, layout_of
+from nestrec.testing.ranks import RankPool
+
+DIM, STEP_ROWS, PART_ROWS = 128, 8192, 1 << 17
+SHARDS: dict[int, TableShard] = {}
+"""The rows of this process, from job to job."""
+
+
+def table_of(num_rows: int) -> TableConfig:
+    store = StoreConfig(kind="dram", num_threads=1)
+    optimizer = RowOptimizerConfig(kind="rowwise_adagrad")
+    return TableConfig(name="items", dim=DIM, num_rows=num_rows, store=store, optimizer=optimizer)
+
+
+def memory_mib(line: str) -> float:
+    """VmRSS or VmHWM of this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(each.split()[1]) / 1024 for each in status if each.startswith(line))
+
+
+def forget_peak() -> float:
+    """Memory of this process now; VmHWM counts from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_mib("VmRSS")
+
+
+@njit(cache=True, nogil=True)
+def _digest(keys, words):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(len(keys)):
+        h = np.uint64(keys[i])
+        for j in range(words.shape[1]):
+            h = h * np.uint64(6364136223846793005) + np.uint64(words[i, j])
+        total += h ^ (h >> np.uint64(29))
+    return total
+
+
+def digest_of(shard: TableShard) -> int:
+    """The same for the same rows, whoever holds which of them."""
+    keys, total, rows = shard.keys(), 0, torch.empty(PART_ROWS, shard.layout.num_words, dtype=torch.int32)
+    for start in range(0, len(keys), PART_ROWS):
+        part = keys[start : start + PART_ROWS]
+        words = shard.read(part, rows[: len(part)]).numpy()[:, : DIM + 1]  # without what fills a row up to 16 bytes
+        total += int(_digest(part, words))
+    return total % 2**64
+
+
+def fill(topology: Topology, num_rows: int) -> dict[str, Any]:
+    """Rows of this rank, from their keys."""
+    start_s, shard = (
+        time.perf_counter(),
+        TableShard(table_of(num_rows), topology.rank, topology.world, torch.device("cpu")),
+    )
+    keys, words = shard.keys(), torch.arange(shard.layout.num_words, dtype=torch.int32) * 7919
+    shard.store.reserve(len(keys))
+    for start in range(0, len(keys), PART_ROWS):
+        part = keys[start : start + PART_ROWS]
+        rows = torch.from_numpy((part * 40503).astype(np.int32))[:, None] + words
+        rows.bitwise_and_(0x7FFFFF).bitwise_or_(0x3F800000)  # numbers between 1 and 2
+        shard.store.scatter(shard.residency.restore(part, None, None), rows)
+    SHARDS[0] = shard
+    return {"seconds": time.perf_counter() - start_s, "digest": digest_of(shard)}
+
+
+class Training:
+    """Steps on random rows, and how long each took."""
+
+    def __init__(self, shard: TableShard, seed: int) -> None:
+        self._shard, self._keys, self._draw = shard, shard.keys(), np.random.default_rng(seed)
+        self._weight, self.step, self.seconds = torch.randn(DIM, DIM) / 1e4, 10, list[float]()
+        self._vectors = shard.layout
+
+    def __call__(self) -> None:
+        start_s = time.perf_counter()
+        self.step += 1
+        keys = np.unique(self._keys[self._draw.integers(0, len(self._keys), STEP_ROWS)])
+        fetched = self._shard.fetch(keys, self.step)
+        weight = self._vectors.view(fetched.rows, "weight")
+        vectors = weight.clone()
+        for _ in range(4):
+            vectors = vectors @ self._weight + weight
+        weight.copy_(weight * 0.999 + 1e-3 * vectors)
+        self._shard.write_back(fetched)
+        self.seconds.append(time.perf_counter() - start_s)
+
+
+def save(topology: Topology, folder: str, step: int, aside_mib: int) -> dict[str, Any]:
+    shard, peers = SHARDS[0], Peers.of_topology(topology)
+    checkpoints, training = Checkpoints(folder, keep=1, peers=peers), Training(shard, 10 * step + topology.rank)
+    while sum(training.seconds) < 3:
+        training()
+    alone_ms = 1e3 * float(np.median(training.seconds))
+    digest, before_mib = digest_of(shard), forget_peak()
+    peers.gather(None)
+    training.seconds.clear()
+    start_s = time.perf_counter()
+    frozen = shard.freeze(max_bytes=aside_mib << 20)
+    frozen_s = time.perf_counter() - start_s
+    content = Content(state={"step": step}, tables={"items": frozen}, close=frozen.close)
+    checkpoints.save_async(step, content, is_copied=True)
+    while checkpoints._background._thread is not None and checkpoints._background._thread.is_alive():
+        training()
+    seconds = time.perf_counter() - start_s
+    checkpoints.close()
+    waited_s = frozen_s + frozen.rows.waited_s
+    return {
+        "seconds": seconds,
+        "digest": digest,
+        "waited_share": waited_s / seconds,
+        "step_ms_alone": alone_ms,
+        "step_ms_beside": 1e3 * float(np.mean(training.seconds)),
+        "rows_aside": frozen.rows.num_aside,
+        "beyond_mib": memory_mib("VmHWM") - before_mib,
+    }
+
+
+def load(topology: Topology, folder: str, num_rows: int) -> dict[str, Any]:
+    before_mib, start_s = forget_peak(), time.perf_counter()
+    shard = TableShard(table_of(num_rows), topology.rank, topology.world, torch.device("cpu"))
+    keys_mib = memory_mib("VmRSS")
+    shard.store.reserve(len(shard.keys()))
+
+    def take(restored: Restored) -> None:
+        shard.load(restored.rows("items", shard=(topology.rank, topology.world)))
+
+    restored = Checkpoints(folder, peers=Peers.of_topology(topology)).restore_latest(take)
+    assert restored is not None
+    seconds, rows_mib = time.perf_counter() - start_s, len(shard.keys()) * shard.layout.row_bytes / 2**20
+    beyond_mib = memory_mib("VmHWM") - keys_mib - rows_mib
+    SHARDS[0] = shard
+    return {
+        "seconds": seconds,
+        "bytes_read": restored.bytes_read,
+        "beyond_mib": beyond_mib,
+        "keys_mib": keys_mib - before_mib,
+        "digest": digest_of(shard),
+    }
+
+
+def summary(what: str, world: int, table_bytes: int, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of all ranks."""
+    row: dict[str, Any] = {"what": what, "ranks": world, "rows_gib": round(table_bytes / 2**30, 2)}
+    row["seconds"] = round(max(each["seconds"] for each in found), 1)
+    row["digest"] = f"{sum(each['digest'] for each in found) % 2**64:016x}"
+    if what != "fill":
+        row["gb_per_s"] = round(table_bytes / row["seconds"] / 1e9, 2)
+        row["beyond_mib"] = round(sum(each["beyond_mib"] for each in found))
+    if what == "load":
+        row["bytes_read"] = sum(each["bytes_read"] for each in found)
+        row["read_share"] = round(row["bytes_read"] / table_bytes, 4)
+        row["keys_mib"] = round(sum(each["keys_mib"] for each in found))
+    if what == "save":
+        row["waited_share"] = round(max(each["waited_share"] for each in found), 4)
+        for name in ("step_ms_alone", "step_ms_beside"):
+            row[name] = round(float(np.mean([each[name] for each in found])), 2)
+        row["rows_aside"] = sum(each["rows_aside"] for each in found)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=0.25)
+    parser.add_argument("--worlds", default="4,3,8")
+    parser.add_argument("--aside_mib", type=int, default=256)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    num_rows = int(options.gib * 2**30 / layout_of(table_of(1)).row_bytes)
+    table_bytes = num_rows * layout_of(table_of(1)).row_bytes
+    rows: list[dict[str, Any]] = []
+
+    def tell(what: str, world: int, found: list[dict[str, Any]]) -> None:
+        rows.append(summary(what, world, table_bytes, found))
+        print(json.dumps(rows[-1]), flush=True)
+        if options.json:
+            write_frame(options.json, bench="checkpoint", command=f"python {' '.join(sys.argv)}", rows=rows)
+
+    shutil.rmtree(options.folder, ignore_errors=True)
+    worlds = [int(world) for world in options.worlds.split(",")]
+    for step, world in enumerate(worlds, start=1):
+        pool = RankPool(world, timeout_s=600)
+        if step == 1:
+            tell("fill", world, pool.outcomes(fill, num_rows, timeout_s=600))
+        else:
+            tell("load", world, pool.outcomes(load, str(options.folder), num_rows, timeout_s=600))
+            assert rows[-1]["digest"] == rows[-2]["digest"], "every bit of what was saved"
+            shutil.rmtree(options.folder)  # a disk may not hold two of them
+        if step < len(worlds):
+            tell("save", world, pool.outcomes(save, str(options.folder), step, options.aside_mib, timeout_s=600))
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Checkpoints at an address of fsspec: copies of those of a run, taken from there where its folder has none."""
+
+import random
+import secrets
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from nestrec.base.failpoints import armed
+from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, verify
+from nestrec.testing.contents import assert_same, make_content, make_rows, table_values, values_of
+from nestrec.testing.thread_ranks import run_ranks
+
+
+@pytest.fixture
+def address():
+    name = f"memory://{secrets.token_hex(4)}/run"
+    yield name
+    fsspec.filesystem("memory").rm(name.rpartition("/")[0].removeprefix("memory:/"), recursive=True)
+
+
+def files_of(address: str) -> dict[str, bytes]:
+    files = fsspec.filesystem("memory")
+    return {name: files.cat_file(name) for name in files.find(address.removeprefix("memory:/"))}
+
+
+def test_a_run_goes_on_from_an_address_where_its_folder_has_nothing(tmp_path: Path, address: str) -> None:
+    def save(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path / "a", keep=2, peers=peers, address=address)
+        for step in range(1, 5):
+            rows = [make_rows(range(20 * peers.rank, 20 * peers.rank + 20), step)]
+            checkpoints.save_async(step, Content(state={"step": step}, tables={"items": rows}))
+        checkpoints.close()
+
+    assert run_ranks(2, save) == [None, None]
+    expected = values_of(Checkpoints(tmp_path / "a").restore(4), "items")
+    assert {name.split("/")[-2] for name in files_of(address)} == {"step-00000003", "step-00000004"}
+
+    def load(peers: Peers) -> Restored | None:
+        return Checkpoints(tmp_path / "b", peers=peers, address=address).restore_latest()
+
+    for restored in run_ranks(3, load):
+        assert isinstance(restored, Restored), restored
+        assert restored.step == 4
+        assert values_of(restored, "items") == expected
+    assert Checkpoints(tmp_path / "b").steps() == [4]
+
+
+def test_a_chain_is_copied_with_what_it_builds_on_and_taken_back_whole(tmp_path: Path, address: str) -> None:
+    draw, rows = random.Random(1), dict[int, tuple[float, ...]]()
+    checkpoints = Checkpoints(tmp_path / "a", keep=1, max_deltas=3, address=address)
+    for step in range(1, 7):
+        base = checkpoints.base_for_next()
+        touched = [make_rows(draw.sample(range(30), 5), step)]
+        rows |= table_values(touched)
+        checkpoints.save(step, Content(state={}, tables={"items": touched}, base=base))
+    shutil.rmtree(tmp_path / "a")
+    restored = Checkpoints(tmp_path / "a", max_deltas=3, address=address).restore_latest()
+    assert restored is not None
+    assert restored.manifest.base is not None
+    assert values_of(restored, "items") == rows
+
+
+def test_what_was_not_copied_to_its_end_or_is_damaged_there_is_not_taken(tmp_path: Path, address: str) -> None:
+    class CrashError(BaseException):
+        pass
+
+    def crash() -> None:
+        raise CrashError
+
+    checkpoints = Checkpoints(tmp_path / "a", address=address)
+    for step in (1, 2):
+        checkpoints.save(step, make_content(step))
+    with armed("checkpoint.before_sent_manifest", crash), pytest.raises(CrashError):
+        checkpoints.save(3, make_content(3))
+    damaged = next(name for name in files_of(address) if "step-00000002/rows" in name)
+    fsspec.filesystem("memory").pipe_file(damaged, files_of(address)[damaged][:-1] + b"!")
+    told: list[str] = []
+    restored = Checkpoints(tmp_path / "b", address=address, report=told.append).restore_latest()
+    assert restored is not None
+    assert_same(restored, make_content(1))
+    assert len(told) == 1
+    assert "does not match its digest" in told[0]
+    assert verify(tmp_path / "a" / "step-00000003") == [], "what lies in the folder is whole"
+    again = Checkpoints(tmp_path / "a", address=address)
+    again.save(4, make_content(4))
+    assert {name.split("/")[-2] for name in files_of(address)} >= {"step-00000004"}
+    assert Checkpoints(tmp_path / "c", address=address).restore_latest().step == 4  # type: ignore[union-attr]
+
+
+def test_an_address_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    told: list[str] = []
+    checkpoints = Checkpoints(tmp_path / "a", address=str(tmp_path / "file" / "run"), report=told.append)
+    checkpoints.save(1, make_content(1))
+    assert checkpoints.steps() == [1]
+    (problem,) = told
+    assert "step-00000001 could not be copied to" in problem
