@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
@@ -91,19 +93,37 @@ class _UsersOfFile:
         return int(self._table.num_rows)
 
     def part(self, first: int, end: int) -> list[NamedUser]:
-        rows = self._table.slice(first, end - first).to_pylist()
-        return [(str(row["user"]), *self._history(row)) for row in rows]
+        """Ids of all users are looked up at once: user by user that would take longer than their models."""
+        rows = self._table.slice(first, end - first)
+        keys, bounds = _flat(rows["items"])
+        is_plain = pa.types.is_integer(keys.type) or pa.types.is_string(keys.type)
+        named = keys.to_pylist()
+        items = self._servable.ids_of(named if is_plain else [k if isinstance(k, str) else int(k) for k in named])
+        times, time_bounds = np.zeros(0, np.int64), np.zeros_like(bounds)
+        if "times_ms" in rows.column_names:
+            told, time_bounds = _flat(rows["times_ms"])
+            times = told.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        users = list[NamedUser]()
+        for place, user in enumerate(rows["user"].to_pylist()):
+            own = items[bounds[place] : bounds[place + 1]]
+            users.append((str(user), *self._history(user, own, times[time_bounds[place] : time_bounds[place + 1]])))
+        return users
 
-    def _history(self, row: dict[str, Any]) -> tuple[History, int]:
-        items = self._servable.ids_of([key if isinstance(key, str) else int(key) for key in row["items"] or []])
-        told = np.array(row.get("times_ms") or [], np.int64)
+    def _history(self, user: Any, items: NDArray[np.int64], told: NDArray[np.int64]) -> tuple[History, int]:
         times = told if self._servable.reads_times else np.zeros(len(items), np.int64)
         if len(times) != len(items):
             remedy = "give a time for each item"
-            raise UserError("has other numbers of items and times", field="times_ms", value=row["user"], remedy=remedy)
+            raise UserError("has other numbers of items and times", field="times_ms", value=user, remedy=remedy)
         is_known, none = items > 0, np.zeros(len(items), np.int64)
         history = History(items=items[is_known], times_ms=times[is_known], actions=none[is_known])
         return history, int(told.max(initial=0))
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
+    """What the lists of a column hold one after the other, and where each begins and ends; none is an empty list."""
+    lists = column.combine_chunks()
+    counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    return lists.flatten(), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def strings(values: list[str]) -> pa.Array:

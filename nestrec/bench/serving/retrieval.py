@@ -3,6 +3,7 @@
 nestrec bench retrieval --items 1000000,10000000 --batch 1,16,64 --device cuda --dtype bfloat16
 nestrec bench retrieval --items 100000 --batch 1,16 --kinds exact,faiss_hnsw,faiss_ivf
 nestrec bench retrieval --items 1000000 --rates 500,1000 --device cuda        # over HTTP
+nestrec bench retrieval --items 1000000 --users 100000 --device cuda          # files of many users
 """
 
 import tempfile
@@ -14,11 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from nestrec.base.config import config
 from nestrec.bench.bench import Bench
 from nestrec.bench.kernels.timing import medians_ms
+from nestrec.library.batch import BatchJobConfig
+from nestrec.library.loaded import load
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.load.replay import reads_of
 from nestrec.serving.load.served import made_up_load, quantile, serve_load, server
@@ -26,6 +31,7 @@ from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, ItemSearch, best_of_part
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.search_options import SearchConfig
+from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import ResidentTable
 
 _CLUSTERS = 1024
@@ -57,6 +63,8 @@ class RetrievalBench:
     """requests a second over HTTP, instead: `/v1/recommend` of a model whose encoder computes next to nothing"""
     duration_s: float = 5.0
     """of a rate"""
+    users: int = 0
+    """whose best items are written to a file as `nestrec recommend` does, instead"""
     seed: int = 0
     """of rows and queries"""
 
@@ -64,8 +72,10 @@ class RetrievalBench:
 def measure_retrieval(bench: RetrievalBench) -> Iterator[dict[str, Any]]:
     """Rows lie around centres, as those of a trained model do: faiss finds more there than among random ones."""
     for num_items in bench.items:
-        if bench.rates:
-            yield from _over_http(bench, num_items)
+        if bench.rates or bench.users:
+            with tempfile.TemporaryDirectory() as root:
+                write_servable(_model(bench, num_items), Path(root) / "model")
+                yield from (_over_http if bench.rates else _in_batches)(bench, num_items, Path(root))
             continue
         torch.manual_seed(bench.seed)
         centres = torch.randn(_CLUSTERS, bench.dim, device=bench.device)
@@ -99,28 +109,44 @@ def _measured(
             "p50_ms": quantile(np.sort(times_ms), 50), "p99_ms": quantile(np.sort(times_ms), 99)}  # fmt: skip
 
 
-def _over_http(bench: RetrievalBench, num_items: int) -> Iterator[dict[str, Any]]:
+def _model(bench: RetrievalBench, num_items: int) -> Servable:
     encoder = HSTUConfig(dim=bench.dim, num_layers=1, num_heads=1, head_dim=16, max_length=64, position_bias=False)
-    with tempfile.TemporaryDirectory() as root:
-        dtype = getattr(torch, bench.dtype)
-        model = random_retrieval(encoder, num_items=num_items, seed=bench.seed, dtype=dtype)
-        write_servable(model, Path(root) / "model")
-        with server(Path(root) / "model", "--device", bench.device) as (port, process):
-            for number, rate in enumerate((bench.rates[0], *bench.rates)):
-                load = made_up_load(
-                    rate, bench.duration_s if number else 2.0, first_user=number << 32, history=bench.seen,
-                    candidates=1, items=num_items, timeout_ms=1000, seed=number, k=bench.k,
-                    reads=reads_of(f"http://127.0.0.1:{port}"),
-                )  # fmt: skip
-                served = serve_load(port, process, *load, path="/v1/recommend")
-                ordered = served.answered_ms
-                row = {**_labels(bench, num_items, "exact"), "http": True, "rate": rate, "requests": len(served.at_s)}
-                row |= {"qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
-                        "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms),
-                        "server_cores": round(served.server_cores, 2),
-                        "generator_late_p99_ms": round(served.trial.lateness_ms, 3)}  # fmt: skip
-                if number:
-                    yield row
+    return random_retrieval(encoder, num_items=num_items, seed=bench.seed, dtype=getattr(torch, bench.dtype))
+
+
+def _over_http(bench: RetrievalBench, num_items: int, root: Path) -> Iterator[dict[str, Any]]:
+    with server(root / "model", "--device", bench.device) as (port, process):
+        for number, rate in enumerate((bench.rates[0], *bench.rates)):
+            load = made_up_load(
+                rate, bench.duration_s if number else 2.0, first_user=number << 32, history=bench.seen,
+                candidates=1, items=num_items, timeout_ms=1000, seed=number, k=bench.k,
+                reads=reads_of(f"http://127.0.0.1:{port}"),
+            )  # fmt: skip
+            served = serve_load(port, process, *load, path="/v1/recommend")
+            ordered = served.answered_ms
+            row = {**_labels(bench, num_items, "exact"), "http": True, "rate": rate, "requests": len(served.at_s)}
+            row |= {"qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
+                    "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms),
+                    "server_cores": round(served.server_cores, 2),
+                    "generator_late_p99_ms": round(served.trial.lateness_ms, 3)}  # fmt: skip
+            if number:
+                yield row
+
+
+def _in_batches(bench: RetrievalBench, num_items: int, root: Path) -> Iterator[dict[str, Any]]:
+    """From a file of histories to a file of items, three times; the model is loaded before."""
+    rng = np.random.default_rng(bench.seed)
+    histories = rng.integers(1, num_items + 1, (bench.users, bench.seen))
+    times = np.broadcast_to(np.arange(bench.seen) * 60_000, histories.shape)
+    columns = {"user": [f"u{user}" for user in range(bench.users)], "items": list(histories), "times_ms": list(times)}
+    pq.write_table(pa.table(columns), root / "users.parquet")
+    batch = load(str(root / "model"), device=bench.device).batch(BatchJobConfig(k=bench.k))
+    for number in range(1, 4):
+        start_s = time.perf_counter()
+        count = batch.recommend(str(root / "users.parquet"), root / f"recommended-{number}.parquet")
+        seconds = time.perf_counter() - start_s
+        yield {**_labels(bench, num_items, "exact"), "users": count, "round": number, "seconds": round(seconds, 2),
+               "users_a_second": round(count / seconds, 1)}  # fmt: skip
 
 
 def _labels(bench: RetrievalBench, num_items: int, kind: str) -> dict[str, Any]:

@@ -26,7 +26,9 @@ def user_queries(form: RetrievalForm, users: Sequence[tuple[History, int]]) -> t
     there = np.flatnonzero(lengths)
     if len(there):
         known = [tokens[b] for b in there]
-        x_TD = torch.cat([form.vectors(one, 0, one.length) for one in known])
+        # All at once: a look-up a user would take the device's time many times over in launches.
+        records = [np.concatenate([one.columns[field] for one in known]) for field in range(form.num_fields)]
+        x_TD = form.content(form.records(np.stack(records, axis=1)))
         state_TD = form.encoder(x_TD, _info(known, lengths[there], device))
         last = to_device(np.cumsum(lengths[there]) - 1, device)
         queries_BD[to_device(there, device)] = form.query(state_TD[last])
