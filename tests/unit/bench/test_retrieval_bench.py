@@ -10,3 +10,10 @@ def test_rows_say_what_was_searched_how_fast_and_what_was_found():
     assert one["device_ms"] is None  # a device of its own has none here
     assert 0 < one["p50_ms"] <= one["p99_ms"]
     assert four["qps"] > 0
+
+
+def test_users_of_a_file_are_counted_by_the_second():
+    bench = RetrievalBench(items=(300,), dim=8, k=10, seen=5, users=20)
+    rows = list(measure_retrieval(bench))
+    assert [row["users"] for row in rows] == [20, 20, 20]
+    assert all(row["users_a_second"] > 0 for row in rows)
