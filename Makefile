@@ -28,14 +28,14 @@ docs: setup
 results: setup
 	$(BIN)/python docs/result_tables.py
 
-# File by file, the longest, then those that start processes: what is left over at the end is short. Four at a time
-# on two cores: many tests wait for processes, signals and limits. The checks and the docs, a core each, run beside them.
+# File by file, the longest (tests/conftest.py), then those that start processes: what is left over at the end is short.
+# Four at a time on two cores: many tests wait for processes, signals and limits. The checks and the docs, a core each,
+# run beside them.
 # Bytecode is kept, whatever the environment says: a hundred processes of tests import the package.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 WORKERS := 4
-LONGEST := tests/unit/ops/test_under_interpreter.py
-ALL_TESTS := $(LONGEST) tests/faults tests/examples tests/multi tests/serve tests/versions tests/unit tests/meta
+ALL_TESTS := tests/faults tests/examples tests/multi tests/serve tests/versions tests/unit tests/meta
 test: setup
 	$(MAKE) --no-print-directory --jobs 3 check docs all-tests
 
