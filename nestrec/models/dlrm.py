@@ -32,19 +32,31 @@ class DLRMConfig:
     """hidden widths of the network on the interactions"""
 
 
-class DLRM(nn.Module):
+class Interactions(nn.Module):
+    """Dot products of all pairs of vectors."""
+
     pair: torch.Tensor
 
+    def __init__(self, num_vectors: int):
+        super().__init__()
+        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1)
+        self.register_buffer("pair", rows * num_vectors + columns, persistent=False)
+
+    def forward(self, vectors_BCD: torch.Tensor) -> torch.Tensor:
+        """(B, C (C - 1) / 2), pairs in the order (0, 1), (0, 2), ..."""
+        return (vectors_BCD @ vectors_BCD.transpose(1, 2)).flatten(1)[:, self.pair]
+
+
+class DLRM(nn.Module):
     def __init__(self, cfg: DLRMConfig):
         super().__init__()
         self.cfg = cfg
         self.bottom = mlp(cfg.num_dense * 2, *cfg.bottom, cfg.dim)
         num_vectors = cfg.num_categories + 1
         self.top = mlp(cfg.dim + num_vectors * (num_vectors - 1) // 2, *cfg.top, 1)
-        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1)
         self.to_width = ToWidth(cfg.dim, {})
         """of tables whose vectors have another width than the model"""
-        self.register_buffer("pair", rows * num_vectors + columns, persistent=False)
+        self.interactions = Interactions(num_vectors)
 
     def forward(self, dense_BN: torch.Tensor, category_BCD: torch.Tensor) -> torch.Tensor:
         """(B,) logits. Missing dense values are NaN; a second set of inputs says which were missing."""
@@ -52,8 +64,7 @@ class DLRM(nn.Module):
         filled = dense_BN.nan_to_num(0.0)
         scaled = filled.sign() * filled.abs().log1p()
         z_BD = self.bottom(torch.cat([scaled, missing.to(scaled.dtype)], dim=1))
-        vectors = torch.cat([z_BD[:, None], category_BCD], dim=1)
-        dots = (vectors @ vectors.transpose(1, 2)).flatten(1)[:, self.pair]
+        dots = self.interactions(torch.cat([z_BD[:, None], category_BCD], dim=1))
         return self.top(torch.cat([z_BD, dots], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 

@@ -42,7 +42,7 @@ from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, S
 from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.features import ToWidth, summed
 from nestrec.models.hstu import HSTUConfig
-from nestrec.models.ranking import HeadConfig, RankingModel
+from nestrec.models.ranking import HeadConfig, RankingModel, head_width
 from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
@@ -113,6 +113,7 @@ class RankingTask(Task):
             num_tasks=len(cfg.inputs.labels),
             num_action_bits=num_bits,
             num_prefix=len(self._inputs.prefix),
+            num_features=1 + len(self._inputs.columns),
         )
         items = TableConfig(
             name="items",
@@ -153,7 +154,8 @@ class RankingTask(Task):
     def cost(self) -> TrainingCost:
         """The layers on two tokens an event, and the head on one of them."""
         layers = flops_of(self.cfg.encoder)
-        widths = (2 * self.cfg.encoder.dim, *self.cfg.head.hidden, len(self.cfg.inputs.labels))
+        first = head_width(self.cfg.encoder.dim, self.cfg.head, len(self._features))
+        widths = (first, *self.cfg.head.hidden, len(self.cfg.inputs.labels))
         head = 2.0 * sum(a * b for a, b in itertools.pairwise(widths))
         return TrainingCost(
             flops=replace(layers, head=head / 2),
@@ -169,9 +171,12 @@ class RankingTask(Task):
 
     def _forward(self, batch: MicroBatch, of: VectorOf) -> torch.Tensor:
         """(E, K) logits of the events of a batch."""
-        content_ED = summed([of(name) for name in self._features if name not in self._inputs.prefix])
-        prefix_BPD = prefix_vectors(self._inputs.prefix, batch, of, tokens_an_event=2)
-        logits: torch.Tensor = self.model(content_ED, batch.tensors["action"], sequence_info(batch), prefix_BPD)
+        found = {name: of(name) for name in self._features}
+        content_ED = summed([vectors for name, vectors in found.items() if name not in self._inputs.prefix])
+        prefix_BPD = prefix_vectors(self._inputs.prefix, batch, found.__getitem__, tokens_an_event=2)
+        feature_ECD = torch.stack(list(found.values()), dim=1) if self.cfg.head.interactions else None
+        action_E, info = batch.tensors["action"], sequence_info(batch)
+        logits: torch.Tensor = self.model(content_ED, action_E, info, prefix_BPD, feature_ECD)
         return logits
 
     def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:

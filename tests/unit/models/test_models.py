@@ -179,3 +179,18 @@ def test_dlrm_tells_missing_values_from_zeros():
     zero, missing = (model(torch.tensor([[0.0, v]], dtype=torch.float64), categories) for v in (0.0, float("nan")))
     assert torch.isfinite(missing).all()
     assert not torch.equal(zero, missing)
+
+
+@pytest.mark.parametrize("has_interactions", [True, False])
+def test_a_head_with_interactions_tells_apart_what_has_one_sum(has_interactions):
+    head = HeadConfig(hidden=(8,), interactions=has_interactions)
+    model = RankingModel(HSTU_CONFIG, head, num_tasks=2, num_action_bits=3, num_features=3).eval()
+    feature_ECD = torch.randn(5, 3, 8)
+    moved = feature_ECD + torch.tensor([1.0, -1.0, 0.0])[:, None]
+    content_ED, action_E, info = feature_ECD.sum(1), torch.zeros(5, dtype=torch.int64), info_of([10], [1])
+    found, other = (model(content_ED, action_E, info, None, given) for given in (feature_ECD, moved))
+    assert torch.equal(found, other) == (not has_interactions)
+    if has_interactions:
+        a, b, c = feature_ECD.unbind(1)
+        expected = torch.stack([(a * b).sum(1), (a * c).sum(1), (b * c).sum(1)], dim=1)
+        assert torch.allclose(model.interactions(feature_ECD), expected, atol=1e-5)

@@ -92,7 +92,24 @@ def test_with_users_as_prefix_tokens_nested_equals_serial_bit_for_bit(data, tmp_
     assert trained("nested") == trained("serial")
 
 
-def test_a_model_with_prefix_tokens_is_not_exported(data):
+def test_with_interactions_of_pooled_bags_nested_equals_serial_bit_for_bit(data, tmp_path):
+    def trained(schedule: str) -> tuple[list[str], float]:
+        dlrm = {"task__head__interactions": "true", "task__encoder__num_layers": "0", "task__baselines": "[]"}
+        cfg = config_of("ranking", data, pipeline__schedule=schedule, tables__tags__dim="4", **dlrm)
+        trainer = Trainer(cfg, tmp_path / schedule, Topology.single())
+        trainer.train()
+        task, engine = trainer.session.task, trainer.session.engine
+        num_features = 1 + len(ITEM_FEATURES) + len(EVENT_FEATURES) + len(USER_FEATURES)
+        assert task.model.head[0].in_features == 2 * 8 + num_features * (num_features - 1) // 2
+        assert task.bags == {"item_tags", "item_title_bag", "event_query", "user_languages"}
+        return [engine.digest(table) for table in engine.tables], trainer.evaluate("test").score
+
+    assert trained("nested") == trained("serial")
+
+
+def test_what_servers_cannot_do_is_not_exported(data):
+    crossed = config_of("ranking", data, task__head__interactions="true").task
+    assert "as a sum" in str(why_not_served(crossed))
     assert "tokens before a history" in str(
         why_not_served(config_of("demo", data, task__inputs__user_tokens="prefix").task)
     )
