@@ -25,13 +25,15 @@ from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.samples.windows import TimeWindow, window_of_events
 from nestrec.data.sources.closing import WindowRule
+from nestrec.data.sources.source import open_source
 from nestrec.data.sources.stream import Stream, WindowTimes
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import FOLLOWING_FILE, RunFolder
-from nestrec.training.session import on_first
+from nestrec.training.session import on_first, together
+from nestrec.training.shared_source import SharedSource
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.trainer import Trainer
@@ -80,17 +82,18 @@ class StreamFollower:
             self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation)
         )
         self._address = address
+        self._source: SharedSource | None = None
         self._stream: Stream | None = None
 
     def follow(self) -> TrainState:
         """Until the source has been idle for as long as the options say, or until told to stop (`Interrupted`)."""
         with contextlib.ExitStack() as held:
             on_first(self._topology, lambda: held.enter_context(self.trainer.folder.kept_to_itself()))
-            on_first(self._topology, self._open_stream)
+            together(self._topology, self._open_stream)
             first = on_first(self._topology, self._first)
             self.trainer.folder.write_following({"from_generation": first, "source": self._address})
-            if self._stream is not None:
-                held.callback(self._stream.close)
+            assert self._source is not None
+            held.callback(self._source.close)
             stop = held.enter_context(StopRequest().listening())
             self.trainer._begin()
             self._follow(stop)
@@ -103,7 +106,7 @@ class StreamFollower:
         if state.generation is not None and state.position.step > 0:
             self._train(state.generation, {}, stop)
         while True:
-            told = on_first(self._topology, lambda: self._next(stop))
+            told = together(self._topology, lambda: self._awaited(stop))
             found = all_gather_json(self._topology.control, told)[0]
             if found is None:
                 return
@@ -128,6 +131,12 @@ class StreamFollower:
 
     def _window(self, dataset: Dataset) -> TimeWindow:
         return window_of_events(self.trainer.state.windows_done, *dataset.newest_events())
+
+    def _awaited(self, stop: StopRequest) -> dict[str, Any] | None:
+        """What comes next, on the first rank; the others read their share of it meanwhile."""
+        assert self._source is not None
+        with self._source.helping():
+            return self._next(stop) if self._topology.is_first else None
 
     def _next(self, stop: StopRequest) -> dict[str, Any] | None:
         """The generation to train on next, waited for; none at the end. On the first rank alone."""
@@ -159,7 +168,8 @@ class StreamFollower:
     def _open_stream(self) -> None:
         log = self._options.log or _log_of(Card.load(self._folder))
         options = LogOptions(log=log, max_bad_share=self._options.max_bad_share)
-        self._stream = Stream(self._address, self._folder, log, self._options.window, options)
+        self._source = SharedSource(open_source(self._address, log), self._topology)
+        self._stream = Stream(self._source, self._address, self._folder, self._options.window, options)
 
     def _reached(self) -> int:
         """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""

@@ -125,15 +125,15 @@ def open_data(cfg: DataConfig, topology: Topology, generation: int | None = None
     """The prepared dataset; a synthetic one is generated first where it is missing."""
     # Only the first rank looks and makes: others might look while it is being made, and would not wait for it.
     on_first(topology, lambda: _make_sure(cfg))
-    return _together(topology, lambda: Dataset.open(cfg.folder, generation=generation))
+    return together(topology, lambda: Dataset.open(cfg.folder, generation=generation))
 
 
 def on_first(topology: Topology, action: Callable[[], T]) -> T | None:
     """The result of `action` on the first rank, which alone runs it; its error is raised on all. Collective."""
-    return _together(topology, lambda: action() if topology.is_first else None)
+    return together(topology, lambda: action() if topology.is_first else None)
 
 
-def _together(topology: Topology, action: Callable[[], T]) -> T:
+def together(topology: Topology, action: Callable[[], T]) -> T:
     """The result of `action`; its error on one rank is raised on all."""
     try:
         result = action()

@@ -11,7 +11,7 @@ from nestrec.data.prepare.files import SUFFIXES, LogFiles
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.source import plain_name
-from nestrec.data.sources.source import SourceSpec, StreamPosition, StreamRows, StreamSource
+from nestrec.data.sources.source import SourceSpec, StreamPiece, StreamPosition, StreamRows, StreamSource, no_rows
 
 
 class FolderSource(StreamSource):
@@ -28,19 +28,31 @@ class FolderSource(StreamSource):
         self._open: tuple[str, int, Iterator[RawBatch], RawBatch | None] | None = None
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
-        done, name, row = list(position.get("done", ())), position.get("file"), int(position.get("row", 0))
-        while True:
-            if name is None:
-                waiting = self._waiting(done)
-                if not waiting:
-                    return None
-                name, row = waiting[0], 0
-            batch = self._next(name, row, max_rows)
-            if batch is None:
-                done, name, self._open = sorted([*done, name]), None, None
-                continue
-            behind = {"done": done, "file": name, "row": row + batch.num_rows}
-            return StreamRows(batch, behind, (self._folder / name).stat().st_mtime)
+        while pieces := self.pieces(position, max_rows, 1):
+            rows = self.fetch(pieces[0])
+            if not rows.is_empty:
+                return rows
+            position = rows.position
+        return None
+
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+        done, row = list(position.get("done", ())), int(position.get("row", 0))
+        waiting, found = self._waiting(done), list[StreamPiece]()
+        if (current := position.get("file")) is not None:  # whatever has come before it by name
+            waiting = [current, *(name for name in waiting if name != current)]
+        for name in waiting[:number]:
+            where = {"done": done, "file": name, "row": row if name == current else 0, "max_rows": max_rows}
+            found.append(StreamPiece(len(done), where))
+            done = sorted([*done, name])
+        return found
+
+    def fetch(self, piece: StreamPiece) -> StreamRows:
+        done, name, row = (piece.what[part] for part in ("done", "file", "row"))
+        batch, came_s = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat().st_mtime
+        if batch is None:
+            self._open = None
+            return StreamRows(no_rows(name), {"done": sorted([*done, name])}, came_s)
+        return StreamRows(batch, {"done": done, "file": name, "row": row + batch.num_rows}, came_s, self._is_over())
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
         waiting = self._waiting(list(position.get("done", ())))
@@ -66,6 +78,15 @@ class FolderSource(StreamSource):
         part, rest = cut(left, max_rows)
         self._open = (name, row + part.num_rows, batches, rest)
         return part
+
+    def _is_over(self) -> bool:
+        """Whether the file that is open has no more rows."""
+        assert self._open is not None
+        name, row, batches, left = self._open
+        if left is None:
+            left = next(batches, None)
+            self._open = (name, row, batches, left)
+        return left is None
 
 
 def _skipped(batches: Iterator[RawBatch], row: int) -> tuple[Iterator[RawBatch], RawBatch | None]:

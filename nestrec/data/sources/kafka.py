@@ -3,6 +3,7 @@
 Offsets are kept with the data and never by the brokers: who reads again, reads from where the data ends.
 """
 
+import functools
 import time
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -12,7 +13,7 @@ import numpy as np
 from nestrec.base.errors import UserError
 from nestrec.data.prepare.json_lines import JsonLines
 from nestrec.data.prepare.options import LogColumns
-from nestrec.data.sources.source import SourceSpec, StreamPosition, StreamRows, StreamSource
+from nestrec.data.sources.source import SourceSpec, StreamPiece, StreamPosition, StreamRows, StreamSource, no_rows
 
 ROWS_A_TURN = 512
 """Partitions are read by turns of so many messages, or of those that are there."""
@@ -32,6 +33,7 @@ class KafkaSource(StreamSource):
             "group.id": "nestrec",  # asked for by the client; nothing is committed
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",
+            "enable.partition.eof": True,  # offsets at the end may be of no message
             **dict(parse_qsl(parts.query)),
         }
         self._kafka = _client()
@@ -47,33 +49,37 @@ class KafkaSource(StreamSource):
             raise UserError("has no such topic", field="SOURCE", value=address, remedy=remedy)
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
+        found = (self.fetch(piece) for piece in self.pieces(position, max_rows, 1))
+        return next((rows for rows in found if not rows.is_empty), None)
+
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
         offsets, turn = dict(position.get("offsets", {})), int(position.get("turn", 0))
-        taken = int(position.get("taken", 0))
-        for _ in range(len(self._partitions) + 1):
+        taken, found, num_empty = int(position.get("taken", 0)), list[StreamPiece](), 0
+        bounds = functools.cache(self._bounds)
+        while max_rows > 0 and num_empty <= len(self._partitions):
             partition = self._partitions[turn % len(self._partitions)]
-            offset = int(offsets.get(str(partition), 0))
-            low, high = self._bounds(partition)
-            if offset < low and str(partition) in offsets:
-                remedy = "keep messages for longer (retention.ms), or begin a run anew"
-                raise UserError(
-                    f"has lost the messages from {offset} to {low} of partition {partition}",
-                    field="SOURCE",
-                    value=self._address,
-                    remedy=remedy,
-                )
-            offset = max(offset, low)
+            low, high = bounds(partition)
+            offset = self._checked(partition, offsets.get(str(partition)), low)
             wanted = min(max_rows, ROWS_A_TURN - taken, high - offset)
             if wanted <= 0:
-                turn, taken = (turn + 1) % len(self._partitions), 0
+                turn, taken, num_empty = (turn + 1) % len(self._partitions), 0, num_empty + 1
                 continue
-            messages = self._messages(partition, offset, wanted)
-            offsets[str(partition)] = messages[-1].offset() + 1
-            behind = {"offsets": offsets, "turn": turn, "taken": taken + len(messages)}
-            lines = [message.value().decode("utf-8", "replace") for message in messages]
-            numbers = np.array([message.offset() + 1 for message in messages], dtype=np.int64)
-            batch = self._lines.rows(f"{self._topic}/{partition}", lines, numbers)
-            return StreamRows(batch, behind, max(message.timestamp()[1] for message in messages) / 1000)
-        return None
+            max_rows, taken, num_empty = max_rows - wanted, taken + wanted, 0
+            offsets[str(partition)] = offset + wanted
+            behind = {"offsets": dict(offsets), "turn": turn, "taken": taken}
+            what = {"partition": partition, "from": offset, "to": offset + wanted, "behind": behind}
+            found.append(StreamPiece(self._partitions.index(partition), what))
+        return found
+
+    def fetch(self, piece: StreamPiece) -> StreamRows:
+        partition, first, end = (int(piece.what[name]) for name in ("partition", "from", "to"))
+        messages = self._messages(partition, first, end)
+        if not messages:
+            return StreamRows(no_rows(f"{self._topic}/{partition}"), piece.what["behind"], 0.0)
+        lines = [message.value().decode("utf-8", "replace") for message in messages]
+        numbers = np.array([message.offset() + 1 for message in messages], dtype=np.int64)
+        batch = self._lines.rows(f"{self._topic}/{partition}", lines, numbers)
+        return StreamRows(batch, piece.what["behind"], max(message.timestamp()[1] for message in messages) / 1000)
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
         offsets, left = position.get("offsets", {}), 0
@@ -87,21 +93,37 @@ class KafkaSource(StreamSource):
             consumer.close()
         self._consumers.clear()
 
-    def _messages(self, partition: int, offset: int, number: int) -> list[Any]:
-        consumer = self._at(partition, offset)
+    def _checked(self, partition: int, offset: int | None, low: int) -> int:
+        """Where to go on in a partition, of which the first messages may be gone by now."""
+        if offset is not None and offset < low:
+            remedy = "keep messages for longer (retention.ms), or begin a run anew"
+            raise UserError(
+                f"has lost the messages from {offset} to {low} of partition {partition}",
+                field="SOURCE",
+                value=self._address,
+                remedy=remedy,
+            )
+        return max(offset or 0, low)
+
+    def _messages(self, partition: int, first: int, end: int) -> list[Any]:
+        """Those of a run of offsets; what was compacted away leaves gaps."""
+        consumer = self._at(partition, first)
         found: list[Any] = []
-        end_s = time.monotonic() + _ANSWER_S
-        while len(found) < number:
-            got = self._guarded(lambda: consumer.consume(number - len(found), timeout=0.5))
-            for message in got:
-                if message.error() is not None:
-                    raise self._gone(message.error())
-                found.append(message)
+        at, end_s = first, time.monotonic() + _ANSWER_S
+        while at < end:
+            got = self._guarded(lambda left=end - at: consumer.consume(left, timeout=0.5))
             if not got and time.monotonic() > end_s:
-                if found:
-                    break  # what was compacted away leaves gaps in the offsets
-                raise self._gone(f"no message behind offset {offset} of partition {partition}")
-        self._consumers[partition] = (consumer, found[-1].offset() + 1)
+                raise self._gone(f"no message behind offset {at} of partition {partition}")
+            for message in got:
+                error = message.error()
+                if error is not None and error.code() == self._kafka.KafkaError._PARTITION_EOF:
+                    at = max(at, message.offset())  # what is left of the run is a gap
+                elif error is not None:
+                    raise self._gone(error)
+                else:
+                    at = message.offset() + 1
+                    found += [message] if at <= end else []
+        self._consumers[partition] = (consumer, at)
         return found
 
     def _at(self, partition: int, offset: int) -> Any:

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nestrec.base.errors import UserError
 from nestrec.base.seam import Seam
+from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import RawBatch
 
@@ -26,6 +29,23 @@ class StreamRows:
     """behind the last of them"""
     arrived_s: float
     """when the newest of them came to the source, in seconds since 1970"""
+    is_whole: bool = True
+    """of a piece: there is no more in it, so that the next piece follows"""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing but a position: what it was thought to hold is not there."""
+        return not self.batch.num_rows and not self.batch.bad
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPiece:
+    """Rows of a stream that can be read without those before them."""
+
+    share: int
+    """pieces of one share are best read by one rank: those of a partition, or of a file"""
+    what: Mapping[str, Any]
+    """for `fetch`; plain values that JSON holds"""
 
 
 class StreamSource(ABC):
@@ -38,12 +58,26 @@ class StreamSource(ABC):
         What is behind a position does not change: read again, the same rows come.
         """
 
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+        """What is behind a position, in order, for ranks that read together: each `fetch` gives at most so many rows.
+        number: of ranks. Of a source that does not divide what it has, one rank reads all."""
+        return [StreamPiece(0, {"position": dict(position), "max_rows": max_rows})]
+
+    def fetch(self, piece: StreamPiece) -> StreamRows | None:
+        """The rows of a piece; none where there is nothing now."""
+        return self.read(piece.what["position"], piece.what["max_rows"])
+
     @abstractmethod
     def lag(self, position: StreamPosition) -> dict[str, float]:
         """How much is there and not read yet, by name of the unit."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give back connections."""
+
+
+def no_rows(file: str) -> RawBatch:
+    """For a piece of which only the position behind it is known."""
+    return RawBatch(file, np.zeros(0, np.int64), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +100,9 @@ SOURCES: Seam[SourceSpec] = Seam(
 )
 
 
-def open_source(address: str, log: LogColumns, wanted: tuple[str, ...]) -> StreamSource:
+def open_source(address: str, log: LogColumns) -> StreamSource:
     """The source of an address: a folder, kafka://BROKERS/TOPIC, or what other packages bring."""
+    wanted = tuple(EventColumns.of(log).wanted())
     for name in SOURCES:
         spec = SOURCES.find(name)
         if spec.fits(address):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from nestrec.base.failpoints import fail_point
 from nestrec.data.card import Card
+from nestrec.data.formats.log import LogOptions
 from nestrec.data.growth.append import append_source
 from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw import RawBatch
 from nestrec.data.prepare.source import LogSource
 from nestrec.data.sources.closing import ClosedWindow, OpenWindow, WindowRule, read_waiting, write_waiting
-from nestrec.data.sources.source import open_source
+from nestrec.data.sources.source import StreamSource
 
 ROWS_AT_A_TIME = 1 << 14
 
@@ -35,12 +35,11 @@ class WindowTimes:
 class Stream:
     """Reads a source into a dataset."""
 
-    def __init__(self, address: str, folder: Path, log: LogColumns, rule: WindowRule, options: PrepareOptions):
-        """log: what the columns mean, as for `prepare`. options: others of it, such as the share of bad rows."""
-        self._folder, self._log, self._rule, self._options = folder, log, rule, options
-        self._columns = EventColumns.of(log)
-        self._address = address
-        self._source = open_source(address, log, tuple(self._columns.wanted()))
+    def __init__(self, source: StreamSource, name: str, folder: Path, rule: WindowRule, options: LogOptions):
+        """name: of the source, for messages. options: what the columns mean and others, as for `prepare`."""
+        self._source, self._name, self._folder, self._rule, self._options = source, name, folder, rule, options
+        self._log = options.log
+        self._columns = EventColumns.of(self._log)
 
     def next_window(self, wants_end: Callable[[], bool]) -> tuple[Card, WindowTimes] | None:
         """Wait until a window closes and append it; none where `wants_end` says so before that.
@@ -71,9 +70,6 @@ class Stream:
         stream = card.generations[-1].stream if card.generations else {}
         return self._source.lag(stream.get("position", {}))
 
-    def close(self) -> None:
-        self._source.close()
-
     def _append(self, window: ClosedWindow, position: object) -> Card:
         def batches() -> Iterator[tuple[RawBatch, float]]:
             for batch in window.batches:
@@ -81,7 +77,7 @@ class Stream:
 
         return append_source(
             self._folder,
-            LogSource(self._address, "log", self._columns, batches),
+            LogSource(self._name, "log", self._columns, batches),
             self._options,
             inputs={},
             stream={**window.state, "position": position},
