@@ -68,7 +68,7 @@ def start(
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, output: str) -> None:
-    """As the interpreter would: the caller's environment, folder and arguments, and one file for both streams."""
+    """As the interpreter would: the caller's environment, folder, path and arguments; one file for both streams."""
     sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(sink, stream)
@@ -77,6 +77,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, outpu
     os.environ.update(env)
     if cwd is not None:
         os.chdir(cwd)
+    sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
     arm_from_environment()
     way, what, *arguments = command
     sys.argv = [what, *arguments]

@@ -5,6 +5,7 @@ endpoint: two ranks, a rank killed with -9 in between, planned, benched, exporte
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -14,8 +15,11 @@ import pytest
 from server_process import running_server
 
 from nestrec.base.config import with_overrides
+from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
+from nestrec.testing.commands import start
 from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
+from nestrec.testing.ranks import RankPool
 from nestrec.training.recipes import recipe
 from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
@@ -69,14 +73,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
-def nestrec(*commands: list[str]) -> None:
-    """Several commands in one process, one after the other."""
+def nestrec(output: Path, *commands: list[str]) -> None:
+    """Several commands in one process, one after the other. output: file for what they say."""
     code = "import json, sys; from nestrec.cli.app import app; "
     code += "[app(command, standalone_mode=False) for command in json.loads(sys.argv[1])]"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    started = start(command, is_forked=True, env=os.environ, cwd=None, output=output)
+    assert started.wait(300) == 0, output.read_text()
 
 
 def options(**more: str) -> list[str]:
@@ -89,7 +92,24 @@ def train_whole(topology: Topology, site: str, run: str, overrides: dict[str, st
     Trainer(with_overrides(recipe("demo"), overrides), Path(run), topology).train()
 
 
-def train_through_a_kill(run: Path, data: Path, schedule: str) -> None:
+def train_until_killed(topology: Topology, site: str, run: str, overrides: dict[str, str]) -> None:
+    """The second rank ends in the tenth step."""
+    action = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if topology.rank == 1 else None
+    with armed("train.step", action, at=10):
+        train_whole(topology, site, run, overrides)
+
+
+def train_through_a_kill(run: Path, site: Path, overrides: dict[str, str]) -> None:
+    pool = RankPool(2, timeout_s=10)
+    outcomes = pool.outcomes(train_until_killed, str(site), str(run), overrides)
+    pool.close()
+    assert [outcome.kind for outcome in outcomes] == ["PeerLostError", "died"], outcomes[0].text
+    pool = RankPool(2)
+    pool.run(train_whole, str(site), str(run), overrides)
+    pool.close()
+
+
+def train_through_a_kill_under_torchrun(run: Path, data: Path, schedule: str) -> None:
     kill = KillWhen(saves_reach(run / "checkpoints", 8), rank_of(1))
     launcher = [
         sys.executable,
@@ -114,21 +134,36 @@ def asked(port: int, path: str, body: dict[str, object] | None = None) -> dict[s
         return json.loads(response.read())
 
 
-def test_a_package_of_another_goes_the_whole_way(pools, installed: Path, tmp_path: Path) -> None:
-    baskets, data, model = tmp_path / "baskets.txt", tmp_path / "data", tmp_path / "model"
+def prepare_and_train(pools, installed: Path, tmp_path: Path) -> dict[str, str]:
+    """Data in the package's own format, and a run that nobody disturbs; its options, with those of its data."""
+    baskets, data = tmp_path / "baskets.txt", tmp_path / "data"
     lines = [
         f"u{u}> " + " ".join(f"i{(3 * u + 4 * b + j) % 30}" for j in range(4)) for u in range(40) for b in range(3)
     ]
     baskets.write_text("\n".join(lines))
-    nestrec(["prepare", "baskets", str(baskets), str(data), "--after_user", ">"])
-
+    nestrec(tmp_path / "said", ["prepare", "baskets", str(baskets), str(data), "--after_user", ">"])
     overrides = {**TRAIN, "data.folder": str(data), "pipeline.schedule": "serial"}
     pools[2].run(train_whole, str(installed), str(tmp_path / "whole"), overrides)
-    train_through_a_kill(tmp_path / "cut", data, "lanes")
+    return overrides
+
+
+@pytest.mark.slow
+def test_a_package_of_another_resumes_exactly_where_torchrun_starts_its_ranks_again(
+    pools, installed: Path, tmp_path: Path
+) -> None:
+    prepare_and_train(pools, installed, tmp_path)
+    train_through_a_kill_under_torchrun(tmp_path / "cut", tmp_path / "data", "lanes")
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole"), "killed, resumed, and under its own schedule"
 
-    of_data = options(**{"data.folder": str(data)})
+
+def test_a_package_of_another_goes_the_whole_way(pools, installed: Path, tmp_path: Path) -> None:
+    overrides, model = prepare_and_train(pools, installed, tmp_path), tmp_path / "model"
+    train_through_a_kill(tmp_path / "cut", installed, {**overrides, "pipeline.schedule": "lanes"})
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole"), "killed, resumed, and under its own schedule"
+
+    of_data = options(**{"data.folder": overrides["data.folder"]})
     nestrec(
+        tmp_path / "said",
         ["plan", "demo", "--cluster", "cpu-hosts", "--json", str(tmp_path / "plan.json"), *of_data],
         ["train", "demo", "--plan-only", *of_data, "--pipeline.schedule", "lanes"],
         [
