@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.distributed.exchange import agree, all_gather_equal, exchange, gather_rows_from_all
+from nestrec.distributed.exchange import agree, all_gather_equal, exchange
 from nestrec.distributed.shared_memory import Shipment
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
+from nestrec.embedding.flight.crossing import sum_over_holders
 from nestrec.embedding.flight.legs import RowLeg, RowRun, arrived_vectors, joined_gradients, vectors_of
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.reads_ahead import ReadsAhead
@@ -61,7 +62,7 @@ from nestrec.embedding.top_k import Candidates, Question, RowTransform, top_k
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.round import whole
-from nestrec.ops.rows.spans import Int64, add_spans, gather_spans
+from nestrec.ops.rows.spans import Int64, gather_spans
 from nestrec.trace.counters import EngineStatistics
 
 
@@ -131,7 +132,8 @@ class EmbeddingEngine:
 
     def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each micro-batch. Local."""
-        routed = arrange(source, asked, list(self.tables.values()), self.shapes, self.device)
+        tables, holder = list(self.tables.values()), self.topology.replicas.rank
+        routed = arrange(source, asked, tables, self.shapes, self.device, holder)
         self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._place))
         return routed
 
@@ -275,14 +277,9 @@ class EmbeddingEngine:
         """Gradients that are complete after a micro-batch, summed over the holders of their rows. Collective; after
         `add_gradients` of the micro-batch, micro-batches in order."""
         holders = self.topology.replicas
-        for dtype, of_holders in routed.micro_batches[micro_batch].crossing.items():
-            sums, totals, own = working.sums(dtype), working.totals(dtype), of_holders[holders.rank]
-            mine = sums.elements.new_empty(own.num_elements)
-            gather_spans(sums.elements, sums.spans, own, mine)
-            received = gather_rows_from_all(holders, mine, [rows.num_elements for rows in of_holders])
-            for rows, values in zip(of_holders, received, strict=True):
-                add_spans(values, rows, totals.elements, totals.spans)  # a holder has a row once
-            self.statistics.replicas.add(len(own), (holders.size - 1) * mine.numel() * mine.element_size())
+        for dtype, rows in routed.micro_batches[micro_batch].crossing.items():
+            sent = sum_over_holders(holders, rows, working.sums(dtype), working.totals(dtype))
+            self.statistics.replicas.add(len(rows.direct[holders.rank]), sent)
 
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
         """One row optimiser step on every row of the batch, with the step of the batch.

@@ -9,6 +9,7 @@ from schedule_jobs import Job, same, train
 
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
+from nestrec.embedding.flight import crossing
 
 EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 GROUPS = {
@@ -81,3 +82,27 @@ def test_a_gradient_crosses_once_and_only_for_touched_rows(pools):
         assert sent.replicas.rows <= sent.gradients.rows
         assert sent.replicas.bytes_sent == sent.replicas.rows * 8 * 4
         assert sent.gradients.bytes_sent == 0
+
+
+def replica_bytes(topology: Topology, job: Job, *, is_direct: bool) -> tuple[list[str], int]:
+    """Digests of the tables and bytes between holders, with all sums over holders direct or as they are."""
+    least = crossing._FEWEST_HOLDERS
+    crossing._FEWEST_HOLDERS = 99 if is_direct else least
+    try:
+        found = train(topology, "nested", job)
+    finally:
+        crossing._FEWEST_HOLDERS = least
+    return found["tables"], found["statistics"].replicas.bytes_sent
+
+
+@pytest.mark.parametrize("window_cache", [False, True])
+def test_sums_that_are_scattered_over_holders_have_the_same_bits_and_fewer_bytes(pools, window_cache):
+    ranks = RanksConfig(replicas=4)
+    job = Job(
+        num_steps=8, num_samples=96, num_micro_batches=2, ranks=ranks, window_cache=window_cache, stream="distance_two"
+    )
+    direct, scattered = (
+        pools[4].run(functools.partial(replica_bytes, is_direct=is_direct), job) for is_direct in (True, False)
+    )
+    assert [tables for tables, _ in scattered] == [tables for tables, _ in direct]
+    assert sum(sent for _, sent in scattered) < 0.8 * sum(sent for _, sent in direct)

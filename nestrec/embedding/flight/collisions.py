@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from nestrec.distributed.exchange import all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
+from nestrec.embedding.flight.crossing import crossing_rows
 from nestrec.embedding.flight.legs import Side, by_micro_batch, gradient_legs, vector_leg
 from nestrec.embedding.flight.overlap import matching_places
-from nestrec.embedding.flight.routing import Routed, crossing_rows
+from nestrec.embedding.flight.routing import Routed
 from nestrec.embedding.flight.source_keys import KeyRows
 from nestrec.embedding.flight.within_host import Relay, flags_within, within_legs
 from nestrec.embedding.flight.working_set import ChosenRows
@@ -82,9 +83,9 @@ def find_collisions(older: Routed, newer: Routed, topology: Topology, shapes: Ro
         in_older[name] = np.zeros(len(newer.owned[name]), np.bool_)
         in_older[name][places[places >= 0]] = True
     of_older, of_newer = _tell_sources([(older, in_newer), (newer, in_older)], topology)
-    device = next(iter(older.micro_batches[0].index.values())).device
+    device, holder = next(iter(older.micro_batches[0].index.values())).device, topology.replicas.rank
     return Collisions(
-        gradients=Portions(*(_gradients(older, of_older, shapes, device, is_shared=s) for s in (False, True))),
+        gradients=Portions(*(_gradients(older, of_older, shapes, device, holder, is_shared=s) for s in (False, True))),
         vectors=Portions(*(_vectors(newer, of_newer, shapes, device, is_shared=s) for s in (False, True))),
         num_shared=sum(int(flags.sum()) for flags in in_older.values()),
         num_rows=sum(len(flags) for flags in in_older.values()),
@@ -141,7 +142,9 @@ def _vectors(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.d
     return Portion(portion, _owned(routed, shared, device, is_shared))
 
 
-def _gradients(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
+def _gradients(
+    routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, holder: int, *, is_shared: bool
+) -> Portion:
     by_last = routed.cache_rows is not None
     both = (routed.own, routed.asked), (shared.own, shared.asked)
     cut = _cut(routed.gradient_sides, *both, is_shared=is_shared, by_last=by_last)
@@ -150,7 +153,7 @@ def _gradients(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch
     for p, micro_batch in enumerate(routed.micro_batches):
         legs = gradient_legs(*cut[p], shapes, num_owned, device, is_in_order=False)
         sides = tuple(_cut_crossing(side, shared, is_shared) for side in micro_batch.crossing_sides)
-        crossing = crossing_rows(sides, shapes, device)
+        crossing = crossing_rows(sides, shapes, device, holder)
         micro_batches.append(replace(micro_batch, gradients=legs, crossing=crossing, crossing_sides=sides))
     relay = _cut_relay(routed, shared, shapes, device, is_shared=is_shared, of_vectors=False)
     portion = replace(routed, micro_batches=tuple(micro_batches), relay=relay)

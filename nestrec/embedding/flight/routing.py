@@ -21,6 +21,7 @@ from nestrec.base.errors import BatchError
 from nestrec.base.transfer import to_device, used_here
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
+from nestrec.embedding.flight.crossing import Crossing, crossing_rows
 from nestrec.embedding.flight.legs import RowLeg, Side, by_value, gradient_legs, vector_leg
 from nestrec.embedding.flight.replica_keys import Joined, ReplicaKeys
 from nestrec.embedding.flight.source_keys import (
@@ -41,9 +42,6 @@ from nestrec.embedding.flight.within_host import Relay, WithinHost, on_behalf, r
 from nestrec.embedding.table import RowShapes, TableConfig
 from nestrec.ops.rows.dedup_host import dedup_segments
 from nestrec.ops.rows.spans import Int32, Int64, RowList
-
-Crossing = dict[torch.dtype, tuple[RowList, ...]]
-"""Type of gradients to the rows, for each holder of this shard, whose gradient crosses to the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +198,15 @@ def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_micro_batches: int
     return replace(asked, joined=joined)
 
 
-def arrange(
-    source: SourceKeys, asked: AskedKeys, tables: Sequence[TableConfig], shapes: RowShapes, device: torch.device
+def arrange(  # noqa: PLR0917
+    source: SourceKeys,
+    asked: AskedKeys,
+    tables: Sequence[TableConfig],
+    shapes: RowShapes,
+    device: torch.device,
+    holder: int = 0,
 ) -> Routed:
-    """Put together what is asked by this rank and from this rank. Local."""
+    """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. Local."""
     num_micro_batches = source.num_micro_batches
     owned, places = _working_places(asked, len(tables))
     num_owned = np.array([len(keys) for keys in owned])
@@ -225,7 +228,7 @@ def arrange(
             coming[p],
             gradient_legs(*going[p], shapes, num_owned, device, is_in_order=is_in_order, vectors=same[p]),
             _used(source, p, shapes, device),
-            crossing_rows(crossing[p], shapes, device),
+            crossing_rows(crossing[p], shapes, device, holder) if crossing[p] else {},
             crossing[p],
         )
         for p in range(num_micro_batches)
@@ -299,17 +302,6 @@ def _crossing(joined: list[Joined] | None, num_micro_batches: int, num_tables: i
             tables = np.repeat(np.arange(num_tables, dtype=np.int32), [len(rows) for rows in places])
             sides.append(Side(tables, np.concatenate(places), np.array([len(tables)])))
         found.append(tuple(sides))
-    return found
-
-
-def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device) -> Crossing:
-    """The rows of each holder, by type of their gradients."""
-    if not sides:
-        return {}
-    found: Crossing = {}
-    for dtype in shapes.gradient_types:
-        chosen = shapes.has_type(dtype)
-        found[dtype] = tuple(side.only(chosen[side.tables]).rows(shapes.dims, device)[0] for side in sides)
     return found
 
 
