@@ -126,6 +126,28 @@ def test_every_schedule_leaves_the_bits_of_serial(gpu_pools, transport, world, s
             assert not row.get("syncs_per_step"), row
 
 
+def on_two_hosts(topology: Topology, job: Job) -> list[dict[str, Any]]:
+    """As if two of the ranks lived on each of two hosts."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        return findings(topology, job)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = str(topology.world)
+
+
+@pytest.mark.parametrize("is_by_hosts", [True, False], ids=["by_hosts", "four_holders_of_hosts"])
+def test_exchanges_by_hosts_and_sums_by_slices_leave_the_bits_of_serial(gpu_pools, is_by_hosts):
+    ranks = RanksConfig(exchange="host", hierarchy=is_by_hosts, replicas=1 if is_by_hosts else 4)
+    job = Job(device="cuda", num_steps=17, num_samples=48, fences=(6,), ranks=ranks, window_cache=is_by_hosts)
+    found = pool_of(gpu_pools, 4).run(on_two_hosts if is_by_hosts else findings, job)
+    about = {"device": torch.cuda.get_device_name(), "ranks": 4, "store": "device", "transport": "host"}
+    about |= {"replicas": "none" if is_by_hosts else "gradients", "replica_groups": ranks.replicas}
+    record([{**about, "hierarchy": is_by_hosts, **row} for row in found[0]])
+    for row in itertools.chain(*found):
+        assert row.get("equal_to_definition", row["equal_to_serial"]), row
+        assert not row.get("syncs_per_step"), row
+
+
 _alone: list[Topology] = []
 
 

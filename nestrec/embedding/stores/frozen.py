@@ -37,8 +37,9 @@ class FrozenRows:
         """What writers have waited for room, and for their turn."""
 
     @contextlib.contextmanager
-    def changing(self, slots: Slots) -> Iterator[None]:
+    def changing(self, slots: Slots | None = None) -> Iterator[None]:
         """The caller is about to write to these slots of the store, or to change the store itself."""
+        slots = np.empty(0, np.int64) if slots is None else slots
         start_s = time.perf_counter()
         with self._turn:
             self._put_aside(slots[(slots >= 0) & (slots < len(self._place))])
@@ -92,26 +93,22 @@ class Freezable:
     """What a store of host memory is beside: it can be read as it was while it is written to."""
 
     _frozen: FrozenRows | None = None
+    _changing: Callable[..., contextlib.AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
+    """To be held while rows of some slots, or the store itself, are changed."""
 
     def freeze(self, wanted: NDArray[np.bool_], num_words: int, max_bytes: int) -> FrozenRows:
         """The rows of the wanted slots as they are now, until `thaw`; while nobody writes."""
         assert self._frozen is None, "one reader at a time"
         self._frozen = FrozenRows(self.read, wanted, num_words, max_bytes)
+        self._changing = self._frozen.changing
         return self._frozen
 
     def thaw(self) -> None:
         """Whoever reads the frozen rows has done so, or given up."""
-        frozen, self._frozen = self._frozen, None
+        frozen, self._frozen, self._changing = self._frozen, None, contextlib.nullcontext
         if frozen is not None:
             frozen.close()
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         """Copy rows into a host array."""
         raise NotImplementedError
-
-    def _changing(self, slots: Slots | None = None) -> contextlib.AbstractContextManager[None]:
-        """To be held while rows of these slots, or the store itself, are changed."""
-        frozen = self._frozen
-        if frozen is None:
-            return contextlib.nullcontext()
-        return frozen.changing(np.empty(0, np.int64) if slots is None else slots)
