@@ -70,7 +70,12 @@ def _automatic(folder: str, by_hand: str | None = None) -> Experiment:
 EXPERIMENTS: dict[str, Experiment] = {
     "kuairand": Experiment(
         "kuairand_ranking",
-        {"ids": _NONE, "features": KUAIRAND_FEATURES},
+        {
+            "ids": _NONE,
+            "features": KUAIRAND_FEATURES,
+            "interactions": {**KUAIRAND_FEATURES, "task.head.interactions": True},
+            "prefix": {**KUAIRAND_FEATURES, "task.inputs.user_tokens": "prefix"},
+        },
         ("auc/click", "gauc/click", "ne/click", "calibration/click"),
         {"task.inputs.labels": ("click",)},
     ),
@@ -186,12 +191,13 @@ def _config(cfg: InputComparison, experiment: Experiment, inputs: str, seed: int
     if inputs == AUTO:
         return configured(AUTO, own)
     made = configured(str(experiment.recipe), {**own, "name": f"{experiment.recipe}_{inputs}"})
-    return made if inputs != BY_HAND else _measured_alike(made, configured(AUTO, {"data.folder": folder}))
+    return made if inputs != BY_HAND else _measured_alike(made, folder)
 
 
-def _measured_alike(by_hand: RunConfig, automatic: RunConfig) -> RunConfig:
+def _measured_alike(by_hand: RunConfig, folder: str) -> RunConfig:
     """A recipe, tested on the events that `auto` tests on and by its protocol."""
-    plain, alike = to_plain(by_hand), to_plain(automatic)["task"]
+    plain = to_plain(by_hand)
+    alike = to_plain(configured(AUTO, {"data.folder": folder, "task.kind": by_hand.task.kind}))["task"]
     shared = {name: alike[name] for name in ("split", "evaluation") if name in plain["task"]}
     return from_plain(RunConfig, {**plain, "task": {**plain["task"], **shared}})
 

@@ -1,6 +1,13 @@
 """Rows of `nestrec bench features`: means over seeds, by slices, beside systems without a model."""
 
-from nestrec.library.input_comparison import EXPERIMENTS, rows_of
+from collections.abc import Generator
+
+from nestrec.base.config import with_overrides
+from nestrec.bench.bench import More, Row
+from nestrec.bench.quality.features import BENCH
+from nestrec.library.input_comparison import EXPERIMENTS, Experiment, InputComparison, _config, rows_of
+from nestrec.testing.featured_log import write_featured_log
+from nestrec.training.recipes import recipe
 
 
 def evaluation(value: float, of_new: float) -> dict[str, object]:
@@ -30,3 +37,41 @@ def test_rows_are_means_over_seeds() -> None:
         ("popularity", "new items"): (0.0, 0.0, 0.0, 2),
     }
     assert {row["task"] for row in rows} == {"retrieval"}
+
+
+def test_runs_of_other_commands_are_put_together_and_not_trained_again(tmp_path, monkeypatch) -> None:
+    data = write_featured_log(tmp_path / "log")
+    both = {"ids": {}, "brands": {"task.inputs.item_features": ("brand",)}}
+    monkeypatch.setitem(EXPERIMENTS, "tiny", Experiment("demo", both, ("ndcg@10",), folder=data.name))
+    small = "task.encoder.dim=8+task.encoder.head_dim=4+task.num_negatives=4+training.max_steps=2+training.device=cpu"
+    given = {"what": "tiny", "data": str(data.parent), "output": str(tmp_path / "runs"), "seeds": "1", "options": small}
+    for inputs in both:
+        list(BENCH.measure(with_overrides(InputComparison(), {**given, "inputs": inputs})))
+    tested_at = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/eval/test.json")}
+    rows, more = _all_of(BENCH.measure(with_overrides(InputComparison(), given)))
+    assert len(tested_at) == 2
+    assert tested_at == {path: path.stat().st_mtime_ns for path in tested_at}
+    assert {row["inputs"] for row in rows} >= {"ids", "brands", "popularity", "last item"}
+    (found,) = more["comparisons"]
+    assert (found["recipe"], found["against"], found["what"]) == ("demo_brands", "demo_ids", "tiny")
+    assert [row["inputs"] for row in more["verdicts"]] == ["ids", "brands"]
+    assert all("baseline" in row["said"].lower() for row in more["verdicts"])
+
+
+def _all_of(measured: Generator[Row, None, More]) -> tuple[list[Row], More]:
+    rows = []
+    while True:
+        try:
+            rows.append(next(measured))
+        except StopIteration as end:
+            return rows, end.value
+
+
+def test_a_recipe_beside_auto_is_tested_as_auto_is(tmp_path) -> None:
+    data = write_featured_log(tmp_path / "log")
+    experiment = Experiment("demo", {"auto": {"task.kind": "retrieval"}, "recipe": {}}, folder=data.name)
+    cfg = with_overrides(InputComparison(), {"data": str(data.parent)})
+    automatic, by_hand = (_config(cfg, experiment, inputs, 1) for inputs in ("auto", "recipe"))
+    assert by_hand.task.evaluation == automatic.task.evaluation != recipe("demo").task.evaluation
+    assert by_hand.task.split == automatic.task.split
+    assert by_hand.task.encoder == recipe("demo").task.encoder
