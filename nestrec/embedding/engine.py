@@ -379,7 +379,7 @@ class EmbeddingEngine:
         """
         return self.shards[table].snapshot(since)
 
-    def freeze(self, table: str, *, since: int = -1, max_bytes: int = 0) -> FrozenTable:
+    def freeze(self, table: str, *, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
         """The same chunks in the order of their keys' hashes, as they are now: they are read while training goes on.
 
         max_bytes: see `TableShard.freeze`. The caller closes it.

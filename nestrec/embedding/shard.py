@@ -12,9 +12,9 @@ from nestrec.embedding.frozen_table import FrozenKeys, FrozenTable
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
 from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency
-from nestrec.embedding.stores import make_store
+from nestrec.embedding.stores import Store, make_store
 from nestrec.embedding.stores.dram import DramStore
-from nestrec.embedding.stores.frozen import Freezable
+from nestrec.embedding.stores.frozen import DeviceReader, Freezable
 from nestrec.embedding.table import TableConfig, layout_of
 
 Keys = NDArray[np.int64]
@@ -111,19 +111,20 @@ class TableShard:
             columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
             yield columns
 
-    def freeze(self, since: int = -1, max_bytes: int = 0) -> FrozenTable:
+    def freeze(self, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
         """The same rows as they are now, to be read while training goes on, in the order of their keys' hashes.
 
         max_bytes: of rows that are put aside because they change before they are read; where there is no room, what
-        would change them waits. Rows in the memory of a GPU are copied at once.
+        would change them waits. None: nothing changes until it is closed. Rows in the memory of a GPU that may change
+        are copied at once.
         """
-        keys = self.residency.frozen(since)
-        store = self.store if isinstance(self.store, Freezable) and not self._is_on_gpu() else self._host_copy(keys)
-        rows = store.freeze(keys.is_wanted, self.layout.num_words, max_bytes)
+        keys, width = self.residency.frozen(since), self.layout.num_words
+        store: Store | DeviceReader = self.store
+        if self._device.type == "cuda" and self.table.store.kind == "device":
+            store = self._host_copy(keys) if max_bytes is not None else DeviceReader(self.store, width, self._device)
+        assert isinstance(store, Freezable)
+        rows = store.freeze(keys.is_wanted, width, max_bytes or 0)
         return FrozenTable(keys, self.layout, (self._shard, self._num_shards), rows, store.thaw)
-
-    def _is_on_gpu(self) -> bool:
-        return self._device.type == "cuda" and self.table.store.kind == "device"
 
     def _host_copy(self, keys: FrozenKeys) -> DramStore:
         """A store of the same rows in host memory."""

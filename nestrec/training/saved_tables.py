@@ -34,12 +34,13 @@ class SavedTables:
         self._built_on: int | None = None
         self._held_from: int | None = None
 
-    def rows(self, step: int, base: int | None, max_bytes: int) -> dict[str, Iterable[Chunk]]:
+    def rows(self, step: int, base: int | None, max_bytes: int | None) -> dict[str, Iterable[Chunk]]:
         """Rows used after the step `base`, or all, as they are now, until `thaw`; read when they are written.
 
-        max_bytes: of rows that change before they are read, and are put aside.
+        max_bytes: of rows that change before they are read, and are put aside; none: nothing changes until then.
         """
-        engine, since, share = self._engine, -1 if base is None else base, max_bytes // len(self._engine.tables)
+        engine, since = self._engine, -1 if base is None else base
+        share = None if max_bytes is None else max_bytes // len(engine.tables)
         self._frozen = [engine.freeze(name, since=since, max_bytes=share) for name in engine.tables]
         tables: dict[str, Iterable[Chunk]] = dict(zip(engine.tables, self._frozen, strict=True))
         for name, keys_at in self._waiting.items():

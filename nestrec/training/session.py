@@ -74,20 +74,18 @@ class Session:
         self.engine.grow(task.tables)
         return replace(self, dataset=dataset, task=task)
 
-    def content(
-        self, state: TrainState, base: int | None = None, *, copied: bool = False, max_bytes: int = 0
-    ) -> Content:
+    def content(self, state: TrainState, base: int | None = None, *, aside_bytes: int | None = None) -> Content:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.
 
-        With `copied` it is safe from later steps, else it must be written before the next one. Rows of tables are safe
-        either way, until the content is closed; max_bytes: of those that are put aside for it.
+        aside_bytes: it is safe from later steps until it is closed, with so much memory for rows that change; none: it
+        must be written before the next step.
         """
         owns_copy = self.topology.replica == 0
-        tables = self.tables.rows(state.step, base, max_bytes) if owns_copy else {}
+        tables = self.tables.rows(state.step, base, aside_bytes) if owns_copy else {}
         tables |= self.tables.read_ahead()
         removed = self.tables.removed(state.step, base) if owns_copy and base is not None else {}
         tensors = self.dense.tensors()
-        if copied:
+        if aside_bytes is not None:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         return Content(
             tensors=tensors,

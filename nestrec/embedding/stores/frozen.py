@@ -5,13 +5,15 @@ and was not read yet is first put aside. What that takes is bounded: where there
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nestrec.embedding.stores.slab import Slab
-from nestrec.embedding.stores.store import Slots
+from nestrec.embedding.stores.store import Slots, Store
 
 _WAITS, _DONE = -1, -2
 """A slot whose row is still to be read from the store; one of no interest, or no more. Else its place aside."""
@@ -89,7 +91,7 @@ class FrozenRows:
         return places
 
 
-class Freezable:
+class Freezable(ABC):
     """What a store of host memory is beside: it can be read as it was while it is written to."""
 
     _frozen: FrozenRows | None = None
@@ -109,6 +111,18 @@ class Freezable:
         if frozen is not None:
             frozen.close()
 
+    @abstractmethod
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         """Copy rows into a host array."""
-        raise NotImplementedError
+
+
+class DeviceReader(Freezable):
+    """Reads a store in the memory of a device from the host, while nobody writes to it."""
+
+    def __init__(self, store: Store, num_words: int, device: torch.device) -> None:
+        self._store, self._num_words, self._device = store, num_words, device
+
+    def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
+        rows = torch.empty(len(slots), self._num_words, dtype=torch.int32, device=self._device)
+        self._store.gather(slots, rows)
+        np.copyto(out, rows.cpu().numpy())
