@@ -226,19 +226,29 @@ class Checkpoints:
     def _save_open(self, step: int, content: Content, also: "Checkpoints | None" = None) -> Path:
         target = folder_of(self._folder, step)
         base, num_deltas = self._base, self._num_deltas
-        if step in self._peers.gather(self.steps())[0]:
-            saved = self._open(step)[1]
-            # What the first rank says is what is written.
-            if self._peers.gather(saved is not None and saved.state.get(IDENTITY) == content.state.get(IDENTITY))[0]:
-                if also is not None:
-                    also._save_open(step, content)
-                return target
+        if self._has(step, content):
+            if also is not None:
+                also._save_open(step, content)
+            return target
+        if also is not None and also._has(step, content):
+            if self._peers.is_first:
+                also._retire()
+            also = None
         assert content.base in (None, base), "an incremental save builds on the last checkpoint"
         assert content.base is None or also is None, "what an incremental one builds on is not elsewhere"
         self._base = None  # after a failed save the next one must be full
         is_incremental = self._write(step, content, is_merging=num_deltas >= self._max_deltas, also=also)
         self._base, self._num_deltas = step, num_deltas + 1 if is_incremental else 0
         return target
+
+    def _has(self, step: int, content: Content) -> bool:
+        """Whether the step is saved already, whole and of the same identity. Collective."""
+        if step not in self._peers.gather(self.steps())[0]:
+            return False
+        saved = self._open(step)[1]
+        # What the first rank says is what is written.
+        same = self._peers.gather(saved is not None and saved.state.get(IDENTITY) == content.state.get(IDENTITY))[0]
+        return bool(same)
 
     def _write(self, step: int, content: Content, *, is_merging: bool, also: "Checkpoints | None") -> bool:
         """Write and commit; whether what was written is incremental."""
