@@ -32,7 +32,8 @@ results: setup
 # Four at a time on two cores: many tests wait for processes, signals and limits. The checks and the docs, a core each,
 # run beside them.
 # Bytecode is kept, whatever the environment says: a hundred processes of tests import the package.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTHON := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
+PYTEST := $(PYTHON) -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 WORKERS := 4
 ALL_TESTS := tests/faults tests/examples tests/multi tests/serve tests/versions tests/unit tests/meta
@@ -40,6 +41,7 @@ test: setup
 	$(MAKE) --no-print-directory --jobs 3 check docs all-tests
 
 all-tests: setup
+	$(PYTHON) -m nestrec.testing.warm_up
 	$(PYTEST) $(ALL_TESTS) --numprocesses $(WORKERS) $(BY_FILE)
 
 # The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
