@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from nestrec.bench.harness.frame import write_frame
 from nestrec.checkpoint import Peers
+from nestrec.checkpoint.places import place_of
 from nestrec.embedding.table import InitConfig
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.load.open_loop import Trial, run_punctually
@@ -37,7 +38,6 @@ from nestrec.serving.model.random_model import random_ranking
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.versions.content import Described, RankContent
 from nestrec.serving.versions.manifest import Parent, PublishedTable, Times, VersionManifest
-from nestrec.serving.versions.places import place_of
 from nestrec.serving.versions.reader import Versions
 from nestrec.serving.versions.writer import About, VersionWriter
 
@@ -103,7 +103,7 @@ def under_load(url: str, cfg: ReplayConfig) -> Trial:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    address, port = str(folder / "published"), free_port()
+    address, port, began_s = str(folder / "published"), free_port(), time.monotonic()
     encoder = encoder_of(chosen)
     publish(address, encoder, chosen.items, 0.0, 0)
     url = f"http://127.0.0.1:{port}"
@@ -113,6 +113,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         wait_until_ready(url, process)
+        print(f"ready after {time.monotonic() - began_s:.1f} s", flush=True)
         cfg = ReplayConfig(
             rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=chosen.items
         )
@@ -157,6 +158,7 @@ def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, nu
         "items": chosen.items,
         "dim": chosen.dim,
         **told,
+        **{f"{way}_generator_late_p99_ms": round(trial.lateness_ms, 3) for way, (trial, _) in found.items()},
         "p99_ratio": None if still.num_refused else finite(deltas.percentile_ms(99) / still.percentile_ms(99)),
         "refused": still.num_refused + deltas.num_refused,
     }

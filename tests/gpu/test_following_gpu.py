@@ -72,7 +72,7 @@ def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
     versions = Versions(place_of(address))
     newest, before = list(versions.history())[:2]
     service = Service.load([f"{address}@{before[1]}"], CONFIG, "cuda")
-    reloader = Reloader(service, "cuda")
+    reloader = Reloader(service, "cuda", TablesConfig())
     ((_, follower),) = reloader.followers.items()
     (step,) = versions.way(newest, follower.version)
     follower.stage(step)  # loads kernels

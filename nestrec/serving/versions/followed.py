@@ -285,8 +285,8 @@ def _columns(
 
 def _joined(parts: Iterable[Rows]) -> Rows | None:
     kept = [(ids, rows) for ids, rows in parts if len(ids)]
-    if not kept:
-        return None
+    if len(kept) <= 1:
+        return kept[0] if kept else None
     return torch.cat([ids for ids, _ in kept]), torch.cat([rows for _, rows in kept])
 
 
