@@ -19,6 +19,9 @@ def for_parts(size: int, work: int, call: Callable[[int, int], None], num_thread
     work: rows to be moved; below a few thousand a thread, fewer threads are used. num_threads: 0 for as many as torch
     uses.
     """
+    if work < 2 * _MIN_WORK_A_THREAD:  # as for most tables, where there are many
+        call(0, size)
+        return
     threads = num_threads or torch.get_num_threads()
     parts = max(1, min(threads, work // _MIN_WORK_A_THREAD, size))
     if parts == 1:

@@ -487,6 +487,8 @@ class EmbeddingEngine:
     def _check_features(self, micro_batches: Sequence[FeatureKeys]) -> None:
         known = {f for t in self.tables.values() for f in t.feature_names}
         for micro_batch in micro_batches:
+            if micro_batch.keys() == known:
+                continue
             for name in sorted(known ^ set(micro_batch)):
                 problem = (
                     "no table reads this feature"

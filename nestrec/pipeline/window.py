@@ -46,7 +46,8 @@ class Window:
         if self._cache is not None:
             return self._cache.vectors_of(self.routed.micro_batches[micro_batch])
         rows = self._rows.pop(micro_batch)
-        used_here(rows.values())
+        if self._engine.device.type != "cpu":
+            used_here(rows.values())
         return rows
 
     def keep(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -57,7 +58,8 @@ class Window:
     def send(self, micro_batch: int) -> None:
         """Collective."""
         gradients = self._gradients.pop(micro_batch)
-        used_for_sending(gradients)
+        if self._engine.device.type != "cpu":
+            used_for_sending(gradients)
         self._engine.send_gradients(self.routed, self.working, gradients, micro_batch)
         if micro_batch == len(self.routed.micro_batches) - 1:
             self._cache = None  # the batch itself is kept for some steps more, its largest part need not be

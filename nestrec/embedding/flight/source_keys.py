@@ -80,10 +80,10 @@ def deduplicate(
 
     device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
     """
+    features = [f for t in tables for f in t.feature_names]
     shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in micro_batches]
-    flat = [[_flat(keys[f]) for t in tables for f in t.feature_names] for keys in micro_batches]
-    pieces = [piece for of_micro_batch in flat for piece in of_micro_batch]
-    sizes = np.array([len(piece) for piece in pieces], np.int64).reshape(len(flat), -1)
+    pieces = [_flat(keys[f]) for keys in micro_batches for f in features]
+    sizes = np.array([len(piece) for piece in pieces], np.int64).reshape(len(micro_batches), -1)
     keys = np.concatenate(pieces)
     error = _range_error(keys, sizes, tables)
     if error[0]:
