@@ -14,7 +14,7 @@ from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
 from nestrec.base.random import mix64_array
-from nestrec.data.batches import MicroBatch
+from nestrec.data.batches import Assembler, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.ranking import (
     RankingAssembler,
@@ -29,6 +29,7 @@ from nestrec.data.samples.split import Part, SplitConfig, split_of
 from nestrec.data.samples.windows import (
     Past,
     Reach,
+    Slices,
     TimeWindow,
     WindowsConfig,
     held_out_slices,
@@ -138,7 +139,13 @@ class RankingTask(Task):
         )
         self.bags = frozenset(c.name for c in self._inputs.columns if c.is_bag)
         self.take(chosen_tables(self.tables, {}, self.bags))
-        self.assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
+        self.assembler: Assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
+        if cfg.inputs.train_on == "all":
+            end = self._split.train_end
+            runs = np.stack([np.arange(len(end)), np.zeros_like(end), end], axis=1)
+            self.assembler = RankingSlices(
+                self._inputs, Slices(slices_of_runs(runs, cfg.inputs.max_events), None), seed
+            )
 
     def take(self, chosen: ChosenTables) -> None:
         self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling

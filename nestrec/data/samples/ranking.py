@@ -5,6 +5,8 @@ behind the content token that predicts them. Columns that tell how the user reac
 are refused as features of its content.
 """
 
+from typing import Literal
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,6 +48,9 @@ class RankingInputConfig:
     """features of the item that the model reads: categories, lists, numbers, texts as bags, vectors"""
     max_events: Count = 100
     """longest history; each event gives two tokens"""
+    train_on: Literal["last", "all"] = "last"
+    """of users with more training events: the last ones, a sample a user, or all of them, in slices that have what came
+    before as their history"""
 
 
 class RankingInputs:

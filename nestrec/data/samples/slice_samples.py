@@ -58,6 +58,8 @@ class RankingSlices(SliceAssembler):
         super().__init__(slices, seed)
         self._inputs = inputs
         self.tokens = 2 * (self._end - self._first)
+        if slices.bounds is None:
+            self.shuffle_block = inputs.shuffle_block(len(self.tokens))
 
     def read(self, samples: Ints) -> Rows:
         return self._inputs.read(self._user[samples])

@@ -73,8 +73,8 @@ class Slices:
     """What is trained on, in order: (S, 4) rows (user, first, end, scored from), and the bounds of the windows."""
 
     rows: Ints
-    bounds: Ints
-    """(W + 1,) window w has the samples from bounds[w] to bounds[w + 1]"""
+    bounds: Ints | None
+    """(W + 1,) window w has the samples from bounds[w] to bounds[w + 1]; none: they are shuffled"""
 
 
 @dataclass(frozen=True, slots=True)

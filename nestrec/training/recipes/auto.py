@@ -202,6 +202,15 @@ def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig:
         _at_least(card.lengths.p99, (32, 64, 128)),
         f"99 of 100 users have at most {card.lengths.p99:.0f} events; 128 at most",
     )
+    is_longer = card.lengths.p99 > events
+    train_on: Literal["last", "all"] = "all" if is_longer else "last"
+    reasons.because(
+        "task.inputs.train_on",
+        train_on,
+        "histories are longer than that, and all of their events are learnt from"
+        if is_longer
+        else "that is nearly all",
+    )
     chosen = {owner: _read_features(card, owner) for owner in ("event", "user", "item")}
     for owner, names in chosen.items():
         if names:
@@ -226,6 +235,7 @@ def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig:
                 user_features=chosen["user"],
                 item_features=chosen["item"],
                 max_events=events,
+                train_on=train_on,
             ),
             split=SplitConfig(kind="time"),
             baseline_category=category,

@@ -174,6 +174,24 @@ def test_windows_score_every_held_out_event_once_with_history_before_it():
     assert (windows[:, 1] >= 0).all()
 
 
+def test_all_events_of_long_histories_are_trained_on_if_asked(log):
+    cfg = ranking_run(log).task
+    inputs = replace(cfg.inputs, max_events=4, train_on="all")
+    task = RankingTask(
+        replace(cfg, inputs=inputs, encoder=replace(cfg.encoder, max_length=8)),
+        Dataset.open(log),
+        seed=0,
+        dtype="float32",
+    )
+    samples = np.arange(len(task.assembler.tokens))
+    batch = task.assembler.assemble(samples, task.assembler.read(samples), epoch=0)
+    train_end = task._split.train_end
+    assert train_end.max() > 8
+    assert batch.tensors["scored"].sum() == train_end.sum() == task.assembler.weights.sum()
+    assert batch.max_length == 8
+    assert task.assembler.window_bounds is None
+
+
 def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp_path):
     cfg = ranking_run(log)
     trainer = Trainer(replace(cfg, task=replace(cfg.task, at_once=300)), tmp_path / "run", Topology.single())
