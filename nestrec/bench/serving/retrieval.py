@@ -2,19 +2,23 @@
 
 nestrec bench retrieval --items 1000000,10000000 --batch 1,16,64 --device cuda --dtype bfloat16
 nestrec bench retrieval --items 100000 --batch 1,16 --kinds exact,faiss_hnsw,faiss_ivf
-nestrec bench retrieval --items 1000000 --rates 500,1000 --device cuda        # over HTTP
+nestrec bench retrieval --items 1000000 --rates 500,1000 --device cuda --instances 1,4        # over HTTP
 nestrec bench retrieval --items 1000000 --users 100000 --device cuda          # files of many users
 """
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -63,6 +67,8 @@ class RetrievalBench:
     """requests a second over HTTP, instead: `/v1/recommend` of a model whose encoder computes next to nothing"""
     duration_s: float = 5.0
     """of a rate"""
+    instances: tuple[int, ...] = (1,)
+    """processes of the server over HTTP, behind a gateway where they are several; all servers get each rate in turn"""
     users: int = 0
     """whose best items are written to a file as `nestrec recommend` does, instead"""
     seed: int = 0
@@ -125,22 +131,30 @@ def _model(bench: RetrievalBench, num_items: int) -> Servable:
 
 
 def _over_http(bench: RetrievalBench, num_items: int, root: Path) -> Iterator[dict[str, Any]]:
-    with server(root / "model", "--device", bench.device) as (port, process):
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        begun = [pool.submit(stack.enter_context, _server(bench, root, count)) for count in bench.instances]
+        servers = [one.result() for one in begun]
         for number, rate in enumerate((bench.rates[0], *bench.rates)):
-            load = made_up_load(
-                rate, bench.duration_s if number else 2.0, first_user=number << 32, history=bench.seen,
-                candidates=1, items=num_items, timeout_ms=1000, seed=number, k=bench.k,
-                reads=reads_of(f"http://127.0.0.1:{port}"),
-            )  # fmt: skip
-            served = serve_load(port, process, *load, path="/v1/recommend")
-            ordered = served.answered_ms
-            row = {**_labels(bench, num_items, "exact"), "http": True, "rate": rate, "requests": len(served.at_s)}
-            row |= {"qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
-                    "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms),
-                    "server_cores": round(served.server_cores, 2),
-                    "generator_late_p99_ms": round(served.trial.lateness_ms, 3)}  # fmt: skip
-            if number:
-                yield row
+            for count, (port, process) in zip(bench.instances, servers, strict=True):
+                load = made_up_load(
+                    rate, bench.duration_s if number else 2.0, first_user=number << 32, history=bench.seen,
+                    candidates=1, items=num_items, timeout_ms=1000, seed=number, k=bench.k,
+                    reads=reads_of(f"http://127.0.0.1:{port}"),
+                )  # fmt: skip
+                served = serve_load(port, process, *load, polls=bench.device == "cuda", path="/v1/recommend")
+                ordered, labels = served.answered_ms, {**_labels(bench, num_items, "exact"), "http": True}
+                row = {"instances": count, "rate": rate, "requests": len(served.at_s),
+                       "qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
+                       "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms),
+                       "server_cores": round(served.server_cores, 2),
+                       "generator_late_p99_ms": round(served.trial.lateness_ms, 3)}  # fmt: skip
+                if number:
+                    yield labels | row
+
+
+def _server(bench: RetrievalBench, root: Path, count: int) -> AbstractContextManager[tuple[int, psutil.Process]]:
+    several = ("--instances", str(count), "--front", "gateway") if count > 1 else ()
+    return server(root / "model", "--device", bench.device, *several)
 
 
 def _in_batches(bench: RetrievalBench, num_items: int, root: Path) -> Iterator[dict[str, Any]]:

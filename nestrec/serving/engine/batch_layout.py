@@ -242,7 +242,7 @@ def _fill(to: NDArray[np.generic], *values: NDArray[np.integer]) -> None:
     to[first:] = 0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)  # some microseconds: giving up the interpreter and asking for it again would take longer
 def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by position
     parts: NDArray[np.int64],
     pages: NDArray[np.int64],

@@ -229,7 +229,7 @@ class Engine:
     def close(self) -> None:
         with self._condition:
             self._is_closed = True
-            self._condition.notify_all()
+            self._called()
         self._thread.join()
         self.tiers.close()
 
@@ -257,7 +257,13 @@ class Engine:
     @property
     def _device_wait_s(self) -> float:
         """What waits for the device: where the host is what is slow, nothing, since signals would only add to that."""
-        return self.queued_s if self._pace.busy_share > _BUSY else 0.0
+        return self.queued_s if self._is_device_busy else 0.0
+
+    @property
+    def _is_device_busy(self) -> bool:
+        """Worth a next batch beside the one that it computes. Where the host is what is slow, one batch after another
+        holds more requests each, and the host has fewer batches to put together."""
+        return self._pace.busy_share > _BUSY
 
     def _full_rank_s(self, length: int, num_candidates: int) -> float:
         return self.costs.predict_s(*self.costs.work(0, length, num_candidates))
@@ -294,12 +300,17 @@ class Engine:
     def _enqueue(self, work: Work) -> None:
         self._backlog.add(work.client, work.key.user, work.estimate_s)
         self._inbox.append(work)
-        self._condition.notify_all()
+        self._called()
 
     def _post(self, message: Callable[[], None]) -> None:
         with self._condition:
             self._messages.append(message)
-            self._condition.notify_all()
+            self._called()
+
+    def _called(self) -> None:
+        """The engine's thread has something to do."""
+        self._pace.call()
+        self._condition.notify_all()
 
     # The engine's thread.
 
@@ -330,7 +341,9 @@ class Engine:
             while self._take_new():
                 if self._is_answer_due:
                     self._complete(self._in_flight.popleft())
-                elif self._planner.has_work and (not self._in_flight or self._pace.turn_in_s <= 0):
+                elif self._planner.has_work and (
+                    not self._in_flight or (self._is_device_busy and self._pace.turn_in_s <= 0)
+                ):
                     self._launch_next()
         except BaseException:
             _LOG.exception("an engine failed; its requests go elsewhere")
@@ -351,7 +364,7 @@ class Engine:
     def _take_new(self) -> bool:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
         if self._in_flight and not self._is_answer_due:
-            self._pace.wait(has_work=self._planner.has_work or bool(self._inbox))
+            self._pace.wait(has_work=self._is_device_busy and (self._planner.has_work or bool(self._inbox)))
         self._pace.stay_awake(lambda: self._has_something_to_do)
         with self._condition:
             while not self._has_something_to_do:

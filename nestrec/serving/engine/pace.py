@@ -7,13 +7,15 @@ launch are learned, and the end of the batch before is predicted. One that ends 
 import time
 from collections.abc import Callable
 
-from nestrec.serving.engine.spin import Spin
+from nestrec.serving.engine.spin import Calls, Spin
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
-_SHORTEST_SPIN_S, _LOOKED_FOR = 1e-5, 0.75
-"""how a thread that spins looks for the end of a batch: after so much of the time that is left"""
-_AWAKE_S = 5e-4
-"""for which a thread that spins waits for the next request before it sleeps"""
+_SHORTEST_SPIN_S, _LOOKED_FOR = 3e-5, 0.75
+"""how a thread that spins looks for the end of a batch: after so much of the time that is left. Each look takes the
+interpreter from whoever reads requests"""
+_AWAKE_S = 2e-3
+"""for which a thread that spins waits for the next request before it sleeps: whoever wakes it pays for that, with the
+interpreter in its hands"""
 _SMOOTH = 0.05
 _WINDOW_S = 0.1
 _SLOWNESS_WINDOW_S, _SLOWNESS_SMOOTH, _MOST_SLOWNESS = 0.2, 0.3, 10.0
@@ -26,6 +28,7 @@ class EnginePace:
         """spins: the thread keeps its core busy while there is work."""
         self.spins = spins
         self._spin = Spin() if spins else None
+        self._calls = Calls()
         self._busy_until_s = 0.0
         self._lead_s, self._spread_s = 1e-3, 2e-4  # of late, from plan to launch
         self.busy_share = 1.0
@@ -84,10 +87,14 @@ class EnginePace:
         if wait_s > 0:
             time.sleep(wait_s)
 
+    def call(self) -> None:
+        """There is something to do; by any thread, one at a time."""
+        self._calls.call()
+
     def stay_awake(self, has_something_to_do: Callable[[], bool]) -> None:
         """A moment before sleeping: requests come in bursts, and a core that slept is slow for the first of them."""
         if self._spin is None:
             return
-        until_s = time.perf_counter() + _AWAKE_S
-        while not has_something_to_do() and time.perf_counter() < until_s:
-            self._spin.wait(_SHORTEST_SPIN_S)
+        seen = self._calls.count
+        if not has_something_to_do():
+            self._spin.wait_for_call(_AWAKE_S, self._calls, seen)

@@ -19,6 +19,9 @@ def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
         from nestrec.serving.engine.graph_runner import GraphRunner
 
         encoder = resolved(paged)(form.encoder, pool.kept_pages)
-        max_tokens = 2 * cfg.max_batch_tokens + servable.encoder_config.max_length
+        max_length = servable.encoder_config.max_length
+        max_tokens = 2 * cfg.max_batch_tokens + max_length
+        if isinstance(form, RetrievalForm):  # candidates are no tokens: many a graph would never be filled
+            max_tokens = min(max_tokens, cfg.max_batch_requests * max_length)
         return GraphRunner(cast(PagedForm, form), encoder, pool, max_tokens=max_tokens)
     return Runner(form, pool)

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from nestrec.serving.engine.spin import Spin
+from nestrec.serving.engine.spin import Calls, Spin
 
 
 def test_others_have_the_interpreter_while_a_thread_spins():
@@ -34,3 +34,19 @@ def test_a_wait_is_bounded_and_none_is_none():
     spin.wait(-1.0)
     spin.wait(1e9)
     assert time.perf_counter() - start_s < 10.0
+
+
+def test_a_call_ends_a_wait_and_one_that_was_seen_does_not():
+    spin, calls = Spin(), Calls()
+    spin._turns_a_second = 1e13  # so long that only a call ends it
+    seen = calls.count
+    thread = threading.Thread(target=calls.call)
+    thread.start()
+    spin.wait_for_call(2e-3, calls, seen)
+    thread.join()
+    assert calls.count == seen + 1
+    spin.wait_for_call(2e-3, calls, seen)  # it was called before: not for a moment
+    spin._turns_a_second = 1e6
+    start_s = time.perf_counter()
+    spin.wait_for_call(2e-3, calls, calls.count)
+    assert time.perf_counter() > start_s

@@ -80,7 +80,7 @@ def write_blocks(
     return _write_blocks(segments, num_heads, candidates_only, out, seen.reach, seen.context, seen.is_cut)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)  # some microseconds: giving up the interpreter and asking for it again would take longer
 def _write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by position
     segments: NDArray[np.int64],
     num_heads: int,
