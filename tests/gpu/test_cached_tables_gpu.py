@@ -1,5 +1,6 @@
 """Tables in DRAM or on disk behind a cache on a GPU: the same rows and the same scores to the bit."""
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +56,17 @@ def draw_batches(form, rng):
         yield parts
 
 
+def scored_in_turn(runner, batches):
+    """With as many batches on their way as a runner promises results of: scores of one before are written over."""
+    launched = deque()
+    for parts in batches:
+        if len(launched) == runner.depth:
+            yield from launched.popleft().wait()[0]
+        launched.append(runner.launch(parts))
+    for batch in launched:
+        yield from batch.wait()[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_captured_graphs_score_as_with_the_table_on_the_device_to_the_bit(dtype):
     """Two batches on their way at once, each with more distinct items than the cache holds."""
@@ -66,7 +78,8 @@ def test_captured_graphs_score_as_with_the_table_on_the_device_to_the_bit(dtype)
         pool = PagePool(ENCODER, num_pages=1, page_tokens=64, device=CUDA, dtype=dtype)
         runner = make_runner(form, pool, EngineConfig())
         assert isinstance(runner, GraphRunner)
-        launched = [runner.launch(parts) for parts in draw_batches(form, np.random.default_rng(2))]
-        results.append([scored.scores for batch in launched for scored in batch.wait()[0]])
+        results.append(
+            [scored.scores for scored in scored_in_turn(runner, draw_batches(form, np.random.default_rng(2)))]
+        )
     assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
     assert cached.statistics()["device_rows"] == 100
