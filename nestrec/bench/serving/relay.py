@@ -188,7 +188,7 @@ class Sweep:
         return {
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "in_process": True, "model": "random weights", "biases": _biases(bench), "lengths": list(load.lengths),
-            "device": bench.device, "dtype": bench.dtype, "prefix_dtype": bench.dtype,
+            "device": bench.device, "dtype": bench.dtype, "prefix_dtype": bench.prefix_dtype,
             "emulated": self._mode.fetch_gb_per_s > 0,
         }  # fmt: skip
 

@@ -15,7 +15,7 @@ from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.load.engine_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.prefix.page_pool import pool_for
+from nestrec.serving.prefix.page_pool import PrefixDtype, pool_for
 from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
 
@@ -91,7 +91,9 @@ class RelayBench:
     device: str = "cpu"
     """cpu or cuda"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of weights, prefixes and products"""
+    """of weights and products"""
+    prefix_dtype: PrefixDtype = "model"
+    """of prefixes"""
     seed: int = 0
     """of weights, arrivals and histories"""
 
@@ -107,7 +109,10 @@ class RelayBed:
         dtype = getattr(torch, bench.dtype)
         servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
         self.form: Form = make_form(servable)
-        pool = pool_for(servable, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens)
+        pool = pool_for(
+            servable, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens,
+            prefix_dtype=bench.prefix_dtype,
+        )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
     def load(self, history: int, candidates: int, returning: float) -> RelayLoad:
@@ -147,7 +152,7 @@ def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
         keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
         dram_link_gb_per_s=mode.fetch_gb_per_s, reload="always" if mode.fetches_always else "worth",
     )  # fmt: skip
-    trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms, compute_share=0.95, burst_s=2.0)
+    trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms)
     return EngineConfig(
         tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_ms=bench.chunk_ms,
         max_batch_tokens=bench.max_batch_tokens,

@@ -5,6 +5,7 @@ and a few more. The budget of ranking is the SLO, as a user would set it; nothin
 what a mode is (`full` keeps no prefix and gets no signals).
 """
 
+import itertools
 import json
 import statistics
 import time
@@ -26,32 +27,42 @@ from nestrec.serving.load.open_loop import Trial, largest
 from nestrec.serving.load.replay import Reads, reads_from
 from nestrec.serving.load.served import server
 from nestrec.serving.load.socket_load import SocketLoad, post
-from nestrec.serving.model.spec import ITEMS_FILE
+from nestrec.serving.model.spec import ITEMS_FILE, MANIFEST_FILE, SPEC_FILE
 
 _ENGINE = "--service.engine"
 _OPTIONS = {
     "full": [f"{_ENGINE}.tiers.keeps_prefix", "false", f"{_ENGINE}.trigger.policy", "never"],
     "relay": [],
 }
-_ALONE, _MOST_VISITS = 20, 64
+_ALONE, _MOST_VISITS, _BANK = 20, 64, 1 << 16
+_Sizes = list[tuple[tuple[int, ...], int]]
 
 
 def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
-    """The largest rate of each mode and share of returning users that meets the SLO of full inference."""
+    """The largest rate of each mode, size and share of returning users that meets the SLO of full inference."""
     modes = tuple(_OPTIONS) if bench.modes == tuple(MODES) else bench.modes
     if unknown := [mode for mode in modes if mode not in _OPTIONS]:
         raise UserError("is not measured over HTTP", field="modes", value=unknown, remedy="choose of full,relay")
+    mixed = [bench.lengths] if bench.lengths else [(history,) for history in bench.history]
+    sizes: _Sizes = [(lengths, asked) for lengths in mixed for asked in bench.candidates]
     with _Bed(bench, "full", 0.0) as bed:
-        unloaded_ms = bed.unloaded_ms()
-    slo_ms = bench.slo_ms[0] if bench.slo_ms else bench.slo_factor * unloaded_ms
-    first: dict[float, float] = {}
-    for mode in modes:
-        with _Bed(bench, mode, slo_ms) as bed:
-            for returning in bench.returning:
-                row = {**bed.row(returning, slo_ms, start=500.0 * bench.instances / unloaded_ms),
-                       "full_p50_ms": round(unloaded_ms, 3)}  # fmt: skip
-                first.setdefault(returning, row["max_qps"])
-                yield {**row, "speedup": round(row["max_qps"] / first[returning], 3) if first[returning] else None}
+        alone_ms = {size: bed.unloaded_ms(*size) for size in sizes}
+        slo_ms = {size: bench.slo_ms[0] if bench.slo_ms else bench.slo_factor * alone_ms[size] for size in sizes}
+        # Whoever keeps nothing does not mind who returns.
+        full = {size: bed.row(*size, bench.returning[0], slo_ms[size], start=350.0 * bench.instances / alone_ms[size])
+                for size in sizes if "full" in modes}  # fmt: skip
+    for size in sizes:
+        for returning in bench.returning if "full" in modes else ():
+            yield {**full[size], "returning": returning, "full_p50_ms": round(alone_ms[size], 3), "speedup": 1.0}
+    for lengths in mixed if "relay" in modes else ():
+        budget_ms = min(slo_ms[lengths, asked] for asked in bench.candidates)
+        with _Bed(bench, "relay", budget_ms) as bed:
+            for asked, returning in itertools.product(bench.candidates, bench.returning):
+                size, base = (lengths, asked), full.get((lengths, asked), {}).get("max_qps")
+                start = 2.5 * (1 + returning) * (base or 350.0 * bench.instances / alone_ms[size])
+                row = bed.row(*size, returning, slo_ms[size], start=start)
+                yield {**row, "full_p50_ms": round(alone_ms[size], 3),
+                       "speedup": round(row["max_qps"] / base, 3) if base else None}  # fmt: skip
 
 
 @dataclass
@@ -61,32 +72,38 @@ class _Bed:
     bench: RelayBench
     mode: str
     budget_ms: float
+    _first_user: int = 0
 
     def __enter__(self) -> "_Bed":
         bench, options = self.bench, [*_OPTIONS[self.mode], "--device", self.bench.device]
         options += [f"{_ENGINE}.trigger.budget_ms", str(self.budget_ms)] if self.budget_ms else []
+        for tier in ("cache_bytes", "dram_bytes"):
+            options += [f"{_ENGINE}.tiers.{tier}", str(getattr(bench, tier))]
+        options += [f"{_ENGINE}.prefix_dtype", bench.prefix_dtype]
         if bench.instances > 1:
             options += ["--instances", str(bench.instances), "--front", "gateway"]
         self._serving = server(Path(bench.model), *options)
-        self.port, _ = self._serving.__enter__()
+        self.port, self._process = self._serving.__enter__()
         self._wait_until_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._serving.__exit__(None, None, None)
 
-    def unloaded_ms(self) -> float:
+    def unloaded_ms(self, lengths: tuple[int, ...], asked: int) -> float:
         """Median of requests that leave one after the other."""
-        bodies = [self._bodies(user, 0)[1] for user in range(-_ALONE, 0)]
+        bodies = [self._bodies(lengths, asked, user, 0)[1] for user in range(_ALONE)]
         outcomes = [SocketLoad(self.port).run([0.0], [post("/v1/rank", body)]) for body in bodies]
         return statistics.median(float(outcome.ended_s[0] - outcome.sent_s[0]) * 1e3 for outcome in outcomes)
 
-    def row(self, returning: float, slo_ms: float, *, start: float) -> dict[str, Any]:
+    def row(
+        self, lengths: tuple[int, ...], asked: int, returning: float, slo_ms: float, *, start: float
+    ) -> dict[str, Any]:
         bench, tried, counts = self.bench, list[dict[str, Any]](), dict[float, dict[str, int]]()
         end_s = time.perf_counter() + bench.search_s
 
         def measure(rate: float) -> Trial:
-            trial, counts[rate] = self._trial(rate, returning)
+            trial, counts[rate] = self._trial(lengths, asked, rate, returning)
             tried.append({"rate": round(rate, 2), "p99_ms": _finite(trial.percentile_ms(99)), "counts": counts[rate]})
             return trial
 
@@ -98,7 +115,7 @@ class _Bed:
         ranked = sum(found.get(f"rank_{source}", 0) for source in ("none", "device", "dram"))
         signals = sum(count for name, count in found.items() if name in _DECISIONS)
         return {
-            "mode": self.mode, "history": list(self._lengths), "candidates": bench.candidates[0],
+            "mode": self.mode, "history": lengths[0] if len(lengths) == 1 else list(lengths), "candidates": asked,
             "returning": returning, "slo_ms": round(slo_ms, 3), "max_qps": round(rate, 2), "bound_qps": None,
             "p50_ms": _finite(best.percentile_ms(50)) if best else None,
             "p99_ms": _finite(best.percentile_ms(99)) if best else None,
@@ -108,19 +125,23 @@ class _Bed:
             "generator_late_p99_ms": round(best.lateness_ms, 3) if best else None,
             "is_cut": time.perf_counter() > end_s, "tried": sorted(tried, key=lambda one: one["rate"]),
             "in_process": False, "model": bench.model, "instances": bench.instances, "device": bench.device,
+            "cache_bytes": bench.cache_bytes, "prefix_dtype": bench.prefix_dtype, **_told(Path(bench.model)),
         }  # fmt: skip
 
-    def _trial(self, rate: float, returning: float) -> tuple[Trial, dict[str, int]]:
+    def _trial(
+        self, lengths: tuple[int, ...], asked: int, rate: float, returning: float
+    ) -> tuple[Trial, dict[str, int]]:
         """Signals and ranking requests leave at their moments."""
         bench = self.bench
         load = RelayLoad(
-            history=0, candidates=bench.candidates[0], returning=returning, new_events=bench.new_events,
+            history=0, candidates=asked, returning=returning, new_events=bench.new_events,
             recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
             warm_s=bench.warm_s, fewest=bench.fewest, seed=bench.seed,
             longest_s=max(bench.duration_s, bench.search_s / 4),
         )  # fmt: skip
+        self._first_user += _ALONE + 100_000  # nobody has been here in another trial
         at_s, before = arrivals(rate, load), self._counts()
-        made = [self._bodies(*visit) for visit in load.visits(at_s)]
+        made = [self._bodies(lengths, asked, self._first_user + user, visit) for user, visit in load.visits(at_s)]
         pairs = list(zip(at_s, made, strict=True))
         sent = [(at + load.signal_s, post("/v1/rank", body), True, at) for at, (_, body) in pairs]
         if self.mode != "full":
@@ -135,30 +156,32 @@ class _Bed:
         used = {name: after[name] - before.get(name, 0) for name in after if name.startswith(("rank_", "signal_"))}
         return Trial(rate, latency_ms[counted], late_ms, float(at_s[-1]) - load.warm_s), used
 
-    def _bodies(self, user: int, visit: int) -> tuple[bytes, bytes]:
+    def _bodies(self, lengths: tuple[int, ...], asked: int, user: int, visit: int) -> tuple[bytes, bytes]:
         """(signal, ranking request); a user's events are a function of the user."""
-        bench, own = self.bench, np.random.default_rng((self.bench.seed, user % (1 << 32)))
-        length = self._lengths[own.integers(len(self._lengths))] + visit * bench.new_events
-        most = max(self._lengths) + _MOST_VISITS * bench.new_events
-        history: dict[str, Any] = {
-            "items": [self._items[i] for i in own.integers(0, len(self._items), most)[:length]],
-            "times_ms": (np.arange(length) * 60_000 + 1_600_000_000_000).tolist(),
-        }
+        length = lengths[user * 7919 % len(lengths)] + visit * self.bench.new_events
+        first = user * 7919 % (_BANK // 2)
+        columns = [b'"items":[%b]' % self._bank["items"].cut(first, length)]
+        columns.append(b'"times_ms":[%b]' % self._bank["times"].cut(0, length))
         if self._reads.actions:
-            history["actions"] = own.choice(self._reads.actions, most)[:length].tolist()
+            columns.append(b'"actions":[%b]' % self._bank["actions"].cut(first, length))
         if self._reads.features:
-            history["features"] = {name: [None] * length for name in self._reads.features}
-        common: dict[str, Any] = {"user": str(user), "history": history, "now_ms": 1_700_000_000_000}
-        if self._reads.user_features:
-            common["user_features"] = dict.fromkeys(self._reads.user_features)
-        asked = [self._items[i] for i in own.integers(0, len(self._items), bench.candidates[0])]
-        context = {"context": dict.fromkeys(self._reads.features)} if self._reads.features else {}
-        signal = {**common, "num_candidates": bench.candidates[0]}
-        return orjson.dumps(signal), orjson.dumps({**common, **context, "candidates": asked, "timeout_ms": 10_000})
+            columns.append(b'"features":%b' % orjson.dumps({name: [None] * length for name in self._reads.features}))
+        of_user = {"user_features": dict.fromkeys(self._reads.user_features)} if self._reads.user_features else {}
+        of_asked = {"context": dict.fromkeys(self._reads.features)} if self._reads.features else {}
+        common = orjson.dumps({"user": str(user), "now_ms": 1_700_000_000_000, **of_user})[:-1]
+        common += b',"history":{%b}' % b",".join(columns)
+        rank = orjson.dumps({"timeout_ms": 10_000, **of_asked})[1:-1]
+        chosen = self._bank["items"].cut(first // 2, asked)
+        return b'%b,"num_candidates":%d}' % (common, asked), b'%b,%b,"candidates":[%b]}' % (common, rank, chosen)
 
     @cached_property
-    def _lengths(self) -> tuple[int, ...]:
-        return self.bench.lengths or self.bench.history
+    def _bank(self) -> "dict[str, _Written]":
+        """Events as text, of which those of a user are a piece: to write them anew would take longer than a trial."""
+        rng = np.random.default_rng(self.bench.seed)
+        items = [self._items[i] for i in rng.integers(0, len(self._items), _BANK)]
+        actions = rng.choice(self._reads.actions, _BANK).tolist() if self._reads.actions else []
+        times = (np.arange(_BANK) * 60_000 + 1_600_000_000_000 - _BANK * 60_000).tolist()
+        return {"items": _Written(items), "times": _Written(times), "actions": _Written(actions)}
 
     @cached_property
     def _items(self) -> list[str]:
@@ -186,13 +209,36 @@ class _Bed:
 
     def _wait_until_ready(self) -> None:
         end_s = time.perf_counter() + 300.0
-        while time.perf_counter() < end_s:
+        while self._process.is_running() and time.perf_counter() < end_s:
             try:
                 if all(self._get("/health/ready").get("slots", [True])):
                     return
             except OSError:
                 pass
             time.sleep(0.1)
+
+
+class _Written:
+    """Values as JSON, of which any run is a piece of one text."""
+
+    def __init__(self, values: list[Any]):
+        parts = [orjson.dumps(value) for value in values]
+        self._text, self._ends = b",".join(parts), np.cumsum([0, *(len(part) + 1 for part in parts)])
+
+    def cut(self, first: int, count: int) -> bytes:
+        return self._text[self._ends[first] : max(0, self._ends[first + count] - 1)]
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """What the export says of its model."""
+    encoder = json.loads((folder / SPEC_FILE).read_text())["task"]["encoder"]
+    precision = json.loads((folder / MANIFEST_FILE).read_text()).get("precision") or {}
+    kinds = {
+        "position": encoder.get("position_bias"),
+        encoder.get("time_encoding", "buckets"): encoder.get("time_bias"),
+    }
+    biases = "+".join(kind for kind, is_on in kinds.items() if is_on) or "none"
+    return {"backbone": encoder["kind"], "biases": biases, "dtype": precision.get("dtype", "float32")}
 
 
 _DECISIONS = tuple(f"signal_{reason}" for reason in ("admitted", "short", "safe", "live_cap", "rate_cap", "never"))

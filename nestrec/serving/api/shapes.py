@@ -248,8 +248,9 @@ def _list(of: _Kind, least: int, most: int | None) -> _Kind:
             of.check(min(value), field)
             of.check(max(value), field)
         elif kinds == {str} and str in ranges:
-            of.check(min(value, key=len), field)
-            of.check(max(value, key=len), field)
+            sizes = [*map(len, value)]
+            of.check(value[sizes.index(min(sizes))], field)
+            of.check(value[sizes.index(max(sizes))], field)
         elif not kinds.isdisjoint(ranges):
             for inner in value:
                 of.check(inner, field)

@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
+from nestrec.base.errors import UserError
 from nestrec.serving.load.open_loop import Trial, nearest_rank, poisson_arrivals
 from nestrec.serving.load.replay import Reads, ReplayConfig, made_up_request
 from nestrec.serving.load.socket_load import LoadOutcome, SocketLoad, post
@@ -54,14 +56,19 @@ def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
     """`nestrec serve` in a process of its own, ready."""
     port = free_port()
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port), *options]
-    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-    try:
-        while child.poll() is None and not listens(port):
-            time.sleep(0.05)
-        yield port, psutil.Process(child.pid)
-    finally:
-        child.terminate()
-        child.wait()
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=errors)
+        try:
+            while not listens(port):
+                if child.poll() is not None:
+                    errors.seek(0)
+                    told = errors.read().decode(errors="replace")[-2000:]
+                    raise UserError("ended before it served", field="nestrec serve", value=str(folder), remedy=told)
+                time.sleep(0.05)
+            yield port, psutil.Process(child.pid)
+        finally:
+            child.terminate()
+            child.wait()
 
 
 def serve_load(

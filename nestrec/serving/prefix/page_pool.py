@@ -23,6 +23,9 @@ from nestrec.serving.model.servable import Servable
 PrefixDtype = Literal["model", "bfloat16", "fp8"]
 """of keys and values: that of the model's computation, or one of fewer bits"""
 _LARGEST_FP8 = 448.0
+_MOST_EXPONENT = 134
+"""of the power of two of a token, as float32 has it: kernels multiply it by 2^120 in bfloat16. What is above 448 * 2^7
+is cut off"""
 
 
 def kept_dtype(choice: PrefixDtype, model: torch.dtype) -> torch.dtype:
@@ -108,7 +111,7 @@ class PagePool:
             if self._scales is not None:
                 exponent_HT = _exponents(new_HTD)
                 self._scales[layer, part].index_copy_(1, slots, exponent_HT)
-                new_HTD = new_HTD.float() / _powers(exponent_HT)[:, :, None]
+                new_HTD = (new_HTD.float() / _powers(exponent_HT)[:, :, None]).clamp(-_LARGEST_FP8, _LARGEST_FP8)
                 # Bytes: torch copies numbers of 8 bits by index on no device.
                 bits = new_HTD.to(torch.float8_e4m3fn).view(torch.uint8)
                 self._pool[layer, part].view(torch.uint8).index_copy_(1, slots, bits)
@@ -199,7 +202,7 @@ def _taken(plane: torch.Tensor, where: slice | torch.Tensor) -> torch.Tensor:
 def _exponents(x_HTD: torch.Tensor) -> torch.Tensor:
     """(H, T) uint8: of the least power of two that leaves nothing above the largest number of 8 bits."""
     bits = (x_HTD.float().abs().amax(2) / _LARGEST_FP8).view(torch.int32)
-    return ((bits + 0x7FFFFF) >> 23).clamp(1, 253).to(torch.uint8)
+    return ((bits + 0x7FFFFF) >> 23).clamp(1, _MOST_EXPONENT).to(torch.uint8)
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:

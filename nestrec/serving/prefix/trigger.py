@@ -40,11 +40,11 @@ class TriggerConfig:
     """time that ranking may take at the 99th percentile, from its request on"""
     cache_share: NonNegative = 0.8
     """share of the device cache that prefixes may hold whose ranking has not come yet (rho)"""
-    compute_share: NonNegative = 0.5
+    compute_share: NonNegative = 0.9
     """share of the device's time that may go into computing ahead (u_pre)"""
     short_share: Share = 0.05
     """of the budget: who takes no more of it is never computed ahead (at_risk)"""
-    burst_s: NonNegative = 0.5
+    burst_s: NonNegative = 1.0
     """device seconds of pre-inference that may be saved up"""
     first_life_s: NonNegative = 1.0
     """how long a prefix is taken to wait for its ranking, before that has been measured (T_life)"""

@@ -21,7 +21,7 @@ PAGE, HEADS, DIM, SCALE = 64, 2, 16, 0.2
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 SHAPES = [(0, 1, 0), (0, 5, 3), (64, 0, 3), (100, 1, 0), (70, 130, 2), (0, 200, 140), (65, 64, 129), (3, 0, 1)]
 """(prefix, new history, candidates)"""
-LONG = [(1100, 0, 3), (1345, 70, 66), (600, 5, 0), (0, 40, 2), (512, 1, 1)]
+LONG = [(1100, 0, 3), (1345, 70, 130), (600, 5, 0), (0, 40, 2), (512, 1, 1)]
 LONGEST = 1600
 BIASES = {"none": (), "position": ("position",), "tables": ("position", "time"), "function": ("position", "function")}
 
@@ -185,7 +185,7 @@ def test_windows_and_prefixes_equal_their_definition(seen):
     assert Batch(SOME, seen=seen).error() <= 1e-5
 
 
-FEW = [(70, 66, 2), (600, 3, 66), (0, 5, 0)]
+FEW = [(70, 130, 2), (600, 3, 130), (0, 5, 0)]
 """short, divided, and several blocks of candidates"""
 MANY = [pytest.param(shapes, marks=pytest.mark.slow) for shapes in (SHAPES, LONG)]
 
@@ -226,9 +226,13 @@ def test_half_precision_is_as_good_as_its_products(kind):
     assert Batch(FEW, torch.float16).error(kinds=BIASES[kind]) <= 3e-3
 
 
-def test_prefixes_of_8_bits_are_read_as_they_were_rounded():
+HALF = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_prefixes_of_8_bits_are_read_as_they_were_rounded(dtype):
     """Against the definition over what the pages hold; and that is near to what was given."""
-    batch = Batch(FEW[:2], is_small=True)
+    batch = Batch(FEW[:2], dtype, is_small=True)
     assert 1e-3 < batch.error() <= 0.05
     powers = torch.exp2(batch.kept.scales.float() - 127.0)
     read = batch.kept.pool.float() * powers[..., None]
@@ -240,7 +244,7 @@ def test_prefixes_of_8_bits_are_read_as_they_were_rounded():
         assert (both[0] - k).abs().max() <= k.abs().max() / 16
         old.append((both[0], both[1], times))
     batch.old = old
-    assert batch.error() <= 1e-5
+    assert batch.error() <= (1e-5 if dtype == torch.float32 else 0.01)
 
 
 def test_keys_outside_of_windows_are_not_read():
@@ -261,7 +265,7 @@ def test_keys_before_a_cut_are_not_read():
     assert 1000 <= int((blocks[:count, 2] - blocks[:count, 8]).sum()) // 2 <= 1064
 
 
-@pytest.mark.parametrize(("most", "num_blocks"), [(40, 21), (16, 15), (10, 10)])
+@pytest.mark.parametrize(("most", "num_blocks"), [(40, 18), (16, 13), (10, 9)])
 def test_prefixes_are_divided_as_far_as_the_table_has_room(most, num_blocks):
     segments = [PagedSegment(*shape, 0, 0, 0) for shape in LONG]
     assert write_blocks(segment_array(segments), HEADS, False, np.empty((most, FIELDS), np.int32)) == num_blocks
@@ -282,7 +286,7 @@ def test_blocks_have_tiles_of_their_own_that_candidates_of_a_sequence_share_and_
 
 
 def test_long_batches_that_keep_the_device_busy_are_not_divided_and_their_candidates_alone_are():
-    segments = segment_array([PagedSegment(2048, 2048, 64, 0, 2048, 0)])
+    segments = segment_array([PagedSegment(2048, 4096, 64, 0, 4096, 0)])
     blocks = np.empty((64, FIELDS), np.int32)
     assert write_blocks(segments, 8, False, blocks) == 33
     assert write_blocks(segments, 8, True, blocks) == 4

@@ -100,7 +100,7 @@ def test_8_bits_keep_twice_the_users_of_16_in_the_same_bytes():
     assert 1.98 <= of_16 / of_8 <= 2.0
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 3e4])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
 def test_8_bits_are_right_to_a_sixteenth_whatever_the_size_of_a_token(scale):
     pool = PagePool(
         ENCODER, num_pages=4, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32, prefix_dtype="fp8"
@@ -112,3 +112,13 @@ def test_8_bits_are_right_to_a_sixteenth_whatever_the_size_of_a_token(scale):
         # Of each number, and of numbers far below the largest of their token and head, of that one.
         largest = given.abs().amax(2, keepdim=True)
         assert ((found.transpose(0, 1) - given).abs() <= given.abs() / 16 + largest * 2.0**-17).all()
+
+
+def test_what_no_power_of_8_bits_reaches_is_cut_off():
+    pool = PagePool(
+        ENCODER, num_pages=1, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32, prefix_dtype="fp8"
+    )
+    given = torch.tensor([1e6, -1e6, 57344.0, 1000.0]).expand(2, 2, 4)
+    pool.write(0, [0], 0, given, given)
+    found, _ = pool.read(0, [0], 2)
+    assert torch.equal(found[0, 0], torch.tensor([57344.0, -57344.0, 57344.0, 1024.0]))

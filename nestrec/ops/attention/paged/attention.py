@@ -85,7 +85,7 @@ def paged_attention(  # noqa: PLR0917
     biases: torch.Tensor | None = None,
     num_asked: int | None = None,
     seen: Seen = SEES_ALL,
-    num_warps: int = 4,
+    num_warps: int = BLOCK_ROWS // 16,
     num_stages: int | None = None,
 ) -> torch.Tensor:
     """(T, H * D); rows that no block names are left as they were in memory.
@@ -97,7 +97,6 @@ def paged_attention(  # noqa: PLR0917
     """
     _, num_heads, _, dim = kept.pool.shape
     out = k_TW.new_empty(len(k_TW) if num_asked is None else num_asked, num_heads * dim)
-    is_half = out.dtype in (torch.bfloat16, torch.float16)
     q = v_TW if q_TW is None else q_TW
     assert q.stride(1) == k_TW.stride(1) == v_TW.stride(1) == kept.pool.stride(3) == 1
     assert kept.pool.stride(2) == dim
@@ -132,8 +131,8 @@ def paged_attention(  # noqa: PLR0917
         MODE=_MODES[weights],
         HAS_BIAS=biases is not None,
         IS_FP8=kept.scales is not None,
-        IS_FAST=is_half and out.is_cuda,
-        PRECISION="tf32" if is_half else "ieee",
+        IS_FAST=_is_half(out) and out.is_cuda,
+        PRECISION="tf32" if _is_half(out) else "ieee",
         FIELDS=FIELDS,
         ARE_CANDIDATES=num_asked is not None,
         REACH=seen.reach,
@@ -142,6 +141,10 @@ def paged_attention(  # noqa: PLR0917
         num_stages=num_stages or _stages(out, padded(dim), biases is not None, kept.scales is not None),
     )
     return out
+
+
+def _is_half(out: torch.Tensor) -> bool:
+    return out.dtype in (torch.bfloat16, torch.float16)
 
 
 def _stages(out: torch.Tensor, width: int, has_bias: bool, is_small: bool) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 128
+"""of queries: with 64 of them, reading keys and values from L2 bounds the kernel, at a third of what it can multiply"""
 BLOCK_KEYS = 64
 FIELDS = 18
 """of a block: first row, rows, end of its part of the prefix, first page, first row of the new history, new history
@@ -21,10 +22,10 @@ the prefix, parts, number of this part, where the parts are gathered; tokens at 
 read beside those from another one on, that one (of the whole history), tokens of the prefix, the first token of the
 history that is seen at all, the first of its tiles of biases, whether they are its own to write. Parts count what is
 read."""
-MOST_PARTS = 192
+MOST_PARTS = 128
 """blocks of a batch with divided prefixes, each part counted"""
 _PROGRAMS = 256
-"""that keep every multiprocessor busy: two on each of an H100's or H200's"""
+"""that keep every multiprocessor of an H100 or H200 busy: two, one after the other, so that lengths even out"""
 _FEWEST_KEYS = 512
 """of a part: less is not worth the sum"""
 _EVERYTHING = 1 << 30

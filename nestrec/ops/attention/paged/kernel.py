@@ -12,13 +12,33 @@ Legend: T rows of the batch, H heads, D head dimension.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0912, PLR0915, PLR0917
+# ruff: noqa: PLR0912, PLR0915, PLR0917, SIM300
 
 import triton
 import triton.language as tl
 
 SILU, SOFTMAX, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LARGEST_FP8 = tl.constexpr(448.0)
+BFLOAT16_OF_FP8 = tl.constexpr(
+    """{
+    .reg .b32 a, b, x, y;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 x, a, 0x7F007F00;
+    and.b32 y, b, 0x7F007F00;
+    shr.u32 x, x, 4;
+    shr.u32 y, y, 4;
+    lop3.b32 x, a, 0x80008000, x, 0xEA;
+    lop3.b32 y, b, 0x80008000, y, 0xEA;
+    mul.rn.bf16x2 $0, x, $3;
+    mul.rn.bf16x2 $1, y, $4;
+}"""
+)
+"""Four numbers at once: their bits moved to where bfloat16 has them, then times the power of their token, which holds
+2^120 for the other bias of exponents. The device has an instruction to float16 only, and the way from there through
+float32 took longer than the products."""
+MOST_EXPONENT = tl.constexpr(134)
+"""of a power of two that is kept: with 2^120 it is a number of bfloat16"""
 
 
 @triton.jit
@@ -33,18 +53,29 @@ def _silu(x, IS_FAST: tl.constexpr):
 
 
 @triton.jit
-def _load(pointers, is_here, TYPE: tl.constexpr, IS_FP8: tl.constexpr):
+def _load(pointers, power, is_here, TYPE: tl.constexpr, IS_FP8: tl.constexpr, IS_FAST: tl.constexpr):
     if IS_FP8:
-        return tl.load(pointers, mask=is_here, other=0).to(tl.float8e4nv, bitcast=True).to(TYPE)
+        words = tl.load(pointers, mask=is_here, other=0)
+        if IS_FAST and TYPE == tl.bfloat16:
+            powers, words = tl.broadcast(power[:, None], words)
+            return tl.inline_asm_elementwise(
+                BFLOAT16_OF_FP8, "=r,=r,r,r,r", [words, powers], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+        else:
+            return words.to(tl.float8e4nv, bitcast=True).to(TYPE)
     else:
         return tl.load(pointers, mask=is_here, other=0.0).to(TYPE)
 
 
 @triton.jit
-def _powers(scales, is_key, IS_FP8: tl.constexpr):
-    """Powers of two whose exponents have been kept as those of float32."""
+def _powers(scales, is_key, TYPE: tl.constexpr, IS_FP8: tl.constexpr, IS_FAST: tl.constexpr):
+    """Powers of two whose exponents were kept as those of float32; times 2^120 where BFLOAT16_OF_FP8 takes them."""
     if IS_FP8:
-        return (tl.load(scales, mask=is_key, other=127).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        exponent = tl.load(scales, mask=is_key, other=127).to(tl.int32)
+        if IS_FAST and TYPE == tl.bfloat16:
+            return ((exponent + 120) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            return (exponent << 23).to(tl.float32, bitcast=True)
     else:
         return 1.0
 
@@ -107,16 +138,17 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     """Sums behind one more block of keys; the largest score and the sum of weights are those of a softmax."""
+    IS_SCALED: tl.constexpr = IS_FAST and TYPE == tl.bfloat16
     is_here = is_key[:, None]
     if IS_PADDED:
         is_here = is_here & is_channel[None, :]
-    v = _load(v_ptrs, is_here, TYPE, IS_FP8)
+    v = _load(v_ptrs, v_power, is_here, TYPE, IS_FP8, IS_FAST)
     if MODE == CHANNEL:
         weights = tl.zeros([acc.shape[0], is_key.shape[0]], tl.float32) + bias
     else:
-        k = _load(k_ptrs, is_here, TYPE, IS_FP8)
+        k = _load(k_ptrs, k_power, is_here, TYPE, IS_FP8, IS_FAST)
         weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if IS_FP8:
+        if IS_FP8 and not IS_SCALED:
             weights *= k_power[None, :]
         if HAS_BIAS:
             weights += bias
@@ -137,7 +169,7 @@ def _attend(
         most = larger
     elif IS_MASKED:
         weights = tl.where(is_seen, weights, 0.0)
-    if IS_FP8:
+    if IS_FP8 and not IS_SCALED:
         weights *= v_power[None, :]
     return tl.dot(weights.to(TYPE), v, acc, input_precision=PRECISION), most, total
 
@@ -221,8 +253,8 @@ def _over_keys(
             q,
             pool_keys + at,
             pool_keys + pool_value + at,
-            _powers(own_scales, is_key, IS_FP8),
-            _powers(own_scales + scale_value if IS_FP8 else own_scales, is_key, IS_FP8),
+            _powers(own_scales, is_key, TYPE, IS_FP8, IS_FAST),
+            _powers(own_scales + scale_value if IS_FP8 else own_scales, is_key, TYPE, IS_FP8, IS_FAST),
             is_key,
             is_channel,
             is_seen,
@@ -504,9 +536,10 @@ def store_kernel(
         if IS_FP8:
             x = x.to(tl.float32)
             bits = (tl.max(tl.abs(x), 1) / LARGEST_FP8).to(tl.int32, bitcast=True)
-            exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 1), 253)
+            exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 1), MOST_EXPONENT)
             inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-            tl.store(place + part * pool_value, _to_fp8(x * inverse[:, None]), mask=is_kept)
+            x = tl.minimum(tl.maximum(x * inverse[:, None], -LARGEST_FP8), LARGEST_FP8)
+            tl.store(place + part * pool_value, _to_fp8(x), mask=is_kept)
             own = scales + part * scale_value + head * scale_head + slot
             tl.store(own, exponent.to(tl.uint8), mask=slot >= 0)
         else:
