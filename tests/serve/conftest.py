@@ -4,21 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from small_recipes import LENGTH, ranking_recipe
 
-from nestrec.data.batches import BatchConfig
-from nestrec.data.samples.ranking import RankingInputConfig
-from nestrec.data.samples.split import SplitConfig
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
-from nestrec.models import HSTUConfig
 from nestrec.serving.model.export import export_run
-from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.tasks.table_options import TableOptions
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
-
-LENGTH = 32
 
 
 @dataclass(frozen=True)
@@ -26,20 +20,6 @@ class Exported:
     trainer: Trainer
     run: Path
     folder: Path
-
-
-def ranking_recipe(folder: Path) -> RunConfig:
-    encoder = HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=2, max_length=2 * LENGTH, time_bias=True)
-    inputs = RankingInputConfig(labels=("click", "long_view"), item_features=("topic",), max_events=LENGTH)
-    task = RankingTaskConfig(
-        encoder=encoder,
-        inputs=inputs,
-        split=SplitConfig(valid_from="2022-01-16T02:26:40", test_from="2022-01-17T06:13:20"),
-        baselines=("logistic",),
-    )
-    return RunConfig(
-        name="small_ranking", task=task, data=DataConfig(folder=str(folder)), batch=BatchConfig(batch_samples=64)
-    )
 
 
 def train_and_export(cfg: RunConfig, root: Path) -> Exported:

@@ -1,0 +1,117 @@
+"""Every model that is trained: trained for two steps, exported, and asked over HTTP by users who come back."""
+
+import asyncio
+import random
+from contextlib import closing
+from dataclasses import replace
+
+import httpx
+import numpy as np
+from small_recipes import LENGTH, ranking_recipe
+
+from nestrec.distributed import Topology
+from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.model.export import export_run
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.prefix.tiers import TiersConfig
+from nestrec.serving.prefix.trigger import TriggerConfig
+from nestrec.serving.service import Service, ServiceConfig
+from nestrec.training.config import DataConfig, TrainingConfig
+from nestrec.training.recipes import recipe
+from nestrec.training.trainer import Trainer
+
+SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2}
+ENCODERS = {
+    "hstu": HSTUConfig(**SIZES, head_dim=8, time_bias=True),
+    "hstu_functional": HSTUConfig(**SIZES, head_dim=8, time_bias=True, time_encoding="functional"),
+    "fuxi": FuXiConfig(**SIZES, head_dim=8, ffn_dim=24),
+    "sasrec": SASRecConfig(**SIZES, ffn_dim=24),
+}
+TASKS = ("ranking", "retrieval")
+TIERS = TiersConfig(cache_bytes=1 << 17, page_tokens=4, spill_above=0.0, reload="always")
+SERVICE = ServiceConfig(
+    engine=EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9)), slide_events=4
+)
+FULL = replace(SERVICE, engine=replace(SERVICE.engine, tiers=replace(TIERS, keeps_prefix=False)))
+LIMITS = LimitsConfig(tells_prefix=True)
+FIRST_MS = 1_642_271_351_894
+
+
+def config_of(task, encoder, data):
+    if task == "ranking":
+        cfg = ranking_recipe(data)
+        return replace(cfg, task=replace(cfg.task, encoder=replace(encoder, max_length=2 * LENGTH), baselines=()))
+    cfg = recipe("demo")
+    history = replace(cfg.task.history, max_length=LENGTH)
+    own = replace(cfg.task, encoder=replace(encoder, max_length=LENGTH), history=history)
+    return replace(cfg, task=own, data=DataConfig(folder=str(data)))
+
+
+class Exports:
+    """Folders of models, each trained and exported once."""
+
+    def __init__(self, root, data):
+        self._root, self._data, self._found = root, data, {}
+
+    def folder(self, task, name, dtype="run"):
+        """Of a task's model with an encoder, trained for two steps."""
+        run, key = self._root / f"{task}-{name}", (task, name, dtype)
+        if not run.exists():
+            training = TrainingConfig(epochs=1, max_steps=2, evaluate_every_epochs=0)
+            cfg = replace(config_of(task, ENCODERS[name], self._data), training=training)
+            Trainer(cfg, run, Topology.from_environment("cpu")).train()
+        if key not in self._found:
+            self._found[key] = self._root / "-".join(key)
+            export_run(run, self._found[key], dtype=dtype)
+        return self._found[key]
+
+
+class Asker:
+    """Random users of one server: they come back with more events, after signals, and with other candidates."""
+
+    def __init__(self, client, item_keys, seed):
+        self._client, self._keys, self._rng = client, item_keys, random.Random(seed)
+        self.requests = []
+
+    def _event(self, time_ms):
+        return self._rng.choice(self._keys), time_ms, self._rng.choice(["click", "long_view", []])
+
+    async def sequence(self, user):
+        """Scores of every answer, and where prefixes came from."""
+        time_ms, events, scores, sources = FIRST_MS, [], [], []
+        for _ in range(4):
+            for _ in range(self._rng.randint(1, 12)):
+                time_ms += self._rng.randint(1, 10**7)
+                events.append(self._event(time_ms))
+            items, times, actions = (list(column) for column in zip(*events, strict=True))
+            history = {"items": items, "times_ms": times, "actions": actions}
+            body = {"user": user, "history": history, "now_ms": time_ms + 1000}
+            if self._rng.random() < 0.5:
+                await self._ask("/v1/preinfer", {**body, "num_candidates": 5})
+            answer = await self._ask("/v1/rank", {**body, "candidates": self._rng.sample(self._keys, 5)})
+            scores.append(np.array(list(answer["scores"].values())))
+            sources.append(answer["prefix"]["from"])
+        return np.stack(scores), sources
+
+    async def _ask(self, path, body):
+        answer = await self._client.post(path, json=body)
+        assert answer.status_code in (200, 202), answer.text
+        return answer.json()
+
+
+def answers_of(folder, cfg, seeds, device="cpu"):
+    """Scores and sources of each sequence."""
+    servable = Servable.load(folder, device)
+    role = servable.serving.role
+
+    async def run(service):
+        transport = httpx.ASGITransport(App(service, LIMITS))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            keys = list(servable.item_keys)
+            return [await Asker(client, keys, seed).sequence(f"user {seed % 7}") for seed in seeds]
+
+    with closing(Service({role: servable}, cfg)) as service:
+        return asyncio.run(run(service))

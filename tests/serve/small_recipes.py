@@ -1,0 +1,26 @@
+"""Small runs that tests of serving train."""
+
+from pathlib import Path
+
+from nestrec.data.batches import BatchConfig
+from nestrec.data.samples.ranking import RankingInputConfig
+from nestrec.data.samples.split import SplitConfig
+from nestrec.models import HSTUConfig
+from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.training.config import DataConfig, RunConfig
+
+LENGTH = 32
+
+
+def ranking_recipe(folder: Path) -> RunConfig:
+    encoder = HSTUConfig(dim=16, head_dim=8, num_heads=2, num_layers=2, max_length=2 * LENGTH, time_bias=True)
+    inputs = RankingInputConfig(labels=("click", "long_view"), item_features=("topic",), max_events=LENGTH)
+    task = RankingTaskConfig(
+        encoder=encoder,
+        inputs=inputs,
+        split=SplitConfig(valid_from="2022-01-16T02:26:40", test_from="2022-01-17T06:13:20"),
+        baselines=("logistic",),
+    )
+    return RunConfig(
+        name="small_ranking", task=task, data=DataConfig(folder=str(folder)), batch=BatchConfig(batch_samples=64)
+    )
