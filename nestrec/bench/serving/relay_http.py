@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from nestrec.base.errors import UserError
 from nestrec.bench.serving.relay_bed import RelayBench
 from nestrec.bench.serving.relay_modes import MODES
 from nestrec.serving.load.engine_load import RelayLoad, arrivals
 from nestrec.serving.load.open_loop import Trial, largest
-from nestrec.serving.load.replay import Reads, reads_from
+from nestrec.serving.load.replay import reads_from
 from nestrec.serving.load.served import server
 from nestrec.serving.load.socket_load import SocketLoad, post
+from nestrec.serving.load.user_bodies import UserBodies
 from nestrec.serving.model.spec import ITEMS_FILE, MANIFEST_FILE, SPEC_FILE
 
 _ENGINE = "--service.engine"
@@ -34,7 +34,7 @@ _OPTIONS = {
     "full": [f"{_ENGINE}.tiers.keeps_prefix", "false", f"{_ENGINE}.trigger.policy", "never"],
     "relay": [],
 }
-_ALONE, _MOST_VISITS, _BANK = 20, 64, 1 << 16
+_ALONE = 20
 _Sizes = list[tuple[tuple[int, ...], int]]
 
 
@@ -92,7 +92,7 @@ class _Bed:
 
     def unloaded_ms(self, lengths: tuple[int, ...], asked: int) -> float:
         """Median of requests that leave one after the other."""
-        bodies = [self._bodies(lengths, asked, user, 0)[1] for user in range(_ALONE)]
+        bodies = [self._users.of(lengths, asked, user, 0)[1] for user in range(_ALONE)]
         outcomes = [SocketLoad(self.port).run([0.0], [post("/v1/rank", body)]) for body in bodies]
         return statistics.median(float(outcome.ended_s[0] - outcome.sent_s[0]) * 1e3 for outcome in outcomes)
 
@@ -141,7 +141,7 @@ class _Bed:
         )  # fmt: skip
         self._first_user += _ALONE + 100_000  # nobody has been here in another trial
         at_s, before = arrivals(rate, load), self._counts()
-        made = [self._bodies(lengths, asked, self._first_user + user, visit) for user, visit in load.visits(at_s)]
+        made = [self._users.of(lengths, asked, self._first_user + user, visit) for user, visit in load.visits(at_s)]
         pairs = list(zip(at_s, made, strict=True))
         sent = [(at + load.signal_s, post("/v1/rank", body), True, at) for at, (_, body) in pairs]
         if self.mode != "full":
@@ -156,40 +156,11 @@ class _Bed:
         used = {name: after[name] - before.get(name, 0) for name in after if name.startswith(("rank_", "signal_"))}
         return Trial(rate, latency_ms[counted], late_ms, float(at_s[-1]) - load.warm_s), used
 
-    def _bodies(self, lengths: tuple[int, ...], asked: int, user: int, visit: int) -> tuple[bytes, bytes]:
-        """(signal, ranking request); a user's events are a function of the user."""
-        length = lengths[user * 7919 % len(lengths)] + visit * self.bench.new_events
-        first = user * 7919 % (_BANK // 2)
-        columns = [b'"items":[%b]' % self._bank["items"].cut(first, length)]
-        columns.append(b'"times_ms":[%b]' % self._bank["times"].cut(0, length))
-        if self._reads.actions:
-            columns.append(b'"actions":[%b]' % self._bank["actions"].cut(first, length))
-        if self._reads.features:
-            columns.append(b'"features":%b' % orjson.dumps({name: [None] * length for name in self._reads.features}))
-        of_user = {"user_features": dict.fromkeys(self._reads.user_features)} if self._reads.user_features else {}
-        of_asked = {"context": dict.fromkeys(self._reads.features)} if self._reads.features else {}
-        common = orjson.dumps({"user": str(user), "now_ms": 1_700_000_000_000, **of_user})[:-1]
-        common += b',"history":{%b}' % b",".join(columns)
-        rank = orjson.dumps({"timeout_ms": 10_000, **of_asked})[1:-1]
-        chosen = self._bank["items"].cut(first // 2, asked)
-        return b'%b,"num_candidates":%d}' % (common, asked), b'%b,%b,"candidates":[%b]}' % (common, rank, chosen)
-
     @cached_property
-    def _bank(self) -> "dict[str, _Written]":
-        """Events as text, of which those of a user are a piece: to write them anew would take longer than a trial."""
-        rng = np.random.default_rng(self.bench.seed)
-        items = [self._items[i] for i in rng.integers(0, len(self._items), _BANK)]
-        actions = rng.choice(self._reads.actions, _BANK).tolist() if self._reads.actions else []
-        times = (np.arange(_BANK) * 60_000 + 1_600_000_000_000 - _BANK * 60_000).tolist()
-        return {"items": _Written(items), "times": _Written(times), "actions": _Written(actions)}
-
-    @cached_property
-    def _items(self) -> list[str]:
-        return list(json.loads((Path(self.bench.model) / ITEMS_FILE).read_text()))
-
-    @cached_property
-    def _reads(self) -> Reads:
-        return reads_from(self._get("/v1/models")["models"])
+    def _users(self) -> UserBodies:
+        items = json.loads((Path(self.bench.model) / ITEMS_FILE).read_text())
+        reads = reads_from(self._get("/v1/models")["models"])
+        return UserBodies(items, reads, new_events=self.bench.new_events, seed=self.bench.seed)
 
     def _counts(self) -> dict[str, int]:
         """What the engines of the model that ranks have counted, over all instances."""
@@ -216,17 +187,6 @@ class _Bed:
             except OSError:
                 pass
             time.sleep(0.1)
-
-
-class _Written:
-    """Values as JSON, of which any run is a piece of one text."""
-
-    def __init__(self, values: list[Any]):
-        parts = [orjson.dumps(value) for value in values]
-        self._text, self._ends = b",".join(parts), np.cumsum([0, *(len(part) + 1 for part in parts)])
-
-    def cut(self, first: int, count: int) -> bytes:
-        return self._text[self._ends[first] : max(0, self._ends[first + count] - 1)]
 
 
 def _told(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -200,7 +200,11 @@ class Reader:
             self.notes.add_default(field, list(default))
             given = [list(default) if action is None else action for action in given or [None] * count]
         try:
-            sums: Any = given if kinds == {int} else [_sum_of_bits(action, bits) for action in given or ()]
+            sums: Any = given
+            if kinds == {str}:
+                sums = [*map(bits.__getitem__, cast(list[str], given))]
+            elif kinds != {int}:
+                sums = [_sum_of_bits(action, bits) for action in given or ()]
             actions = np.array(sums, np.int64)
         except (KeyError, OverflowError):
             actions = np.full(count, -1)

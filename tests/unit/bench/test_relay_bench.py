@@ -137,7 +137,7 @@ def test_an_exported_model_is_measured_over_http_with_its_front_and_router(tmp_p
     encoder = replace(BENCH.encoder, max_length=128)
     write_servable(random_ranking(encoder, num_items=50), tmp_path / "model")
     bench = replace(BENCH, model=str(tmp_path / "model"), lengths=(4, 40), slo_factor=1e4, duration_s=1.5, fewest=5,
-                    returning=(0.5,), search_s=4.0, modes=("full", "relay"))  # fmt: skip
+                    returning=(0.5,), search_s=4.0, factor=4.0, modes=("full", "relay"))  # fmt: skip
     full, relay = measure_relay(bench)
     assert [row["in_process"] for row in (full, relay)] == [False, False]
     assert min(full["max_qps"], relay["max_qps"]) > 0
