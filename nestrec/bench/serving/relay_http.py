@@ -92,7 +92,7 @@ class _Bed:
 
     def unloaded_ms(self, lengths: tuple[int, ...], asked: int) -> float:
         """Median of requests that leave one after the other."""
-        bodies = [self._users.of(lengths, asked, user, 0)[1] for user in range(_ALONE)]
+        bodies = [self._users.of(lengths, asked, user, 0)[2] for user in range(_ALONE)]
         outcomes = [SocketLoad(self.port).run([0.0], [post("/v1/rank", body)]) for body in bodies]
         return statistics.median(float(outcome.ended_s[0] - outcome.sent_s[0]) * 1e3 for outcome in outcomes)
 
@@ -143,12 +143,16 @@ class _Bed:
         at_s, before = arrivals(rate, load), self._counts()
         made = [self._users.of(lengths, asked, self._first_user + user, visit) for user, visit in load.visits(at_s)]
         pairs = list(zip(at_s, made, strict=True))
-        sent = [(at + load.signal_s, post("/v1/rank", body), True, at) for at, (_, body) in pairs]
-        if self.mode != "full":
-            sent += [(at, post("/v1/preinfer", signal), False, at) for at, (signal, _) in pairs]
-        sent.sort(key=lambda one: one[0])
+        sent = [(at + load.signal_s, post("/v1/rank", rank), True, at) for at, (*_, rank) in pairs]
+        if self.mode != "full":  # the number of events alone, and the events where they are wanted
+            sent += [(at, post("/v1/preinfer", asks), False, at) for at, (asks, *_) in pairs]
+        order = sorted(range(len(sent)), key=lambda i: sent[i][0])
+        wanted = {place: post("/v1/preinfer", pairs[i - len(pairs)][1][1])
+                  for place, i in enumerate(order) if i >= len(pairs)}  # fmt: skip
+        sent = [sent[i] for i in order]
         moments = np.array([moment for moment, *_ in sent])
-        outcome = SocketLoad(self.port, timeout_s=10.0).run(moments, [request for _, request, *_ in sent])
+        load_on = SocketLoad(self.port, timeout_s=10.0)
+        outcome = load_on.run(moments, [request for _, request, *_ in sent], wanted)
         latency_ms = np.where(outcome.status == 200, (outcome.ended_s - moments) * 1e3, np.inf)
         counted = np.array([is_rank and at >= load.warm_s for *_, is_rank, at in sent])
         late_ms = float(np.quantile((outcome.sent_s - moments)[counted], 0.99)) * 1e3

@@ -9,7 +9,7 @@ import re
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_NOBODY, _UNASKED = -1, -2
+"""numbers of no request, and of one whose answer is of no interest"""
 _RETRY = re.compile(rb"\r\nretry-after: *\d+\r\n", re.IGNORECASE)
 
 
@@ -42,10 +44,10 @@ class _Connection:
     def __init__(self, port: int):
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.received, self.number = b"", -1
+        self.received, self.number = b"", _NOBODY
 
-    def whole_answer(self) -> bytes | None:
-        """Its head, once all of it has come. `EOFError` where the server has closed."""
+    def whole_answer(self) -> tuple[bytes, bytes] | None:
+        """Its head and body, once all of it has come. `EOFError` where the server has closed."""
         piece = self.socket.recv(1 << 18)
         if not piece:
             raise EOFError
@@ -57,8 +59,8 @@ class _Connection:
         length = _LENGTH.search(head)
         if len(self.received) < end + 4 + (int(length[1]) if length is not None else 0):
             return None
-        self.received = b""
-        return head
+        body, self.received = self.received[end + 4 :], b""
+        return head, body
 
 
 class SocketLoad:
@@ -71,9 +73,13 @@ class SocketLoad:
         self._idle: list[_Connection] = []
         self._num_under_way = 0
 
-    def run(self, at_s: Sequence[float] | Floats, requests: Sequence[bytes]) -> LoadOutcome:
-        """Send request i at `at_s[i]`, which do not decrease, and wait for all answers."""
+    def run(
+        self, at_s: Sequence[float] | Floats, requests: Sequence[bytes], wanted: Mapping[int, bytes] | None = None
+    ) -> LoadOutcome:
+        """Send request i at `at_s[i]`, which do not decrease, and wait for all answers. wanted: what is sent as soon as
+        the answer to a request says that it is; its own answer is nobody's."""
         count, moments = len(at_s), [float(moment_s) for moment_s in at_s]
+        self._wanted = wanted or {}
         self._outcome = LoadOutcome(
             np.zeros(count, np.int64), np.zeros(count), np.full(count, np.inf), np.zeros(count, np.bool_)
         )
@@ -92,7 +98,8 @@ class SocketLoad:
         return self._outcome
 
     def _send(self, number: int, data: bytes) -> None:
-        self._outcome.sent_s[number] = time.perf_counter() - self._start_s
+        if number >= 0:
+            self._outcome.sent_s[number] = time.perf_counter() - self._start_s
         try:
             connection = self._idle.pop() if self._idle else self._opened()
             connection.number = number
@@ -116,22 +123,26 @@ class SocketLoad:
 
     def _read_from(self, connection: _Connection) -> None:
         try:
-            head = connection.whole_answer()
+            answer = connection.whole_answer()
         except (OSError, EOFError):
             self._drop(connection)
             return
-        if head is None:
+        if answer is None:
             return
-        number, outcome = connection.number, self._outcome
+        (head, body), number, outcome = answer, connection.number, self._outcome
+        connection.number = _NOBODY
+        self._num_under_way -= 1
+        self._idle.append(connection)
+        if number == _UNASKED:
+            return
         outcome.ended_s[number] = time.perf_counter() - self._start_s
         outcome.status[number] = int(head.split(b" ", 2)[1])
         outcome.says_when[number] = _RETRY.search(head) is not None
-        connection.number = -1
-        self._num_under_way -= 1
-        self._idle.append(connection)
+        if number in self._wanted and b'"wanted"' in body:
+            self._send(_UNASKED, self._wanted[number])
 
     def _drop(self, connection: _Connection) -> None:
-        if connection.number >= 0:
+        if connection.number != _NOBODY:
             self._num_under_way -= 1
         elif connection in self._idle:
             self._idle.remove(connection)

@@ -26,8 +26,9 @@ class UserBodies:
         self._actions = _Written(rng.choice(reads.actions, _BANK).tolist() if reads.actions else [])
         self._times = _Written((_NOW_MS + (np.arange(_BANK) - _BANK) * _EVERY_MS).tolist())
 
-    def of(self, lengths: Sequence[int], asked: int, user: int, visit: int) -> tuple[bytes, bytes]:
-        """(signal, ranking request). lengths: events at the first visit, by turns of users."""
+    def of(self, lengths: Sequence[int], asked: int, user: int, visit: int) -> tuple[bytes, bytes, bytes]:
+        """(whether a signal is wanted, signal, ranking request). lengths: events at the first visit, by turns of
+        users."""
         length, first = lengths[user * 7919 % len(lengths)] + visit * self._new_events, user * 7919 % (_BANK // 2)
         columns = [b'"items":[%b]' % self._items.cut(first, length), b'"times_ms":[%b]' % self._times.cut(0, length)]
         if self._reads.actions:
@@ -42,7 +43,8 @@ class UserBodies:
             of_asked["context"] = dict.fromkeys(self._reads.features)
         common = b'%b,"history":{%b}' % (orjson.dumps(of_user)[:-1], b",".join(columns))
         rank = b'%b,"candidates":[%b]}' % (orjson.dumps(of_asked)[1:-1], self._items.cut(first // 2, asked))
-        return b'%b,"num_candidates":%d}' % (common, asked), b"%b,%b" % (common, rank)
+        asks = orjson.dumps({"user": str(user), "events": length, "num_candidates": asked})
+        return asks, b'%b,"num_candidates":%d}' % (common, asked), b"%b,%b" % (common, rank)
 
 
 class _Written:

@@ -96,3 +96,12 @@ def test_nobody_listens_and_nobody_answers():
     assert SocketLoad(port).run([0.0], [b"x"]).status.tolist() == [0]
     with serving(lambda *_: None) as port:
         assert SocketLoad(port, timeout_s=0.05).run([0.0], [b"x"]).status.tolist() == [0]
+
+
+def test_what_an_answer_wants_is_sent_after_it_and_counts_as_no_request():
+    bodies = iter([b'{"reason":"wanted"}', b'{"reason":"admitted"}', b'{"reason":"safe"}'])
+    with serving(lambda connection, _: reply(connection, body=next(bodies))) as port:
+        more = {0: post("/", b"{}"), 1: post("/", b"{}")}
+        outcome = SocketLoad(port).run([0.0, 0.2], [post("/", b"{}")] * 2, more)
+    assert (outcome.status == 200).all()
+    assert next(bodies, None) is None

@@ -21,7 +21,7 @@ from nestrec.ops.attention.paged.kernel import CHANNEL, SILU, SOFTMAX, attention
 
 Weights = Literal["silu", "softmax", "channel"]
 _SHARED_BYTES = 160 << 10
-"""of keys, values and biases of a program"""
+"""of queries, keys and values of a program"""
 _MODES = {"silu": SILU, "softmax": SOFTMAX, "channel": CHANNEL}
 
 
@@ -138,7 +138,7 @@ def paged_attention(  # noqa: PLR0917
         REACH=seen.reach,
         CONTEXT=seen.context,
         num_warps=num_warps,
-        num_stages=num_stages or _stages(out, padded(dim), biases is not None, kept.scales is not None),
+        num_stages=num_stages or _stages(out, padded(dim)),
     )
     return out
 
@@ -147,10 +147,10 @@ def _is_half(out: torch.Tensor) -> bool:
     return out.dtype in (torch.bfloat16, torch.float16)
 
 
-def _stages(out: torch.Tensor, width: int, has_bias: bool, is_small: bool) -> int:
-    """Blocks of keys on their way at once, as shared memory has room for; those of 8 bits are there in both forms."""
-    per_stage = (2 * BLOCK_KEYS * width + (BLOCK_ROWS * BLOCK_KEYS if has_bias else 0)) * out.itemsize
-    return min(max((_SHARED_BYTES >> int(is_small)) // per_stage, 1), 3)
+def _stages(out: torch.Tensor, width: int) -> int:
+    """Blocks of keys and values on their way at once, as shared memory has room for beside the queries."""
+    queries, per_stage = BLOCK_ROWS * width * out.itemsize, 2 * BLOCK_KEYS * width * out.itemsize
+    return min(max((_SHARED_BYTES - queries) // per_stage, 1), 3)
 
 
 def store_in_pages(k_TW: torch.Tensor, v_TW: torch.Tensor, kept: KeptLayer, slots_T: torch.Tensor) -> None:
