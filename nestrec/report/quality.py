@@ -39,15 +39,19 @@ def quality_rows(runs: Sequence[Path]) -> list[Row]:
     return [_quality_row(group) for group in _by_recipe(runs).values()]
 
 
-def comparison_rows(runs: Sequence[Path], pairs: Sequence[tuple[str, str]]) -> list[Row]:
+def comparison_rows(
+    runs: Sequence[Path], pairs: Sequence[tuple[str, str]], most_events: int | None = None
+) -> list[Row]:
     """For each pair of recipes, the first minus the second: mean over users of the difference of seed averages.
 
     Fields: recipe, against, dataset, seeds, against_seeds, users; for each metric `m_difference`,
     `m_difference_interval` over users, `m_difference_seed_error`, the standard error that comes from seeds alone, and
     where both have the same seeds `m_difference_of_seeds`: runs of one seed share order, negatives and dropout, so
-    that error is then of these differences.
+    that error is then of these differences. most_events: only targets with so many training events at most.
     """
     groups = _by_recipe(runs)
+    if most_events is not None:
+        groups = {name: [run.of_rare(most_events) for run in group] for name, group in groups.items()}
     for name in (name for pair in pairs for name in pair):
         if name not in groups:
             raise UserError("has no run", field="recipe", value=name, remedy=f"known: {', '.join(groups)}")

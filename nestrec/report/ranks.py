@@ -3,7 +3,7 @@
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Ranks:
     """Sorted."""
     ranks: Mapping[str, NDArray[np.int64]]
     """Of each system and user: 1-based rank of the target, 0 beyond `max_k`."""
+    item_events: NDArray[np.int64] | None
+    """Training events of each target; none where the test is an older one."""
     validations: Mapping[int, float]
     """Epoch to the headline metric on the validation part; empty where the records are gone."""
     best_epoch: int | None
@@ -49,6 +51,14 @@ class Ranks:
     def epochs(self) -> int | None:
         """Epochs after which the run was validated for the last time."""
         return max(self.validations, default=None)
+
+    def of_rare(self, most_events: int) -> "Ranks":
+        """Of the targets with so many training events at most."""
+        if self.item_events is None:
+            raise UserError("does not tell rare targets", field="run", value=str(self.folder), remedy="repeat its test")
+        is_rare = self.item_events <= most_events
+        kept = {system: rank[is_rare] for system, rank in self.ranks.items()}
+        return replace(self, users=self.users[is_rare], ranks=kept, item_events=self.item_events[is_rare])
 
 
 def load_ranks(run: Path) -> Ranks:
@@ -68,6 +78,7 @@ def load_ranks(run: Path) -> Ranks:
             max_k=max(config["task"]["evaluation"]["ks"]),
             users=arrays["users"][order],
             ranks={name.removeprefix(_PREFIX): arrays[name][order] for name in arrays if name.startswith(_PREFIX)},
+            item_events=arrays["item_events"][order] if "item_events" in arrays else None,
             validations=validations,
             best_epoch=best_epoch,
         )

@@ -64,8 +64,10 @@ class RetrievalResults:
         if part == "valid":
             return Evaluation(part, self._cfg.headline, metrics, details)
         notes = (*_barred(measure, len(queries.users)), *self._notes)
+        targets = self._targets(measure, queries)
+        details["item_events"] = targets.item_events
         slices = measure_slices(
-            slice_masks(self._cfg.slices, self._dataset, self._targets(measure, queries)),
+            slice_masks(self._cfg.slices, self._dataset, targets),
             list(ranked),
             lambda system, mask: bootstrap(
                 ranking_metrics(rank[system][mask], self._cfg.ks), num_draws=SLICE_DRAWS, groups=queries.users[mask]

@@ -16,6 +16,7 @@ from nestrec.library.input_comparison import InputComparison, Tested, experiment
 from nestrec.report.evaluations import verdict_on
 from nestrec.report.quality import comparison_rows
 from nestrec.report.ranks import has_ranks
+from nestrec.tasks.slices import RARE
 
 
 def _measure(bench: InputComparison) -> Generator[Row, None, More]:
@@ -29,7 +30,9 @@ def _measure(bench: InputComparison) -> Generator[Row, None, More]:
         verdicts += [_verdict(name, inputs, one) for inputs, of in found.items() for one in of]
         if len(runs) > 1 and all(map(has_ranks, flat)):
             base, *others = (of[0]["name"] for of in found.values())
-            comparisons += [{"what": name, **row} for row in comparison_rows(flat, [(o, base) for o in others])]
+            pairs = [(other, base) for other in others]
+            parts = {"all": comparison_rows(flat, pairs), f"at most {RARE} events": comparison_rows(flat, pairs, RARE)}
+            comparisons += [{"what": name, "part": part, **row} for part, found in parts.items() for row in found]
         all_runs += flat
     return {"hardware": trained_on(all_runs), "comparisons": comparisons, "verdicts": verdicts}
 

@@ -1,6 +1,8 @@
 """Rows of `nestrec bench features`: means over seeds, by slices, beside systems without a model."""
 
+import json
 from collections.abc import Generator
+from pathlib import Path
 
 from nestrec.base.config import with_overrides
 from nestrec.bench.bench import More, Row
@@ -52,10 +54,16 @@ def test_runs_of_other_commands_are_put_together_and_not_trained_again(tmp_path,
     assert len(tested_at) == 2
     assert tested_at == {path: path.stat().st_mtime_ns for path in tested_at}
     assert {row["inputs"] for row in rows} >= {"ids", "brands", "popularity", "last item"}
-    (found,) = more["comparisons"]
+    found, of_rare = more["comparisons"]
     assert (found["recipe"], found["against"], found["what"]) == ("demo_brands", "demo_ids", "tiny")
+    assert (of_rare["part"], found["part"]) == ("at most 5 events", "all")
+    assert of_rare["users"] == found["users"] - sum(_other_items(path) for path in tested_at) / 2
     assert [row["inputs"] for row in more["verdicts"]] == ["ids", "brands"]
     assert all("baseline" in row["said"].lower() for row in more["verdicts"])
+
+
+def _other_items(file: Path) -> int:
+    return int(json.loads(file.read_text())["slices"]["other items"]["count"])
 
 
 def _all_of(measured: Generator[Row, None, More]) -> tuple[list[Row], More]:
