@@ -47,7 +47,7 @@ all-tests: setup
 # The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
 # the loop of edit and test.
 QUICK := base trace jagged ops models distributed balance embedding pipeline tasks checkpoint
-LONGER := ops/test_under_interpreter.py ops/test_hopper_compiles.py embedding/test_disk_memory.py
+LONGER := ops/test_under_interpreter.py ops/test_hopper_compiles.py embedding/test_disk_memory.py base/test_memory.py
 test-quick: setup
 	$(PYTEST) $(QUICK:%=tests/unit/%) $(LONGER:%=--ignore=tests/unit/%) --numprocesses 2 $(BY_FILE)
 
