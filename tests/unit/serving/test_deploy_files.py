@@ -1,5 +1,7 @@
 """Image, compose file and manifests: by the schemas of those who read them, and by what this server knows of itself."""
 
+import ast
+import importlib
 import json
 import re
 import subprocess
@@ -221,3 +223,11 @@ def test_the_autoscaler_goes_by_metrics_that_the_adapter_makes(manifests):
     }
     rules = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
     assert asked == {rule["name"]["as"] for rule in rules}
+
+
+@pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.py")), ids=lambda path: path.name)
+def test_scripts_take_what_they_need_from_where_it_is(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nestrec"):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
