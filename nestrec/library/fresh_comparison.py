@@ -8,6 +8,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +66,41 @@ def _in_turn(bench: FreshComparison, folder: Path) -> Iterator[Row]:
 
 
 def _side_by_side(bench: FreshComparison, folder: Path) -> Iterator[Row]:
-    context = multiprocessing.get_context("spawn")
     for first in range(0, len(bench.seeds), bench.at_once):
-        told = context.SimpleQueue()
         seeds = bench.seeds[first : first + bench.at_once]
-        processes = [context.Process(target=_tell, args=(bench, seed, folder, told)) for seed in seeds]
+        processes = [_Telling(bench, seed, folder) for seed in seeds]
+        telling = [process.rows for process in processes]
+        while telling:
+            for rows in wait(telling):
+                assert isinstance(rows, Connection)
+                try:
+                    yield rows.recv()
+                except EOFError:  # it has ended, in whatever way
+                    telling.remove(rows)
         for process in processes:
-            process.start()
-        for _ in processes:
-            yield from iter(told.get, None)
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise RuntimeError(f"a process that trains one of the seeds {seeds} ended with {process.exitcode}")
+            process.check()
 
 
-def _tell(bench: FreshComparison, seed: int, folder: Path, told: Any) -> None:
-    try:
-        for row in WaysToKeepFresh(bench, seed, folder / str(seed)).rows():
-            told.put(row)
-    finally:
-        told.put(None)
+class _Telling:
+    """A process that trains one seed, and tells its rows as they come."""
+
+    def __init__(self, bench: FreshComparison, seed: int, folder: Path):
+        context = multiprocessing.get_context("spawn")
+        self._seed = seed
+        self.rows, told = context.Pipe(duplex=False)
+        self._process = context.Process(target=_tell, args=(bench, seed, folder, told))
+        self._process.start()
+        told.close()  # ours, so that its end is that of the process
+
+    def check(self) -> None:
+        self._process.join()
+        if self._process.exitcode:
+            raise RuntimeError(f"the process that trains with seed {self._seed} ended with {self._process.exitcode}")
+
+
+def _tell(bench: FreshComparison, seed: int, folder: Path, told: "Connection[Row, None]") -> None:
+    for row in WaysToKeepFresh(bench, seed, folder / str(seed)).rows():
+        told.send(row)
 
 
 class WaysToKeepFresh:
