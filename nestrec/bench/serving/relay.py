@@ -119,9 +119,10 @@ class Size:
         known = others[0] if others and not mode_named(name).keeps_prefix else None
         if name == "full" and slo_ms < self._unloaded_ms:
             known = 0.0
-        row = self._sweep(name, returning, slo_ms).row(slo_ms, known)
+        key = (self._bed.bench.modes[0], returning, slo_ms)
+        row = self._sweep(name, returning, slo_ms).row(slo_ms, known, self._best.get(key, 0.0))
         self._best[name, returning, slo_ms] = row["max_qps"]
-        first = self._best[self._bed.bench.modes[0], returning, slo_ms]
+        first = self._best[key]
         speedup = round(row["max_qps"] / first, 3) if first else None
         return {**row, "speedup": speedup, "full_p50_ms": round(self._unloaded_ms, 3)}
 
@@ -151,12 +152,13 @@ class Sweep:
             self._outcomes[rate] = self._bed.trial(self._mode, self.load, rate, self._budget_ms)
         return self._outcomes[rate].trial
 
-    def row(self, slo_ms: float, known: float | None = None) -> dict[str, Any]:
-        """The largest rate that meets an SLO; `known` where another load has given it already."""
+    def row(self, slo_ms: float, known: float | None, first: float) -> dict[str, Any]:
+        """The largest rate that meets an SLO; `known` where another load has given it already. first: that of the first
+        mode, which is tried before any other: whether this one is ever worse is then one trial."""
         bound, bench = self._costs.bound_qps(self._mode, self.load.returning), self._bed.bench
         best: Trial | None = None
         if known is None:
-            start = bound * (0.85 if self._mode.sends_signals else 0.35)
+            start = first or bound * (0.85 if self._mode.sends_signals else 0.35)
             end_s = time.perf_counter() + bench.search_s
             rate, best = largest(
                 self.measure, slo_ms, start=start, rounds=bench.rounds, factor=bench.factor,

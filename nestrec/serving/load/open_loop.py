@@ -104,14 +104,14 @@ def largest(
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[float, Trial | None]:
     """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply by `factor`, or divide
-    by it, by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it is
-    as narrow as `factor`. is_over: asked after each trial; the best so far is the answer once it says so."""
+    by it, then by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it
+    is as narrow as `factor`. is_over: asked after each trial; the best so far is the answer once it says so."""
     low, high, best = 0.0, math.inf, None
-    value, num_missed = min(start, most), 0
+    value, num_met, num_missed = min(start, most), 0, 0
     for _ in range(24):
         trial = measure(value)
         if trial.meets(slo_ms):
-            low, best = value, trial
+            low, best, num_met = value, trial, num_met + 1
         else:
             high, num_missed = value, num_missed + 1
         if is_over():
@@ -119,7 +119,7 @@ def largest(
         if math.isinf(high):
             if low >= most:
                 break
-            value = min(low * factor, most)
+            value = min(low * factor**num_met, most)
         elif not low and high > start / 8:
             value = high / factor**num_missed
         elif low and high > low * factor * 1.01:

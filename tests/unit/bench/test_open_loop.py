@@ -71,14 +71,15 @@ def test_the_search_finds_the_largest_rate(capacity):
     assert len(asked) <= 16
 
 
-def test_a_search_from_far_above_takes_few_trials_and_ends_within_a_factor():
+@pytest.mark.parametrize("start", [9.6, 100.0])
+def test_a_search_from_far_away_takes_few_trials_and_ends_within_a_factor(start):
     asked = []
 
     def measure(rate):
         asked.append(rate)
         return trial_of([1.0 if rate <= 31.0 else 99.0])
 
-    found, _ = largest(measure, 50.0, start=100.0, rounds=1, factor=1.15)
+    found, _ = largest(measure, 50.0, start=start, rounds=1, factor=1.15)
     assert 31.0 / 1.15 <= found <= 31.0
     assert min(rate for rate in asked if rate > 31.0) <= found * 1.15 * 1.01
     assert len(asked) <= 8
