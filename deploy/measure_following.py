@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -108,7 +109,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     publish(address, encoder, chosen.items, 0.0, 0)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "nestrec", "serve", "--model", address, "--follow", "--follow.poll_s", "0.5"]
-    process = subprocess.Popen([*command, "--port", str(port)])
+    process = subprocess.Popen([*command, "--port", str(port), *shlex.split(chosen.serve)])
     writer = start_writer(chosen, address)
     rows = []
     try:
@@ -138,7 +139,13 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         writer.terminate()
         process.terminate()
         process.wait()
-    return [*rows, bytes_of(chosen, address, folder)]
+    if chosen.json:
+        keep(chosen, rows)
+    return rows if chosen.without_bytes else [*rows, bytes_of(chosen, address, folder)]
+
+
+def keep(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    write_frame(chosen.json, bench="fresh", command=" ".join(["python", *map(shlex.quote, sys.argv)]), rows=rows)
 
 
 def plain(cfg: ReplayConfig) -> dict[str, Any]:
@@ -268,6 +275,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--every", type=float, default=5.0)
+    parser.add_argument("--serve", default="", help="further options of `nestrec serve`, in quotes")
+    parser.add_argument("--without-bytes", action="store_true", help="do not write an export to compare deltas with")
     parser.add_argument("--write", help="write deltas to this address, and nothing else")
     chosen = parser.parse_args()
     if chosen.write:
@@ -277,7 +286,7 @@ def main() -> None:
         rows = measure(chosen, Path(folder))
     print(json.dumps(rows[-1]))
     if chosen.json:
-        write_frame(chosen.json, bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows)
+        keep(chosen, rows)
 
 
 if __name__ == "__main__":
