@@ -17,7 +17,7 @@ from nestrec.embedding.stores.store import Slots, Store
 
 _WAITS, _DONE = -1, -2
 """A slot whose row is still to be read from the store; one of no interest, or no more. Else its place aside."""
-_ROWS_A_TURN = 1 << 13
+_ROWS_A_TURN = 1 << 12
 """Rows that are read before a writer gets its turn."""
 Read = Callable[[Slots, NDArray[np.int32]], None]
 
@@ -32,7 +32,7 @@ class FrozenRows:
         self._aside = Slab(num_words)
         self._aside.reserve(max(1, max_bytes // (4 * num_words)))  # memory is taken as it is written
         self._num_used, self._free = 0, np.empty(0, np.int32)
-        self._turn = threading.Condition(threading.RLock())
+        self._turn, self._gate, self._num_coming = threading.Condition(threading.RLock()), threading.Lock(), 0
         self.num_aside = 0
         """Rows that were put aside so far."""
         self.waited_s = 0.0
@@ -43,16 +43,24 @@ class FrozenRows:
         """The caller is about to write to these slots of the store, or to change the store itself."""
         slots = np.empty(0, np.int64) if slots is None else slots
         start_s = time.perf_counter()
+        self._come(1)  # a lock alone would let the reader, who takes it again at once, go first many times
         with self._turn:
+            self._come(-1)
+            self._turn.notify_all()
             self._put_aside(slots[(slots >= 0) & (slots < len(self._place))])
             self.waited_s += time.perf_counter() - start_s
             yield
+
+    def _come(self, number: int) -> None:
+        with self._gate:
+            self._num_coming += number
 
     def take(self, slots: Slots, out: NDArray[np.int32]) -> None:
         """Rows of wanted slots as they were, each once."""
         for start in range(0, len(slots), _ROWS_A_TURN):
             part, rows = slots[start : start + _ROWS_A_TURN], out[start : start + _ROWS_A_TURN]
             with self._turn:
+                self._turn.wait_for(lambda: not self._num_coming)
                 place = self._place[part]
                 self._read(np.where(place == _WAITS, part, -1), rows)
                 aside = np.flatnonzero(place >= 0)

@@ -85,6 +85,23 @@ def test_training_waits_where_there_is_no_room_aside_and_goes_on_when_reading_en
     assert given_up.rows.num_aside <= 10
 
 
+def test_who_reads_and_who_waits_for_room_never_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("nestrec.embedding.stores.frozen._ROWS_A_TURN", 2)
+    shard = make_shard(tmp_path, "dram", 4000)
+    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
+    train(shard, owned, 1)
+    for step in range(2, 7):
+        expected = columns_of(shard.snapshot())
+        frozen = shard.freeze(max_bytes=10 * shard.layout.row_bytes)
+        parts = np.array_split(np.random.default_rng(step).permutation(owned), 100)
+        writer = threading.Thread(target=lambda parts=parts, step=step: [train(shard, part, step) for part in parts])
+        writer.start()
+        chunks = list(frozen)
+        writer.join()
+        frozen.close()
+        assert_same(columns_of(chunks), expected)
+
+
 def test_only_rows_changed_since_a_step_are_frozen(tmp_path):
     shard = make_shard(tmp_path, "device", 4000)
     owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
