@@ -31,6 +31,8 @@ from nestrec.serving.model.tables import ResidentTable, ServedTable
 SPARE = 64
 """rows of the first choice beyond those that are asked for: they may change places in the exact order"""
 _CHUNK_ROWS = 1 << 15
+_CHUNK_QUERIES = 64
+"""on a CPU: scores of more of them with a chunk of rows leave its caches"""
 _CHUNK_VECTORS = 1 << 25
 """elements of rows that are ordered exactly at once"""
 
@@ -48,6 +50,11 @@ class Excluded:
         counts = [len(one) for one in items]
         queries, rows = np.repeat(np.arange(len(items)), counts), np.concatenate([np.zeros(0, np.int64), *items]) - 1
         return Excluded(queries[rows >= 0], rows[rows >= 0])
+
+    def of_queries(self, first: int, end: int) -> "Excluded":
+        """Those of some queries, counted from the first of them."""
+        is_own = (self.query_P >= first) & (self.query_P < end)
+        return Excluded(self.query_P[is_own] - first, self.row_P[is_own])
 
     def on(self, device: torch.device) -> ExcludedPairs | None:
         if not len(self.row_P):
@@ -74,6 +81,11 @@ class ExactSearch:
     def best(
         self, queries_BD: torch.Tensor, k: int, excluded: Excluded
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        if not queries_BD.is_cuda and len(queries_BD) > _CHUNK_QUERIES:
+            bounds = range(0, len(queries_BD), _CHUNK_QUERIES)
+            pieces = [(queries_BD[b : b + _CHUNK_QUERIES], excluded.of_queries(b, b + _CHUNK_QUERIES)) for b in bounds]
+            rows, scores = zip(*(self.best(queries, k, own) for queries, own in pieces), strict=True)
+            return np.concatenate(rows), np.concatenate(scores)
         scores_BK, rows_BK = scores_and_rows(self.best_keys(queries_BD, k, excluded.on(queries_BD.device)))
         return rows_BK.cpu().numpy(), scores_BK.cpu().numpy()
 

@@ -36,9 +36,11 @@ def definition(queries: torch.Tensor, rows: torch.Tensor, k: int, excluded: list
     return best
 
 
+@pytest.mark.parametrize("chunk_queries", [2, 64])
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("k", [1, 40, 450])
-def test_all_that_is_asked_at_once_is_the_definition(is_whole, k):
+def test_all_that_is_asked_at_once_is_the_definition(is_whole, k, chunk_queries, monkeypatch):
+    monkeypatch.setattr(item_search, "_CHUNK_QUERIES", chunk_queries)
     queries, rows = made(is_whole=is_whole)
     excluded = [np.arange(1, 1 + 100 * i) for i in range(5)]
     expected = definition(queries, rows, k, excluded)
