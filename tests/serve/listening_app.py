@@ -8,13 +8,14 @@ from uvicorn.server import ServerState
 from nestrec.serving.api.app import App
 from nestrec.serving.api.process.health_port import WithHealthPort
 from nestrec.serving.api.server import safety_of, uvicorn_config
+from nestrec.serving.many.gateway import Gateway
 
 
 @contextlib.asynccontextmanager
 async def listening(app, cfg):
     """The port of an application; that for health is open as well where there is one."""
     safety = safety_of(cfg)
-    config = uvicorn_config(app, cfg, app if isinstance(app, App) else None, safety)
+    config = uvicorn_config(app, cfg, app if isinstance(app, App | Gateway) else None, safety)
     config.load()
     state = ServerState()
     with_health = config.app if isinstance(config.app, WithHealthPort) else None

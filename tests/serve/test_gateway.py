@@ -24,6 +24,7 @@ from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 LIMITS = LimitsConfig(default_timeout_ms=1000)
+UNUSUAL = "application/json; charset=utf-8"
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
 
 
@@ -79,6 +80,36 @@ def user_of_slot(gateway, slot):
 def signals_of(service):
     counts = service.fleets["retrieval"].engines[0].counts
     return {name: count for name, count in counts.items() if name.startswith("signal_")}
+
+
+def test_requests_that_arrive_whole_are_asked_without_asgi_and_answered_alike(service):
+    bodies = [
+        ("/v1/recommend", {"user": "7", "history": EVENTS, "k": 3, "now_ms": 5}),
+        ("/v1/rank", {"user": "7", "history": EVENTS, "candidates": ["3", "nobody"], "now_ms": 5}),
+        ("/v1/rank", {"user": "7", "history": EVENTS}),
+        ("/v1/recommend", ["no request"]),
+    ]
+
+    async def use(client, gateway):
+        usual, asked = gateway._answer, []
+
+        async def counted(scope, body):
+            asked.append(scope["path"])
+            return await usual(scope, body)
+
+        gateway._answer = counted
+        found = []
+        for path, body in bodies:
+            plain = await client.post(path, json=body)
+            assert not asked
+            other = await client.post(path, content=plain.request.content, headers={"content-type": UNUSUAL})
+            assert asked.pop() == path
+            found += [(one.status_code, one.json(), one.headers.get("x-nestrec-slot")) for one in (plain, other)]
+        return found
+
+    found = through_gateway(service, use)
+    assert found[::2] == found[1::2]
+    assert [status for status, _, _ in found[::2]] == [200, 200, 400, 400]
 
 
 @pytest.mark.parametrize("budget_ms", [50.0, 0.0])

@@ -9,7 +9,8 @@ elsewhere it would make a second history.
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -37,6 +38,7 @@ from nestrec.serving.many.rollout import Rollout, Supervisor, version_of
 from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
 
+_LOG = logging.getLogger(__name__)
 _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/json"
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
@@ -48,7 +50,10 @@ _GRACE_S = 0.2
 
 
 class Gateway:
-    """An ASGI application over instances on ports of this machine; slot i is whatever listens on ports[i]."""
+    """An ASGI application over instances on ports of this machine; slot i is whatever listens on ports[i]. Requests of
+    users that arrive whole are asked for without ASGI in between (`Door`)."""
+
+    plain_routes: Mapping[bytes, str] = {route.encode(): route for route in _REPEATABLE}
 
     def __init__(
         self,
@@ -89,6 +94,24 @@ class Gateway:
             except BadRequestError as error:
                 answered = problem(error.status, error.message, error.field)
             await answered.send(send, is_last=body.is_unread)
+
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+        """Instances refuse, each for itself."""
+        return None
+
+    def count_malformed(self, status: int) -> None:
+        """It is answered, and nobody here counts it."""
+
+    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+        """Answer a request of a user."""
+        try:
+            answered = await self._routed("POST", route, route.encode(), body, client)
+        except BadRequestError as error:
+            answered = problem(error.status, error.message, error.field)
+        except Exception as error:
+            _LOG.error("a request failed", exc_info=error)
+            answered = problem(500, "the request failed here")
+        reply(answered)
 
     async def _answer(self, scope: Scope, unread: Body) -> Answered:
         check_head(scope, self._limits)

@@ -105,7 +105,7 @@ def _serve_gateway(
     follower = FrontFollower(instances.slots[0].models, cfg.follow.poll_s, gateway.swapped)
     if cfg.follow.on and cfg.follow.moves == "together":
         follower.start()
-    run_server(uvicorn_config(gateway, cfg, safety=safety), sockets, signals, announce)
+    run_server(uvicorn_config(gateway, cfg, gateway, safety), sockets, signals, announce)
     follower.close()
 
 
