@@ -76,7 +76,8 @@ class KafkaSource(StreamSource):
         messages = self._messages(partition, first, end)
         if not messages:
             return StreamRows(no_rows(f"{self._topic}/{partition}"), piece.what["behind"], 0.0)
-        lines = [message.value().decode("utf-8", "replace") for message in messages]
+        # A message without a value takes one back that has its key: events stay, and it is set aside as a bad row.
+        lines = [(message.value() or b"null").decode("utf-8", "replace") for message in messages]
         numbers = np.array([message.offset() + 1 for message in messages], dtype=np.int64)
         batch = self._lines.rows(f"{self._topic}/{partition}", lines, numbers)
         return StreamRows(batch, piece.what["behind"], max(message.timestamp()[1] for message in messages) / 1000)

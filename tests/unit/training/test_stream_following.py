@@ -4,7 +4,9 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import confluent_kafka
 import pytest
 
 from nestrec.base.failpoints import armed
@@ -132,3 +134,18 @@ def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> No
             assert source.lag(position) == {"messages": 60.0 - number}
         source.close()
     assert number == 60
+
+
+def test_a_message_without_a_value_is_a_bad_row() -> None:
+    wanted = tuple(stream_events(1)[0])
+    with topic(stream_events(3), partitions=1) as address:
+        producer = confluent_kafka.Producer({"bootstrap.servers": urlsplit(address).netloc})
+        producer.produce("events", None, key=b"of an event", partition=0)
+        assert producer.flush(20) == 0
+        source = KafkaSource(address, wanted)
+        rows = source.read({}, 10)
+        source.close()
+    assert rows is not None
+    assert rows.batch.num_rows == 3
+    assert len(rows.batch.bad) == 1
+    assert rows.position["offsets"] == {"0": 4}
