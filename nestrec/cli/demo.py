@@ -123,7 +123,10 @@ def _serve(output: Path, data: Path) -> None:
 
 
 def _nestrec(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "nestrec", *arguments], check=True)
+    """A command, in this process: another one would load torch again."""
+    from nestrec.cli.app import app
+
+    app(list(arguments), standalone_mode=False)
 
 
 def _request(data: Path) -> dict[str, Any]:
