@@ -12,13 +12,15 @@ from nestrec.library.configured import configured
 from nestrec.library.runs import train
 
 
-def write_log(folder: Path, name: str, *, clicks: float, repeats: bool = False, times: bool = True) -> str:
+def write_log(
+    folder: Path, name: str, *, clicks: float, repeats: bool = False, times: bool = True, num_users: int = 20
+) -> str:
     draw = np.random.default_rng(0)
     lines = ["user,item,at,clicked,device,seconds"]
     for second in range(600):
         clicked = int(draw.random() < clicks)
         item = draw.integers(3) if repeats else second // 20
-        lines.append(f"u{second % 20},i{item},{second},{clicked},{['tv', 'phone'][second % 2]},{clicked * 9}")
+        lines.append(f"u{second % num_users},i{item},{second},{clicked},{['tv', 'phone'][second % 2]},{clicked * 9}")
     (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     log = {
         "time": "at" if times else None,
@@ -35,6 +37,12 @@ def test_impressions_are_ranked_by_what_is_known_before(tmp_path: Path) -> None:
     assert (cfg.task.kind, cfg.task.inputs.labels, cfg.task.split.kind) == ("ranking", ("click",), "time")
     assert cfg.task.inputs.event_features == ("device",)
     assert "no action" in cfg.reasons["task.kind"]
+
+
+@pytest.mark.parametrize(("num_users", "train_on"), [(20, "last"), (3, "all")])
+def test_of_long_histories_all_events_are_trained_on(tmp_path: Path, num_users: int, train_on: str) -> None:
+    cfg = configured("auto", {"data.folder": write_log(tmp_path, "shown", clicks=0.4, num_users=num_users)})
+    assert (cfg.task.inputs.train_on, cfg.task.inputs.max_events) == (train_on, 32 if num_users == 20 else 128)
 
 
 @pytest.mark.parametrize(("options", "seen"), [({}, "history"), ({"repeats": True}, "none")])
