@@ -183,3 +183,17 @@ def test_checkpoints_from_before_they_had_names_go_on(tiny_data, tmp_path):
     trainer_of(tiny_data, tmp_path / "old").train()
     trainer_of(tiny_data, tmp_path / "run").train()
     assert run_digest(tmp_path / "run") == run_digest(tmp_path / "old")
+
+
+def test_a_run_goes_on_in_an_empty_folder_from_the_address_that_has_its_checkpoints(tiny_data, tmp_path):
+    elsewhere = {"training.checkpoint_address": str(tmp_path / "elsewhere")}
+    trainer_of(tiny_data, tmp_path / "one", {**elsewhere, "training.max_steps": 4}).train()
+    for run, more in (("other", elsewhere), ("whole", {})):
+        trainer = trainer_of(tiny_data, tmp_path / run, more)
+        trainer.train()
+        check_best_is_its_own(trainer)
+    assert run_digest(tmp_path / "other") == run_digest(tmp_path / "whole")
+    assert '"resumed from step 4"' in (tmp_path / "other" / "metrics.jsonl").read_text()
+    best = trainer.measure("test", best=True).score
+    shutil.rmtree(tmp_path / "other" / "best")
+    assert trainer_of(tiny_data, tmp_path / "other", elsewhere).measure("test", best=True).score == best
