@@ -12,7 +12,7 @@ from nestrec.report import write_report
 from nestrec.testing.tiny_runs import make_datasets
 from nestrec.trace import load_spans
 
-NUM_STEPS, NUM_STEPS_OF_GRID = 14, 100
+NUM_STEPS, NUM_STEPS_OF_GRID = 10, 100
 UNEQUAL, WITH_EMPTY_RANK = 7, 3
 """samples of a global batch: no multiple of the ranks; fewer than four"""
 NOT_EXACT = {"stale", "semi_async"}
@@ -134,7 +134,7 @@ def test_figures_of_every_step_are_recorded_and_drawn(pools, data, tmp_path):
 def test_fitted_costs_are_logged_saved_and_replayed(pools, data, tmp_path):
     wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.micro_batches": 1}
     setting = {**wrong, "batch.batch_samples": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
-    results = pools[2].run(train_with_times, data, str(tmp_path / "fitted"), 120, setting)
+    results = pools[2].run(train_with_times, data, str(tmp_path / "fitted"), 84, setting)
     (change,) = results[0]["changes"]
     assert change["step"] == 40
     assert change["cost"]["token"] == pytest.approx(TRUTH.token, rel=1e-6)
@@ -143,10 +143,10 @@ def test_fitted_costs_are_logged_saved_and_replayed(pools, data, tmp_path):
     assert [event["step"] for event in events if "cost of a sample fitted" in event.get("text", "")] == [40]
     # The change shows: before it, the dealing follows the wrong cost, after it the true one.
     gaps = [gap for report in results[0]["reports"] for gap in report["balance"]["max_token_gap"]]
-    assert sum(gaps[-40:]) < sum(gaps[:40])
+    assert sum(gaps[-30:]) < sum(gaps[:30])
 
     again = {**setting, "balance.replay": json.dumps(results[0]["changes"]), "balance.fit_every_steps": "none"}
-    replayed = pools[2].run(train, data, str(tmp_path / "replayed"), 120, again)
+    replayed = pools[2].run(train, data, str(tmp_path / "replayed"), 84, again)
     for a, b in zip(results, replayed, strict=True):
         assert a["samples"] == b["samples"]
         assert a["changes"] == b["changes"] == results[0]["changes"]
