@@ -16,10 +16,10 @@ from nestrec.ops.attention.relative_bias import RelativeBias
 pytestmark = pytest.mark.gpu
 OPTIONS = [
     "plain", "targets", "context", "window", "semi-local", "position", "time", "function", "both",
-    "semi-local and both", "all rules", "rules and position", "everything",
+    "semi-local and both", "all rules", "rules and position", "everything", "position and function",
 ]  # fmt: skip
 DIMS = [24, 64, 96, 128, 256]
-SHAPES_EACH = 15  # times 5 dims and 13 options: 975 batches
+SHAPES_EACH = 15  # times 5 dims and 14 options: 1,050 batches
 EDGES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 384, 513]
 NORMALISER = 300.0
 
@@ -60,7 +60,8 @@ def random_rules(draw, option, lengths):
 
 
 def random_bias(draw, option, lengths):
-    has = lambda name: option in (name, f"rules and {name}", "both", "semi-local and both", "everything")  # noqa: E731
+    both = ("both", "semi-local and both", "everything")
+    has = lambda name: option in (name, f"rules and {name}", f"{name} and function", *both)  # noqa: E731
     tokens, longest = sum(lengths), max(lengths)
     table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).cuda().requires_grad_()  # noqa: E731
     time = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, tokens)).astype(np.float64)).cuda()
@@ -68,7 +69,7 @@ def random_bias(draw, option, lengths):
     return RelativeBias(
         position_table=table(2 * longest + 9) if has("position") else None,
         time_table=table(65) if has("time") else None,
-        time_function=torch.tensor([0.7, 10.0, -0.7], device="cuda") if option == "function" else None,
+        time_function=torch.tensor([0.7, 10.0, -0.7], device="cuda") if option.endswith("function") else None,
         time_T=time,
         query_time_T=time + wait,
     )
@@ -132,6 +133,27 @@ def test_errors_are_at_most_twice_those_of_eager_torch(dim, option):
         compare(lengths, vectors, random_bias(draw, option, lengths), random_rules(draw, option, lengths), dtype)
 
 
+def seconds_of(kind, count, draw):
+    """At which events were seen: an hour apart, or seconds apart with weeks between."""
+    if kind == "hours":
+        return np.arange(count) * 3600.0
+    return np.cumsum(draw.integers(1, 20, count) * np.where(draw.random(count) < 0.02, 1e6, 1.0))
+
+
+@pytest.mark.parametrize("kind", ["hours", "sessions"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_histories_with_a_time_function_are_as_exact(dim, kind):
+    """Most pairs are far, and have no biases of their own."""
+    draw = np.random.default_rng(dim)
+    for lengths, scalars in ([1300, 0, 257], [0.1, 11.4, -0.7]), ([1000, 130], [1.5, 9.0, -0.2]):
+        time = torch.from_numpy(seconds_of(kind, sum(lengths), draw)).cuda()
+        function = torch.tensor(scalars, device="cuda")
+        vectors = random_vectors(draw, "contiguous", (sum(lengths), 3, dim), torch.float32)
+        vectors[0] = vectors[0] * 2 * dim**-0.5
+        bias = RelativeBias(time_function=function, time_T=time, query_time_T=time + 9.0)
+        compare(lengths, [x.bfloat16() for x in vectors], bias, AttentionRules(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("option", ["plain", "everything"])
 def test_float32_is_as_exact_as_eager_float32(option):
     assert torch.get_float32_matmul_precision() == "highest"
@@ -144,7 +166,7 @@ def test_float32_is_as_exact_as_eager_float32(option):
         compare(lengths, vectors, bias, rules, torch.float32)
 
 
-@pytest.mark.parametrize("option", ["plain", "position", "both", "function", "everything"])
+@pytest.mark.parametrize("option", ["plain", "position", "both", "function", "position and function", "everything"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_twenty_runs_give_the_same_bits(dim, option):
     draw = np.random.default_rng(dim)
@@ -162,7 +184,7 @@ def test_twenty_runs_give_the_same_bits(dim, option):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("option", ["plain", "both", "all rules", "everything"])
+@pytest.mark.parametrize("option", ["plain", "both", "function", "all rules", "everything"])
 @pytest.mark.parametrize("dim", [48, 64, 128, 256])
 def test_what_lies_around_a_sequence_is_never_read(dim, option):
     """Other sequences and the memory before and behind the batch are poisoned with NaN."""

@@ -7,6 +7,12 @@ columns, and the words of a tile lie where the threads of a matrix instruction w
 
     word 512 u + 4 (32 w + 4 r + c) + 2 k + h      is row 16 w + 8 h + r, columns 16 u + 8 k + 2 c and the next
 
+Where biases are those of distances alone, words repeat: 8 rows and 8 columns of a matrix instruction have one for each
+of 32 threads, and it is the same wherever their distance is. So there is a line of 32 words for every 8 tokens of
+distance, and a thread needs 9 words of neighbouring lines for a tile instead of 16:
+
+    word 4 r + c of a line m       is row less column 8 m + r - 2 c, and the next column's
+
 A word of bfloat16 is read without taking it apart: moved by 16 bits it is the first value, and as it is the second,
 whose own 16 bits are chosen with those behind them in mind. So both are within half a unit of bfloat16. Half of each
 bias is kept, since SiLU begins with half of the score: adding it costs no instruction more.
@@ -15,7 +21,7 @@ Legend: T tokens, B sequences.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0917
+# ruff: noqa: PLR0917, RUF059
 
 from typing import Any, NamedTuple
 
@@ -33,6 +39,8 @@ SIDE = 64
 """rows and columns of a tile"""
 WORDS = SIDE * SIDE // 2
 """of the biases of a tile"""
+LANES, LINES = 32, 32
+"""words of a line, where biases are those of distances alone, and lines that a program writes"""
 LARGEST_BUCKET = 255
 MAX_BYTES = 8 << 30
 """of the biases of a batch; larger ones are for kernels that find biases themselves"""
@@ -160,9 +168,12 @@ class BiasWords(NamedTuple):
     """Biases of the pairs of a batch, as a pass reads them."""
 
     words: torch.Tensor | None
-    """int32, (tiles, words of a tile); None without biases"""
+    """int32, (tiles, words of a tile), or (lines, LANES); None without biases"""
     origin: int
-    """-1: a tile for each tile of pairs. Otherwise tiles lie by distance in blocks, that of the diagonal here"""
+    """-1: a tile for each tile of pairs. Otherwise lines by distance, that of the diagonal here"""
+
+
+NO_WORDS = BiasWords(None, -1)
 
 
 def needs_pairs(bias: RelativeBias, *, has_targets: bool) -> bool:
@@ -188,14 +199,15 @@ def write_bias(
     plan: None where biases are those of distances alone.
     """
     position = bias.position_table
-    shared: dict[str, Any] = {"REVERSED": is_reversed, "IS_BF16": dtype == torch.bfloat16, "SIDE": SIDE, "num_warps": 4}
+    shared: dict[str, Any] = {"REVERSED": is_reversed, "IS_BF16": dtype == torch.bfloat16, "num_warps": 4}
     centre = 0 if position is None else (position.numel() - 1) // 2
     if plan is None:
         assert position is not None
-        blocks = -(-max_length // SIDE)
-        origin, count = (blocks, 2 * blocks + 1) if is_square else (1, blocks + 2)
-        words = torch.empty(count, WORDS, dtype=torch.int32, device=offsets.device)
-        _distances_kernel[(count,)](words, position, centre, origin, **shared)
+        origin = -(-max_length // 8) + 4 * (SIDE // 8)
+        words = torch.empty(2 * origin + 1, LANES, dtype=torch.int32, device=offsets.device)
+        _distances_kernel[(-(-len(words) // LINES),)](
+            words, position, centre, origin, len(words), LINES=LINES, **shared
+        )
         return BiasWords(words, origin)
     words = torch.empty(plan.most, WORDS, dtype=torch.int32, device=offsets.device)
     schedule = make_schedule(offsets, num_tokens, SIDE)
@@ -214,6 +226,7 @@ def write_bias(
         plan.most,
         SPLITS,
         IS_SQUARE=is_square,
+        SIDE=SIDE,
         FAST=not IS_INTERPRETED,
         **shared,
     )
@@ -231,36 +244,42 @@ def _bits(value, IS_BF16: tl.constexpr):
 
 
 @triton.jit
-def _store_words(place, value, IS_BF16: tl.constexpr, SIDE: tl.constexpr):
-    """A tile of values, halved, as the head of this file lays it out."""
-    even, odd = tl.split((0.5 * value).reshape([SIDE, SIDE // 2, 2]))
-    low = _bits(even, IS_BF16)
+def _words(even, odd, IS_BF16: tl.constexpr):
+    """Two neighbours, halved."""
+    odd *= 0.5
+    low = _bits(0.5 * even, IS_BF16)
     if IS_BF16:
         bits = odd.to(tl.int32, bitcast=True)
         high = tl.maximum((bits & 0x7FFFFFFF) - low + 0x8000, 0) >> 16
         high = high | ((bits >> 16) & 0x8000)
     else:
         high = _bits(odd, IS_BF16)
-    words = (high << 16) | low
+    return (high << 16) | low
+
+
+@triton.jit
+def _store_words(place, value, IS_BF16: tl.constexpr, SIDE: tl.constexpr):
+    """A tile of values, halved, as the head of this file lays it out."""
+    even, odd = tl.split(value.reshape([SIDE, SIDE // 2, 2]))
+    words = _words(even, odd, IS_BF16)
     # rows (w, h, r) and columns (u, k, c) to (u, w, r, c, k, h)
     ordered = words.reshape([4, 2, 8, 4, 2, 4]).permute((3, 0, 2, 5, 4, 1))
     tl.store(place + tl.arange(0, SIDE * SIDE // 2), ordered.reshape([SIDE * SIDE // 2]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["centre", "origin", "count"])
 def _distances_kernel(
-    out, position_table, centre, origin, REVERSED: tl.constexpr, IS_BF16: tl.constexpr, SIDE: tl.constexpr
+    out, position_table, centre, origin, count, REVERSED: tl.constexpr, IS_BF16: tl.constexpr, LINES: tl.constexpr
 ):
-    tile = tl.program_id(0)
-    one = tl.arange(0, SIDE)
-    apart = (origin - tile) * SIDE  # first key less first query
-    if REVERSED:
-        distance = apart + one[:, None] - one[None, :]
-    else:
-        distance = apart + one[None, :] - one[:, None]
-    is_inside = (distance >= -centre) & (distance <= centre)
-    value = tl.load(position_table + centre + distance, mask=is_inside, other=0.0).to(tl.float32)
-    _store_words(out + tile * (SIDE * SIDE // 2), value, IS_BF16, SIDE)
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]
+    lane = tl.arange(0, 32)[None, :]
+    apart = 8 * (line - origin) + lane // 4 - 2 * (lane % 4)  # row less column; that of the neighbour is one less
+    one_less = apart - 1
+    if not REVERSED:
+        apart, one_less = -apart, -one_less
+    even = tl.load(position_table + centre + apart, mask=tl.abs(apart) <= centre, other=0.0).to(tl.float32)
+    odd = tl.load(position_table + centre + one_less, mask=tl.abs(one_less) <= centre, other=0.0).to(tl.float32)
+    tl.store(out + line * 32 + lane, _words(even, odd, IS_BF16), mask=line < count)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "centre"])
@@ -288,29 +307,67 @@ def _words_kernel(
     item = tl.program_id(0)
     if item >= tl.load(state):
         return
-    start, length, b, block, first, count = row_of_tiles(schedule, item, first_tile, IS_SQUARE, SIDE)
+    row = row_of_tiles(schedule, item, first_tile, IS_SQUARE, SIDE)
+    for other in range(tl.program_id(1), row[5], num_splits):
+        if row[4] + other < num_tiles:
+            write_tile(
+                out,
+                row,
+                other,
+                buckets,
+                time_table,
+                function,
+                query_time,
+                key_time,
+                position_table,
+                centre,
+                targets,
+                REVERSED,
+                IS_BF16,
+                FAST,
+                SIDE,
+            )
+
+
+@triton.jit
+def write_tile(
+    out,
+    row,
+    other,
+    buckets,
+    time_table,
+    function,
+    query_time,
+    key_time,
+    position_table,
+    centre,
+    targets,
+    REVERSED: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    FAST: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Biases of a block of queries, `row_of_tiles`, and another block of its sequence."""
+    start, length, b, block, first, count = row
     # Targets share a place. Rows behind the end take the last one: any number does for them, if it is one.
     last = length - 1
     if targets is not None:
         last = tl.minimum(tl.maximum(length - tl.load(targets + b).to(tl.int32), 0), last)
     one = tl.arange(0, SIDE)
-    i = block * SIDE + one
-    for other in range(tl.program_id(1), count, num_splits):
-        tile = first + other
-        if tile < num_tiles:
-            j = other * SIDE + one
-            value = tl.zeros([SIDE, SIDE], tl.float32)  # key by key
-            if time_table is not None:
-                place = buckets + tile.to(tl.int64) * (SIDE * SIDE) + one[:, None] * SIDE + one[None, :]
-                value += tl.load(time_table + tl.load(place).to(tl.int32)).to(tl.float32)
-            if function is not None:
-                asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
-                seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
-                shape, _, _ = time_function(function, seen_at, asked, FAST)
-                value += tl.load(function).to(tl.float32) * shape
-            if position_table is not None:
-                place = position_table + (centre + tl.minimum(j, last))[:, None] - tl.minimum(i, last)[None, :]
-                value += tl.load(place).to(tl.float32)
-            if not REVERSED:
-                value = tl.trans(value)
-            _store_words(out + tile.to(tl.int64) * (SIDE * SIDE // 2), value, IS_BF16, SIDE)
+    i, j = block * SIDE + one, other * SIDE + one
+    tile = (first + other).to(tl.int64)
+    value = tl.zeros([SIDE, SIDE], tl.float32)  # key by key
+    if time_table is not None:
+        place = buckets + tile * (SIDE * SIDE) + one[:, None] * SIDE + one[None, :]
+        value += tl.load(time_table + tl.load(place).to(tl.int32)).to(tl.float32)
+    if function is not None:
+        asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
+        seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
+        shape, _, _ = time_function(function, seen_at, asked, FAST)
+        value += tl.load(function).to(tl.float32) * shape
+    if position_table is not None:
+        place = position_table + (centre + tl.minimum(j, last))[:, None] - tl.minimum(i, last)[None, :]
+        value += tl.load(place).to(tl.float32)
+    if not REVERSED:
+        value = tl.trans(value)
+    _store_words(out + tile * (SIDE * SIDE // 2), value, IS_BF16, SIDE)

@@ -24,13 +24,19 @@ def time_function(scalars, seen_at, asked, FAST: tl.constexpr):
     The bias is amplitude e. A time is split into two float32 numbers behind the first key's, so that a difference is
     right to its last bits without arithmetic in float64 for every pair.
     """
-    log2_scale = tl.load(scalars + 1).to(tl.float32) * LOG2_E
-    power = tl.exp(tl.load(scalars + 2).to(tl.float32))
     origin = tl.max(seen_at, 0)
     key, query = seen_at - origin, asked - origin
     key_high, query_high = key.to(tl.float32), query.to(tl.float32)
     key_low, query_low = (key - key_high).to(tl.float32), (query - query_high).to(tl.float32)
     seconds = (query_high[None, :] - key_high[:, None]) + (query_low[None, :] - key_low[:, None])
+    return time_function_of(scalars, seconds, FAST)
+
+
+@triton.jit
+def time_function_of(scalars, seconds, FAST: tl.constexpr):
+    """The same of time differences."""
+    log2_scale = tl.load(scalars + 1).to(tl.float32) * LOG2_E
+    power = tl.exp(tl.load(scalars + 2).to(tl.float32))
     exponent = power * (_log2(tl.maximum(seconds, 1.0), FAST) - log2_scale)
     inner = tl.exp2(tl.minimum(exponent, 20.0 * LOG2_E))
     value = tl.exp2(-LOG2_E * inner)

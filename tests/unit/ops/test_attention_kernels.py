@@ -7,7 +7,7 @@ import torch
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
 from nestrec.ops.attention.mask import AttentionRules, seen_mask
-from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, time_bucket
+from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, position_bias, time_bucket
 from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
 
 if HAS_TRITON and IS_INTERPRETED:
@@ -161,6 +161,24 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
             is_inside = (i < length) & (j < length)
             expected = exact_BNN[number, i[is_inside], j[is_inside]]
             assert ((2.0 * value[is_inside] - expected).abs() <= 2.0**-8 * expected.abs() * 1.01 + 1e-6).all()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_lines_of_distances_are_half_the_biases_of_their_pairs(is_reversed):
+    """A thread finds the words of its elements wherever rows and columns of a tile begin."""
+    from nestrec.ops.attention.pair_tiles import write_bias
+
+    table = torch.from_numpy(np.random.default_rng(6).normal(0, 0.5, 2 * 200 + 1)).float()
+    found = write_bias(
+        RelativeBias(position_table=table), None, torch.tensor([0, 200]), 200, 200, None, None,
+        is_square=True, is_reversed=is_reversed, dtype=torch.bfloat16,
+    )  # fmt: skip
+    row, column = torch.arange(200)[:, None], torch.arange(0, 200, 2)[None, :]
+    words = found.words[found.origin + row // 8 - column // 8, row % 8 * 4 + column % 8 // 2]
+    exact = position_bias(table, 200)
+    exact = exact.T if is_reversed else exact
+    for value, expected in ((words << 16), exact[:, ::2]), (words, exact[:, 1::2]):
+        assert ((2.0 * value.view(torch.float32) - expected).abs() <= 2.0**-8 * expected.abs() * 1.01 + 1e-6).all()
 
 
 @pytest.mark.parametrize("option", ["buckets", "function", "window", "looks ahead"])

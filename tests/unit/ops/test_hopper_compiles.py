@@ -89,12 +89,12 @@ def test_searches_compile_and_fit(dtype, queries, dim):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("biases", ["0 0", "1 0", "1 1", "0 2"])
+@pytest.mark.parametrize("biases", ["0 0", "1 0", "1 1", "0 2", "1 2"])
 @pytest.mark.parametrize("has_rules", [0, 1])
 @pytest.mark.parametrize("dim", [24, 64, 128, 256])
 def test_launches_compile_and_fit(dim, has_rules, biases):
     found = compiled(ATTENTION, str(dim), str(has_rules), *biases.split())
-    if biases == "0 2" and (dim > 128 or has_rules):
+    if biases.endswith("2") and (dim > 128 or has_rules):
         return
     assert {"stream_kernel"} <= {name for name, _ in found}
     assert max(int(shared) for _, shared in found) <= SHARED_BYTES

@@ -28,7 +28,7 @@ KERNELS = {
     "rows and layers": [*ROWS_AND_LAYERS, "gpu/test_best_rows_gpu.py", "-m", "gpu", *FEW_DTYPES],
     "rows and layers, more cases": [*ROWS_AND_LAYERS, "-m", "gpu"],
     "losses": ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py", *SMALL_LOSSES],
-    "attention": ["unit/ops/test_attention_kernels.py"],
+    "attention": ["unit/ops/test_attention_kernels.py", "unit/ops/test_time_nodes.py"],
     "attention, more cases": ["unit/ops/test_attention_kernels.py", "-m", "slow"],
     "pages": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"],
     "pages, more cases": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py", "-m", "slow"],

@@ -34,6 +34,63 @@ def _load_tile(words, tile, first_chunk, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
+def _lines(words, first, NUM: gl.constexpr):
+    """Words of so many lines, from one on downwards; a warp is two lines behind the one before it."""
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    place = words + first * 32 + thread + thread // 32 * 32
+    if NUM == 4:
+        return gl.load(place), gl.load(place - 32), gl.load(place - 64), gl.load(place - 96)
+    else:
+        return gl.load(place)
+
+
+@gluon.jit
+def _by_distance(words, line, YB: gl.constexpr):
+    """Those of the columns of a tile, 16 at a time, each beginning two lines before the one behind it."""
+    if YB == 32:
+        return _lines(words, line + 1, 4), _lines(words, line - 3, 1)
+    elif YB == 64:
+        return _lines(words, line + 1, 4), _lines(words, line - 3, 4), _lines(words, line - 7, 1)
+    else:
+        return (
+            _lines(words, line + 1, 4),
+            _lines(words, line - 3, 4),
+            _lines(words, line - 7, 4),
+            _lines(words, line - 11, 4),
+            _lines(words, line - 15, 1),
+        )
+
+
+@gluon.jit
+def _sixteen(above, same, below):
+    """(threads, 8 rows or the next, 8 columns or the next) of the words of three lines."""
+    return gl.join(gl.join(same, above), gl.join(below, same))
+
+
+@gluon.jit
+def _thirty_two(four, next_line):
+    return gl.join(_sixteen(four[0], four[1], four[2]), _sixteen(four[2], four[3], next_line))
+
+
+@gluon.jit
+def _of_distances(words, FAST: gl.constexpr, YB: gl.constexpr):
+    """(rows, columns)"""
+    if YB == 32:
+        all_words = _thirty_two(words[0], words[1])
+        each = _values(all_words, FAST).reshape([4, 8, 4, 2, 2, 2, 2])
+        return each.permute((0, 3, 1, 5, 4, 2, 6)).reshape([64, YB])
+    elif YB == 64:
+        all_words = gl.join(_thirty_two(words[0], words[1][0]), _thirty_two(words[1], words[2]))
+        each = _values(all_words, FAST).reshape([4, 8, 4, 2, 2, 2, 2, 2])
+        return each.permute((0, 3, 1, 6, 5, 4, 2, 7)).reshape([64, YB])
+    else:
+        low = gl.join(_thirty_two(words[0], words[1][0]), _thirty_two(words[1], words[2][0]))
+        high = gl.join(_thirty_two(words[2], words[3][0]), _thirty_two(words[3], words[4]))
+        each = _values(gl.join(low, high), FAST).reshape([4, 8, 4, 2, 2, 2, 2, 2, 2])
+        return each.permute((0, 3, 1, 7, 6, 5, 4, 2, 8)).reshape([64, YB])
+
+
+@gluon.jit
 def load_words(
     first_tile,
     x0,
@@ -46,22 +103,16 @@ def load_words(
     BY_DISTANCE: gl.constexpr,
 ):
     """Biases of a tile of scores as they lie in memory; nothing where there are none."""
-    words, origin, first = bias
+    words, origin, first, bounds = bias
     if words is None:
         return 0
+    elif BY_DISTANCE:
+        return _by_distance(words, origin + (x0 - y0) // 8, YB)
     else:
-        if not BY_DISTANCE:
-            tile = tile_of(first_tile, x0, y0, length, REVERSED, IS_SQUARE)
-        elif REVERSED:
-            tile = origin + (y0 // 64 - x0 // 64)
-        else:
-            tile = origin + (x0 // 64 - y0 // 64)
+        tile = tile_of(first_tile, x0, y0, length, REVERSED, IS_SQUARE)
         if YB == 128:
             gl.static_assert(not REVERSED)
-            if BY_DISTANCE:
-                return _load_tile(words, tile, 0, 4), _load_tile(words, tile - 1, 0, 4)
-            else:
-                return _load_tile(words, tile, 0, 4), _load_tile(words, tile + 1, 0, 4)
+            return _load_tile(words, tile, 0, 4), _load_tile(words, tile + 1, 0, 4)
         elif YB == 32:
             return _load_tile(words, tile, y0 // 32 % 2 * 2, 2)
         else:
@@ -70,7 +121,7 @@ def load_words(
 
 @gluon.jit
 def _values(words, FAST: gl.constexpr):
-    """(threads, chunks, words, 2) values of bfloat16 (fast), or of float16."""
+    """(..., 2) values of bfloat16 (fast), or of float16."""
     if FAST:
         return gl.join((words << 16).to(gl.float32, bitcast=True), words.to(gl.float32, bitcast=True))
     else:
@@ -80,10 +131,12 @@ def _values(words, FAST: gl.constexpr):
 
 
 @gluon.jit
-def halves(s, words, bias, FAST: gl.constexpr, LAYOUT: gl.constexpr, YB: gl.constexpr):
+def halves(s, words, bias, FAST: gl.constexpr, LAYOUT: gl.constexpr, YB: gl.constexpr, BY_DISTANCE: gl.constexpr):
     """Half of the scores with their biases, which are kept halved; every thread adds what it has loaded."""
     if bias[0] is None:
         return s * 0.5
+    elif BY_DISTANCE:
+        return s * 0.5 + gl.convert_layout(_of_distances(words, FAST, YB), LAYOUT)
     elif YB == 128:
         first, second = words
         both = gl.join(_values(first, FAST), _values(second, FAST)).reshape([4, 8, 4, 4, 2, 2, 2, 2])

@@ -5,6 +5,7 @@ Legend: T tokens, H heads, D head dimension.
 
 # ruff: noqa: PLR0917
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from nestrec.ops.attention.hopper.product import product_kernel
 from nestrec.ops.attention.hopper.stream import stream_kernel
 from nestrec.ops.attention.inputs import AttentionInputs, Gradients
 from nestrec.ops.attention.pair_tiles import (
+    NO_WORDS,
     SIDE,
     BiasWords,
     TilePlan,
@@ -29,6 +31,7 @@ from nestrec.ops.attention.pair_tiles import (
     write_bias,
 )
 from nestrec.ops.attention.table_sums import TableSums
+from nestrec.ops.attention.time_nodes import NODES, FunctionSums, TimeNodes, find_nodes
 from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -60,8 +63,14 @@ WEIGHTS = {
 """By width of a head. Pinned: a timing never chooses them, so that results repeat."""
 WITH_BIAS = {**WEIGHTS, 32: Tiles(2, 128, 3, 2, True), 64: Tiles(2, 128, 3, 2, True)}
 """Three warp groups leave each too few registers for biases of so many columns on their way."""
-BY_DISTANCE = {**WITH_BIAS, 128: Tiles(3, 64, 4, 1, True)}
+BY_DISTANCE = {**WITH_BIAS, 64: Tiles(3, 64, 4, 2, True), 128: Tiles(3, 64, 4, 1, True)}
 """Biases of distances come from the cache: more rows that share keys and values are worth more than wide blocks."""
+FAR = {
+    32: Tiles(2, 128, 3, 2, True),
+    64: Tiles(2, 128, 3, 2, True),
+    128: Tiles(2, 128, 2, 2, False),
+}
+"""Beside values at nodes, shared memory has no room for results of heads of 128."""
 GRADIENTS = {
     32: Tiles(2, 64, 3, 2, True),
     64: Tiles(2, 64, 3, 2, True),
@@ -82,13 +91,23 @@ def forward_pass(
     """(T, H, D) attention."""
     q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
     biases = _Pairs(inputs, q).biases(is_reversed=False)
-    shapes = WEIGHTS if biases.words is None else BY_DISTANCE if biases.origin >= 0 else WITH_BIAS
+    if biases.far is not None:
+        shapes = FAR
+    else:
+        shapes = WEIGHTS if biases.words is None else BY_DISTANCE if biases.origin >= 0 else WITH_BIAS
     tiles = shapes[width_of(q)]
-    schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
+    schedule = _schedule(q, inputs, tiles.consumers, biases)
     out = launch_stream(
         (q, q), (k, v), schedule, tiles, inputs, biases, is_gradient=False, is_reversed=False, counter=0
     )
     return _own_columns(out, q_THD)
+
+
+def _schedule(q: torch.Tensor, inputs: AttentionInputs, consumers: int, biases: "_Biases | None") -> WorkOrder:
+    """That of the blocks of far pairs, which is the one of two warp groups, if it has not been used."""
+    if biases is not None and biases.far is not None and consumers == 2:
+        return biases.far.blocks
+    return make_schedule(inputs.offsets, q.shape[0], ROWS.value * consumers)
 
 
 def backward_pass(
@@ -124,17 +143,25 @@ def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs",
     grad, q, k, v = vectors
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
     biases = pairs.biases(is_reversed=True, has_tiles=True)
-    has_sums = not inputs.bias.is_empty and inputs.rules.num_targets_B is None
-    sums = TableSums(inputs, len(q), pairs.plan, pairs.buckets) if has_sums else None
+    summed = inputs if biases.far is None else inputs._replace(bias=replace(inputs.bias, time_function=None))
+    has_sums = not summed.bias.is_empty and inputs.rules.num_targets_B is None
+    sums = TableSums(summed, len(q), pairs.plan, pairs.buckets) if has_sums else None
+    by_function = None
+    if biases.far is not None:
+        by_function = FunctionSums(inputs.bias, pairs.plan, biases.far, inputs.normaliser)
     for first in range(0, q.shape[1], group):
         heads = slice(first, min(first + group, q.shape[1]))
         kept = torch.empty((pairs.plan.most, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device)
-        schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * 2)
+        schedule = _schedule(q, inputs, 2, biases if first == 0 else None)
         own = [x[:, heads] for x in (q, k, v, grad, dq, dk, dv)]
         launch_pair((own[1], own[2]), (own[0], own[3]), (own[5], own[6]), kept, schedule, inputs, biases, counter=0)
-        launch_product(own[1], kept, own[4], schedule, inputs, biases, counter=1)
+        far_sums = None if by_function is None else by_function.add_near(kept)
+        launch_product(own[1], kept, own[4], schedule, inputs, biases, far_sums, counter=1)
         if sums is not None:
             sums.add(kept)
+    if by_function is not None:
+        position = None if sums is None else sums.gradients()[0]
+        return Gradients(dq, dk, dv, position, None, by_function.gradient())
     return Gradients(dq, dk, dv, *(_found_apart(vectors, inputs) if sums is None else sums.gradients()))
 
 
@@ -174,6 +201,18 @@ class _Biases(NamedTuple):
     words: torch.Tensor | None
     origin: int
     first_tile_B: torch.Tensor | None
+    far: TimeNodes | None = None
+    """what far pairs have instead of words"""
+    lines: BiasWords = NO_WORDS
+    """and their biases of distances"""
+
+    def arguments(self, *, is_reversed: bool, keys: int) -> tuple[Any, ...]:
+        """keys: whose basis is copied at a time."""
+        own, far = (self.words, self.origin, self.first_tile_B), self.far
+        if far is None:
+            return *own, None, None, None, 0, None, 0
+        bounds = far.far_from if is_reversed else far.near_from
+        return *own, bounds, _columns_of(far.values, SIDE), _columns_of(far.basis, keys), far.zero_tile, *self.lines
 
 
 class _Pairs:
@@ -205,24 +244,32 @@ class _Pairs:
 
     def biases(self, *, is_reversed: bool, has_tiles: bool = False) -> _Biases:
         """has_tiles: number tiles of pairs even where no bias needs it."""
+        bias, rules = self._inputs.bias, self._inputs.rules
+        if bias.is_empty:
+            return _Biases(None, -1, self.plan.first_B if has_tiles else None)
+        if bias.time_function is not None and rules.is_plain:
+            far = find_nodes(bias, self._inputs.offsets, self.plan, self._dtype, is_reversed=is_reversed)
+            has_lines = bias.position_table is not None
+            lines = self._written(is_reversed=is_reversed, is_by_pair=False) if has_lines else NO_WORDS
+            return _Biases(far.words, -1, self.plan.first_B, far, lines)
+        is_by_pair = needs_pairs(bias, has_targets=rules.num_targets_B is not None)
+        written = self._written(is_reversed=is_reversed, is_by_pair=is_by_pair)
+        return _Biases(*written, self.plan.first_B if is_by_pair or has_tiles else None)
+
+    def _written(self, *, is_reversed: bool, is_by_pair: bool) -> BiasWords:
         inputs = self._inputs
-        written = BiasWords(None, -1)
-        if not inputs.bias.is_empty:
-            is_by_pair = needs_pairs(inputs.bias, has_targets=inputs.rules.num_targets_B is not None)
-            written = write_bias(
-                inputs.bias,
-                self.buckets,
-                inputs.offsets,
-                self._num_tokens,
-                inputs.max_length,
-                self.plan if is_by_pair else None,
-                inputs.rules.num_targets_B,
-                is_square=inputs.is_square,
-                is_reversed=is_reversed,
-                dtype=self._dtype,
-            )
-            has_tiles |= is_by_pair
-        return _Biases(*written, self.plan.first_B if has_tiles else None)
+        return write_bias(
+            inputs.bias,
+            self.buckets,
+            inputs.offsets,
+            self._num_tokens,
+            inputs.max_length,
+            self.plan if is_by_pair else None,
+            inputs.rules.num_targets_B,
+            is_square=inputs.is_square,
+            is_reversed=is_reversed,
+            dtype=self._dtype,
+        )
 
     def heads_at_a_time(self, q: torch.Tensor) -> int:
         """Whose gradients of scores are kept together; 0 where they are not kept."""
@@ -258,9 +305,10 @@ def launch_stream(
         rows_of(out, ROWS.value),
         *schedule,
         *inputs.scalars(out),
-        *biases,
+        *biases.arguments(is_reversed=is_reversed, keys=tiles.block),
         COUNTER=counter,
         BY_DISTANCE=biases.origin >= 0,
+        BY_BLOCK=biases.words is not None and biases.origin < 0,
         **_switches(out, inputs),
         GRADIENT=is_gradient,
         REVERSED=is_reversed,
@@ -295,9 +343,10 @@ def launch_pair(
         None if kept is None else _tiles_of(kept),
         *schedule,
         *inputs.scalars(x[0]),
-        *biases,
+        *biases.arguments(is_reversed=True, keys=ROWS.value),
         COUNTER=counter,
         BY_DISTANCE=biases.origin >= 0,
+        BY_BLOCK=biases.words is not None and biases.origin < 0,
         **_switches(x[0], inputs),
         YB=PAIR_BLOCK,
         STAGES=PAIR_STAGES,
@@ -312,12 +361,21 @@ def launch_product(
     schedule: WorkOrder,
     inputs: AttentionInputs,
     biases: _Biases,
+    sums: torch.Tensor | None,
     *,
     counter: int,
 ) -> None:
-    """Gradient (out) of queries, from keys and the kept gradients of scores."""
+    """Gradient (out) of queries, from keys and the kept gradients of scores.
+
+    sums: where far pairs add theirs that the gradient of a time function is made of, see time_nodes.py.
+    """
     switches = _switches(k, inputs)
     del switches["FAST"]
+    far, bias = biases.far, inputs.bias
+    arguments: tuple[Any, ...] = (None,) * 6
+    if far is not None:
+        basis = _columns_of(far.product_basis, SIDE)
+        arguments = (basis, far.near_from, far.nodes, bias.time_function, bias.query_time_T, sums)
     product_kernel[(_programs(k),)](
         rows_of(k, SIDE),
         _tiles_of(kept),
@@ -325,11 +383,18 @@ def launch_product(
         *schedule,
         *inputs.scalars(k),
         biases.first_tile_B,
+        *arguments,
         COUNTER=counter,
         **switches,
         STAGES=PRODUCT_STAGES,
         num_warps=4,
     )
+
+
+def _columns_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Of few columns, so many rows at a time."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, NODES], _GL_TYPES[x.dtype])
+    return TensorDescriptor(x, [len(x), NODES], [NODES, 1], [rows, NODES], layout)
 
 
 def _tiles_of(kept: torch.Tensor) -> TensorDescriptor:

@@ -9,7 +9,7 @@ G can be kept, tile by tile (pair_tiles.py): d q is then one product instead of 
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0915, PLR0917
+# ruff: noqa: PLR0915, PLR0917, RUF059
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,6 +50,7 @@ def _elements(
     rules,
     bias,
     HAS_RULES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     FAST: gl.constexpr,
     LAYOUT: gl.constexpr,
     YB: gl.constexpr,
@@ -57,7 +58,7 @@ def _elements(
 ):
     """Weights and their gradients."""
     i, j = places(x0, y0, LAYOUT, True, YB)
-    w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB), FAST)
+    w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB, BY_DISTANCE), FAST)
     g *= dp
     if not is_whole(x0, y0, history, rules, True, HAS_RULES, YB):
         seen = seen_pairs(i, j, history, rules, HAS_RULES)
@@ -76,8 +77,9 @@ def is_tile(x0, y0, IS_SQUARE: gl.constexpr):
 
 
 @gluon.jit
-def _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C: gl.constexpr):
+def _keep(g, kept, buffer, is_kept, tile, head, C: gl.constexpr):
     """A tile of G to memory, out of one of two buffers of shared memory."""
+    g_desc, g_smem, heads = kept
     if g_desc is not None:
         place = g_smem.index(2 * C + buffer)
         tma.store_wait(1)
@@ -91,15 +93,104 @@ def _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C: gl.constexpr
 
 
 @gluon.jit
-def _consumer(
-    dk_desc,
-    dv_desc,
-    g_desc,
+def _scores(k_tile, ys, smem, far, C: gl.constexpr, YB: gl.constexpr, D: gl.constexpr):
+    """Of a block of queries, with the biases of far ones."""
+    k_smem, v_smem, q_smem, do_smem, item_smem = smem
+    values_desc, basis_desc, values_smem, basis_smem, zero_tile, far_bias = far
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, YB, 16])
+    YTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([YB, D], k_smem.dtype)
+    q_tile = q_smem.index(ys)._reinterpret(k_smem.dtype, [YB, D], YTILE)
+    zeros = gl.zeros([ROWS, YB], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if values_desc is not None:
+        s = warpgroup_mma(basis_smem.index(C), values_smem.index(ys).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _next_block(
+    n,
+    k_tile,
+    v_tile,
+    dk,
+    dv,
+    s,
+    dp,
+    words,
+    y0,
+    buffer,
+    ys,
+    yp,
+    item,
+    kept,
     smem,
-    g_smem,
     bars,
-    heads,
-    scale,
+    rules,
+    bias,
+    far,
+    IS_NEAR: gl.constexpr,
+    C: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    FAST: gl.constexpr,
+):
+    """Elements of a block and their products, and the scores of the one behind it."""
+    x0, low, high, prefix, length, history, first_tile, head = item
+    k_smem, v_smem, q_smem, do_smem, item_smem = smem
+    x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
+    DTYPE: gl.constexpr = k_smem.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, YB, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    W_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    YTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([YB, D], DTYPE)
+    zeros = gl.zeros([ROWS, YB], gl.float32, S_LAYOUT)
+    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+    own_bias = bias if IS_NEAR else far[5]
+    OWN: gl.constexpr = BY_DISTANCE or not IS_NEAR
+    w, g = _elements(s, dp, words, x0, y0, history, rules, own_bias, HAS_RULES, OWN, FAST, S_LAYOUT, YB, DTYPE)
+    tile = tile_of(first_tile, x0, y0, length, True, IS_SQUARE)
+    is_kept = is_tile(x0, y0, IS_SQUARE)
+    # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
+    y0 = row_of_block(n + 1, low, high, prefix, True, HAS_RULES, YB)
+    words = load_words(first_tile, x0, y0, length, own_bias, True, IS_SQUARE, YB, OWN)
+    q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+    do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+    dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
+    last = ys
+    ys, yp = next_stage(ys, yp, STAGES)
+    # The next scores start before these products end; for more than that the registers do not reach.
+    mbarrier.wait(q_full.index(ys), yp)
+    s = _scores(k_tile, ys, smem, far, C, YB, D)
+    buffer = _keep(g, kept, buffer, is_kept, tile, head, C)
+    dv, dk = warpgroup_mma_wait(1 if far[0] is None else 2, deps=(dv, dk))
+    mbarrier.arrive(q_empty.index(last), count=1)
+    mbarrier.arrive(do_empty.index(last), count=1)
+    mbarrier.wait(do_full.index(ys), yp)
+    do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+    dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return dk, dv, s, dp, words, y0, buffer, ys, yp
+
+
+@gluon.jit
+def _last_block(
+    dk,
+    dv,
+    s,
+    dp,
+    words,
+    y0,
+    buffer,
+    ys,
+    yp,
+    item,
+    kept,
+    smem,
+    bars,
     rules,
     bias,
     C: gl.constexpr,
@@ -111,12 +202,56 @@ def _consumer(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
+    """What is left when there is no block behind it."""
+    x0, low, high, prefix, length, history, first_tile, head = item
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
     DTYPE: gl.constexpr = k_smem.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, YB, 16])
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     W_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    YTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([YB, D], DTYPE)
+    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+    w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, BY_DISTANCE, FAST, S_LAYOUT, YB, DTYPE)
+    q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+    do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
+    dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
+    tile, is_kept = tile_of(first_tile, x0, y0, length, True, IS_SQUARE), is_tile(x0, y0, IS_SQUARE)
+    buffer = _keep(g, kept, buffer, is_kept, tile, head, C)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+    mbarrier.arrive(q_empty.index(ys), count=1)
+    mbarrier.arrive(do_empty.index(ys), count=1)
+    ys, yp = next_stage(ys, yp, STAGES)
+    return dk, dv, buffer, ys, yp
+
+
+@gluon.jit
+def _consumer(
+    dk_desc,
+    dv_desc,
+    kept,
+    smem,
+    bars,
+    scale,
+    rules,
+    bias,
+    far,
+    C: gl.constexpr,
+    HAS_RULES: gl.constexpr,
+    IS_SQUARE: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
+    YB: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    FAST: gl.constexpr,
+):
+    HAS_FAR: gl.constexpr = far[0] is not None
+    k_smem, v_smem, q_smem, do_smem, item_smem = smem
+    x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
+    DTYPE: gl.constexpr = k_smem.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, YB, 16])
+    OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     XTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     YTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([YB, D], DTYPE)
     xp = 0
@@ -127,7 +262,7 @@ def _consumer(
     k_tile = k_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
     v_tile = v_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
     mbarrier.wait(item_full.index(its), itp)
-    start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
+    start, length, history, head, x0, low, high, prefix, first_tile, bound = get_item(item_smem, its)
     mbarrier.arrive(item_empty.index(its), count=1)
     its, itp = next_stage(its, itp, 2)
     while length >= 0:
@@ -140,55 +275,51 @@ def _consumer(
             mbarrier.wait(do_full.index(ys), yp)
             mbarrier.arrive(do_empty.index(ys), count=1)
             ys, yp = next_stage(ys, yp, STAGES)
+        # The first biases are on their way while keys and queries are.
+        y0 = row_of_block(gl.minimum(skipped, count - 1), low, high, prefix, True, HAS_RULES, YB)
+        inside = gl.minimum(x0, (length - 1) // ROWS * ROWS)
+        words = load_words(first_tile, inside, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
         mbarrier.wait(x_full.index(0), xp)
         if skipped < count:
             dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
             dv = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
             mbarrier.wait(q_full.index(ys), yp)
-            q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-            s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = _scores(k_tile, ys, smem, far, C, YB, D)
             mbarrier.wait(do_full.index(ys), yp)
             do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            y0 = row_of_block(skipped, low, high, prefix, True, HAS_RULES, YB)
-            words = load_words(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
-            for n in range(skipped, count - 1):
-                s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-                w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
-                tile = tile_of(first_tile, x0, y0, length, True, IS_SQUARE)
-                is_kept = is_tile(x0, y0, IS_SQUARE)
-                # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
-                y0 = row_of_block(n + 1, low, high, prefix, True, HAS_RULES, YB)
-                words = load_words(first_tile, x0, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
-                q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-                do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-                dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
-                dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
-                last = ys
-                ys, yp = next_stage(ys, yp, STAGES)
-                # The next scores start before these products end; for more than that the registers do not reach.
-                mbarrier.wait(q_full.index(ys), yp)
-                q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-                s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                buffer = _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C)
-                dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-                mbarrier.arrive(q_empty.index(last), count=1)
-                mbarrier.arrive(do_empty.index(last), count=1)
-                mbarrier.wait(do_full.index(ys), yp)
-                do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-                dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-            w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, FAST, S_LAYOUT, YB, DTYPE)
-            q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-            do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
-            dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
-            dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
-            tile, is_kept = tile_of(first_tile, x0, y0, length, True, IS_SQUARE), is_tile(x0, y0, IS_SQUARE)
-            buffer = _keep(g, g_desc, g_smem, buffer, is_kept, tile, heads, head, C)
-            dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-            mbarrier.arrive(q_empty.index(ys), count=1)
-            mbarrier.arrive(do_empty.index(ys), count=1)
-            ys, yp = next_stage(ys, yp, STAGES)
+            item = (x0, low, high, prefix, length, history, first_tile, head)
+            near = count - 1
+            if HAS_FAR:
+                near = gl.minimum(gl.maximum(2 * bound - low, skipped), count - 1)
+            for n in range(skipped, near):
+                dk, dv, s, dp, words, y0, buffer, ys, yp = _next_block(
+                    n, k_tile, v_tile, dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules,
+                    bias, far, True, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                )  # fmt: skip
+            if HAS_FAR:
+                # Without words on their way in the registers of the loop.
+                if row_of_block(count - 1, low, high, prefix, True, HAS_RULES, YB) >= 128 * bound:
+                    far_words = load_words(first_tile, x0, y0, length, far[5], True, IS_SQUARE, YB, True)
+                    for n in range(near, count - 1):
+                        dk, dv, s, dp, far_words, y0, buffer, ys, yp = _next_block(
+                            n, k_tile, v_tile, dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem, bars,
+                            rules, bias, far, False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                        )  # fmt: skip
+                    dk, dv, buffer, ys, yp = _last_block(
+                        dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem, bars, rules, far[5],
+                        C, HAS_RULES, IS_SQUARE, True, YB, D, STAGES, FAST,
+                    )  # fmt: skip
+                else:
+                    dk, dv, buffer, ys, yp = _last_block(
+                        dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules, bias,
+                        C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                    )  # fmt: skip
+            else:
+                dk, dv, buffer, ys, yp = _last_block(
+                    dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules, bias,
+                    C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                )  # fmt: skip
             k_tile.store((dk * scale).to(DTYPE))
             v_tile.store((dv * scale).to(DTYPE))
             fence_async_shared()
@@ -199,12 +330,12 @@ def _consumer(
         mbarrier.arrive(x_empty.index(0), count=1)
         xp ^= 1
         mbarrier.wait(item_full.index(its), itp)
-        start, length, history, head, x0, low, high, prefix, first_tile = get_item(item_smem, its)
+        start, length, history, head, x0, low, high, prefix, first_tile, bound = get_item(item_smem, its)
         mbarrier.arrive(item_empty.index(its), count=1)
         its, itp = next_stage(its, itp, 2)
 
 
-@gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "origin"])
+@gluon.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "origin", "zero_tile", "lines_origin"])
 def pair_kernel(
     k_desc,
     v_desc,
@@ -224,8 +355,15 @@ def pair_kernel(
     words,
     origin,
     first_tile,
+    bounds,
+    values_desc,
+    basis_desc,
+    zero_tile,
+    lines,
+    lines_origin,
     COUNTER: gl.constexpr,
     BY_DISTANCE: gl.constexpr,
+    BY_BLOCK: gl.constexpr,
     HAS_RULES: gl.constexpr,
     IS_SQUARE: gl.constexpr,
     YB: gl.constexpr,
@@ -256,17 +394,24 @@ def pair_kernel(
     )
     fence_async_shared()
     gl.thread_barrier()
+    kept = (g_desc, g_smem, heads)
     rules = (targets, num_context, window, ahead)
-    bias = (words, origin, first_tile)
-    BY_BLOCK: gl.constexpr = words is not None and not BY_DISTANCE
+    bias = (words, origin, first_tile, bounds)
+    if values_desc is None:
+        values_smem = q_smem
+        basis_smem = q_smem
+    else:
+        values_smem = gl.allocate_shared_memory(gl.float16, [STAGES, YB, 16], values_desc.layout)
+        basis_smem = gl.allocate_shared_memory(gl.float16, [2, ROWS, 16], basis_desc.layout)
+    far = (values_desc, basis_desc, values_smem, basis_smem, zero_tile, (lines, lines_origin, None, None))
     descs = (k_desc, v_desc, q_desc, do_desc)
     # fmt: off
     gl.warp_specialize([
-        (_consumer, (dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules, bias,
+        (_consumer, (dk_desc, dv_desc, kept, smem, bars, scale, rules, bias, far,
                      0, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST)),
-        (_consumer, (dk_desc, dv_desc, g_desc, smem, g_smem, bars, heads, scale, rules, bias,
+        (_consumer, (dk_desc, dv_desc, kept, smem, bars, scale, rules, bias, far,
                      1, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST)),
-        (producer, (descs, smem, bars, table, state, heads, rules, bias,
+        (producer, (descs, smem, bars, table, state, heads, rules, bias, far,
                     COUNTER, BY_BLOCK, HAS_RULES, True, True, 2, YB, D, STAGES, 1)),
     ], [4, 1], [240, 24])
     # fmt: on

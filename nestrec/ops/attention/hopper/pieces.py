@@ -9,7 +9,7 @@ Words: x are the rows whose results an item computes, y the rows it sums over; r
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0917, RUF059
+# ruff: noqa: PLR0915, PLR0917, RUF059
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -72,11 +72,26 @@ def _item(
 @gluon.jit
 def _first_tile(bias, entry):
     """Of the sequence, among its batch's tiles of pairs."""
-    words, origin, first_tile = bias
+    words, origin, first_tile, bounds = bias
     if first_tile is None:
         return 0
     else:
         return gl.load(first_tile + entry[3])
+
+
+@gluon.jit
+def bound_of(bounds, start, sequence, x0):
+    """Of a block of 128 rows, among the other blocks of its sequence: where near pairs become far (time_nodes.py)."""
+    if bounds is None:
+        return 0
+    else:
+        return gl.load(bounds + start // 128 + sequence + x0 // 128)
+
+
+@gluon.jit
+def values_tile(first_tile, asks, sees):
+    """Of a time function's values at nodes: blocks of 64 queries, of 128 keys (time_nodes.py)."""
+    return (first_tile + asks * (asks + 1) // 2 + 2 * sees + 1) // 2
 
 
 @gluon.jit
@@ -86,7 +101,7 @@ def item_of(
     """An item, read when it is needed."""
     entry = _entry(index, total, table, heads)
     start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, False)
-    return start, length, history, head, x0, gl.load(first_tile + entry[3])
+    return start, length, history, head, x0, gl.load(first_tile + entry[3]), entry[3]
 
 
 @gluon.jit
@@ -102,7 +117,7 @@ def _get(slots, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def put_item(slots, slot, start, length, history, head, x0, low, high, prefix, first_tile):
+def put_item(slots, slot, start, length, history, head, x0, low, high, prefix, first_tile, bound, index):
     _put(slots, slot, 0, start)
     _put(slots, slot, 1, length)
     _put(slots, slot, 2, history)
@@ -112,6 +127,19 @@ def put_item(slots, slot, start, length, history, head, x0, low, high, prefix, f
     _put(slots, slot, 6, high)
     _put(slots, slot, 7, prefix)
     _put(slots, slot, 8, first_tile)
+    _put(slots, slot, 9, bound)
+    _put(slots, slot, 10, index)
+
+
+@gluon.jit
+def put_sequence(slots, slot, sequence):
+    _put(slots, slot, 11, sequence)
+
+
+@gluon.jit
+def get_index(slots, slot):
+    """Number of an item, and that of its sequence, where they were put."""
+    return _get(slots, slot, 10), _get(slots, slot, 11)
 
 
 @gluon.jit
@@ -132,6 +160,7 @@ def get_item(slots, slot):
         _get(slots, slot, 6),
         _get(slots, slot, 7),
         _get(slots, slot, 8),
+        _get(slots, slot, 9),
     )
 
 
@@ -212,6 +241,7 @@ def producer(
     heads,
     rules,
     bias,
+    far,
     COUNTER: gl.constexpr,
     BY_BLOCK: gl.constexpr,
     HAS_RULES: gl.constexpr,
@@ -226,6 +256,10 @@ def producer(
     x0_desc, x1_desc, y0_desc, y1_desc = descs
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
     x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars
+    values_desc, basis_desc, values_smem, basis_smem, zero_tile, far_bias = far
+    HAS_FAR: gl.constexpr = values_desc is not None
+    X_FAR: gl.constexpr = 32 * CONSUMERS * ROWS if HAS_FAR and REVERSED else 0
+    Y_FAR: gl.constexpr = (32 * ROWS if REVERSED else 32 * (YB + CONSUMERS * ROWS)) if HAS_FAR else 0
     XB: gl.constexpr = CONSUMERS * ROWS
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     counter = state + 1 + COUNTER + lane * 0
@@ -240,27 +274,42 @@ def producer(
         start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, BY_BLOCK)
         low, high, prefix = range_of_y(x0, length, history, rules, REVERSED, HAS_RULES, XB, YB)
         first_tile = _first_tile(bias, entry)
+        bound = bound_of(bias[3], start, entry[3], x0)
         # The next item is fetched while this one's blocks are on their way.
         index = gl.num_programs(0) + gl.max(gl.where(lane == 0, taken, 0), 0)
         taken = gl.atomic_add(counter, lane * 0 + 1, mask=lane == 0, sem="relaxed")
         entry = _entry(index, total, table, heads)
         mbarrier.wait(item_empty.index(its), itp)
-        put_item(item_smem, its, start, length, history, head, x0, low, high, prefix, first_tile)
+        put_item(item_smem, its, start, length, history, head, x0, low, high, prefix, first_tile, bound, 0)
         mbarrier.arrive(item_full.index(its), count=1)
         its, itp = next_stage(its, itp, 2)
         mbarrier.wait(x_empty.index(xs), xp)
-        mbarrier.expect(x_full.index(xs), (2 if GRADIENT else 1) * XB * D * 2)
+        mbarrier.expect(x_full.index(xs), (2 if GRADIENT else 1) * XB * D * 2 + X_FAR)
         for c in gl.static_range(CONSUMERS):
             place = xs * CONSUMERS + c
             load_rows(x0_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x0_smem.index(place))
             if GRADIENT:
                 load_rows(x1_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x1_smem.index(place))
+            if HAS_FAR and REVERSED:
+                row = start + x0 + c * ROWS
+                tma.async_copy_global_to_shared(basis_desc, [row, 0], x_full.index(xs), basis_smem.index(place))
         xs, xp = next_stage(xs, xp, XSTAGES)
         for i in range(high - low + prefix):
             row = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
             mbarrier.wait(y0_empty.index(ys), yp)
-            mbarrier.expect(y0_full.index(ys), YB * D * 2)
+            mbarrier.expect(y0_full.index(ys), YB * D * 2 + Y_FAR)
             load_rows(y0_desc, start, length, row, head, y0_full.index(ys), y0_smem.index(ys))
+            if HAS_FAR and REVERSED:
+                tile = gl.where(row // 128 >= bound, values_tile(first_tile, row // 64, x0 // 128), zero_tile)
+                tma.async_copy_global_to_shared(values_desc, [tile * 64, 0], y0_full.index(ys), values_smem.index(ys))
+            elif HAS_FAR:
+                tma.async_copy_global_to_shared(basis_desc, [start + row, 0], y0_full.index(ys), basis_smem.index(ys))
+                for c in gl.static_range(CONSUMERS):
+                    asks = x0 // 64 + c
+                    is_far = (row // 128 < bound) & (asks * 64 < length)
+                    tile = gl.where(is_far, values_tile(first_tile, asks, row // 128), zero_tile)
+                    into = values_smem.index(ys * CONSUMERS + c)
+                    tma.async_copy_global_to_shared(values_desc, [tile * 64, 0], y0_full.index(ys), into)
             mbarrier.wait(y1_empty.index(ys), yp)
             mbarrier.expect(y1_full.index(ys), YB * D * 2)
             load_rows(y1_desc, start, length, row, head, y1_full.index(ys), y1_smem.index(ys))
