@@ -17,6 +17,7 @@ from nestrec.serving.engine import rank_planner
 from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine
+from nestrec.serving.engine.pace import EnginePace
 from nestrec.serving.engine.runner import Launched, Runner
 from nestrec.serving.engine.work import OverloadedError, UnavailableError
 from nestrec.serving.model.forms import make_form
@@ -173,6 +174,29 @@ def test_one_request_may_wait_behind_a_batch_that_is_longer_than_the_queue(serva
     go_on.set()
     assert all(len(work.future.result(TIMEOUT_S).scores) == 8 for work in works)
     engine.close()
+
+
+@pytest.mark.parametrize("busy_share", [0.1, 1.0])
+def test_the_next_batch_waits_for_the_last_one_where_the_host_is_what_is_slow(servable, busy_share, monkeypatch):
+    """Then it holds more requests. A device that is busy gets its next batch before the one before it has ended."""
+    monkeypatch.setattr(EnginePace, "worked", lambda *_: None)
+    engine, runner = make_engine(servable, replace(CONFIG, max_batch_requests=1), kind=Late)
+    engine._pace.busy_share = busy_share
+    rng, launch, under_way = np.random.default_rng(5), runner.launch, []
+    history = draw_history(rng, 3)
+
+    def counted(parts):
+        under_way.append(len(engine._in_flight))
+        return launch(parts)
+
+    runner.launch = counted
+    with engine._condition:
+        works = [engine.rank(str(u), history, draw_candidates(rng, history), timeout_s=TIMEOUT_S) for u in range(8)]
+    for work in works:
+        work.future.result(TIMEOUT_S)
+    engine.close()
+    assert len(under_way) == 8
+    assert max(under_way) == (busy_share > 0.5)
 
 
 def test_a_long_request_that_is_given_up_leaves_nothing_behind(servable):
