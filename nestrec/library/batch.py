@@ -27,7 +27,7 @@ from nestrec.distributed.exchange import barrier
 from nestrec.library.batch_users import BatchUsers, NamedUser, strings, users_of
 from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.model.forms import form_of
-from nestrec.serving.model.inputs import Candidates
+from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.model.retrieval_form import RetrievalForm
 from nestrec.serving.model.servable import Servable
 
@@ -150,7 +150,7 @@ class BatchRecommender:
                 items=_NO_ITEMS,
                 now_ms=now_ms,
                 num_best=self.cfg.k,
-                excluded=np.unique(history.items) if self.cfg.exclude_seen else _NO_ITEMS,
+                excluded=distinct(history.items) if self.cfg.exclude_seen else _NO_ITEMS,
             )
             for _, history, now_ms in users
         ]

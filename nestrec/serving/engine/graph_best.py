@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nestrec.ops.rows.best import MOST_ROWS, ExcludedPairs
 from nestrec.serving.engine.runner import Part, Scored
 from nestrec.serving.model.inputs import Candidates
-from nestrec.serving.model.item_search import ExactSearch, Excluded
+from nestrec.serving.model.item_search import ExactSearch
 from nestrec.serving.model.retrieval_form import RetrievalForm, shortened
 from nestrec.serving.model.tables import ResidentTable
 
@@ -63,10 +63,20 @@ def are_found_inside(parts: Sequence[Part]) -> bool:
 
 def write_pairs(asked: Sequence[Candidates], pairs_2P: NDArray[np.int32]) -> None:
     """What requests exclude; the rest names rows that there are none of."""
-    excluded = Excluded.of([one.excluded for one in asked])
-    count = len(excluded.row_P)
-    pairs_2P[0, :count], pairs_2P[1, :count] = excluded.query_P, excluded.row_P
-    pairs_2P[:, count:] = -1
+    counts = np.array([len(one.excluded) for one in asked], np.int64)
+    _write_pairs(counts, np.concatenate([one.excluded for one in asked]), pairs_2P)
+
+
+@njit(cache=True)  # in one call that keeps the interpreter
+def _write_pairs(counts: NDArray[np.int64], items: NDArray[np.int64], pairs: NDArray[np.int32]) -> None:
+    place = count = 0
+    for query in range(len(counts)):
+        for _ in range(counts[query]):
+            if items[place] > 0:  # 0 is no item
+                pairs[0, count], pairs[1, count] = query, items[place] - 1
+                count += 1
+            place += 1
+    pairs[:, count:] = -1
 
 
 def found_of(parts: Sequence[Part], keys_CK: torch.Tensor) -> list[Scored | None]:

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from nestrec.ops.rows.best import packed, scores_and_rows
-from nestrec.serving.engine.graph_best import scores_and_rows_at_once
+from nestrec.serving.engine.graph_best import scores_and_rows_at_once, write_pairs
 from nestrec.serving.model import item_search
+from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.model.item_search import ExactSearch, Excluded
 from nestrec.serving.model.tables import DividedTable, ResidentTable
 
 NUM_ROWS, DIM = 500, 8
+NONE = np.zeros(0, np.int64)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,21 @@ def test_all_that_is_asked_at_once_is_the_definition(is_whole, k, chunk_queries,
             assert np.isinf(scores[query][~there]).all()
             wanted = (rows[expected[query]].double() @ queries[query].double()).float().numpy()
             np.testing.assert_array_equal(scores[query][there], wanted)
+
+
+@pytest.mark.parametrize("ids", [[], [4], [3, 1, 3, 3, 0], [2, 2]])
+def test_distinct_ids_are_each_once_and_ascending(ids):
+    found = distinct(np.array(ids, np.int64))
+    assert (found.tolist(), found.dtype) == (sorted(set(ids)), np.int64)
+
+
+def test_pairs_of_a_batch_are_those_of_the_search():
+    asked = [Candidates(items=NONE, now_ms=0, num_best=1, excluded=np.array(e, np.int64)) for e in ([5, 0], [], [1, 9])]
+    found = np.full((2, 6), 7, np.int32)
+    write_pairs(asked, found)
+    wanted = Excluded.of([one.excluded for one in asked])
+    assert found[:, :3].tolist() == [wanted.query_P.tolist(), wanted.row_P.tolist()]
+    assert (found[:, 3:] == -1).all()
 
 
 def test_item_0_is_no_item_and_excludes_nothing():

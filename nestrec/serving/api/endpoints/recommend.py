@@ -12,6 +12,7 @@ from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader, check_feature_names, unknown_of
 from nestrec.serving.api.requests import ItemId, RecommendRequest
 from nestrec.serving.api.schema import BadRequestError
+from nestrec.serving.model.inputs import distinct
 from nestrec.serving.service import Fleet
 
 _USUAL_K = 10
@@ -41,7 +42,7 @@ class _Recommending:
     async def found(self, least: int = 0) -> RecommendAnswer:
         """What retrieval finds: so many as are wanted, and at least so many."""
         asked, request, servable = self._asked, self._request, self._retrieval.servable
-        seen = np.unique(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
+        seen = distinct(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
         found = await self._front.service.retrieve(
             self._retrieval,
             asked.user,
