@@ -42,7 +42,7 @@ def check_equality(pools, world: int, schedule: str, job: Job) -> None:
 
 @pytest.mark.parametrize(("world", "optimizer", "schedule", "window_cache"), CASES)
 def test_groups_that_sum_gradients_train_as_one(pools, world, optimizer, schedule, window_cache):
-    check_equality(pools, world, schedule, Job(num_steps=16, optimizer=optimizer, window_cache=window_cache))
+    check_equality(pools, world, schedule, Job(num_steps=10, optimizer=optimizer, window_cache=window_cache))
 
 
 @pytest.mark.slow
@@ -59,13 +59,13 @@ def test_groups_that_sum_gradients_train_as_one_over_100_steps_on_the_full_grid(
 @pytest.mark.parametrize(
     ("world", "replicas", "job"),
     [
-        (2, 2, Job(stream="distance_one", store="dram", fences=(7,))),
-        (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={12: 1})),
-        (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "eviction": "lru", "max_rows": 24})),
+        (2, 2, Job(stream="distance_one", store="dram", fences=(5,))),
+        (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={8: 1})),
+        (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "eviction": "lru", "max_rows": 12})),
     ],
 )
 def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas, job):
-    job = replace(job, ranks=RanksConfig(replicas=replicas), num_steps=16)
+    job = replace(job, ranks=RanksConfig(replicas=replicas), num_steps=10)
     serial = pools[world].run(train, "serial", job)
     assert len({tuple(result["tables"]) for result in serial}) == 1
     for schedule in EXACT:
