@@ -15,6 +15,9 @@ from nestrec.balance.metrics import straggler
 
 Floats = NDArray[np.float64]
 
+_SLOW = 1.5
+"""Ranks of one kind differ by a tenth or two, by what their samples are like."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
@@ -31,6 +34,17 @@ def measured_steps(step_s: Floats, compute_s: Floats, waiting_s: Floats) -> Meas
     iteration_s = step_s.mean(axis=0)
     idle = [straggler(busy, float(whole)) for busy, whole in zip(compute_s.T, iteration_s, strict=True)]
     return MeasuredSteps(np.array(idle), waiting_s / np.maximum(iteration_s, 1e-12))
+
+
+def slow_rank(compute_s: Floats, tokens: Floats) -> tuple[int, float] | None:
+    """The rank that computes much longer for a token than the others' median, and how many times as long; or none.
+
+    Both (R, S), of each rank and step.
+    """
+    pace = compute_s.sum(axis=1) / np.maximum(tokens.sum(axis=1), 1.0)
+    rank = int(pace.argmax())
+    others = float(np.median(np.delete(pace, rank))) if len(pace) > 1 else 0.0
+    return (rank, float(pace[rank]) / others) if others > 0 and pace[rank] > _SLOW * others else None
 
 
 def waiting(durations: Sequence[Sequence[float]], groups: Sequence[Sequence[int]]) -> Floats:

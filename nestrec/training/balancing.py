@@ -16,7 +16,7 @@ from nestrec.balance.changes import CostChange, CostSchedule
 from nestrec.balance.cost import CostModel
 from nestrec.balance.dealer import make_dealer
 from nestrec.balance.fitting import LEAST_STEPS, Measurement, RankLoads, refitted, retuned
-from nestrec.balance.measured import measured_steps, per_step, waiting
+from nestrec.balance.measured import measured_steps, per_step, slow_rank, waiting
 from nestrec.balance.power import PowerTuning
 from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch
@@ -125,6 +125,9 @@ class Balancing:
         measured = {"straggler": found.straggler.tolist(), "imbalance": found.imbalance.tolist()}
         dealt = {name: [figures[name] for figures in watched.figures] for name in watched.figures[0]}
         means = {name: float(np.mean(values)) for name, values in measured.items()}
+        slow = slow_rank(times_RS2[:, :, 1], tokens_RS3[:, :, 0])
+        if slow is not None:
+            means |= {"slow_rank": slow[0], "slow_factor": slow[1]}
         return {**means, "balance": {"steps": list(steps), **measured, **dealt}}
 
     def decide(self, step: int, position: Position, after: Callable[[Position], Position]) -> CostChange | None:

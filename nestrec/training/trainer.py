@@ -29,6 +29,7 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
 from nestrec.training.part_checks import check_parts
+from nestrec.training.progress import Lost
 from nestrec.training.publishing import Publishing, open_publishing
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
@@ -99,6 +100,7 @@ class Trainer:
         self.publishing: Publishing | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
+        self._slow_rank: int | None = None
 
     def make_batches(self) -> Batches:
         """Of the samples that the task gives now."""
@@ -145,6 +147,7 @@ class Trainer:
                 totals = self.pipeline.advance(self._step(batch, stop.is_set), feed)
                 self.state = self.state.after(batch, self.batches.order.after(batch.position))
                 self._meter.watch(self.state.step, batch, totals)
+                self.folder.reached(self.state.step)
                 fail_point("train.step")
                 self._after_step(batch)
             if closes:
@@ -202,9 +205,10 @@ class Trainer:
         for text in self._begun:
             self.folder.record("event", step=self.state.step, text=text)
             self._listener.noted(text)
+        lost = self.folder.lost_after(self.state.step)
         if self.state.step and not self._begun:
             self.folder.forget_after(self.state.step)
-            self.folder.record("event", step=self.state.step, text=f"resumed from step {self.state.step}")
+            self._record_resumption(lost)
             for change in changes:
                 self.folder.record("event", step=self.state.step, text=f"changed: {change}")
                 self._listener.warned(f"changed since the run was last started: {change}")
@@ -223,10 +227,19 @@ class Trainer:
         self.publishing = open_publishing(
             self.cfg.publish, self.session, self.folder.identity(), self.state.step, self._listener.warned
         )
+        self.folder.reached(self.state.step, is_mark=True)
         self._listener.started(self._total_steps(), self.state.step)
         if self.windows and self.state.windows_done and self.state.window_step == self.state.step:
             self._call_hooks(is_restart=True)
         self._start_watching()
+
+    def _record_resumption(self, lost: Lost | None) -> None:
+        """Say from where the run goes on, on how many ranks, and what the end of the last start has cost."""
+        step, ranks = self.state.step, self._topology.world
+        self.folder.record("event", step=step, text=f"resumed from step {step}", ranks=ranks)
+        if lost is not None:
+            self.folder.record("event", step=step, text=str(lost), lost_steps=lost.steps, lost_s=lost.seconds)
+            self._listener.noted(f"going on from step {step} on {ranks} rank{'s' if ranks > 1 else ''}: {lost}")
 
     def _take_windows(self) -> list[TimeWindow]:
         """Windows of time, where they are trained on in their order."""
@@ -370,6 +383,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._meter.flush()
+        self.folder.reached(self.state.step, is_mark=True)
         self.saving.save(self.state)
 
     def _is_published(self, step: int) -> bool:
@@ -399,14 +413,23 @@ class Trainer:
         made, seconds = self.batches.making.take()
         if made:  # as if no other rank were slower: what all ranks' threads could make together
             values["readable_per_s"] = made / seconds * self.cfg.batch.workers * self._topology.world
-        values |= self.pipeline.issue(lambda: self.balancing.report(spans, self.state.step))
+        evenness = self.pipeline.issue(lambda: self.balancing.report(spans, self.state.step))
+        values |= evenness
         self.folder.record("step", step=self.state.step, epoch=epoch, **values)
         self._listener.stepped(self.state.step, epoch, values)
-
+        self._name_slow_rank(evenness.get("slow_rank"), evenness.get("slow_factor", 0.0))
         if self.state.step <= TRACED_STEPS:
             self.folder.write_trace(self.pipeline.issue(lambda: spans_of_ranks(self._topology, spans)))
         self._decide(spans)
         self.pipeline.issue(self._check_folder)
+
+    def _name_slow_rank(self, rank: int | None, factor: float) -> None:
+        """Once for each, as long as it is the same."""
+        if rank is not None and rank != self._slow_rank:
+            text = f"rank {rank} takes {factor:.1f} times as long as the others for the same number of tokens"
+            self.folder.record("event", step=self.state.step, text=text)
+            self._listener.warned(text)
+        self._slow_rank = rank
 
     def _check_folder(self) -> None:
         """A UserError on every rank where the first could not write. Collective."""

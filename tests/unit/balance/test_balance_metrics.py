@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from nestrec.balance import TOKENS, partition
+from nestrec.balance.measured import slow_rank
 from nestrec.balance.metrics import (
     evenness,
     imbalance,
@@ -61,3 +62,15 @@ def test_noise_that_nobody_foresees_leaves_its_floor() -> None:
 
 def _loads(cost: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
     return np.array([cost[group].sum() for group in groups])
+
+
+def test_a_slow_rank_is_one_that_takes_longer_for_the_same_tokens():
+    tokens = np.array([[10.0, 10], [30, 30], [10, 10], [20, 20]])
+    even = tokens * 0.001
+    assert slow_rank(even, tokens) is None, "more tokens take longer"
+    found = slow_rank(even * np.array([[1.0], [1], [1.8], [1.1]]), tokens)
+    assert found is not None
+    assert found[0] == 2
+    assert found[1] == pytest.approx(1.8)
+    assert slow_rank(np.array([[1.0], [1.6]]), np.ones((2, 1)))[0] == 1
+    assert slow_rank(np.ones((1, 3)), np.ones((1, 3))) is None, "alone"

@@ -215,6 +215,18 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_taken(tiny_data:
     assert '"resumed from step 4"' in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_a_start_after_a_crash_says_what_was_lost(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 9, "training.checkpoint_every_steps": 4, "training.evaluate_every_epochs": 0}
+    with armed("train.step", crash, at=7), pytest.raises(Crash):
+        trainer_of("ranking", tiny_data, tmp_path, more).train()
+    trainer_of("ranking", tiny_data, tmp_path, more).train()
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lost = [event for event in events if "lost_steps" in event]
+    assert [(event["step"], event["lost_steps"]) for event in lost] == [(4, 3)]
+    assert 0 < lost[0]["lost_s"] < 60
+    assert lost[0]["text"] == f"lost: 3 steps, {lost[0]['lost_s']:.1f} s of work"
+
+
 @pytest.mark.parametrize("field", ["task.encoder.num_layers", "task.encoder.num_heads"])
 def test_a_run_is_not_continued_with_another_model(tiny_data: Path, tmp_path: Path, field: str) -> None:
     more = {"training.max_steps": 1}
