@@ -26,7 +26,7 @@ from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
 from nestrec.training.identity import Identity
-from nestrec.training.progress import Lost, Progress
+from nestrec.training.step_marks import Lost, StepMarks
 
 _IDENTITY_FILE = "identity.json"
 _BEGINNING_FILE = "beginning.json"
@@ -44,7 +44,7 @@ class RunFolder:
     def __init__(self, path: Path, *, is_writer: bool = True):
         self.path, self._is_writer = path, is_writer
         self._problem: UserError | None = None
-        self._progress = Progress(path / "progress")
+        self._marks = StepMarks(path / "progress")
 
     @property
     def checkpoints(self) -> Path:
@@ -167,11 +167,11 @@ class RunFolder:
 
     def reached(self, step: int, *, is_mark: bool = False) -> None:
         """A step is over. is_mark: a later start may go on from it."""
-        self._write(lambda: self._progress.mark(step) if is_mark else self._progress.reached(step))
+        self._write(lambda: self._marks.mark(step) if is_mark else self._marks.reached(step))
 
     def lost_after(self, step: int) -> Lost | None:
         """What earlier starts have trained beyond the step that this one goes on from. Known to the writer."""
-        return self._progress.lost(step) if self._is_writer else None
+        return self._marks.lost(step) if self._is_writer else None
 
     def forget_after(self, step: int) -> None:
         """Drop lines of steps after the one that is resumed from: they will be written again."""

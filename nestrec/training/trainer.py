@@ -29,13 +29,13 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
 from nestrec.training.part_checks import check_parts
-from nestrec.training.progress import Lost
 from nestrec.training.publishing import Publishing, open_publishing
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import Saving
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
+from nestrec.training.step_marks import Lost
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.traced_ranks import spans_of_ranks
 from nestrec.training.unused_options import check_options_are_used

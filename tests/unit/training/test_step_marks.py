@@ -1,11 +1,11 @@
 """What a start that goes on from a checkpoint says has been lost since."""
 
-from nestrec.training.progress import Lost, Progress
+from nestrec.training.step_marks import Lost, StepMarks
 
 
 def test_steps_and_time_since_the_step_that_is_gone_on_from_are_lost(tmp_path):
     now = [100.0]
-    progress = Progress(tmp_path / "progress", clock=lambda: now[0])
+    progress = StepMarks(tmp_path / "progress", clock=lambda: now[0])
     assert progress.lost(0) is None, "nobody has begun"
     progress.mark(0)
     for step in range(1, 60):
@@ -14,7 +14,7 @@ def test_steps_and_time_since_the_step_that_is_gone_on_from_are_lost(tmp_path):
         if step % 10 == 0:
             progress.mark(step)
     progress.close()
-    again = Progress(tmp_path / "progress")
+    again = StepMarks(tmp_path / "progress")
     assert again.lost(50) == Lost(9, 4.5)
     assert again.lost(40) == Lost(19, 9.5), "the save of a later step was not finished"
     assert again.lost(45) == Lost(14, None), "a step that nobody marked"

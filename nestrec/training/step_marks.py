@@ -28,7 +28,7 @@ class Lost:
         return f"lost: {self.steps} step{'s' if self.steps > 1 else ''}{time_of}"
 
 
-class Progress:
+class StepMarks:
     """The file of one run, kept by its first rank."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.time):

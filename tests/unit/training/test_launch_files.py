@@ -1,0 +1,106 @@
+"""Launch files for Slurm and Kubernetes: by the schemas of those who read them, torchrun's options and ours."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from torch.distributed.run import get_args_parser
+
+from nestrec.base.config import with_overrides
+from nestrec.base.overrides import parse_overrides
+from nestrec.training.config import RunConfig
+from nestrec.training.recipes import recipe
+
+TRAINING = Path(__file__).resolve().parents[3] / "deploy" / "training"
+SLURM = {
+    "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue", "no-kill",
+    "open-mode",
+}  # fmt: skip
+"""Long options of sbatch, as its manual has them: it has no schema."""
+
+
+def check_torchrun(words: list[str]) -> RunConfig:
+    """What torchrun takes, and what is left for `nestrec train`; unknown options of either are errors."""
+    parser = get_args_parser()
+    args = parser.parse_args(words)
+    assert args.module
+    assert args.training_script == "nestrec"
+    assert args.nnodes == "1:4"
+    command, name, *options = args.training_script_args
+    assert command == "train"
+    assert options[0] == "--output"
+    return with_overrides(recipe(name), parse_overrides(options[2:]))
+
+
+def jobset() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((TRAINING / "jobset.yaml").read_text())
+    return found
+
+
+def unknown_fields(given: Any, taken: Any, where: str = "") -> list[str]:
+    """Paths that a manifest has and its model, once written out again, has not."""
+    if isinstance(given, dict):
+        return [
+            path
+            for name, value in given.items()
+            for path in (
+                unknown_fields(value, taken[name], f"{where}.{name}") if name in taken else [f"{where}.{name}"]
+            )
+        ]
+    if isinstance(given, list):
+        pairs = zip(given, taken, strict=True)
+        return [path for i, (a, b) in enumerate(pairs) for path in unknown_fields(a, b, f"{where}[{i}]")]
+    return []
+
+
+def test_the_jobset_is_one():
+    manifest = jobset()
+    taken = JobsetV1alpha2JobSet.from_dict(manifest)
+    assert taken is not None
+    assert unknown_fields(manifest, taken.to_dict()) == []
+    broken = {**manifest, "spec": {**manifest["spec"], "restarts": 3}}
+    kept = JobsetV1alpha2JobSet.from_dict(broken)
+    assert kept is not None
+    assert unknown_fields(broken, kept.to_dict()) == [".spec.restarts"]
+    (nodes,) = manifest["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **nodes["template"]}
+    kubernetes_validate.validate(job, "1.32", strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**job, "spec": {**job["spec"], "paralelism": 4}}, "1.32", strict=True)
+
+
+def test_pods_of_the_jobset_meet_where_one_of_them_is_and_run_as_nobody():
+    manifest = jobset()
+    (nodes,) = manifest["spec"]["replicatedJobs"]
+    pod = nodes["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    cfg = check_torchrun(container["args"])
+    assert cfg.training.checkpoint_async
+    endpoint = next(word for word in container["args"] if word.startswith("--rdzv-endpoint="))
+    name, subdomain = manifest["metadata"]["name"], manifest["spec"]["network"]["subdomain"]
+    assert (
+        endpoint == f"--rdzv-endpoint={name}-{nodes['name']}-0-0.{subdomain}:{container['ports'][0]['containerPort']}"
+    )
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_slurm_file_is_a_script_that_torchrun_and_nestrec_understand():
+    path = TRAINING / "slurm.sbatch"
+    text = path.read_text()
+    subprocess.run(["bash", "-n", path], check=True, timeout=20)
+    options = re.findall(r"^#SBATCH --([a-z-]+)", text, re.M)
+    assert set(options) <= SLURM
+    assert text.index("#SBATCH") < text.index("set -e"), "sbatch reads none behind the first command"
+    command = re.sub(r"\\\n", " ", text[text.index("srun ") :])
+    words = shlex.split(command.replace("$SLURM_NNODES", "4").replace("${RECIPE:-demo}", "demo"))
+    cfg = check_torchrun(words[words.index("torchrun") + 1 :])
+    assert cfg.training.checkpoint_every_steps == 500
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
