@@ -68,12 +68,12 @@ def measure_overload(bench: OverloadBench) -> Iterator[dict[str, Any]]:
             load = partial(_load, port, process, bench)
             first = asyncio.run(_capacity(port, bench, 0, _WARM_S))  # meanwhile the server learns what requests cost
             half = load("half", rate=first / 2, duration_s=min(bench.duration_s, _MOST_AFTER_S) / 2)
-            yield {"run": 0} | _row("half", [half], bench)
+            yield {"round": 0} | _row("half", [half], bench)
             for run in range(1, bench.runs + 1):
                 yield from _run(port, load, bench, run)
             # The recovery begins at once: whatever the overload left behind is felt here.
             after = load("after", rate=first / 2, duration_s=min(bench.duration_s, _MOST_AFTER_S))
-            row = {"run": bench.runs} | _row("after", [after], bench)
+            row = {"round": bench.runs} | _row("after", [after], bench)
             yield row | {"normal_after_s": normal_after_s(after, 2.0 * float(quantile(half.answered_ms, 99) or 0.0))}
 
 
@@ -86,7 +86,7 @@ def _run(port: int, load: Callable[..., Served], bench: OverloadBench, run: int)
         for m in multiples:
             name = f"{m:g}x {run} {way}"
             loads[m].append(load(name, rate=m * capacities[0], duration_s=bench.duration_s / 2))
-    rows = [{"run": run} | _row(f"{m:g}x", served, bench) for m, served in loads.items()]
+    rows = [{"round": run} | _row(f"{m:g}x", served, bench) for m, served in loads.items()]
     capacity = float(np.mean(capacities))
     peak = max(capacity, *(row["goodput"] for row in rows))
     return [row | {"capacity": round(capacity, 1), "of_peak": round(row["goodput"] / peak, 3)} for row in rows]
