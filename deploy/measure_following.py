@@ -42,6 +42,8 @@ from nestrec.serving.versions.manifest import Parent, PublishedTable, Times, Ver
 from nestrec.serving.versions.reader import Versions
 from nestrec.serving.versions.writer import About, VersionWriter
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @functools.cache
 def made_up(encoder: HSTUConfig, num_items: int) -> Servable:
@@ -132,20 +134,21 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 found[way] = (trial, metric(url, "nestrec_version_number") - before)
                 trials[way].append(trial)
             rows.append(row_of(found, chosen, number))
-            print(json.dumps(rows[-1]), flush=True)
+            keep(chosen, rows)
         rows.append(over_all(trials, chosen, sum(row["versions_taken"] for row in rows)))
-        print(json.dumps(rows[-1]), flush=True)
+        keep(chosen, rows)
     finally:
         writer.terminate()
         process.terminate()
         process.wait()
-    if chosen.json:
-        keep(chosen, rows)
     return rows if chosen.without_bytes else [*rows, bytes_of(chosen, address, folder)]
 
 
 def keep(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    write_frame(chosen.json, bench="fresh", command=" ".join(["python", *map(shlex.quote, sys.argv)]), rows=rows)
+    """What is known by now."""
+    print(json.dumps(rows[-1]), flush=True)
+    if chosen.json:
+        write_frame(chosen.json, bench="fresh", command=" ".join(["python", *map(shlex.quote, sys.argv)]), rows=rows)
 
 
 def plain(cfg: ReplayConfig) -> dict[str, Any]:
@@ -157,6 +160,7 @@ def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, nu
     told = {f"{way}_p{q}_ms": finite(trial.percentile_ms(q)) for way, (trial, _) in found.items() for q in (50, 99)}
     return {
         "what": "p99_while_deltas_arrive",
+        "device": DEVICE,
         "round": number,
         "requests": len(still.latency_ms),
         "rate": chosen.rate,
@@ -181,7 +185,7 @@ def over_all(trials: dict[str, list[Trial]], chosen: argparse.Namespace, taken: 
         drawn.append(deltas / still if math.isfinite(still) and math.isfinite(deltas) else math.inf)
     return {
         "what": "p99_while_deltas_arrive_in_all",
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": DEVICE,
         "rounds": chosen.rounds,
         "seconds": chosen.seconds,
         "requests": len(pooled["still"]),
@@ -284,9 +288,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(chosen, Path(folder))
-    print(json.dumps(rows[-1]))
-    if chosen.json:
-        keep(chosen, rows)
+    keep(chosen, rows)
 
 
 if __name__ == "__main__":

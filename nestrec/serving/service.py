@@ -325,6 +325,7 @@ class Service:
     def _fleet(self, servable: Servable) -> Fleet:
         """All of its engines, or none: the model may not be sound, and memory may not suffice for one of them."""
         check_sound(servable)
+        _ = servable.item_ids  # takes a second for a million names, which the first request would wait for
         form = make_form(servable, self.cfg.slide_events)
         with contextlib.ExitStack() as made:
             engines = []

@@ -15,6 +15,7 @@ from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.versions.followed import Staged
 from nestrec.serving.versions.follower import VersionFollowConfig
 from nestrec.serving.versions.manifest import Times
 from nestrec.testing.tiny_runs import make_datasets
@@ -144,6 +145,25 @@ def test_a_delta_that_fails_half_way_leaves_no_trace(data, tmp_path, point):
         assert served.follower.look()
         assert served.servable.version == version
         served.check()
+
+
+@pytest.mark.parametrize("family", ["ranking", "hstu"])
+def test_what_a_first_version_needs_is_there_before_it_comes(data, tmp_path, monkeypatch, family):
+    rehearsed = []
+    apply = Staged.apply
+    monkeypatch.setattr(Staged, "apply", lambda staged: (rehearsed.append(staged), apply(staged)))
+    with serving(data, tmp_path, family, tables=TablesConfig(store="dram", cache_rows=8)) as served:
+        (staged,) = rehearsed
+        assert {id(put.table) for put in staged.puts} >= {id(table) for table in served.servable.tables.values()}
+        served.check()  # every bit is as it was
+        assert served.follower.counts.applied == 0
+        served.publish()
+        assert served.follower.look()
+        served.check()
+        other = served.run.export(tmp_path)
+    assert "item_ids" not in vars(other)
+    Service({served.role: other}, ServiceConfig()).close()
+    assert "item_ids" in vars(other), "the first request does not wait for names"
 
 
 def test_a_server_can_be_pinned_to_a_version_and_go_on_from_it(data, tmp_path):

@@ -75,6 +75,8 @@ class Reloader:
             self._service, role, followed, source, self._follow, device=self._device, tables=self._tables
         )
         self.followers[role] = follower
+        if self._follow.on:
+            follower.rehearse()
         if self._follow.on and self._follow.moves == "itself":
             follower.start()
 

@@ -119,6 +119,16 @@ class Followed:
             weights={name: tensor.to(self.servable.device) for name, tensor in weights.items()},
         )
 
+    def rehearse(self) -> None:
+        """Write what is there over itself, as a version is written. A GPU loads what that needs with its first use, and
+        requests would wait for it."""
+        one, servable = torch.zeros(1, dtype=torch.int64), self.servable
+        tables = {id(table): table for table in (*servable.tables.values(), servable.index) if table is not None}
+        puts = [_Put.of(table, table.num_rows, (one, table.rows(one))) for table in tables.values()]
+        columns = {name: (one.to(c.device), c[one.to(c.device)]) for name, c in servable.item_columns.items()}
+        weights = {name: tensor.clone() for name, tensor in servable.model.state_dict().items()}
+        Staged(before=self, after=self, puts=tuple(puts), columns=columns, weights=weights).apply()
+
     def _put(self, versions: Versions, step: VersionStep, table: PublishedTable) -> "_Put":
         served = _table_of(self.servable, table.name)
         removed = versions.removed(step, table)

@@ -102,6 +102,11 @@ class VersionFollower:
         self._thread = threading.Thread(target=self._loop, name=f"nestrec-follow-{self._role}", daemon=True)
         self._thread.start()
 
+    def rehearse(self) -> None:
+        """Go to the version in service, so that the first newer one finds all that it needs loaded."""
+        with self._lock:
+            self._service.advance(self._role, self._followed.servable, self._followed.rehearse)
+
     def close(self) -> None:
         """No further look; one that is under way is finished."""
         self._is_closed.set()
