@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_jobs import measure, save_again, terminate_one_rank, train, train_through_crashes
+from training_jobs import (
+    measure,
+    save_again,
+    terminate_one_rank,
+    train,
+    train_through_crashes,
+    train_with_a_slow_rank,
+)
 
 from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import FAMILIES, make_datasets
@@ -262,3 +269,13 @@ def test_told_to_stop_between_averages_a_run_goes_on_until_copies_are_alike(pool
     assert pools[2].run(terminate_one_rank, "hstu", data, str(tmp_path / "cut"), more) == [10, 10]
     pools[2].run(train, "hstu", data, str(tmp_path / "cut"), more)
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+
+
+def test_a_slow_rank_is_named(pools, data: str, tmp_path: Path) -> None:
+    more = {"training.max_steps": 20, "training.epochs": 1000, "training.evaluate_every_epochs": 0}
+    pools[2].run(train_with_a_slow_rank, "hstu", data, str(tmp_path / "run"), more)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [record for record in records if record["kind"] == "step"]
+    assert step["slow_rank"] == 1
+    (event,) = [record["text"] for record in records if record["kind"] == "event" and "rank" in record["text"]]
+    assert event.startswith("rank 1 takes ")

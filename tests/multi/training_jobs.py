@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ def train(  # noqa: PLR0917
         "digests": {name: engine.digest(name) for name in engine.tables},
         "state": trainer.state,
     }
+
+
+def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:
+    """The last rank takes 20 ms longer for the loss of a micro-batch."""
+    trainer = trainer_of(topology, family, data, run, more)
+    task, loss = trainer.session.task, trainer.session.task.loss
+
+    def slow_loss(*args: Any) -> Any:
+        time.sleep(0.02)
+        return loss(*args)
+
+    if topology.rank == topology.world - 1:
+        task.loss = slow_loss  # type: ignore[method-assign]
+    trainer.train()
 
 
 class Crash(Exception):
