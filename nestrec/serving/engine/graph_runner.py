@@ -88,7 +88,9 @@ class Captured:
         self._scores: torch.Tensor | None = None
 
     def capture(self, memory: Any) -> None:
-        self._indices.split(list(self.room.sizes))[4].fill_(-1)  # nothing is kept
+        sections = self._indices.split(list(self.room.sizes))
+        sections[4].fill_(-1)  # nothing is kept
+        sections[-1].fill_(-1)  # nothing is excluded
         self._forward()  # compiles and loads what a capture may not
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
