@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -111,19 +112,19 @@ class TableShard:
             columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
             yield columns
 
-    def freeze(self, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
+    def freeze(self, since: int = -1, max_bytes: int | None = None, spill: Path | None = None) -> FrozenTable:
         """The same rows as they are now, to be read while training goes on, in the order of their keys' hashes.
 
-        max_bytes: of rows that are put aside because they change before they are read; where there is no room, what
-        would change them waits. None: nothing changes until it is closed. Rows in the memory of a GPU that may change
-        are copied at once.
+        max_bytes: of rows that are put aside because they change before they are read. None: nothing changes until it
+        is closed. Rows in the memory of a GPU that may change are copied at once. spill: a folder for what is more;
+        without one, what would change further rows waits.
         """
         keys, width = self.residency.frozen(since), self.layout.num_words
         store: Store | DeviceReader = self.store
         if self._device.type == "cuda" and self.table.store.kind == "device":
             store = self._host_copy(keys) if max_bytes is not None else DeviceReader(self.store, width, self._device)
         assert isinstance(store, Freezable)
-        rows = store.freeze(keys.is_wanted, width, max_bytes or 0)
+        rows = store.freeze(keys.is_wanted, width, max_bytes or 0, spill)
         return FrozenTable(keys, self.layout, (self._shard, self._num_shards), rows, store.thaw)
 
     def _host_copy(self, keys: FrozenKeys) -> DramStore:

@@ -117,7 +117,7 @@ def save(topology: Topology, folder: str, step: int, aside_mib: int) -> dict[str
     before_mib = forget_peak()
     peers.gather(None)
     start_s = time.perf_counter()
-    frozen = shard.freeze(max_bytes=aside_mib << 20)
+    frozen = shard.freeze(max_bytes=aside_mib << 20, spill=Path(folder))
     frozen_s = time.perf_counter() - start_s
     content = Content(state={"step": step}, tables={"items": frozen}, close=frozen.close)
     checkpoints.save_async(step, content, is_copied=True)

@@ -1,12 +1,16 @@
 """Rows of a store as they were at a moment, read in pieces while others write: a row that is about to be overwritten
-and was not read yet is first put aside. What that takes is bounded: where there is no room, the writer waits.
+and was not read yet is first put aside. The memory that it takes is bounded: what is more goes into a file, and where
+there is none, the writer waits.
 """
 
 import contextlib
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -25,13 +29,19 @@ Read = Callable[[Slots, NDArray[np.int32]], None]
 class FrozenRows:
     """The rows of some slots of a store. One thread takes them, others write to the store meanwhile."""
 
-    def __init__(self, read: Read, wanted: NDArray[np.bool_], num_words: int, max_bytes: int):
-        """read: rows of the store into a host array. wanted: by slot. max_bytes: of rows that are put aside."""
+    def __init__(
+        self, read: Read, wanted: NDArray[np.bool_], num_words: int, max_bytes: int, spill: Path | None = None
+    ) -> None:
+        """read: rows of the store into a host array. wanted: by slot. max_bytes: of rows that are put aside in memory.
+
+        spill: a folder for a file with those for which there is no room; it has no name, and goes with the process.
+        """
         self._read = read
         self._place = np.where(wanted, np.int32(_WAITS), np.int32(_DONE))
         self._aside = Slab(num_words)
         self._aside.reserve(max(1, max_bytes // (4 * num_words)))  # memory is taken as it is written
         self._num_used, self._free = 0, np.empty(0, np.int32)
+        self._file, self._num_spilled = None if spill is None else _nameless_file(spill), 0
         self._turn, self._gate, self._num_coming = threading.Condition(threading.RLock()), threading.Lock(), 0
         self.num_aside = 0
         """Rows that were put aside so far."""
@@ -63,9 +73,10 @@ class FrozenRows:
                 self._turn.wait_for(lambda: not self._num_coming)
                 place = self._place[part]
                 self._read(np.where(place == _WAITS, part, -1), rows)
-                aside = np.flatnonzero(place >= 0)
+                aside = np.flatnonzero((place >= 0) & (place < len(self._aside.rows)))
                 rows[aside] = self._aside.rows[place[aside]]
                 self._free = np.concatenate([self._free, place[aside]])
+                self._take_spilled(np.flatnonzero(place >= len(self._aside.rows)), place, rows)
                 self._place[part] = _DONE
                 self._turn.notify_all()
 
@@ -74,20 +85,44 @@ class FrozenRows:
         with self._turn:
             self._place[:] = _DONE
             self._aside.close()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
             self._turn.notify_all()
 
     def _put_aside(self, slots: Slots) -> None:
         while len(waiting := slots[self._place[slots] == _WAITS]):
             places = self._places(len(waiting))
-            if not len(places):
+            if not len(places) and not self._put_into_file(waiting):
                 self._turn.wait()
-                continue
             kept = waiting[: len(places)]
-            rows = np.empty((len(kept), self._aside.rows.shape[1]), np.int32)
-            self._read(kept, rows)
-            self._aside.rows[places] = rows
+            self._aside.rows[places] = self._rows_now(kept)
             self._place[kept] = places
             self.num_aside += len(kept)
+
+    def _rows_now(self, slots: Slots) -> NDArray[np.int32]:
+        rows = np.empty((len(slots), self._aside.rows.shape[1]), np.int32)
+        self._read(slots, rows)
+        return rows
+
+    def _put_into_file(self, slots: Slots) -> bool:
+        """Whether it could be done: a disk may be full."""
+        if self._file is None:
+            return False
+        try:
+            self._rows_now(slots).tofile(self._file)
+        except OSError:
+            self._file.seek(4 * self._aside.rows.shape[1] * self._num_spilled)
+            return False
+        self._place[slots] = len(self._aside.rows) + self._num_spilled + np.arange(len(slots))
+        self._num_spilled += len(slots)
+        self.num_aside += len(slots)
+        return True
+
+    def _take_spilled(self, found: NDArray[np.int64], place: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
+        if len(found):
+            spilled = np.memmap(self._file, np.int32, "r", shape=(self._num_spilled, rows.shape[1]))  # type: ignore[call-overload]
+            rows[found] = spilled[place[found] - len(self._aside.rows)]
 
     def _places(self, wanted: int) -> NDArray[np.int32]:
         """Free places aside, at most so many."""
@@ -99,6 +134,11 @@ class FrozenRows:
         return places
 
 
+def _nameless_file(folder: Path) -> IO[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
+
+
 class Freezable(ABC):
     """What a store of host memory is beside: it can be read as it was while it is written to."""
 
@@ -106,10 +146,12 @@ class Freezable(ABC):
     _changing: Callable[..., contextlib.AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """To be held while rows of some slots, or the store itself, are changed."""
 
-    def freeze(self, wanted: NDArray[np.bool_], num_words: int, max_bytes: int) -> FrozenRows:
+    def freeze(
+        self, wanted: NDArray[np.bool_], num_words: int, max_bytes: int, spill: Path | None = None
+    ) -> FrozenRows:
         """The rows of the wanted slots as they are now, until `thaw`; while nobody writes."""
         assert self._frozen is None, "one reader at a time"
-        self._frozen = FrozenRows(self.read, wanted, num_words, max_bytes)
+        self._frozen = FrozenRows(self.read, wanted, num_words, max_bytes, spill)
         self._changing = self._frozen.changing
         return self._frozen
 

@@ -85,6 +85,40 @@ def test_training_waits_where_there_is_no_room_aside_and_goes_on_when_reading_en
     assert given_up.rows.num_aside <= 10
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_no_room_in_memory_goes_into_a_file_and_nobody_waits(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 4096)
+    shard = make_shard(tmp_path, kind, 4000)
+    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
+    train(shard, owned, 1)
+    expected = columns_of(shard.snapshot())
+    frozen, chunks = shard.freeze(max_bytes=10 * shard.layout.row_bytes, spill=tmp_path / "spill"), []
+    assert list((tmp_path / "spill").iterdir()) == [], "a kill leaves nothing behind"
+    train(shard, owned[::2], 2)
+    for step, chunk in enumerate(frozen, start=3):
+        chunks.append(chunk)
+        train(shard, owned[step::7], step)
+    frozen.close()
+    assert frozen.rows.num_aside > 1000
+    assert_same(columns_of(chunks), expected)
+
+
+def test_a_full_disk_makes_training_wait_as_without_a_file(tmp_path, monkeypatch):
+    shard = make_shard(tmp_path, "dram", 4000)
+    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
+    train(shard, owned, 1)
+    expected = columns_of(shard.snapshot())
+    frozen = shard.freeze(max_bytes=10 * shard.layout.row_bytes, spill=tmp_path)
+    frozen.rows._file.close()
+    monkeypatch.setattr(frozen.rows, "_file", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    writer = threading.Thread(target=train, args=(shard, owned, 2))
+    writer.start()
+    chunks = list(frozen)
+    writer.join()
+    frozen.close()
+    assert_same(columns_of(chunks), expected)
+
+
 def test_who_reads_and_who_waits_for_room_never_wait_for_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("nestrec.embedding.stores.frozen._ROWS_A_TURN", 2)
     shard = make_shard(tmp_path, "dram", 4000)
