@@ -3,6 +3,7 @@
 from typing import cast
 
 from nestrec.base.seam import resolved
+from nestrec.ops.attention.paged.blocks import can_be_paged
 from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.runner import BatchRunner, Runner
 from nestrec.serving.model.forms import Form, PagedForm
@@ -14,7 +15,11 @@ from nestrec.serving.prefix.page_pool import PagePool
 def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
     """Captured graphs over pages where a GPU and the model allow it, else sequence by sequence."""
     servable, paged = form.servable, form.servable.cached.paged
-    has_graphs = cfg.captured and servable.device.type == "cuda"
+    has_graphs = (
+        cfg.captured
+        and servable.device.type == "cuda"
+        and can_be_paged(pool.tensor.shape[-1], servable.dtype.itemsize, pool.page_tokens)
+    )
     if has_graphs and paged is not None and isinstance(form, RankingForm | RetrievalForm):
         from nestrec.serving.engine.graph_runner import GraphRunner
 

@@ -8,7 +8,15 @@ import torch
 from torch.nn.functional import silu
 
 from nestrec.ops.attention.mask import AttentionRules, seen_mask
-from nestrec.ops.attention.paged.blocks import FIELDS, PagedSegment, Seen, most_tiles, segment_array, write_blocks
+from nestrec.ops.attention.paged.blocks import (
+    FIELDS,
+    PagedSegment,
+    Seen,
+    can_be_paged,
+    most_tiles,
+    segment_array,
+    write_blocks,
+)
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.registry import IS_INTERPRETED
 
@@ -298,3 +306,24 @@ def test_an_empty_plan_has_no_blocks():
     blocks = np.ones((3, FIELDS), np.int32)
     assert write_blocks(segment_array([]), 2, False, blocks) == 0
     assert not blocks.any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "itemsize", "page_tokens", "expected"),
+    [
+        (128, 4, 64, True),
+        (256, 2, 64, True),
+        (256, 4, 64, False),
+        (136, 4, 64, False),
+        (64, 2, 16, True),
+        (64, 2, 8, False),
+        (64, 2, 48, False),
+        (64, 2, 96, False),
+        (64, 2, 128, True),
+    ],
+)
+def test_what_has_no_room_in_shared_memory_or_no_whole_blocks_is_computed_without_pages(
+    head_dim, itemsize, page_tokens, expected
+):
+    """Queries of 128 rows and keys and values of 64 are 256 KiB at 256 columns of float32."""
+    assert can_be_paged(head_dim, itemsize, page_tokens) is expected

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import triton
 
-from nestrec.ops.attention.paged.blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, MOST_PARTS, SEES_ALL, Seen
+from nestrec.ops.attention.paged.blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, MOST_PARTS, SEES_ALL, Seen, padded
 from nestrec.ops.attention.paged.kernel import CHANNEL, SILU, SOFTMAX, attention_kernel, store_kernel
 
 Weights = Literal["silu", "softmax", "channel"]
@@ -43,11 +43,6 @@ class Workspace:
             torch.empty(MOST_PARTS, num_heads, 2, BLOCK_ROWS, device=device),
             torch.zeros(MOST_PARTS, num_heads, dtype=torch.int32, device=device),
         )
-
-
-def padded(dim: int) -> int:
-    """Columns of a head inside a kernel."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)

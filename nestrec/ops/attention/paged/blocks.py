@@ -24,6 +24,10 @@ history that is seen at all, the first of its tiles of biases, whether they are 
 read."""
 MOST_PARTS = 128
 """blocks of a batch with divided prefixes, each part counted"""
+_FEWEST_TOKENS = 16
+"""of a page: products take no fewer keys"""
+_MOST_BYTES = 227 << 10
+"""of shared memory for a program of Hopper"""
 _PROGRAMS = 256
 """that keep every multiprocessor of an H100 or H200 busy: two, one after the other, so that lengths even out"""
 _FEWEST_KEYS = 512
@@ -49,6 +53,18 @@ class Seen(NamedTuple):
 
 
 SEES_ALL = Seen()
+
+
+def padded(dim: int) -> int:
+    """Columns of a head inside a kernel."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def can_be_paged(head_dim: int, itemsize: int, page_tokens: int) -> bool:
+    """Whether queries, keys and values of a block have room beside each other, and pages are made of whole blocks."""
+    has_room = (BLOCK_ROWS + 2 * BLOCK_KEYS) * padded(head_dim) * itemsize <= _MOST_BYTES
+    keys = min(BLOCK_KEYS, page_tokens)
+    return has_room and page_tokens % keys == 0 and keys >= _FEWEST_TOKENS and keys.bit_count() == 1
 
 
 def most_tiles(num_blocks: int, max_length: int) -> int:
