@@ -54,7 +54,13 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-LONGEST = ("test_under_interpreter.py", "test_schedules.py", "test_training_ranks.py", "test_plugin.py")
+LONGEST = (
+    "test_under_interpreter.py",
+    "test_schedules.py",
+    "test_training_ranks.py",
+    "test_balanced_training.py",
+    "test_training_schedules.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
