@@ -41,8 +41,11 @@ LONGEST, LONGEST_BY_POWER = 10.4, 5.65
 """of log(1 + span / gap), see above: at most the first, and at most the second over the power"""
 LARGEST_AMPLITUDE = 60_000.0
 """that float16 holds; with a larger one no pair is far"""
-NEAR_SPLITS, FAR_SPLITS = 2, 4
-"""programs that share the near tiles of 64 queries, and their far blocks"""
+NEAR_SPLITS, FAR_SPLITS = 1, 2
+"""programs that share the near tiles of 64 queries, and their far blocks: few, since each waits for memory before it
+begins"""
+REGISTERS = 96
+"""of a thread that sums them, at most: programs that wait for memory should be many at a time"""
 SLAB = 8
 """keys of a tile whose gradients one program sums"""
 
@@ -328,7 +331,7 @@ def _values_kernel(
             to = place[:, None] * NODES + number
             tl.store(basis + to, found.to(tl.float16), mask=is_own)
             tl.store(product_basis + to, found.to(product_basis.dtype.element_ty), mask=is_own)
-        if (item == 0) & (split == NEAR_SPLITS + 1):
+        if (item == 0) & (split == NEAR_SPLITS + FAR_SPLITS - 1):
             tl.store(values + zero_tile * (SIDE * NODES) + inside, (inside * 0).to(tl.float16))
 
 
@@ -348,7 +351,7 @@ class FunctionSums:
         rows, splits = found.rows.table.shape[0], SIDE // SLAB
         far = found.blocks.table.shape[0] * heads * (BLOCK // SIDE)
         # Rows of blocks that are not there stay zero.
-        sums = torch.zeros(far + rows * splits, 3, SIDE, dtype=torch.float32, device=kept.device)
+        sums = torch.zeros(far + rows, 3, SIDE, dtype=torch.float32, device=kept.device)
         _near_kernel[rows, splits](
             kept,
             sums[far:],
@@ -365,6 +368,7 @@ class FunctionSums:
             SLAB=SLAB,
             FAST=not IS_INTERPRETED,
             num_warps=1,
+            maxnreg=REGISTERS,
         )
         self._sums.append(sums)
         return sums[:far]
@@ -401,9 +405,9 @@ def _near_kernel(
     query, key = tl.arange(0, SIDE), slab * SLAB + tl.arange(0, SLAB)
     asked = tl.load(query_time + start + tl.minimum(block * SIDE + query, length - 1))
     inside = key[:, None] * SIDE + query[None, :]
-    by_value = tl.zeros([SLAB, SIDE], tl.float32)
-    by_slope = tl.zeros([SLAB, SIDE], tl.float32)
-    by_exponent = tl.zeros([SLAB, SIDE], tl.float32)
+    by_value = tl.zeros([SIDE], tl.float32)
+    by_slope = tl.zeros([SIDE], tl.float32)
+    by_exponent = tl.zeros([SIDE], tl.float32)
     per_block: tl.constexpr = BLOCK // SIDE
     for other in range(tl.load(near_from + start // BLOCK + b + block // per_block) * per_block, count):
         place = kept + (first + other).to(tl.int64) * (HEADS * SIDE * SIDE) + inside
@@ -412,10 +416,10 @@ def _near_kernel(
             g += tl.load(place + head * (SIDE * SIDE)).to(tl.float32)
         seen_at = tl.load(key_time + start + tl.minimum(other * SIDE + key, length - 1))
         value, slope, exponent = time_function(scalars, seen_at, asked, FAST)
-        by_value += g * value
-        by_slope += g * slope
-        by_exponent += g * slope * exponent
-    out = sums + (item * (SIDE // SLAB) + slab) * (3 * SIDE) + query
-    tl.store(out, tl.sum(by_value, 0) * scale)
-    tl.store(out + SIDE, tl.sum(by_slope, 0) * scale)
-    tl.store(out + 2 * SIDE, tl.sum(by_exponent, 0) * scale)
+        by_value += tl.sum(g * value, 0)
+        by_slope += tl.sum(g * slope, 0)
+        by_exponent += tl.sum(g * slope * exponent, 0)
+    out = sums + item * (3 * SIDE) + slab * SLAB + tl.arange(0, SLAB)
+    tl.store(out, tl.sum(by_value.reshape([SLAB, SIDE // SLAB]), 1) * scale)
+    tl.store(out + SIDE, tl.sum(by_slope.reshape([SLAB, SIDE // SLAB]), 1) * scale)
+    tl.store(out + 2 * SIDE, tl.sum(by_exponent.reshape([SLAB, SIDE // SLAB]), 1) * scale)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.skipif(not (HAS_TRITON and IS_INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1"),
 ]
-LENGTHS = [450, 0, 3, 129]
+LENGTHS = [330, 0, 3, 129]
 TOLERANCE = 2.0**-9
 """of the amplitude: half a unit of bfloat16, in which words of near pairs are kept"""
 
@@ -57,8 +57,7 @@ def pairs_of_blocks(found, offsets, plan):
 
 
 @pytest.mark.parametrize(("kind", "power", "least"), [
-    ("regular", 0.5, 1.0), ("regular", 1.0, 1.0), ("regular", 2.0, 0.3), ("sessions", 0.3, 0.3), ("sessions", 0.8, 0.3),
-    ("at once", 0.5, 0.3), ("shuffled", 0.5, 0.0),
+    ("regular", 0.5, 1.0), ("regular", 2.0, 0.2), ("sessions", 0.8, 0.2), ("at once", 0.5, 0.2), ("shuffled", 0.5, 0.0),
 ])  # fmt: skip
 def test_far_pairs_are_as_exact_as_written_biases(kind, power, least):
     found, bias, offsets, plan = found_for(kind, power)

@@ -110,6 +110,7 @@ def _scores(k_tile, ys, smem, far, C: gl.constexpr, YB: gl.constexpr, D: gl.cons
 @gluon.jit
 def _next_block(
     n,
+    end,
     k_tile,
     v_tile,
     dk,
@@ -138,7 +139,7 @@ def _next_block(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
-    """Elements of a block and their products, and the scores of the one behind it."""
+    """Elements of a block and their products, and the scores of the one behind it; end: of blocks of its kind."""
     x0, low, high, prefix, length, history, first_tile, head = item
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
@@ -155,8 +156,10 @@ def _next_block(
     tile = tile_of(first_tile, x0, y0, length, True, IS_SQUARE)
     is_kept = is_tile(x0, y0, IS_SQUARE)
     # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
+    # Behind the last near block it is fetched again, out of the cache: far ones have none.
     y0 = row_of_block(n + 1, low, high, prefix, True, HAS_RULES, YB)
-    words = load_words(first_tile, x0, y0, length, own_bias, True, IS_SQUARE, YB, OWN)
+    ahead = row_of_block(gl.minimum(n + 1, end - 1), low, high, prefix, True, HAS_RULES, YB)
+    words = load_words(first_tile, x0, ahead, length, own_bias, True, IS_SQUARE, YB, OWN)
     q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
@@ -289,12 +292,12 @@ def _consumer(
             do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
             dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
             item = (x0, low, high, prefix, length, history, first_tile, head)
-            near = count - 1
+            near = count
             if HAS_FAR:
-                near = gl.minimum(gl.maximum(2 * bound - low, skipped), count - 1)
-            for n in range(skipped, near):
+                near = gl.minimum(2 * bound - low, count)
+            for n in range(skipped, gl.minimum(near, count - 1)):
                 dk, dv, s, dp, words, y0, buffer, ys, yp = _next_block(
-                    n, k_tile, v_tile, dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules,
+                    n, near, k_tile, v_tile, dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules,
                     bias, far, True, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
                 )  # fmt: skip
             if HAS_FAR:
@@ -303,8 +306,8 @@ def _consumer(
                     far_words = load_words(first_tile, x0, y0, length, far[5], True, IS_SQUARE, YB, True)
                     for n in range(near, count - 1):
                         dk, dv, s, dp, far_words, y0, buffer, ys, yp = _next_block(
-                            n, k_tile, v_tile, dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem, bars,
-                            rules, bias, far, False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                            n, count, k_tile, v_tile, dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem,
+                            bars, rules, bias, far, False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
                         )  # fmt: skip
                     dk, dv, buffer, ys, yp = _last_block(
                         dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem, bars, rules, far[5],

@@ -76,6 +76,7 @@ def _elements(
 @gluon.jit
 def _next_block(
     i,
+    end,
     x0_tile,
     x1_tile,
     acc,
@@ -105,7 +106,7 @@ def _next_block(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
-    """Scores of the i-th block, the products of the last one beside them, and elements."""
+    """Scores of the i-th block, the products of the last one beside them, and elements; end: of blocks of its kind."""
     x0, low, high, prefix, length, history, first_tile = item
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
     x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars
@@ -144,7 +145,7 @@ def _next_block(
     new_p = _elements(
         s, dp, words, x0, y0, history, rules, own_bias, GRADIENT, REVERSED, HAS_RULES, OWN, FAST, S_LAYOUT, YB, DTYPE
     )
-    ahead = row_of_block(gl.minimum(i + 1, high - low + prefix - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
+    ahead = row_of_block(gl.minimum(i + 1, end - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
     words = load_words(first_tile, x0, ahead, length, own_bias, REVERSED, IS_SQUARE, YB, OWN)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     if GRADIENT:
@@ -255,16 +256,17 @@ def _consumer(
                 DTYPE,
             )
             # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
-            ahead = row_of_block(gl.minimum(skipped + 1, count - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
-            words = load_words(first_tile, x0, ahead, length, bias, REVERSED, IS_SQUARE, YB, BY_DISTANCE)
-            p = gl.convert_layout(p, P_LAYOUT)
-            item = (x0, low, high, prefix, length, history, first_tile)
+            # Behind the last near block it is fetched again, out of the cache: far ones have none.
             near = count
             if HAS_FAR:
                 near = gl.minimum(gl.maximum(high - bound, skipped + 1), count)
+            ahead = row_of_block(gl.minimum(skipped + 1, near - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
+            words = load_words(first_tile, x0, ahead, length, bias, REVERSED, IS_SQUARE, YB, BY_DISTANCE)
+            p = gl.convert_layout(p, P_LAYOUT)
+            item = (x0, low, high, prefix, length, history, first_tile)
             for i in range(skipped + 1, near):
                 acc, p, words, ps, ks, kp, vs, vp = _next_block(
-                    i, x0_tile, x1_tile, acc, p, words, ps, ks, kp, vs, vp, item, smem, bars, rules, bias, far,
+                    i, near, x0_tile, x1_tile, acc, p, words, ps, ks, kp, vs, vp, item, smem, bars, rules, bias, far,
                     True, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, FAST,
                 )  # fmt: skip
             if HAS_FAR:
@@ -272,8 +274,9 @@ def _consumer(
                 far_words = load_words(first_tile, x0, ahead, length, far[5], REVERSED, IS_SQUARE, YB, True)
                 for i in range(near, count):
                     acc, p, far_words, ps, ks, kp, vs, vp = _next_block(
-                        i, x0_tile, x1_tile, acc, p, far_words, ps, ks, kp, vs, vp, item, smem, bars, rules, bias, far,
-                        False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, FAST,
+                        i, count, x0_tile, x1_tile, acc, p, far_words, ps, ks, kp, vs, vp, item, smem, bars, rules,
+                        bias, far, False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D,
+                        STAGES, FAST,
                     )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(x_empty.index(xs), count=1)
