@@ -2,8 +2,9 @@
 
 One real rank: real keys, real routing, rows and sums. The others are a loopback: what they would ask this rank for is
 drawn and packed as they would, before the clock runs, and handed over when an exchange asks for it. What the loopback
-itself takes, and the model's computation, do not count. One thread; rounds are interleaved over the numbers of ranks,
-a figure is the median of its rounds, and least the quickest of them.
+itself takes, and the model's computation, do not count. One thread, which waits for nobody: its processor time, to
+which others on the machine add little. Rounds are interleaved over the numbers of ranks; a figure is the median of its
+rounds, and least the quickest of them.
 
     nestrec bench host --ranks 8,64,512,1536 --json host.json
 """
@@ -88,7 +89,7 @@ class Loopback:
         self._counts, self._records = counts, torch.from_numpy(records.view(np.uint8).reshape(-1))
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        start, own = time.perf_counter(), receive[0]
+        start, own = time.thread_time(), receive[0]
         if len(into) == self.num_ranks * _COUNT_BYTES and receive[0] == receive[-1] == _COUNT_BYTES:
             message = into.view(torch.int64).view(self.num_ranks, -1)
             message.zero_()
@@ -98,7 +99,7 @@ class Loopback:
         else:  # vectors or gradients, of which any will do
             into.zero_()
         into[:own] = sent[:own]
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.thread_time() - start
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """All others have zeros."""
@@ -138,17 +139,17 @@ class _Rank:
         batch = Batch(Position(0, self._step), 1.0, np.arange(len(parts)), parts, tokens=np.ones(len(parts), np.int64))
         step = Step(number=self._step, batch=batch, rates=Rates(dense=0.1, tables=0.1))
         self._spent.update(dict.fromkeys(PARTS, 0.0))
-        start = time.perf_counter() - self._loopback.seconds - self._compute.seconds
+        start = time.thread_time() - self._loopback.seconds - self._compute.seconds
         (watch or _plainly)(lambda: self._pipeline.advance(step, Feed(iter(()))))
-        total = time.perf_counter() - self._loopback.seconds - self._compute.seconds - start
+        total = time.thread_time() - self._loopback.seconds - self._compute.seconds - start
         self.rounds.append({**self._spent, OTHER: total - sum(self._spent.values())})
         self.exchanges = self._topology.log.count - before
 
     def _timed(self, part: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter() - self._loopback.seconds
+            start = time.thread_time() - self._loopback.seconds
             found = operation(*args, **kwargs)
-            self._spent[part] += time.perf_counter() - self._loopback.seconds - start
+            self._spent[part] += time.thread_time() - self._loopback.seconds - start
             return found
 
         return timed
@@ -193,9 +194,9 @@ class _Compute:
         index: Mapping[str, torch.Tensor],
         weight: float,
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        start = time.perf_counter()
+        start = time.thread_time()
         gradients = {name: torch.zeros_like(vectors) for name, vectors in rows.items()}
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.thread_time() - start
         return torch.zeros(()), gradients
 
 
