@@ -13,6 +13,7 @@ import typer
 import nestrec
 from nestrec.base import exit_codes
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_you_mean
+from nestrec.base.leaving import leave
 from nestrec.base.memory import ask_for_huge_pages
 from nestrec.base.overrides import PASSED_ON, parse_overrides
 from nestrec.base.paths import check_file, check_folder
@@ -664,6 +665,10 @@ def main() -> None:
     ask_for_huge_pages()
     try:
         app(standalone_mode=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        leave(ended.code or 0)
     except NonFiniteError as error:
         _fail(error, exit_codes.NON_FINITE)
     except PeerLostError as error:
@@ -674,7 +679,7 @@ def main() -> None:
 
 def _fail(error: UserError, code: int) -> NoReturn:
     say_once(f"error: {error}")
-    sys.exit(code)
+    leave(code)
 
 
 with_plain_flags(app)

@@ -56,7 +56,20 @@ class _TableValues(torch.autograd.Function):
         (index,) = ctx.saved_tensors  # type: ignore[attr-defined]
         size: int = ctx.table_size  # type: ignore[attr-defined]
         weights = grads[0].reshape(-1)
-        return torch.bincount(index.reshape(-1), weights=weights, minlength=size).to(weights.dtype), None
+        sums = repeatable_sums if weights.is_cuda else _histogram
+        return sums(index.reshape(-1), weights, size).to(weights.dtype), None
+
+
+def _histogram(index: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.bincount(index, weights=weights, minlength=size)
+
+
+def repeatable_sums(index: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+    """(size) float64 sums of the weights of each index, as integers: their sum does not depend on the order."""
+    room = 62 - index.numel().bit_length()  # bits of one weight: all of them have one sum at most
+    quantum = torch.linalg.vector_norm(weights, ord=torch.inf).double() * 2.0 ** -min(room, 34)
+    units = (weights.double() / torch.where(quantum == 0.0, 1.0, quantum)).round().long()
+    return torch.zeros(size, dtype=torch.int64, device=index.device).index_add_(0, index, units) * quantum
 
 
 def table_values(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

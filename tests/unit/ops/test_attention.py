@@ -11,7 +11,14 @@ from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
 from nestrec.ops.attention.mask import AttentionRules, seen_mask
-from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, position_bias, time_bias, time_bucket
+from nestrec.ops.attention.relative_bias import (
+    RelativeBias,
+    bucket_edges,
+    position_bias,
+    repeatable_sums,
+    time_bias,
+    time_bucket,
+)
 from nestrec.ops.attention.softmax import softmax_attention, softmax_attention_reference
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=5)
@@ -174,3 +181,16 @@ def test_bias_gradients_equal_those_of_plain_indexing(kind):
     weight = torch.randn_like(slow)
     (a,), (b,) = torch.autograd.grad(fast, table, weight), torch.autograd.grad(slow, table, weight)
     assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_sums_of_a_gpu_are_those_of_a_histogram_in_any_order_to_the_bit():
+    torch.manual_seed(0)
+    index, weights = torch.randint(0, 7, (5000,)), torch.randn(5000) * torch.logspace(-6, 4, 5000)
+    found = repeatable_sums(index, weights, 9)
+    largest = float(weights.abs().max())
+    assert torch.allclose(found, torch.bincount(index, weights.double(), 9), rtol=0, atol=5000 * 2.0**-35 * largest)
+    order = torch.randperm(5000)
+    assert torch.equal(found, repeatable_sums(index[order], weights[order], 9))
+    assert torch.equal(repeatable_sums(index, torch.zeros(5000), 9), torch.zeros(9, dtype=torch.float64))
+    weights[3] = torch.nan
+    assert not repeatable_sums(index, weights, 9).isfinite().any(), "a fault is not lost"
