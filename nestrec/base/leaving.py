@@ -29,4 +29,4 @@ def _is_at_work() -> bool:
     if torch is None:
         return False
     distributed = torch.distributed
-    return (distributed.is_available() and distributed.is_initialized()) or torch.cuda.is_initialized()
+    return bool((distributed.is_available() and distributed.is_initialized()) or torch.cuda.is_initialized())

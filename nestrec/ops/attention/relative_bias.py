@@ -67,9 +67,10 @@ def _histogram(index: torch.Tensor, weights: torch.Tensor, size: int) -> torch.T
 def repeatable_sums(index: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
     """(size) float64 sums of the weights of each index, as integers: their sum does not depend on the order."""
     room = 62 - index.numel().bit_length()  # bits of one weight: all of them have one sum at most
-    quantum = torch.linalg.vector_norm(weights, ord=torch.inf).double() * 2.0 ** -min(room, 34)
+    quantum: torch.Tensor = torch.linalg.vector_norm(weights, ord=torch.inf).double() * 2.0 ** -min(room, 34)
     units = (weights.double() / torch.where(quantum == 0.0, 1.0, quantum)).round().long()
-    return torch.zeros(size, dtype=torch.int64, device=index.device).index_add_(0, index, units) * quantum
+    sums: torch.Tensor = torch.zeros(size, dtype=torch.int64, device=index.device).index_add_(0, index, units)
+    return sums.double() * quantum
 
 
 def table_values(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.capturing import capturing
 from nestrec.models.kept.paged import PagedBatch, Pages
 from nestrec.models.segments import KeptShape
 from nestrec.ops.attention.paged.blocks import FIELDS
@@ -94,7 +95,7 @@ class Captured:
         self._forward()  # compiles and loads what a capture may not
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
+        with capturing(self._graph, memory):
             self._scores = self._forward()
 
     def run(self, packed: torch.Tensor) -> torch.Tensor:

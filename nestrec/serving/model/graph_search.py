@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.capturing import capturing
 from nestrec.ops.rows.best import ExcludedPairs, scores_and_rows
 from nestrec.serving.model.item_search import ExactSearch, Excluded
 from nestrec.serving.model.tables import ResidentTable
@@ -59,7 +60,7 @@ class _Captured:
         self._sent_2P = torch.full((2, num_pairs), -1).pin_memory()
         self._forward()  # compiles and loads what a capture may not
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
+        with capturing(self._graph, memory):
             self._keys_BK = self._forward()
         self._host_BK = torch.empty(self._keys_BK.shape, dtype=torch.int64).pin_memory()
 
