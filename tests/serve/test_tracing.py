@@ -88,7 +88,8 @@ def test_one_trace_goes_from_the_client_over_the_front_to_the_engine(service, sp
         assert span.attributes["nestrec.request_id"] == "one"
     assert compute.attributes["nestrec.prefix"] == "none"
     assert compute.attributes["nestrec.candidates"] == 1
-    assert "4711" not in "".join(span.to_json() for span in spans())
+    told = [(span.name, *span.attributes.values()) for span in spans()]
+    assert "4711" not in str(told), "who asked is nobody's business"  # times and ids of spans may hold it by chance
 
 
 def test_a_request_that_is_refused_has_a_span_with_its_status_and_none_begins_a_trace_of_others(service, spans):
