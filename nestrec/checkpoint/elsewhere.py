@@ -15,7 +15,7 @@ from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.durable import remove_folder, rename_folder, write_file
 from nestrec.checkpoint.folders import folder_of, step_of
-from nestrec.checkpoint.manifest import MANIFEST_NAME, Manifest, decode, digest_of, encode
+from nestrec.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, decode, digest_of, encode
 from nestrec.checkpoint.peers import Peers, SaveError
 from nestrec.checkpoint.places import place_of
 from nestrec.checkpoint.verify import read_chain
@@ -100,14 +100,12 @@ class Elsewhere:
 
     def _send_files(self, folder: Path, manifest: Manifest) -> None:
         for entry in manifest.files[self._peers.rank :: self._peers.world]:
-            if self._place.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name))[1] != entry.sha256:
-                raise DamagedError("its content does not match its digest", field="checkpoint", value=entry.name)
+            _compare(entry, self._place.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name)))
 
     def _fetch_files(self, beside: Path, step: int) -> None:
         for entry in self._manifest(step).files[self._peers.rank :: self._peers.world]:
             content = self._place.read(f"{folder_of(Path(), step).name}/{entry.name}")
-            if write_file(beside / entry.name, iter([memoryview(content)])) != (entry.bytes, entry.sha256):
-                raise DamagedError("its content does not match its digest", field="checkpoint", value=entry.name)
+            _compare(entry, write_file(beside / entry.name, iter([memoryview(content)])))
 
     def _place_here(self, beside: Path, parent: Path, step: int) -> None:
         write_file(beside / MANIFEST_NAME, iter([memoryview(encode(self._manifest(step)))]))
@@ -119,6 +117,12 @@ class Elsewhere:
             if (step := step_of(name)) is not None and step not in kept:
                 self._place.remove(f"{name}/{MANIFEST_NAME}")  # first: what is half gone is not there
                 self._place.remove(name)
+
+
+def _compare(entry: FileEntry, written: tuple[int, str]) -> None:
+    """written: size and digest."""
+    if written != (entry.bytes, entry.sha256):
+        raise DamagedError("its content does not match its digest", field="checkpoint", value=entry.name)
 
 
 def _begin(beside: Path) -> None:

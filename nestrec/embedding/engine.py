@@ -280,7 +280,7 @@ class EmbeddingEngine:
         holders = self.topology.replicas
         for dtype, rows in routed.micro_batches[micro_batch].crossing.items():
             sent = sum_over_holders(holders, rows, working.sums(dtype), working.totals(dtype))
-            self.statistics.replicas.add(len(rows.direct[holders.rank]), sent)
+            self.statistics.replicas.add(rows.num_own(holders.rank), sent)
 
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
         """One row optimiser step on every row of the batch, with the step of the batch.

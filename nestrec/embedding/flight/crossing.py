@@ -25,6 +25,16 @@ _FEWEST_HOLDERS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class Direct:
+    """The rows of each holder, which all others receive."""
+
+    rows: tuple[RowList, ...]
+
+    def num_own(self, holder: int) -> int:
+        return len(self.rows[holder])
+
+
+@dataclass(frozen=True, slots=True)
 class Scattered:
     """Rows as one holder sends and receives them."""
 
@@ -37,16 +47,12 @@ class Scattered:
     sums: tuple[RowList, ...]
     """For each holder the rows that it has added up."""
 
-
-@dataclass(frozen=True, slots=True)
-class HolderRows:
-    """The rows, for each holder of this shard, whose gradient crosses to the others."""
-
-    direct: tuple[RowList, ...]
-    scattered: Scattered | None
-    """None where direct sends no more."""
+    def num_own(self, holder: int) -> int:
+        return len(self.sent)
 
 
+HolderRows = Direct | Scattered
+"""The rows of the holders of a shard whose gradient crosses to the others."""
 Crossing = dict[torch.dtype, HolderRows]
 """By type of the gradients."""
 
@@ -57,11 +63,11 @@ def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.devi
     for dtype in shapes.gradient_types if sides else ():
         chosen = shapes.has_type(dtype)
         mine = [side.only(chosen[side.tables]) for side in sides]
-        scattered = None
-        if len(mine) >= _FEWEST_HOLDERS and _scattered_is_less(mine, shapes.dims):
-            scattered = _scattered(mine, shapes.dims, device, holder)
-        direct = tuple(side.rows(shapes.dims, device)[0] for side in mine)
-        found[dtype] = HolderRows(direct, scattered)
+        distinct = _distinct(mine) if len(mine) >= _FEWEST_HOLDERS else []
+        if distinct and _scattered_is_less(mine, distinct, shapes.dims):
+            found[dtype] = _scattered(mine, distinct, shapes.dims, device, holder)
+        else:
+            found[dtype] = Direct(tuple(side.rows(shapes.dims, device)[0] for side in mine))
     return found
 
 
@@ -73,33 +79,34 @@ def _distinct(sides: Sequence[Side]) -> list[Side]:
     return [everything.only(places % len(sides) == r) for r in range(len(sides))]
 
 
-def _scattered_is_less(sides: Sequence[Side], widths: Int64) -> bool:
+def _scattered_is_less(sides: Sequence[Side], distinct: Sequence[Side], widths: Int64) -> bool:
     num_holders = len(sides)
     direct = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in sides)
     to_others = sum(int(widths[s.tables[s.places % num_holders != r]].sum()) for r, s in enumerate(sides))
-    back = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in _distinct(sides))
+    back = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in distinct)
     return to_others + back < direct
 
 
-def _scattered(sides: Sequence[Side], widths: Int64, device: torch.device, holder: int) -> Scattered:
+def _scattered(
+    sides: Sequence[Side], distinct: Sequence[Side], widths: Int64, device: torch.device, holder: int
+) -> Scattered:
     own, num_holders = sides[holder], len(sides)
     adds = own.places % num_holders
     order = np.argsort(adds, kind="stable")
     counts = np.bincount(adds, minlength=num_holders)
     sent, sizes = Side(own.tables[order], own.places[order], counts).rows(widths, device)
     added = tuple(side.only(side.places % num_holders == holder).rows(widths, device)[0] for side in sides)
-    sums = tuple(side.rows(widths, device)[0] for side in _distinct(sides))
+    sums = tuple(side.rows(widths, device)[0] for side in distinct)
     return Scattered(sent, sizes.tolist(), added, sums)
 
 
 def sum_over_holders(holders: Communicator, rows: HolderRows, sums: RowRun, totals: RowRun) -> int:
     """Add the sums of every holder to the totals of all, in order of holder; bytes sent from here. Collective."""
-    if rows.scattered is not None:
-        return _sum_scattered(holders, rows.scattered, sums, totals)
-    own = rows.direct[holders.rank]
-    mine = _packed(sums, own)
-    received = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.direct])
-    for of_holder, values in zip(rows.direct, received, strict=True):
+    if isinstance(rows, Scattered):
+        return _sum_scattered(holders, rows, sums, totals)
+    mine = _packed(sums, rows.rows[holders.rank])
+    received = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.rows])
+    for of_holder, values in zip(rows.rows, received, strict=True):
         add_spans(values, of_holder, totals.elements, totals.spans)  # a holder has a row once
     return (holders.size - 1) * mine.numel() * mine.element_size()
 
