@@ -33,7 +33,7 @@ from nestrec.embedding.table import InitConfig
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.load.open_loop import Trial, run_punctually
 from nestrec.serving.load.replay import ReplayConfig, make_load, reads_of, send_load
-from nestrec.serving.many.instances import free_port
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import descriptions, write_servable
 from nestrec.serving.model.random_model import random_ranking
 from nestrec.serving.model.servable import Servable

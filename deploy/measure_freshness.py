@@ -22,7 +22,7 @@ import numpy as np
 
 from nestrec.bench.harness.frame import write_frame
 from nestrec.serving.load.open_loop import nearest_rank
-from nestrec.serving.many.instances import free_port
+from nestrec.serving.many.ports import free_port
 
 USERS, ITEMS, START_S = 400, 2000, 1_700_000_000
 

@@ -29,7 +29,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.report import progress_for, write_report
 from nestrec.report.sections.two_schedules import two_schedules
-from nestrec.serving.many.instances import free_port
+from nestrec.serving.many.ports import free_port
 from nestrec.trace import load_spans
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.many.instances import free_port
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.many.instances import free_port, listens
+from nestrec.serving.many.ports import free_port, listens
 from nestrec.serving.many.upstream import Upstream
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval

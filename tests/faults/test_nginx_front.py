@@ -16,7 +16,7 @@ import pytest
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.many.instances import free_port
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History

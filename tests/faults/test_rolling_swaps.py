@@ -11,7 +11,8 @@ import sys
 import pytest
 from operator_results import record
 from rolling_load import NUM_INSTANCES, check_rolled, rolled, scaled, write_versions
-from server_process import free_port
+
+from nestrec.serving.many.ports import free_port
 
 
 @pytest.fixture(scope="module")

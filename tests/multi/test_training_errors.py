@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from training_jobs import fill_disk_of_one_rank, no_data, other_width_on_last_ra
 from nestrec.base import exit_codes
 from nestrec.checkpoint import Checkpoints, verify
 from nestrec.checkpoint.folders import committed_steps
+from nestrec.serving.many.ports import free_port
 from nestrec.testing.ranks import RankFailure
 from nestrec.testing.tiny_runs import command_of, make_datasets
 from nestrec.training.run_digest import run_digest
@@ -72,10 +72,7 @@ def test_a_run_folder_on_a_full_disk_is_said_by_every_rank(pools, data: str, tmp
 
 def start_ranks(command: list[str], world: int, log: Path) -> list[subprocess.Popen]:
     """The ranks of a run without a launcher, which would end the survivors itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(world):
         env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}

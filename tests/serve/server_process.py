@@ -9,11 +9,7 @@ import subprocess
 import sys
 import time
 
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from nestrec.serving.many.ports import free_port
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import free_port
 from test_gateway import listening
 
 from nestrec.client import AskError, AsyncClient, BusyError, Client
@@ -19,6 +18,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.routes import ENDPOINTS
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.service import Service, ServiceConfig
 

@@ -15,7 +15,7 @@ import time
 import httpx
 import pytest
 from listening_app import listening
-from server_process import exchange, free_port, status_of
+from server_process import exchange, status_of
 
 from nestrec.base.errors import UserError
 from nestrec.cli.health import check_health
@@ -29,6 +29,7 @@ from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig, safety_of, serve
 from nestrec.serving.load.replay import ReplayConfig, replay
 from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.many.start import instance_arguments, serve_many
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.safety.config import SafetyConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from server_process import exchange, free_port, post, starting_server, status_of
+from server_process import exchange, post, starting_server, status_of
 
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
@@ -17,6 +17,7 @@ from nestrec.serving.api.process.listening import bound_sockets, close_all, port
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.server import ServeConfig, serve
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.servable import Servable

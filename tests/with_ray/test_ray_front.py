@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
@@ -45,9 +45,7 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "model"
     model = random_retrieval(ENCODER, num_items=50)
     write_servable(model, folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-W", "ignore", "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     command += ["--instances", "3", "--front", "ray", "--service.engine.trigger.policy", "all"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})

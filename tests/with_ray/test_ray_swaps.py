@@ -11,7 +11,8 @@ import urllib.request
 
 import pytest
 from rolling_load import NUM_INSTANCES, check_rolled, rolled, write_versions
-from server_process import free_port
+
+from nestrec.serving.many.ports import free_port
 
 
 @pytest.mark.timeout(900)

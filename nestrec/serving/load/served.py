@@ -20,7 +20,7 @@ from nestrec.base.errors import UserError
 from nestrec.serving.load.open_loop import Trial, nearest_rank, poisson_arrivals
 from nestrec.serving.load.replay import Reads, ReplayConfig, made_up_request
 from nestrec.serving.load.socket_load import LoadOutcome, SocketLoad, post
-from nestrec.serving.many.instances import free_port, listens
+from nestrec.serving.many.ports import free_port, listens
 
 Floats = NDArray[np.float64]
 

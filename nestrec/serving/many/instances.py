@@ -9,7 +9,6 @@ import http.client
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nestrec.base.errors import UserError
+from nestrec.serving.many.ports import free_port, listens
 from nestrec.serving.many.tie import Tie
 from nestrec.serving.safety import front_secret
 
@@ -214,17 +214,3 @@ def asked(port: int, path: str, *, timeout_s: float) -> dict[str, Any] | None:
     finally:
         connection.close()
     return answer if isinstance(answer, dict) else None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def listens(port: int, host: str = "127.0.0.1") -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=1.0):
-            return True
-    except OSError:
-        return False

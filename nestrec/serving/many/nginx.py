@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nestrec.base.errors import UserError
 from nestrec.serving.many import tied
-from nestrec.serving.many.instances import listens
+from nestrec.serving.many.ports import listens
 
 _GRACE_MS = 200
 """beyond a deadline: the instance's own answer says more"""

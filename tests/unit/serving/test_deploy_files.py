@@ -92,7 +92,7 @@ def test_packages_of_the_image_are_those_of_the_project():
 
 
 def test_a_health_check_fails_where_nobody_answers():
-    from server_process import free_port
+    from nestrec.serving.many.ports import free_port
 
     done = CliRunner().invoke(app, ["health", f"127.0.0.1:{free_port()}"])
     assert done.exit_code != 0
