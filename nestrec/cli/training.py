@@ -8,14 +8,10 @@ from rich.console import Console
 
 from nestrec.base import exit_codes
 from nestrec.base.config import with_overrides
-from nestrec.base.moments import iso_moment
-from nestrec.data.card import Card
-from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
 from nestrec.distributed.options import RanksConfig
 from nestrec.library.runs import topology_of
 from nestrec.report import LiveProgress, evaluation_table, progress_for
-from nestrec.report.description import describe
 from nestrec.report.evaluations import slice_rows, verdict_on
 from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
@@ -105,53 +101,6 @@ def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
         weights = "best validation epoch" if best else "last weights"
         name = f"{folder.resolve().name} (recipe {cfg.name})"
         _show(evaluation, f"{name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
-
-
-def show_card(card: Card, folder: Path) -> None:
-    counts = card.counts
-    kept = f"{counts.users:,} users, {counts.items:,} items, {counts.events:,} events"
-    print(f"{folder}: {kept} of {counts.rows_read:,} rows read")
-    if counts.duplicates_dropped:
-        print(f"exact duplicates: {counts.duplicates_dropped:,} dropped (--duplicates keep keeps them)")
-    if counts.duplicates_kept:
-        print(f"exact duplicates: {counts.duplicates_kept:,} kept (--duplicates drop drops them)")
-    for name, number in counts.filtered.items():
-        print(f"removed by a filter: {number:,} events, {name}")
-    for whose, features in (
-        ("events", card.event_features),
-        ("items", card.item_features),
-        ("users", card.user_features),
-    ):
-        if features:
-            print(f"features of {whose}: {', '.join(f'{feature.name} ({feature.kind})' for feature in features)}")
-    for reason, number in counts.quarantined.items():
-        print(f"quarantined: {number:,} rows, {reason}; see {folder / 'quarantine.csv'}")
-    if card.kind == "sequences":
-        lengths = card.lengths
-        spread = f"median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
-        print(f"events a user: mean {lengths.mean:.1f}, {spread}")
-
-
-def show_dataset(folder: Path) -> None:
-    """Print the card of a dataset, its features and what looks like a leak."""
-    dataset = Dataset.open(folder)
-    show_card(dataset.card, folder)
-    if dataset.card.kind != "sequences":
-        return
-    found = describe(dataset)
-    if dataset.card.has_timestamps:
-        print(f"features and actions as {found.num_events:,} of {dataset.card.counts.events:,} events have them")
-    for name, share in found.actions.items():
-        print(f"action {name}: {share:.2%} of events")
-    print_rows([facts.row() for facts in found.features])
-    if dataset.card.fit.events:
-        until = f" before {iso_moment(dataset.card.fit.until_ms)}" if dataset.card.fit.until_ms else ""
-        print(f"transforms were learnt from {dataset.card.fit.events:,} events{until}")
-    for feature in dataset.card.features:
-        if feature.known == "after":
-            print(f"{feature.column} is known only after its event: no model reads it of the event that it predicts")
-    for warning in found.warnings:
-        print(f"WARNING: {warning}")
 
 
 def _show(evaluation: Evaluation, title: str) -> None:

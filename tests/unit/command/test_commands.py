@@ -213,6 +213,14 @@ def test_every_recipe_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HSTU on MovieLens 20M, 16 layers" in output
 
 
+def test_help_lists_the_commands_on_data_between_measuring_a_run_and_exporting_it() -> None:
+    lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
+    listed = [words[1] for line in lines if len(words := line.split(" ", 2)) == 3 and words[1]]
+    on_data = ["prepare", "append", "compact", "restore", "follow", "describe", "formats"]
+    first = listed.index("eval")
+    assert listed[first : first + len(on_data) + 2] == ["eval", *on_data, "export"]
+
+
 def test_help_shows_no_type_of_flags() -> None:
     names = [[command.name or command.callback.__name__] for command in app.registered_commands if command.callback]
     names += [["bench", c.name or c.callback.__name__] for c in bench_app.registered_commands if c.callback]

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nestrec.cli.training import show_dataset
+from nestrec.cli.cards import show_dataset
 from nestrec.data.dataset import Dataset
 from nestrec.data.prepare.preparation import prepare
 from nestrec.report.description import Description, describe
