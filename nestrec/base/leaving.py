@@ -5,10 +5,18 @@ rank that had done all its work was now and then ended by SIGABRT, and its launc
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 from typing import NoReturn
+
+from nestrec.base import exit_codes
+
+_LIMIT_S = 10.0
+"""to take leave of other ranks, one of which may have died since the last step"""
+_BY_AGREEMENT = (0, exit_codes.INTERRUPTED)
+"""codes with which all ranks end together; with any other, a rank may be the only one that knows"""
 
 
 def leave(code: int) -> NoReturn:
@@ -18,6 +26,8 @@ def leave(code: int) -> NoReturn:
     # What an interpreter does before it stops threads; multiprocessing ends its processes in the same way.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    if code in _BY_AGREEMENT:
+        _take_leave_of_ranks()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -26,7 +36,23 @@ def leave(code: int) -> NoReturn:
 def _is_at_work() -> bool:
     """Whether this process has met other ranks or used a device; torch is not loaded to find out."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    distributed = torch.distributed
-    return bool((distributed.is_available() and distributed.is_initialized()) or torch.cuda.is_initialized())
+    return torch is not None and (_has_met_ranks() or bool(torch.cuda.is_initialized()))
+
+
+def _has_met_ranks() -> bool:
+    distributed = sys.modules["torch"].distributed
+    return bool(distributed.is_available() and distributed.is_initialized())
+
+
+def _take_leave_of_ranks() -> None:
+    """Give back what process groups hold, of devices above all. The work is done: no failure, and no rank that is gone
+    and keeps us waiting, changes the code."""
+
+    def destroy() -> None:
+        with contextlib.suppress(Exception):
+            sys.modules["torch"].distributed.destroy_process_group()
+
+    if _has_met_ranks():
+        thread = threading.Thread(target=destroy, daemon=True)
+        thread.start()
+        thread.join(_LIMIT_S)

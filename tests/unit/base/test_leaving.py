@@ -33,3 +33,36 @@ def test_a_rank_ends_with_its_code_though_threads_compute_and_after_all_that_wai
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.split("\n") == ["done not forgotten", "registered for the end", ""]
+
+
+LEAVING = """
+import os, threading
+import torch.distributed as dist
+from nestrec.base import leaving
+
+def child(code, hangs):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    destroy = dist.destroy_process_group
+
+    def told():
+        if hangs:
+            threading.Event().wait()
+        destroy()
+        print("left", code, not dist.is_initialized())
+
+    dist.destroy_process_group = told
+    leaving._LIMIT_S = 0.2 if hangs else 60.0
+    leaving.leave(code)
+
+for case in ((0, False), (75, False), (75, True), (76, False)):
+    if not (process := os.fork()):
+        child(*case)
+    print("ended", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+def test_a_rank_that_has_done_its_work_takes_leave_of_the_others_and_waits_for_none_that_is_gone():
+    """Where a rank was lost, nobody takes leave."""
+    ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=100, check=False)
+    said = ["left 0 True", "ended 0", "left 75 True", "ended 75", "ended 75", "ended 76"]
+    assert ended.stdout.splitlines() == said, ended.stderr
