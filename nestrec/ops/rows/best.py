@@ -16,7 +16,10 @@ Legend: B queries, D elements, N rows, K best, P excluded pairs.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numba import njit
+from numpy.typing import NDArray
 
 from nestrec.ops.kernel_op import power_of_two
 from nestrec.ops.registry import HAS_TRITON, runs_triton
@@ -28,6 +31,8 @@ MOST_ROWS = 2**31 - 1
 _MOST_KEYS = 1 << 23
 """of one launch of either phase: further queries come after it"""
 _LOW = 0xFFFFFFFF
+_NEGATIVE_INFINITY = -0x800000
+"""its bits as a whole number"""
 NOTHING = -(1 << 63)
 """a key below all others"""
 
@@ -122,10 +127,32 @@ def packed(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def scores_and_rows(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 scores and int64 numbers of rows; -inf and -1 where nothing was left."""
+    """float32 scores and int64 numbers of rows; -inf and -1 where nothing was left.
+
+    On a host in one call that keeps the interpreter: operators give it up one by one, and a server's engine waits for
+    its front to hand it back as often.
+    """
+    if keys.device.type != "cpu":
+        return scores_and_rows_reference(keys)
+    bits, rows = torch.empty(keys.shape, dtype=torch.int32), torch.empty(keys.shape, dtype=torch.int64)
+    _split(keys.contiguous().view(-1).numpy(), bits.view(-1).numpy(), rows.view(-1).numpy())
+    return bits.view(torch.float32), rows
+
+
+def scores_and_rows_reference(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition."""
     ordered = (keys >> 32).int()
     scores = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
     return scores, torch.where(scores == -torch.inf, -1, MOST_ROWS - (keys & _LOW))
+
+
+@njit(cache=True)
+def _split(keys: NDArray[np.int64], bits: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
+    for place in range(len(keys)):
+        ordered = keys[place] >> 32
+        found = np.int32(ordered) if ordered >= 0 else np.int32(ordered ^ 0x7FFFFFFF)
+        bits[place] = found
+        rows[place] = -1 if found == _NEGATIVE_INFINITY else MOST_ROWS - (keys[place] & _LOW)
 
 
 def _of_queries(excluded: ExcludedPairs | None, first: int, count: int) -> ExcludedPairs | None:

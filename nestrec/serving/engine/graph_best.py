@@ -13,7 +13,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.ops.rows.best import MOST_ROWS, ExcludedPairs
+from nestrec.ops.rows.best import ExcludedPairs, scores_and_rows
 from nestrec.serving.engine.runner import Part, Scored
 from nestrec.serving.model.inputs import Candidates
 from nestrec.serving.model.item_search import ExactSearch
@@ -22,8 +22,6 @@ from nestrec.serving.model.tables import ResidentTable
 
 MOST_BEST, MOST_PAIRS = 128, 8192
 """of a request, and of a batch"""
-_NEGATIVE_INFINITY = -0x800000
-"""its bits as a whole number"""
 
 
 class GraphBest:
@@ -81,7 +79,7 @@ def _write_pairs(counts: NDArray[np.int64], items: NDArray[np.int64], pairs: NDA
 
 def found_of(parts: Sequence[Part], keys_CK: torch.Tensor) -> list[Scored | None]:
     """What requests have found, by keys on the host."""
-    scores_CK, rows_CK = scores_and_rows_at_once(keys_CK.numpy())
+    scores_CK, rows_CK = (found.numpy() for found in scores_and_rows(keys_CK))
     results: list[Scored | None] = []
     place = 0
     for part in parts:
@@ -91,21 +89,3 @@ def found_of(parts: Sequence[Part], keys_CK: torch.Tensor) -> list[Scored | None
         results.append(Scored(*shortened(rows_CK[place], scores_CK[place], part.candidates.num_best)))
         place += 1
     return results
-
-
-def scores_and_rows_at_once(keys_CK: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """`scores_and_rows` on the host, in one call that keeps the interpreter: operators give it up one by one, and wait
-    for the front to hand it back as often."""
-    bits_CK, rows_CK = np.empty(keys_CK.shape, np.int32), np.empty_like(keys_CK)
-    _split(keys_CK, bits_CK, rows_CK)
-    return bits_CK.view(np.float32), rows_CK
-
-
-@njit(cache=True)
-def _split(keys: NDArray[np.int64], bits: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-    for c in range(keys.shape[0]):
-        for k in range(keys.shape[1]):
-            ordered = keys[c, k] >> 32
-            found = np.int32(ordered) if ordered >= 0 else np.int32(ordered ^ 0x7FFFFFFF)
-            bits[c, k] = found
-            rows[c, k] = -1 if found == _NEGATIVE_INFINITY else MOST_ROWS - (keys[c, k] & 0xFFFFFFFF)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.rows.best import packed, scores_and_rows
-from nestrec.serving.engine.graph_best import scores_and_rows_at_once, write_pairs
+from nestrec.ops.rows.best import packed, scores_and_rows, scores_and_rows_reference
+from nestrec.serving.engine.graph_best import write_pairs
 from nestrec.serving.model import item_search
 from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.model.item_search import ExactSearch, Excluded
@@ -90,7 +90,7 @@ def test_rows_of_a_divided_index_are_put_and_read_where_they_lie():
 def test_keys_on_the_host_are_taken_apart_as_operators_do_it():
     scores = torch.tensor([[1.5, -2.25, 0.0, -torch.inf], [-1e-30, 3e38, 7.0, -1.0]])
     keys = packed(scores, torch.tensor([[3, 0, 2**31 - 2, 9], [1, 2, 3, 4]]))
-    wanted = scores_and_rows(keys)
-    for found, other in zip(scores_and_rows_at_once(keys.numpy()), wanted, strict=True):
-        np.testing.assert_array_equal(found, other.numpy())
-    assert wanted[1].tolist()[0] == [3, 0, 2**31 - 2, -1]
+    for some in (keys, keys[:, :2], keys.T, keys[:0], keys[:, :0]):
+        for found, wanted in zip(scores_and_rows(some), scores_and_rows_reference(some), strict=True):
+            assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
+    assert scores_and_rows(keys)[1].tolist()[0] == [3, 0, 2**31 - 2, -1]
