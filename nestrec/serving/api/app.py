@@ -27,6 +27,7 @@ from nestrec.serving.api.protocol.http import (
     unless_disconnected,
 )
 from nestrec.serving.api.protocol.incoming import client_in
+from nestrec.serving.api.protocol.long_lists import loads, warm_up
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
@@ -67,6 +68,8 @@ class App:
         self._patterns: list[tuple[re.Pattern[str], Endpoint]] = []
         self._computed_by: dict[str, str | None] = {}
         self._takes_kept_history: set[str] = set()
+        self._takes_plain_lists: set[str] = set()
+        warm_up()
         for endpoint in found.values():
             self._add(endpoint)
         self._routes = {endpoint.path for endpoint in found.values()}
@@ -82,6 +85,8 @@ class App:
             self._computed_by[endpoint.path] = endpoint.computed_by
             if endpoint.takes_kept_history:
                 self._takes_kept_history.add(endpoint.path)
+            if endpoint.takes_plain_lists:
+                self._takes_plain_lists.add(endpoint.path)
         else:
             self._others[endpoint.path] = endpoint
 
@@ -113,7 +118,7 @@ class App:
         start_s = time.perf_counter()
         current_sender.set(Sender(client, len(body)))
         try:
-            answered = await self._through_swaps(route, parse_json(body))
+            answered = await self._through_swaps(route, self._parsed(route, body))
         except asyncio.CancelledError:
             self.metrics.observe(route, 499, time.perf_counter() - start_s)
             raise
@@ -133,7 +138,7 @@ class App:
             current_sender.set(sender)
             if (refusal := self._refusal(path, sender)) is not None:
                 raise refusal
-            return path, await unless_disconnected(self._through_swaps(path, parse_json(body)), receive)
+            return path, await unless_disconnected(self._through_swaps(path, self._parsed(path, body)), receive)
         endpoint, argument = self._found(path, scope["raw_path"].decode("latin-1"))
         if endpoint is None:
             return "other", problem(404, "there is nothing here")
@@ -194,6 +199,9 @@ class App:
         if kept is None:
             return data
         return {**data, "history": fitted(kept, self._service.fleet(self._service.ranker).servable, self._limits)}
+
+    def _parsed(self, path: str, body: bytes) -> dict[str, Any]:
+        return parse_json(body, loads) if path in self._takes_plain_lists else parse_json(body)
 
     async def _through_swaps(self, path: str, data: dict[str, Any]) -> Answered:
         """A request that arrives while a model is swapped begins again with the new one."""

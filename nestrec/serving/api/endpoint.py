@@ -40,6 +40,8 @@ class Endpoint:
     """of an answer"""
     takes_kept_history: bool = False
     """a request without `history` gets the events that the server keeps of its user"""
+    takes_plain_lists: bool = False
+    """its handler reads long lists of a request as `PlainList` too"""
     computed_by: Literal["retrieval", "ranker"] | None = None
     """the model whose full queue has requests refused before they are read"""
     admin: bool = False

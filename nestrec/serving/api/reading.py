@@ -19,6 +19,7 @@ from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.model.inputs import History, number_bits
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
+from nestrec.serving.plain_list import PlainList, types_of
 
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
@@ -170,11 +171,11 @@ class Reader:
             self.notes.add_default("history", {"items": list(default or ())})
         return self.events(HistoryFields(items=list(default or ())), now_ms)
 
-    def _times(self, given: list[int] | None, count: int, now_ms: int) -> Ids:
+    def _times(self, given: Sequence[int] | None, count: int, now_ms: int) -> Ids:
         field = "history.times_ms"
         if given is not None:
             _check_count(given, count, field)
-            times = np.array(given, np.int64)
+            times = given.values if isinstance(given, PlainList) else np.array(given, np.int64)
             if (times[1:] < times[:-1]).any():
                 raise BadRequestError("must not go back in time; oldest event first", field)
             return times
@@ -192,20 +193,24 @@ class Reader:
             _check_count(given, count, field)
         if not (self.servable.reads_actions and count):
             return np.zeros(count, np.int64)
-        kinds = {type(None)} if given is None else set(map(type, given))
+        if given is None:
+            given = PlainList("words", np.zeros(count, np.int64), (None,))
+        kinds, default = types_of(given), self._defaults.actions
         if type(None) in kinds:
-            default = self._defaults.actions
             if default is None:
                 raise BadRequestError(_NEEDED, field)
             self.notes.add_default(field, list(default))
-            given = [list(default) if action is None else action for action in given or [None] * count]
+
+        def sum_of(action: Action) -> int:
+            return _sum_of_bits(list(default or ()) if action is None else action, bits)
+
         try:
-            sums: Any = given
-            if kinds == {str}:
-                sums = [*map(bits.__getitem__, cast(list[str], given))]
-            elif kinds != {int}:
-                sums = [_sum_of_bits(action, bits) for action in given or ()]
-            actions = np.array(sums, np.int64)
+            if isinstance(given, PlainList):
+                actions = given.values if kinds == {int} else given.numbered(sum_of)
+            elif kinds == {str}:
+                actions = np.array([*map(bits.__getitem__, cast(Sequence[str], given))], np.int64)
+            else:
+                actions = np.array(given if kinds == {int} else [*map(sum_of, given)], np.int64)
         except (KeyError, OverflowError):
             actions = np.full(count, -1)
         if (actions & ~sum(bits.values())).any():
@@ -237,8 +242,15 @@ class Reader:
         self.notes.add_default(field, defaults[name])
         return defaults[name]
 
-    def _categories(self, given: list[Category] | Category, count: int, column: ColumnSpec, field: str) -> Ids:
+    def _categories(
+        self, given: PlainList | list[Category] | Category, count: int, column: ColumnSpec, field: str
+    ) -> Ids:
         """Of a value for each, or one for all. Row 0 is that of an unknown category, and of one that nobody knows."""
+        if isinstance(given, PlainList):
+            _check_count(given, count, field)
+            if given.kind == "words":
+                return self._categories(list(given.words), len(given.words), column, field)[given.values]
+            given = list(given)
         values = given if isinstance(given, list) else [given]
         if isinstance(given, list):
             _check_count(values, count, field)
@@ -246,7 +258,7 @@ class Reader:
             numbers = number_bits(column.transform.numbers(self._numbers(values, field)))
             return numbers if isinstance(given, list) else np.full(count, numbers[0])
         ids = self.servable.column_ids.get(column.name)
-        if column.transform.kind != "quantiles" and any(isinstance(value, float) for value in values):
+        if column.transform.kind != "quantiles" and float in types_of(values):
             raise BadRequestError("must be a category: text, a whole number or null", field)
         if column.by_key is not None:
             keys = self._keys(values, column.by_key.hash_key, field)
@@ -310,10 +322,12 @@ def _sum_of_bits(action: Action, bits: Mapping[str, int]) -> int:
 def _kept(given: HistoryFields, is_kept: NDArray[np.bool_]) -> HistoryFields:
     """Without the events that are not marked, and all that is told of them."""
 
-    def of(values: list[Any] | None, field: str) -> list[Any] | None:
+    def of(values: Any, field: str) -> Any:
         if values is None:
             return None
         _check_count(values, len(is_kept), field)
+        if isinstance(values, PlainList):
+            return values.where(is_kept)
         return [*itertools.compress(values, is_kept)]
 
     features = {name: of(values, f"history.features.{name}") for name, values in (given.features or {}).items()}

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 from nestrec.base.bounds import Bound
 from nestrec.base.field_docs import docs_of
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+from nestrec.serving.plain_list import PlainList, types_of
 
 Check = Callable[[Any, str], None]
 """Raises `BadRequestError` with the field's name."""
@@ -236,15 +237,18 @@ def _made(value: Any, makers: _Makers) -> Any:
 def _list(of: _Kind, least: int, most: int | None) -> _Kind:
     ranges = {kind: check for kind, check in of.checks.items() if check is not None}
 
-    def check(value: list[Any], field: str) -> None:
+    def check(value: list[Any] | PlainList, field: str) -> None:
         if most is not None and len(value) > most:
             raise BadRequestError(f"must have at most {most} values", field)
         if len(value) < least:
             raise BadRequestError(f"must have at least {least} value{'s' if least > 1 else ''}", field)
-        kinds = set(map(type, value))
+        kinds = types_of(value)
         if not kinds <= of.checks.keys():
             raise BadRequestError(f"must be a list of values, each {of.words}", field)
-        if kinds == {int} and int in ranges:  # a range is kept by all where it is kept by the least and the largest
+        if isinstance(value, PlainList):
+            for inner in () if kinds.isdisjoint(ranges) else value.extremes:
+                of.check(inner, field)
+        elif kinds == {int} and int in ranges:  # a range is kept by all where it is kept by the least and the largest
             of.check(min(value), field)
             of.check(max(value), field)
         elif kinds == {str} and str in ranges:
@@ -255,7 +259,7 @@ def _list(of: _Kind, least: int, most: int | None) -> _Kind:
             for inner in value:
                 of.check(inner, field)
 
-    return _Kind("a list", {list: check})
+    return _Kind("a list", {list: check, PlainList: check})
 
 
 def _named_values(of: _Kind) -> _Kind:

@@ -10,6 +10,8 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.serving.plain_list import PlainList, types_of
+
 _SPARSE = 8
 """entries of the table an item, at most"""
 _LONGEST = 19
@@ -46,18 +48,25 @@ class ItemIds:
 
     def of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
         """`TypeError` where a key is neither text nor a whole number."""
-        types = set(map(type, keys))
+        types = types_of(keys)
         if not types <= {str, int}:
             raise TypeError
         table = self._table  # another one may take its place meanwhile
+        if len(table) and isinstance(keys, PlainList) and keys.kind != "words":
+            return _taken(table, keys.values)
         if types == {int} and len(table):
             try:
                 places = np.array(keys, np.int64)
             except OverflowError:  # more than 64 bits, so nobody's
                 pass
-            else:  # what is negative is large without its sign, and nobody's
-                return table.take(np.minimum(places.view(np.uint64), len(table) - 1).view(np.int64))
+            else:
+                return _taken(table, places)
         return np.fromiter(map(self._ids.get, keys, repeat(0)), np.int64, len(keys))
+
+
+def _taken(table: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What is negative is large without its sign, and nobody's."""
+    return table.take(np.minimum(places.view(np.uint64), len(table) - 1).view(np.int64))
 
 
 def _is_number(key: str) -> bool:

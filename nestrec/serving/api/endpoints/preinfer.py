@@ -46,6 +46,7 @@ PREINFER = Endpoint(
     answer=PreinferAnswer,
     status=202,
     takes_kept_history=True,
+    takes_plain_lists=True,
     example={
         "user": "ann",
         "history": {"items": ["12", "7", "301"], "times_ms": [1642271351894, 1642271387634, 1642271468830]},

@@ -109,6 +109,7 @@ RANK = Endpoint(
     request=RankRequest,
     answer=RankAnswer,
     takes_kept_history=True,
+    takes_plain_lists=True,
     computed_by="ranker",
     example={
         "user": "ann",

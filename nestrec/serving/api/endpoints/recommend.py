@@ -105,6 +105,7 @@ RECOMMEND = Endpoint(
     request=RecommendRequest,
     answer=RecommendAnswer,
     takes_kept_history=True,
+    takes_plain_lists=True,
     computed_by="retrieval",
     example={
         "user": "ann",

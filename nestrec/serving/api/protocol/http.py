@@ -47,9 +47,9 @@ class Answered:
         await send({"type": "http.response.body", "body": self.body})
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
     try:
-        data = orjson.loads(body)
+        data = loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequestError("the body is not valid JSON") from error
     if not isinstance(data, dict):

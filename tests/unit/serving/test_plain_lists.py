@@ -1,0 +1,151 @@
+"""Long lists of requests as arrays: the same as the usual parser gives, whatever the text."""
+
+import random
+
+import orjson
+import pytest
+
+from nestrec.serving.api.protocol.long_lists import loads
+from nestrec.serving.api.requests import RankRequest
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+from nestrec.serving.api.shapes import reader
+from nestrec.serving.model.item_ids import ItemIds
+from nestrec.serving.plain_list import PlainList
+
+PADDING = {"padding": "x" * 3000}
+LISTS = {
+    "numbers": [0, 7, -7, 10**17, *range(40)],
+    "texts": ["0", "7", "-7", str(10**17), *map(str, range(40))],
+    "words": ["click", None, "", "a b", "like"] * 8,
+    "null": [None] * 30,
+}
+LEFT = {
+    "short": [1, 2, 3],
+    "empty": [],
+    "a float": [*range(30), 1.5],
+    "true": [*range(30), True],
+    "long": [*range(30), 10**18],
+    "a mixture": [*range(30), "1"],
+    "leading zeros": [*map(str, range(30)), "007"],
+    "minus zero": [*map(str, range(30)), "-0"],
+    "many words": [f"w{i}" for i in range(30)],
+    "escapes": ["a\nb", 'c"d'] * 20,
+    "other letters": ["é"] * 30,
+    "lists": [[1] * 20] * 20,
+    "objects": [{"a": [1, 2]}] * 20,
+    "a long word": ["w" * 100] * 30,
+}
+
+
+def plain(value):
+    """With lists in place of what stands for them."""
+    match value:
+        case PlainList():
+            return list(value)
+        case dict():
+            return {name: plain(inner) for name, inner in value.items()}
+        case list():
+            return [plain(inner) for inner in value]
+        case _:
+            return value
+
+
+def written(data, spaces):
+    return orjson.dumps(data, option=orjson.OPT_INDENT_2 if spaces else 0)
+
+
+@pytest.mark.parametrize("spaces", [False, True])
+@pytest.mark.parametrize("name", LISTS)
+def test_a_plain_list_is_read_as_an_array(name, spaces):
+    found = loads(written({"a": LISTS[name], "b": {"c": LISTS[name]}, **PADDING}, spaces))
+    for read in (found["a"], found["b"]["c"]):
+        assert isinstance(read, PlainList)
+        assert list(read) == LISTS[name]
+        assert [type(value) for value in read] == [type(value) for value in LISTS[name]]
+        assert (read[3], list(read[2:5]), len(read)) == (LISTS[name][3], LISTS[name][2:5], len(LISTS[name]))
+        assert read.types == set(map(type, LISTS[name]))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_everything_else_is_left_to_the_usual_parser(name):
+    data = {"a": LEFT[name], "b": LISTS["numbers"], **PADDING}
+    found = loads(orjson.dumps(data))
+    assert (type(found["a"]), type(found["b"])) == (list, PlainList)
+    assert plain(found) == data
+
+
+def test_any_text_is_read_as_the_usual_parser_reads_it():
+    """Documents with pieces changed, lost and doubled: equal, or refused by both."""
+    rng, num_read = random.Random(1), 0
+    whole = orjson.dumps({**LISTS, "in": {**LEFT, 'a "key" [1': "[1,2,3]"}, **PADDING})
+    for _ in range(600):
+        text = bytearray(whole)
+        for _ in range(rng.randrange(3)):
+            at = rng.randrange(len(text))
+            match rng.randrange(3):
+                case 0:
+                    text[at] = rng.choice(b'[]{}",:-0 9n\\.e\x00\xff')
+                case 1:
+                    del text[at : at + rng.randrange(1, 9)]
+                case _:
+                    text[at:at] = text[at : at + rng.randrange(1, 40)]
+        try:
+            expected = orjson.loads(bytes(text))
+        except orjson.JSONDecodeError:
+            with pytest.raises(orjson.JSONDecodeError):
+                loads(bytes(text))
+        else:
+            num_read += 1
+            assert plain(loads(bytes(text))) == expected
+    assert num_read > 100
+
+
+@pytest.mark.parametrize("key", ["items", "[1]"])
+def test_a_list_is_no_name_of_a_field(key):
+    with pytest.raises(orjson.JSONDecodeError):
+        loads(b'{%b:1,"p":"%b"}' % (orjson.dumps(list(range(50))), b"x" * 3000))
+    with pytest.raises(orjson.JSONDecodeError):
+        loads(b'{"%b":%b "p":"%b"}' % (key.encode(), orjson.dumps(list(range(50))), b"x" * 3000))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("candidates", [1.5] * 700),
+        ("candidates", [None] * 700),
+        ("candidates", list(range(700))),
+        ("candidates", list(map(str, range(700)))),
+        ("candidates", ["w" * 9] * 700),
+        ("candidates", list(range(3000))),
+        ("candidates", [str(10**17)] * 300),
+        ("user", list(range(700))),
+        ("timeout_ms", list(range(700))),
+        ("history", {"items": list(range(700)), "times_ms": list(range(700))}),
+        ("history", {"items": list(range(700)), "times_ms": [-1, *range(700)]}),
+        ("history", {"items": list(range(700)), "times_ms": list(map(str, range(700)))}),
+        ("history", {"items": list(range(700)), "actions": ["click", None] * 350}),
+        ("history", {"items": list(range(700)), "features": {"tab": [None] * 700}}),
+        ("candidate_features", {"tab": ["home", None] * 350}),
+    ],
+)
+def test_the_same_is_refused_with_the_same_words(field, values):
+    read = reader(RankRequest, LimitsConfig(max_id_characters=8))
+    body = orjson.dumps({"user": "ann", "candidates": ["5"], field: values})
+    told = []
+    for data in (loads(body), orjson.loads(body)):
+        try:
+            read(data)
+            told.append("read")
+        except BadRequestError as error:
+            told.append(f"{error.field}: {error.message}")
+    assert len(body) > 2048
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("keys", [[str(i) for i in range(5, 400)], [str(1000 * i) for i in range(50)], ["a", "b"]])
+def test_ids_are_those_of_the_list(keys):
+    ids, asked = ItemIds(keys), [*range(-3, 600), 49_000]
+    for values in (asked, [*map(str, asked)], ["a", "c", "b"] * 300):
+        read = loads(orjson.dumps({"a": values, **PADDING}))["a"]
+        assert isinstance(read, PlainList)
+        assert ids.of(read).tolist() == ids.of(values).tolist()
