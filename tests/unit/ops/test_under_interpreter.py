@@ -1,4 +1,4 @@
-"""Triton kernels where there is no GPU: their own tests, in processes in which Triton interprets."""
+"""Triton kernels where there is no GPU: their own tests, in a process in which Triton interprets."""
 
 import importlib.util
 import os
@@ -16,22 +16,26 @@ WARNS = [
     "ignore:invalid value:RuntimeWarning",
 ]
 """By the interpreter, of its own use of numpy: conversions, and exponentials of masked logits."""
-SMALL_LOSSES = ["-k", "(fused and (shape0 or shape2 or shape3)) or tile1-shape2 or popular"]
+LOSSES = ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py"]
+LARGE_LOSSES = (
+    "(sampled_losses or tiled_cross_entropy)"
+    " and not ((fused and (shape0 or shape2 or shape3)) or tile1-shape2 or popular)"
+)
 """the interpreter is slow"""
 LONG_SUMS = "sums_are and ((3000 and not dtype2) or (1500 and not dtype0))"
 MORE_LAYERS = "ways_into and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
 MORE_BIASES = "by_bias_alone and ((lengths0 and dtype1) or (lengths1 and dtype0))"
-FEW_DTYPES = ["-k", f"not ({LONG_SUMS}) and not ({MORE_LAYERS}) and not ({MORE_BIASES})"]
+FEW = " and ".join(f"not ({cases})" for cases in (LARGE_LOSSES, LONG_SUMS, MORE_LAYERS, MORE_BIASES))
 """Every shape and every type occurs, not every pair of them."""
 ROWS_AND_LAYERS = ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "gpu/test_fp8_gpu.py"]
+BEST_ROWS = "gpu/test_best_rows_gpu.py"
+ATTENTION = ["unit/ops/test_attention_kernels.py", "unit/ops/test_time_nodes.py"]
+PAGES = ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"]
 KERNELS = {
-    "rows and layers": [*ROWS_AND_LAYERS, "gpu/test_best_rows_gpu.py", "-m", "gpu", *FEW_DTYPES],
-    "rows and layers, more cases": [*ROWS_AND_LAYERS, "-m", "gpu"],
-    "losses": ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py", *SMALL_LOSSES],
-    "attention": ["unit/ops/test_attention_kernels.py", "unit/ops/test_time_nodes.py"],
-    "attention, more cases": ["unit/ops/test_attention_kernels.py", "-m", "slow"],
-    "pages": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"],
-    "pages, more cases": ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py", "-m", "slow"],
+    "all": [*ROWS_AND_LAYERS, BEST_ROWS, *LOSSES, *ATTENTION, *PAGES, "-m", "not slow", "-k", FEW],
+    "more cases of rows and layers": [*ROWS_AND_LAYERS, "-m", "gpu"],
+    "more cases of attention": [*ATTENTION, "-m", "slow"],
+    "more cases of pages": [*PAGES, "-m", "slow"],
 }
 
 
