@@ -41,8 +41,8 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
 from nestrec.ops.losses.grouped import grouped_loss
+from nestrec.ops.losses.kept_cross_entropy import kept_cross_entropy
 from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
-from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.stored import Rows
@@ -217,7 +217,7 @@ class RetrievalTask(Task):
         """Of each token that has a target."""
         if self.cfg.loss == "full":
             catalogue_ND = self.model.item_vectors(gather_rows(row_UD, index["catalogue"]))
-            cross_entropy = full_cross_entropy if self.variant == "plain" else tiled_cross_entropy
+            cross_entropy = kept_cross_entropy if self.variant == "plain" else tiled_cross_entropy
             target_at = batch.tensors.get("target_at")
             return cross_entropy(
                 query_TD, catalogue_ND, batch.tensors["target"] - 1 if target_at is None else target_at

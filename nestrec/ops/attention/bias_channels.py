@@ -25,7 +25,7 @@ from nestrec.ops.attention.bias_products import (
     bias_product,
     bias_time_gradient,
 )
-from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequences, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.kernel_op import runs_kernels
 from nestrec.ops.padding import padded_places
@@ -40,7 +40,7 @@ def bias_attention_reference(
         outputs = []
         for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             own = channel if not channel.has_time else _of_tokens(channel, slice(start, end))
-            own_rules, own_offsets = rules_of_sequence(rules, b), offsets[b : b + 2] - start
+            own_rules, own_offsets = rules_of_sequences(rules, slice(b, b + 1)), offsets[b : b + 2] - start
             weights_NN = seen_weights(own.dense(own_offsets, end - start, own_rules), own_offsets, own_rules)[0]
             outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
         found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))

@@ -4,7 +4,8 @@
 
 No softmax; the normaliser is a constant of the recipe. Plain causality sees j <= i; attention_mask.py defines the
 rest. `hstu_attention_reference` is the definition, one sequence at a time; `hstu_attention_padded` computes the same
-on padded blocks; `hstu_attention` takes the kernels where there is a GPU, and those blocks otherwise.
+on one padded block, `hstu_attention_by_length` on several, of sequences that are about as long; `hstu_attention` takes
+the kernels where there is a GPU, and blocks otherwise.
 
 Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N longest length.
 """
@@ -16,17 +17,16 @@ import torch
 from torch.nn.functional import silu
 
 from nestrec.base.errors import UserError
+from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
 from nestrec.ops.attention.inputs import AttentionInputs
-from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequence, seen_weights
+from nestrec.ops.attention.mask import PLAIN, AttentionRules, rules_of_sequences, seen_weights
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 from nestrec.ops.registry import runs_triton
 
-LARGE_PAIRS = 1 << 20
-"""Below so many pairs of tokens, padding costs less than a loop over sequences."""
-LONG = 512
-"""From this length on, one sequence alone keeps a core busy."""
+BLOCK_PAIRS = 1 << 16
+"""Pairs of tokens in a block on a CPU: what is between two of its steps stays in the cache of a core."""
 NO_BIAS = RelativeBias()
 
 
@@ -53,11 +53,9 @@ def hstu_attention(
         return hstu_attention_kernel(
             q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
         )
-    if not q_THD.is_cuda and _better_one_by_one(offsets, max_length):
-        return hstu_attention_reference(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
-    return hstu_attention_padded(
-        q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
-    )
+    is_small = (offsets.numel() - 1) * max_length**2 <= BLOCK_PAIRS
+    on_blocks = hstu_attention_padded if q_THD.is_cuda or is_small else hstu_attention_by_length
+    return on_blocks(q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules)
 
 
 def hstu_attention_reference(
@@ -74,9 +72,9 @@ def hstu_attention_reference(
     outputs = []
     for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
-        own_offsets, own_rules = offsets[b : b + 2] - start, rules_of_sequence(rules, b)
+        own_offsets, own_rules = offsets[b : b + 2] - start, rules_of_sequences(rules, slice(b, b + 1))
         if not bias.is_empty:
-            dense = _bias_of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
+            dense = _of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
             scores_HNN = scores_HNN + dense.to(scores_HNN.dtype)
         weights_HNN = seen_weights(silu(scores_HNN), own_offsets, own_rules) / normaliser
         outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
@@ -107,7 +105,58 @@ def hstu_attention_padded(
     return from_blocks(weights_BHNN @ v, place_T)
 
 
-def _bias_of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
+def hstu_attention_by_length(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    max_length: int,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """The same on blocks of at most `BLOCK_PAIRS`, each padded to its own longest sequence; on a CPU.
+
+    max_length: not needed; blocks are as long as their sequences.
+    """
+    order_B = offsets.diff().argsort(stable=True)
+    lengths_B = offsets.diff()[order_B]
+    sorted_offsets = offsets_of(lengths_B)
+    token_T = torch.arange(len(q_THD)) - (sorted_offsets[:-1] - offsets[order_B]).repeat_interleave(lengths_B)
+    bounds = _block_bounds(lengths_B.tolist())
+    tokens = sorted_offsets[bounds].tolist()
+    blocks = [stop - start for start, stop in itertools.pairwise(tokens)]
+    parts = [x_THD.index_select(0, token_T).split(blocks) for x_THD in (q_THD, k_THD, v_THD)]
+    outputs = []
+    for q, k, v, (first, end), start, stop in zip(
+        *parts, itertools.pairwise(bounds), tokens[:-1], tokens[1:], strict=True
+    ):
+        outputs.append(
+            hstu_attention_padded(
+                q,
+                k,
+                v,
+                sorted_offsets[first : end + 1] - start,
+                max_length=int(lengths_B[end - 1]),
+                normaliser=normaliser,
+                bias=_of_tokens(bias, token_T[start:stop]),
+                rules=rules_of_sequences(rules, order_B[first:end]),
+            )
+        )
+    return torch.cat(outputs).index_select(0, token_T.argsort())
+
+
+def _block_bounds(ascending_lengths: list[int]) -> list[int]:
+    """Where blocks begin, and the end of the last: as many sequences as there is room for, at least one."""
+    bounds = [0]
+    for b, length in enumerate(ascending_lengths):
+        if b > bounds[-1] and (b + 1 - bounds[-1]) * length**2 > BLOCK_PAIRS:
+            bounds.append(b)
+    return [*bounds, len(ascending_lengths)]
+
+
+def _of_tokens(bias: RelativeBias, tokens: slice | torch.Tensor) -> RelativeBias:
     return replace(
         bias,
         time_T=None if bias.time_T is None else bias.time_T[tokens],
@@ -140,10 +189,3 @@ def _check_table(bias: RelativeBias, max_length: int) -> None:
             value=table.numel(),
             remedy=f"give at least {2 * max_length - 1} values",
         )
-
-
-def _better_one_by_one(offsets: torch.Tensor, max_length: int) -> bool:
-    """Whether blocks are large, and sequences are long or less than half of the blocks' pairs belong to them."""
-    padded = (offsets.numel() - 1) * max_length**2
-    is_large = padded > LARGE_PAIRS
-    return is_large and (max_length >= LONG or padded > 2 * int(offsets.diff().square().sum()))

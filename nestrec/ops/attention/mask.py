@@ -112,6 +112,6 @@ def seen_weights(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionR
     return torch.where(seen_BNN if weights.dim() == 3 else seen_BNN[:, None], weights, 0.0)
 
 
-def rules_of_sequence(rules: AttentionRules, b: int) -> AttentionRules:
-    """Of one sequence of a batch."""
-    return rules if rules.num_targets_B is None else replace(rules, num_targets_B=rules.num_targets_B[b : b + 1])
+def rules_of_sequences(rules: AttentionRules, chosen: slice | torch.Tensor) -> AttentionRules:
+    """Of some sequences of a batch."""
+    return rules if rules.num_targets_B is None else replace(rules, num_targets_B=rules.num_targets_B[chosen])

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
+from nestrec.ops.attention.hstu import (
+    hstu_attention,
+    hstu_attention_by_length,
+    hstu_attention_padded,
+    hstu_attention_reference,
+)
 from nestrec.ops.attention.mask import AttentionRules, seen_mask
 from nestrec.ops.attention.relative_bias import (
     RelativeBias,
@@ -128,12 +133,42 @@ def test_wrong_inputs_are_refused_by_name(change, named):
         RelativeBias(time_table=torch.zeros(3))
 
 
-def test_long_and_short_sequences_together_equal_the_padded_blocks(monkeypatch):
+def test_long_and_short_sequences_together_equal_one_padded_block():
     lengths = [700, 3, 0, 40]
     offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths, heads=1)
-    looped = hstu_attention(*inputs, offsets, max_length=700, normaliser=700.0)
-    monkeypatch.setattr("nestrec.ops.attention.hstu.LARGE_PAIRS", 1 << 40)
-    same_values_and_gradients(looped, hstu_attention(*inputs, offsets, max_length=700, normaliser=700.0), inputs)
+    shared = {"max_length": 700, "normaliser": 700.0}
+    same_values_and_gradients(
+        hstu_attention(*inputs, offsets, **shared), hstu_attention_padded(*inputs, offsets, **shared), inputs
+    )
+
+
+@given(st.data(), lengths_lists, st.booleans(), st.sampled_from(["none", "table", "function"]), st.integers(1, 200))
+def test_blocks_by_length_equal_the_definition(data, lengths, has_position, time, pairs):
+    """However few pairs a block may have, whatever the order of the lengths, with candidates and windows."""
+    offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
+    rules, longest = data.draw(attention_rules(lengths)), max(lengths)
+    bias = random_bias(sum(lengths), longest, has_position, time)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nestrec.ops.attention.hstu.BLOCK_PAIRS", pairs)
+        fast = hstu_attention_by_length(*inputs, offsets, max_length=longest, normaliser=7.0, bias=bias, rules=rules)
+    slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
+    tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
+    same_values_and_gradients(fast, slow, [*inputs, *tables] if sum(lengths) else inputs)
+
+
+def test_a_batch_of_unlike_lengths_is_not_padded_to_the_longest(monkeypatch):
+    """On a CPU; blocks have at most so many pairs, or one sequence, and every sequence is in one of them."""
+    lengths = [3, 90, 5, 4, 88, 1, 0, 2]
+    blocks: list[tuple[int, int]] = []
+
+    def watched(q, k, v, offsets, **options):
+        blocks.append((offsets.numel() - 1, options["max_length"]))
+        return hstu_attention_padded(q, k, v, offsets, **options)
+
+    monkeypatch.setattr("nestrec.ops.attention.hstu.BLOCK_PAIRS", 100)
+    monkeypatch.setattr("nestrec.ops.attention.hstu.hstu_attention_padded", watched)
+    hstu_attention(*qkv(lengths), offsets_of(torch.tensor(lengths)), max_length=90, normaliser=1.0)
+    assert blocks == [(5, 4), (1, 5), (1, 88), (1, 90)]
 
 
 @given(lengths_lists)

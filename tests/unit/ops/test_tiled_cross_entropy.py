@@ -1,8 +1,9 @@
-"""Tiled cross-entropy against the whole logits, for tiles smaller and larger than the data."""
+"""Cross-entropy in tiles against the whole logits, for tiles smaller and larger than the data."""
 
 import pytest
 import torch
 
+from nestrec.ops.losses.kept_cross_entropy import kept_cross_entropy
 from nestrec.ops.losses.softmax import full_cross_entropy
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 
@@ -34,3 +35,31 @@ def test_bfloat16_logits_are_summed_in_float32():
     tiled = tiled_cross_entropy(query, rows, target, tile_tokens=16, tile_items=500)
     assert tiled.dtype == torch.float32
     assert (tiled - exact).norm() <= 2 * eager
+
+
+@pytest.mark.parametrize(("num_tokens", "num_items", "tile"), [(0, 5, 10), (1, 1, 1), (50, 11, 1), (50, 130, 1 << 12)])
+def test_kept_logits_give_the_loss_and_the_gradients_of_the_definition(num_tokens, num_items, tile, monkeypatch):
+    monkeypatch.setattr("nestrec.ops.losses.kept_cross_entropy.TILE_ELEMENTS", tile)
+    torch.manual_seed(0)
+    query = torch.randn(num_tokens, 4, dtype=torch.float64) * 300  # logits whose exponentials have no number
+    rows, target = torch.randn(num_items, 4, dtype=torch.float64), torch.randint(num_items, (num_tokens,))
+    found = []
+    for cross_entropy in (full_cross_entropy, kept_cross_entropy):
+        leaves = query.clone().requires_grad_(), rows.clone().requires_grad_()
+        loss = cross_entropy(*leaves, target)
+        (loss * torch.linspace(0.5, 1.5, num_tokens, dtype=torch.float64)).sum().backward()
+        found.append([loss.detach(), leaves[0].grad, leaves[1].grad])
+    for defined, kept in zip(*found, strict=True):
+        torch.testing.assert_close(kept, defined, rtol=1e-11, atol=1e-11)
+
+
+def test_kept_logits_are_all_that_is_kept():
+    """One number for each token and item between the passes; they are used up by the backward pass."""
+    query, rows = torch.randn(64, 8, requires_grad=True), torch.randn(3000, 8, requires_grad=True)
+    target = torch.randint(3000, (64,))
+    loss = kept_cross_entropy(query, rows, target)
+    assert loss.grad_fn is not None
+    assert sum(logits.numel() for logits in loss.grad_fn.logits) == 64 * 3000
+    loss.sum().backward()
+    with pytest.raises(RuntimeError):
+        loss.sum().backward()
