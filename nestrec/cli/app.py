@@ -284,6 +284,7 @@ def export(
             dtype=cfg.dtype,
             tables=cfg.tables,
             prefixes=cfg.prefixes,
+            device=cfg.device,
         )
     if (cost := manifest.precision) is not None:
         typer.echo(

@@ -14,6 +14,7 @@ from typing import Any
 
 from nestrec.base.bounds import Count, Decay, Positive
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 from nestrec.base.moments import iso_moment
 from nestrec.data.samples.windows import TimeWindow
 from nestrec.library.configured import configured
@@ -53,10 +54,17 @@ class FreshComparison:
 
 def compared(bench: FreshComparison, folder: Path) -> Iterator[Row]:
     """Rows of all seeds as they come, then what they come to."""
+    if not bench.seeds:
+        raise UserError(
+            "names none: nothing would be trained", field="seeds", value=(), remedy="give some: --seeds 1,2"
+        )
     rows: list[Row] = []
     for row in _in_turn(bench, folder) if bench.at_once == 1 else _side_by_side(bench, folder):
         rows.append(row)
         yield row
+    if all(row["window"] == 0 for row in rows):
+        remedy = "begin earlier, or take shorter windows (--hours): all ways are alike in the first one"
+        raise UserError("leaves no second window to compare", field="start", value=bench.start, remedy=remedy)
     yield from summary(rows)
 
 

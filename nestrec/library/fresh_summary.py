@@ -14,7 +14,8 @@ WAYS = ("frozen", "anew", "followed")
 
 def summary(rows: Iterable[Row]) -> Iterator[Row]:
     """Of each window the mean over seeds of each way; then of each way the mean over all windows but the first, where
-    all are alike, how far it is ahead of the frozen model, and what it has trained on."""
+    all are alike, how far it is ahead of the frozen model, and what it has trained on. Of nothing beyond the first
+    window nothing in all is said."""
     found = sorted(rows, key=lambda row: (row["window"], WAYS.index(row["way"]), row["seed"]))
     seeds = {row["seed"] for row in found}
     for (window, way), group in groupby(found, key=lambda row: (row["window"], row["way"])):
@@ -22,7 +23,7 @@ def summary(rows: Iterable[Row]) -> Iterator[Row]:
         means = {name: float(np.mean([row[name] for row in of_window])) for name in ("value", "low", "high", "train_s")}
         same = {name: of_window[0][name] for name in ("recipe", "metric", "from", "events")}
         yield {"what": "quality_of_window", **same, "way": way, "window": window, "seeds": len(of_window), **means}
-    for way in WAYS:
+    for way in WAYS if any(row["window"] > 0 for row in found) else ():
         yield _of_way(found, way, len(seeds))
 
 

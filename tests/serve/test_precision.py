@@ -7,9 +7,11 @@ import torch
 from test_http import call
 
 from nestrec.base.config import to_plain
+from nestrec.base.errors import UserError
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.model.export import export_run
+from nestrec.serving.engine.precision import placed
+from nestrec.serving.model.export import export_run, in_fewer_bits
 from nestrec.serving.model.packed_rows import packed_rows, packed_width, unpacked_rows
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
@@ -64,6 +66,33 @@ def test_a_retrieval_export_in_fewer_bits_tells_its_cost(retrieval, tmp_path):
     assert 0.5 <= cost.overlap <= 1.0
     assert cost.before is not None
     assert Servable.load(tmp_path / "model").index.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(retrieval, tmp_path):
+    with pytest.raises(UserError, match="torch finds no GPU here"):
+        export_run(retrieval.run, tmp_path / "model", tables="fp8", device="cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tables", ["run", "int8"])
+def test_all_that_a_model_computes_with_moves_to_the_device_that_the_cost_is_measured_on(retrieval, ranking, tables):
+    """`meta` stands for a device that is not here."""
+    for exported in (retrieval, ranking):
+        whole = Servable.load(exported.folder)
+        moved = placed(in_fewer_bits(whole, "run", tables, exported.folder.parent), "meta")
+        lies = [*moved.model.parameters(), *moved.model.buffers(), *moved.item_columns.values()]
+        lies += [part for table in (*moved.tables.values(), moved.index) if table for _, part in table.parts()]
+        assert {tensor.device.type for tensor in lies} == {"meta"}
+        assert {tensor.device.type for tensor in whole.model.parameters()} == {"cpu"}
+        assert moved.spec == whole.spec
+
+
+def test_the_cost_is_measured_on_the_device_that_is_told(retrieval, tmp_path):
+    """On `meta` there are no numbers: whoever computes there cannot come to an end."""
+    with pytest.raises(RuntimeError, match=r"meta|accelerator"):
+        export_run(retrieval.run, tmp_path / "model", tables="fp8", device="meta")
+    assert not (tmp_path / "model").exists()
 
 
 def test_an_export_as_it_was_trained_costs_nothing_and_says_nothing(retrieval):

@@ -6,12 +6,15 @@ Legend: Q requests.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.data.dataset import Rows
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.samples.split import split_of
@@ -19,8 +22,11 @@ from nestrec.data.schema import ACTIONS, EVENT_PREFIX, ITEM_IDS, ITEM_PREFIX, TI
 from nestrec.serving.engine.runner import Part, Runner, Scored
 from nestrec.serving.model.forms import Form, form_of
 from nestrec.serving.model.inputs import Candidates, History, number_bits
+from nestrec.serving.model.packed_rows import PackedTable
+from nestrec.serving.model.rows.keyed_table import KeyedTable
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import PrecisionCost
+from nestrec.serving.model.tables import ResidentTable, ServedTable
 from nestrec.serving.prefix.page_pool import PrefixDtype, pool_for
 from nestrec.tasks.metrics import auc, ranking_metrics
 from nestrec.training.session import Session
@@ -39,12 +45,14 @@ class _Request(NamedTuple):
 
 @torch.inference_mode()
 def measured_cost(
-    session: Session, before: Servable, after: Servable, *, tables: str, prefixes: PrefixDtype
+    session: Session, before: Servable, after: Servable, *, tables: str, prefixes: PrefixDtype, device: DeviceChoice
 ) -> PrecisionCost:
-    """Of a model in fewer bits than the one of the run."""
+    """Of a model in fewer bits than the one of the run, as both are on a device."""
+    place = _place_of(before, device)
     requests = _requests(session, before)
     is_ranking = form_of(before).appends_candidates
-    full = _asked(form_of(before), requests, "model")
+    full = _asked(form_of(placed(before, place)), requests, "model")
+    after = placed(after, place)
     if not is_ranking:  # what both are compared on: the best of the run
         listed = [
             r._replace(candidates=_listed(r.candidates, one.items)) for r, one in zip(requests, full, strict=True)
@@ -70,6 +78,40 @@ def measured_cost(
         before=metric(requests, full),
         after=metric(requests, fewer),
     )
+
+
+def _place_of(servable: Servable, device: DeviceChoice) -> str:
+    """Where models are asked; both of them are there for a moment."""
+    place = chosen_device(device)
+    if (device, place) != ("auto", "cuda"):
+        return place
+    tables = {id(table): table for table in (*servable.tables.values(), servable.index) if table is not None}
+    needed = sum(part.nbytes for table in tables.values() for _, part in table.parts())
+    return place if 2 * needed < torch.cuda.mem_get_info()[0] else "cpu"
+
+
+def placed(servable: Servable, device: str) -> Servable:
+    """The same model, with all that it computes with on a device."""
+    if device == "cpu":
+        return servable
+    moved = {id(table): _moved(table, device) for table in servable.tables.values()}  # columns may share one
+    found = replace(
+        servable,
+        model=deepcopy(servable.model).to(device),
+        tables={name: moved[id(table)] for name, table in servable.tables.items()},
+        index=None if servable.index is None else _moved(servable.index, device),
+    )
+    columns = {name: column.to(found.lookup_device) for name, column in servable.item_columns.items()}
+    return replace(found, item_columns=columns)
+
+
+def _moved(table: ServedTable, device: str) -> ServedTable:
+    if isinstance(table, PackedTable):
+        return PackedTable(_moved(table.packed, device), table.kind)
+    if isinstance(table, KeyedTable):
+        return KeyedTable(_moved(table.by_row, device), table.keys, table.begins)
+    assert isinstance(table, ResidentTable)
+    return ResidentTable(table.weight.to(device))
 
 
 def _listed(candidates: Candidates, items: NDArray[np.int64]) -> Candidates:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nestrec.base.config import config, dumps, to_plain
+from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.paths import check_folder, sync_folder
 from nestrec.checkpoint import Checkpoints, Restored
@@ -25,6 +26,7 @@ from nestrec.data.samples.features import Column, item_column
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.distributed import Topology
+from nestrec.distributed.topology import check_device
 from nestrec.models.dtypes import computed_in
 from nestrec.ops.rows.round import whole
 from nestrec.serving.engine.precision import measured_cost
@@ -81,6 +83,8 @@ class ExportConfig:
     prefixes: PrefixDtype = "model"
     """of the kept keys and values that the cost of fewer bits is measured with; a server takes those of its
     --service.engine.prefix_dtype"""
+    device: DeviceChoice = "auto"
+    """where that cost is measured; auto: on a GPU where there is one that has room for the tables"""
 
 
 def export_run(
@@ -93,11 +97,14 @@ def export_run(
     dtype: Dtype = "run",
     tables: TablesDtype = "run",
     prefixes: PrefixDtype = "model",
+    device: DeviceChoice = "auto",
 ) -> ServableManifest:
     """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out.
 
-    dtype, tables: in fewer bits; what that costs is measured on the run's validation part, with prefixes kept so.
+    dtype, tables: in fewer bits; what that costs is measured on a device, on the run's validation part, with prefixes
+    kept so.
     """
+    check_device(chosen_device(device))
     check_served(RunFolder(run).config().task)
     check_folder(output.parent, "OUT")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +113,7 @@ def export_run(
         if (dtype, tables, prefixes) != ("run", "run", "model"):
             _check_fewer_bits(servable)
             chosen = in_fewer_bits(servable, dtype, tables, output.parent)
-            cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes)
+            cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes, device=device)
             servable = replace(chosen, precision=cost)
     servable = _with_defaults(servable, defaults)
     if search is not None and search.kind != "exact":

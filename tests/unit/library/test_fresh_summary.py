@@ -1,9 +1,12 @@
 """What a comparison of ways to keep fresh comes to."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nestrec.base.errors import UserError
+from nestrec.library.fresh_comparison import FreshComparison, compared
 from nestrec.library.fresh_summary import summary
 
 
@@ -36,3 +39,14 @@ def test_a_comparison_leaves_out_the_first_window_and_counts_what_a_followed_mod
     assert 0.2 <= ways["followed"]["ahead_low"] < 0.3 < ways["followed"]["ahead_high"] <= 0.4 + 1e-9
     assert {way: r["events_trained"] for way, r in ways.items()} == {"frozen": 100, "anew": 330, "followed": 130}
     assert ways["followed"]["train_s"] == pytest.approx(13)
+
+
+def test_nothing_in_all_is_said_of_no_rows_and_of_the_first_window_alone() -> None:
+    assert list(summary([])) == []
+    first = list(summary([row(way, 1, 0, value=0.5, events=10) for way in ("frozen", "anew", "followed")]))
+    assert {found["what"] for found in first} == {"quality_of_window"}
+
+
+def test_a_comparison_without_seeds_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="names none: nothing would be trained"):
+        next(compared(FreshComparison(seeds=()), tmp_path))
