@@ -2,22 +2,24 @@
 
 Data crosses as bytes, so that every type takes the same path on every backend. With one rank nothing is sent or copied.
 
-Dense gradients are summed in fixed buckets in parameter order. Buckets are a function of the parameters' order, sizes
-and types alone, so the order of additions is the same in every step and in a resumed run (docs/decisions/dense-sync.md
-says why this is not DistributedDataParallel).
+Dense gradients are summed in fixed buckets, from the last parameters to the first. Buckets are a function of the
+parameters' order, sizes and types alone, so the order of additions is the same in every step and in a resumed run, and
+whether sums begin inside the backward pass or after it (docs/decisions/dense-sync.md says why this is not
+DistributedDataParallel).
 """
 
 import contextlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import PeerLostError, UserError
+from nestrec.base.transfer import used_here
 from nestrec.distributed.shared_memory import SharedMemory, Shipment
 from nestrec.distributed.topology import Communicator
 
@@ -207,6 +209,10 @@ def _sendable(value: Any) -> Any:
     return value
 
 
+Sum = Callable[[], None]
+"""A collective that sums one bucket of gradients."""
+
+
 class DenseSync:
     """Sums the gradients of some parameters over all ranks of a communicator, in place."""
 
@@ -215,12 +221,62 @@ class DenseSync:
         parameters: Iterable[torch.nn.Parameter],
         communicator: Communicator,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        *,
+        begins_early: bool = False,
     ) -> None:
+        """begins_early: `early_sums` may be used."""
         self._communicator = communicator
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._buckets = _buckets(self._parameters, bucket_bytes)
+        self._buckets = _buckets(self._parameters, bucket_bytes) if communicator.group is not None else []
+        self._next = 0  # bucket of this step whose sum is issued next
+        self._submit: Callable[[Sum], None] | None = None
+        self._awaited: list[set[int]] = []
+        self.begins_early = begins_early and len(self._buckets) > 1
+        """Whether there are buckets whose sums can begin inside the backward pass: all but the last one, which holds
+        the parameters that the backward pass comes to at its end."""
+        if self.begins_early:
+            self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._has_come)
         self.bytes_reduced = 0
         """Bytes of gradients given to all-reduce so far."""
+
+    @contextlib.contextmanager
+    def early_sums(self, submit: Callable[[Sum], None]) -> Iterator[None]:
+        """Around the backward pass that completes the gradients of a step: `submit` is given the sums of all buckets
+        but the last one, each as soon as its gradients are there and the sum before it is submitted.
+
+        They are always the same sums in the same order, also where a rank has no sample and so no backward pass. They
+        must have run before `reduce`, which issues the rest.
+        """
+        self._submit, self._awaited = submit, [{id(p) for p in bucket} for bucket in self._buckets]
+        try:
+            yield
+        finally:
+            self._submit = None
+        while self._next < len(self._buckets) - 1:
+            self._begin_next(submit)
+
+    def _has_come(self, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter has been added up by a backward pass."""
+        if self._submit is None:
+            return
+        bucket = self._bucket_of[id(parameter)]
+        if bucket < self._next:
+            raise UserError(
+                "the gradient of a weight came in two parts within one backward pass, its sum over ranks had begun",
+                field="ranks.dense_overlap",
+                value=True,
+                remedy="set it to false for this model",
+            )
+        self._awaited[bucket].discard(id(parameter))
+        while self._next < len(self._buckets) - 1 and not self._awaited[self._next]:
+            self._begin_next(self._submit)
+
+    def _begin_next(self, submit: Callable[[Sum], None]) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        submit(lambda: self._sum(bucket))
 
     def reduce(self, beside: torch.Tensor | None = None) -> None:
         """`p.grad` becomes its sum over ranks; a gradient that is missing (a rank without samples) counts as zero.
@@ -228,15 +284,20 @@ class DenseSync:
         beside: figures that are summed after the gradients, in place. Collective. Losses are sums over a rank's samples
         divided by the global weight, so sums need no division.
         """
-        for bucket in self._buckets if self._communicator.group is not None else ():
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            all_reduce_sum(self._communicator, flat)
-            self.bytes_reduced += flat.numel() * flat.element_size()
-            for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = total.view_as(parameter)
+        for bucket in self._buckets[self._next :]:
+            self._sum(bucket)
+        self._next = 0
         if beside is not None:
             all_reduce_sum(self._communicator, beside)
+
+    def _sum(self, bucket: Sequence[torch.nn.Parameter]) -> None:
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
+        used_here(grads)
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        all_reduce_sum(self._communicator, flat)
+        self.bytes_reduced += flat.numel() * flat.element_size()
+        for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = total.view_as(parameter)
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Every rank takes the parameters of one rank. Collective."""
@@ -246,10 +307,11 @@ class DenseSync:
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Runs of parameters of one type and device, each closed once it holds `bucket_bytes`."""
+    """Runs of parameters of one type and device, from the last to the first, as a backward pass comes to them; each is
+    closed once it holds `bucket_bytes`."""
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
-    for parameter in parameters:
+    for parameter in reversed(parameters):
         fits = buckets and size < bucket_bytes and _kind(buckets[-1][0]) == _kind(parameter)
         if not fits:
             buckets.append([])

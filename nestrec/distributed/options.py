@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from nestrec.base.bounds import Count
+from nestrec.base.bounds import Count, Positive
 from nestrec.base.config import config
 
 Placement = Literal["shards_contiguous", "replicas_contiguous"]
@@ -26,3 +26,9 @@ class RanksConfig:
     """rows cross between hosts once for all ranks of a host that ask for them: each rank asks for them on behalf of its
     host, which sums the gradients before they leave. Takes hosts with equally many ranks of a group; to rounding equal
     to leaving it out, and every schedule to `serial` as always"""
+    dense_bucket_mib: Positive = 25.0
+    """dense gradients are summed over ranks in buckets of about this many MiB, those of the last layers first. Another
+    size is equal to rounding"""
+    dense_overlap: bool = True
+    """the sum of a bucket begins as soon as the backward pass of the last micro-batch has its gradients, beside the
+    rest of the pass; all but the last bucket. Changes no bit"""

@@ -96,6 +96,8 @@ class Topology:
     log: CollectiveLog = field(repr=False)
     hosts: GroupOfHosts | None = None
     """Where exchanges go by hosts; none: every rank of a group talks to every other."""
+    options: RanksConfig = field(default_factory=RanksConfig)
+    """What was asked for."""
 
     @property
     def num_shards(self) -> int:
@@ -222,6 +224,7 @@ class Topology:
             control=make("control", everyone, "host"),
             samples=replace(make("samples", everyone, hosts), log=CollectiveLog()),
             hosts=_hosts(cfg, shard_axis, make, tensors, of_keys),
+            options=cfg,
         )
 
 

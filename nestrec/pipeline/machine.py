@@ -172,11 +172,25 @@ class Machine:
         """Forward and backward of a micro-batch whose vectors have come; its share of the loss."""
         window, keys = batch.window, batch.keys
         index = window.routed.micro_batches[micro_batch].index
-        with self.tracer.context(micro_batch=micro_batch), self.span("train.compute", "compute"):
+        is_last = micro_batch == batch.num_micro_batches - 1
+        early_sums = self._early_sums(batch.number) if is_last else contextlib.nullcontext()
+        with self.tracer.context(micro_batch=micro_batch), self.span("train.compute", "compute"), early_sums:
             samples, rows = keys.loaded.wait().micro_batches[micro_batch], window.vectors(micro_batch)
             loss, gradients = self._compute.forward_backward(samples, rows, index, keys.batch.weight)
             window.keep(micro_batch, gradients)
         return loss
+
+    def _early_sums(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Dense gradients that the last backward pass has completed, summed over ranks beside the rest of it.
+
+        Nobody else submits meanwhile: the caller's thread, which does, is inside that pass.
+        """
+        label = self.label("train.dense.reduce", "communication", number, is_collective=True)
+
+        def submit(collective: Callable[[], None]) -> None:
+            self.lanes.communication.submit(lambda span: collective(), label)
+
+        return self._dense.early_sums(submit)
 
     def gradients(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
         """Exchange G of a micro-batch; owners add up."""

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -123,8 +124,13 @@ class Compute(Protocol):
 class Dense(Protocol):
     """The dense side of an update, in two halves so that the sums can travel while rows are updated."""
 
+    def early_sums(self, submit: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+        """Around the last micro-batch of a step: inside it, or when it ends, `submit` is given collectives that sum
+        gradients which are complete. The same ones in the same order on every rank; they are run before `reduce`. Who
+        does not ask finds all of it in `reduce`."""
+
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
-        """Sum gradients, loss and wish over ranks. Collective; returns (loss, number of wishes)."""
+        """Sum what is left of the gradients, loss and wish over ranks. Collective; returns (loss, number of wishes)."""
 
     def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
         """Update the dense weights and clear their gradients. Local."""

@@ -9,6 +9,7 @@ rounds, and least the quickest of them.
     nestrec bench host --ranks 8,64,512,1536 --json host.json
 """
 
+import contextlib
 import statistics
 import sys
 import time
@@ -202,6 +203,9 @@ class _Compute:
 
 class _Dense:
     """No dense weights."""
+
+    def early_sums(self, submit: Callable[[Callable[[], None]], None]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         return torch.zeros(2)

@@ -5,15 +5,16 @@ torch (and triton with it): as long again as importing torch itself, in every pr
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
 from nestrec.base.errors import UserError
+from nestrec.base.transfer import used_here
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import DenseSync
+from nestrec.distributed.exchange import DenseSync, Sum
 from nestrec.embedding.flight.working_set import RowWatch
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.torch_optimizer import TorchOptimizer
@@ -110,7 +111,13 @@ class DenseUpdate:
             if isinstance(optimizer, OptimizerConfig)
             else TorchOptimizer(self._named, optimizer)
         )
-        self._sync = DenseSync(list(self._named.values()), topology.dense)
+        ranks = topology.options
+        self._sync = DenseSync(
+            list(self._named.values()),
+            topology.dense,
+            int(ranks.dense_bucket_mib * (1 << 20)),
+            begins_early=ranks.dense_overlap,
+        )
         cfg = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
         self._clip_norm, self._mean_part = cfg.clip_norm, cfg.ema
         self._means = {} if self._mean_part is None else {n: p.detach().clone() for n, p in self._named.items()}
@@ -138,6 +145,10 @@ class DenseUpdate:
             weight = self._named[name]
             weight.data, self._means[name] = mean, weight.data
 
+    def early_sums(self, submit: Callable[[Sum], None]) -> contextlib.AbstractContextManager[None]:
+        """Around the last micro-batch of a step: what can be summed before its backward pass ends."""
+        return self._sync.early_sums(submit) if self._sync.begins_early else contextlib.nullcontext()
+
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         """Sum gradients over ranks in place, and (loss, wish to stop, watch of each table). Collective."""
         # A fill and not a copy: the host would wait for the device to take a number from pageable memory.
@@ -156,6 +167,7 @@ class DenseUpdate:
     def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
         """Update once with what `reduce` has summed, and clear the gradients."""
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        used_here(gradients)  # the lane of collectives has made them
         norm = nn.utils.get_total_norm(gradients)
         if self._clip_norm is not None and gradients:
             # On the device: the host does not ask for the norm. Shorter gradients are multiplied by one, to the bit.

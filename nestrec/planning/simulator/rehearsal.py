@@ -4,6 +4,7 @@ The toy is real: an engine on one rank, rows, gradients, lanes with threads. Onl
 costs comes from a cost model and not from here.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -127,6 +128,9 @@ class _Dense:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+
+    def early_sums(self, submit: Callable[[Callable[[], None]], None]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         self._recorder.note("dense_reduce")

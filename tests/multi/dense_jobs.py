@@ -1,0 +1,90 @@
+"""What ranks do in the tests of dense sums that begin inside the backward pass."""
+
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from schedule_jobs import Job, batches_of, regrouped, tables_of, tiny_loss, train
+from torch import nn
+
+from nestrec.distributed import DenseSync, Topology
+from nestrec.distributed.options import RanksConfig
+from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline.compute import LossCompute
+from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.update import DenseUpdate
+
+THREE_BUCKETS = RanksConfig(dense_bucket_mib=3e-5)
+"""Of the weights of `Tiny`: two that can be summed early, and the last."""
+_PATIENCE_S = 60.0
+
+
+def train_late_and_early(topology: Topology, schedules: list[str], job: Job) -> list[list[dict[str, Any]]]:
+    """For each schedule what it gives with early sums and without; spans stay where they are."""
+    late = replace(job, ranks=replace(job.ranks, dense_overlap=False))
+    results = [[train(topology, name, j) for j in (job, late)] for name in schedules]
+    return [[{k: v for k, v in r.items() if k != "spans"} for r in pair] for pair in results]
+
+
+class _Pause(torch.autograd.Function):
+    """Its backward pass goes on when somebody has seen enough."""
+
+    @staticmethod
+    def forward(ctx, x, go_on):
+        ctx.go_on = go_on
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.go_on()
+        return gradient, None
+
+
+class _Paused(nn.Module):
+    """`Tiny` with a stop between the gradients of its last layer and those of its first."""
+
+    def __init__(self, go_on) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.mix, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+        self._go_on = go_on
+
+    def forward(self, history: torch.Tensor, target: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
+        state = _Pause.apply(self.mix(history).mean(1) + user, self._go_on)
+        return self.out(state * target).sin().sum()
+
+
+def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
+    """Spans of a step whose last backward pass does not end before the first bucket is summed over all ranks."""
+    topology = regrouped(topology, THREE_BUCKETS)
+    job = Job(num_steps=1, num_micro_batches=2, num_samples=4 * topology.world)
+    passes = itertools.count(1)
+
+    def go_on() -> None:
+        is_last, deadline = next(passes) == job.num_micro_batches, time.monotonic() + _PATIENCE_S
+        while is_last and not dense._sync.bytes_reduced:
+            assert time.monotonic() < deadline, "the sum of the last layer waits for the end of the backward pass"
+            time.sleep(1e-3)
+
+    model = _Paused(go_on)
+    engine = EmbeddingEngine(tables_of(job), topology)
+    dense = DenseUpdate(model, OptimizerConfig(), topology, topology.device)
+    pipeline = TrainingPipeline(
+        LossCompute(tiny_loss(model), topology.device), engine, dense_optimizer=dense, schedule=schedule
+    )
+    feed = Feed(batches_of(job, topology, 1))
+    pipeline.advance(Step(number=1, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=True), feed)
+    pipeline.close()
+    return pipeline.tracer.take()
+
+
+def gradient_in_two_parts(topology: Topology) -> None:
+    """A backward pass inside a backward pass can add to a gradient once more; here two passes do."""
+    layers = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    sync = DenseSync(layers, topology.dense, bucket_bytes=4, begins_early=True)
+    with sync.early_sums(lambda collective: None):
+        for _ in range(2):
+            layers[1].sum().backward()
