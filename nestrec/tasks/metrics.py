@@ -158,7 +158,12 @@ def weighted_bootstrap(values: Values, weights: Values, *, num_draws: int = 200,
 
 def window_metrics(label: NDArray[np.int64], logit: Values, user: NDArray[np.int64]) -> dict[str, Interval]:
     """Of the events of a window: AUC; GAUC, the mean over users weighted by their events; NDCG of users' own events;
-    normalised entropy."""
+    normalised entropy.
+
+    Scores that know how a user reacted to the events before each are right for AUC and entropy. Of one user's events
+    they are biased against each other: after a user's only click the next event, which is none, is given a higher score
+    (docs/splits-and-metrics.md). Compare GAUC and NDCG of windows among themselves, or see `windows_at_once`.
+    """
     entropy = normalised_entropy(label, logit)
     ndcg = user_ndcgs(label, logit, user, 10)
     return {

@@ -48,7 +48,7 @@ from nestrec.ops.rows.stored import Rows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
 from nestrec.tasks.item_side import VectorOf, prefix_vectors
-from nestrec.tasks.metrics import Interval, window_metrics
+from nestrec.tasks.metrics import Interval, user_aucs, weighted_bootstrap, window_metrics
 from nestrec.tasks.ranking_results import BASELINES, AtOnce, BaselineName, RankingResults
 from nestrec.tasks.slices import check_slices
 from nestrec.tasks.spec import TaskSpec
@@ -87,6 +87,9 @@ class RankingTaskConfig:
     """on the test part, ask for all held-out events of a user at one moment too, before the first of them, as a list is
     ranked: `model, at once` stands beside `model`, which knows how the user reacted to the events before each. Of as
     many users as have so many events, chosen by hashes; 0: of none"""
+    windows_at_once: Natural = 0
+    """the same of each window of time that is predicted before it is trained on: `gauc_at_once` beside `gauc`. An event
+    costs as much as a whole history otherwise does, so a thousand are enough; 0: of none"""
 
 
 class RankingTask(Task):
@@ -197,11 +200,17 @@ class RankingTask(Task):
         self.assembler = RankingSlices(self._inputs, slices, self._seed)
 
     def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
-        """AUC, GAUC, NDCG and normalised entropy of each label."""
+        """AUC, GAUC, NDCG and normalised entropy of each label, the model knowing the reactions to the events of the
+        window before each; GAUC without them where it is asked for."""
         logit_EK, label_EK, user_E = self._scores(engine, slices_of_runs(window.runs, self.cfg.inputs.max_events))
         found: dict[str, Interval] = {}
         for k, name in enumerate(self.cfg.inputs.labels):
             found |= {f"{m}/{name}": v for m, v in window_metrics(label_EK[:, k], logit_EK[:, k], user_E).items()}
+        if self.cfg.windows_at_once:
+            of = self._asked_at_once(engine, window.runs, self.cfg.windows_at_once)
+            for k, name in enumerate(self.cfg.inputs.labels):
+                aucs = user_aucs(label_EK[of.events, k], of.logits[:, k], user_E[of.events])
+                found[f"gauc_at_once/{name}"] = weighted_bootstrap(*aucs)
         return found
 
     def _times(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -210,21 +219,29 @@ class RankingTask(Task):
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
         slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
         logit_EK, label_EK, user_E = self._scores(engine, slices)
-        at_once = self._at_once(engine, part, user_E) if part == "test" and self.cfg.at_once else None
+        at_once = None
+        if part == "test" and self.cfg.at_once:
+            first, end = self._split.held_out(part)
+            runs = np.stack([np.arange(len(first)), first, end], axis=1)
+            at_once = self._asked_at_once(engine, runs, self.cfg.at_once)
         return self._results.evaluation(part, logit_EK, label_EK, user_E, engine.topology, at_once)
 
-    def _at_once(self, engine: EmbeddingEngine, part: Part, user_E: NDArray[np.int64]) -> AtOnce:
-        """Logits of held-out events of some users, each with the history before the first of its user's."""
-        first, end = self._split.held_out(part)
-        places, _ = slice_index(first, end)
-        asked = np.flatnonzero(_first_users(first, end, self.cfg.at_once)[user_E])
+    def _asked_at_once(self, engine: EmbeddingEngine, runs: NDArray[np.int64], most: int) -> AtOnce:
+        """Logits of events of some users, each with the history before the first of its run.
+
+        runs: (R, 3) rows (user, first, end).
+        """
+        user_R, first_R, end_R = runs.T
+        places, _ = slice_index(first_R, end_R)
+        run_E = np.repeat(np.arange(len(runs)), end_R - first_R)
+        asked = np.flatnonzero(_first_users(user_R, end_R - first_R, most)[run_E])
         logits = np.zeros((len(asked), len(self.cfg.inputs.labels)))
         topology, longest = engine.topology, self.cfg.inputs.max_events - 1
         for chosen in share_of_ranks(np.arange(len(asked)), self.cfg.batch_slices, topology.rank, topology.world):
-            user = user_E[asked[chosen]]
-            before = np.maximum(0, first[user] - longest)
-            batch = self._inputs.asked(self._inputs.read(user), before, first[user], places[asked[chosen]])
-            logits[chosen] = self._logits(engine, batch)[np.cumsum(first[user] - before + 1) - 1]
+            of = run_E[asked[chosen]]
+            first, before = first_R[of], np.maximum(0, first_R[of] - longest)
+            batch = self._inputs.asked(self._inputs.read(user_R[of]), before, first, places[asked[chosen]])
+            logits[chosen] = self._logits(engine, batch)[np.cumsum(first - before + 1) - 1]
         return AtOnce(asked, sum_over_ranks(topology, logits))
 
     def _scores(
@@ -270,12 +287,12 @@ class RankingTask(Task):
             return summed([self._vectors.of_looked_up(name, moved, vectors) for name in of_item])
 
 
-def _first_users(first: NDArray[np.int64], end: NDArray[np.int64], num_events: int) -> NDArray[np.bool_]:
-    """Users in an order of hashes, as many as have so many held-out events together, and one at least."""
-    order = np.argsort(mix64_array(np.arange(len(first))))
-    order = order[(end > first)[order]]
-    is_in = np.zeros(len(first), np.bool_)
-    is_in[order[: max(1, int((np.cumsum((end - first)[order]) <= num_events).sum()))]] = True
+def _first_users(user_R: NDArray[np.int64], num_events_R: NDArray[np.int64], most: int) -> NDArray[np.bool_]:
+    """Users in an order of hashes, as many as have at most so many events together, and one at least."""
+    order = np.argsort(mix64_array(user_R))
+    order = order[num_events_R[order] > 0]
+    is_in = np.zeros(len(user_R), np.bool_)
+    is_in[order[: max(1, int((np.cumsum(num_events_R[order]) <= most).sum()))]] = True
     return is_in
 
 

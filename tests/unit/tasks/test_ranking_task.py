@@ -18,11 +18,12 @@ from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs
 from nestrec.data.samples.split import Split, SplitConfig
-from nestrec.data.samples.windows import held_out_slices
+from nestrec.data.samples.windows import TimeWindow, held_out_slices, slices_of_runs
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
 from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.tasks.metrics import user_aucs
 from nestrec.tasks.ranking import RankingTask, RankingTaskConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes import recipe
@@ -198,7 +199,8 @@ def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp
     task, engine = trainer.session.task, trainer.session.engine
     slices = held_out_slices(task._split, "test", 20)
     in_turn, _, users = task._scores(engine, slices)
-    found = task._at_once(engine, "test", users)
+    ends = task._split.valid_end, task._split.test_end
+    found = task._asked_at_once(engine, np.stack([np.arange(len(ends[0])), *ends], axis=1), 300)
     assert 200 < len(found.events) <= 300
     in_turn, users, at_once = in_turn[found.events], users[found.events], found.logits
     is_first = np.append(True, users[1:] != users[:-1])
@@ -212,6 +214,22 @@ def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp
     batch = task._inputs.asked(rows, np.array([0]), first, at)
     assert batch.keys["item"].tolist() == rows.lists["item_ids"][0][events].tolist()
     assert batch.tensors["action"].tolist() == rows.lists["actions"][0][events].tolist()
+
+
+def test_a_window_of_time_tells_gauc_of_events_that_were_asked_for_at_once(log, tmp_path):
+    cfg = ranking_run(log)
+    cfg = replace(cfg, task=replace(cfg.task, windows_at_once=100, inputs=replace(cfg.task.inputs, labels=("click",))))
+    trainer = Trainer(cfg, tmp_path / "run", Topology.single())
+    task, engine = trainer.session.task, trainer.session.engine
+    users = task._split.users_with("test")[:150]
+    runs = np.stack([users, task._split.valid_end[users], task._split.test_end[users]], axis=1)
+    found = task.predict(engine, TimeWindow(number=0, from_ms=0, to_ms=0, runs=runs))
+    _, label_EK, user_E = task._scores(engine, slices_of_runs(runs, 20))
+    listed = task._asked_at_once(engine, runs, 100)
+    aucs, weights = user_aucs(label_EK[listed.events, 0], listed.logits[:, 0], user_E[listed.events])
+    assert len(aucs) > 3
+    assert found["gauc_at_once/click"].mean == pytest.approx(aucs @ weights / weights.sum())
+    assert found["gauc_at_once/click"].mean != pytest.approx(found["gauc/click"].mean)
 
 
 @pytest.mark.slow
