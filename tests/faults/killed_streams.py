@@ -17,6 +17,8 @@ from nestrec.training.trainer import Trainer
 ENV = {"OMP_NUM_THREADS": "1"}
 WINDOW = 20
 MOST_WINDOWS_A_KILL = 3
+LIMIT_S = 3600.0
+"""of one start of the command: far more than it takes, on two ranks of a machine that others share, too"""
 POINTS = (
     "stream.read",
     "data.append.after_split",
@@ -82,8 +84,8 @@ def check_kills(base: Base, folder: Path, source: str, *, ranks: int, faults: li
     options = {"window.events": WINDOW, "idle_s": 0.05, "replay_share": 0.1}
     runs = {name: copied(base.run, base.data, folder / name) for name in ("whole", "cut")}
     commands = {name: on_ranks(follow_command(source, run, options), ranks) for name, run in runs.items()}
-    run_with_faults(commands["whole"], [], env=ENV, limit_s=400, is_forked=ranks == 1)
-    history = run_with_faults(commands["cut"], faults, env=ENV, limit_s=400, is_forked=ranks == 1)
+    run_with_faults(commands["whole"], [], env=ENV, limit_s=LIMIT_S, is_forked=ranks == 1)
+    history = run_with_faults(commands["cut"], faults, env=ENV, limit_s=LIMIT_S, is_forked=ranks == 1)
     assert run_digest(runs["cut"]) == run_digest(runs["whole"])
     cards = [Card.load(folder / name / "data") for name in ("whole", "cut")]
     assert cards[0].digest_of_files == cards[1].digest_of_files

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from killed_streams import Base, check_kills, check_random_kills
+from killed_streams import LIMIT_S, Base, check_kills, check_random_kills
 
 from nestrec.testing.faults import FailPoint, Fault
 from nestrec.testing.streams import drop_files, stream_events
@@ -23,7 +23,7 @@ def test_kills_in_the_middle_of_an_append_and_of_a_window_change_nothing(base: B
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["folder", "kafka"])
 def test_50_random_kills_change_nothing(base: Base, tmp_path: Path, kind: str, ranks: int) -> None:
