@@ -132,23 +132,26 @@ class Growth:
         return after
 
     def _rows(self) -> torch.Tensor:
-        """(n, D) what the table of items holds of them."""
+        """(n, D or more) what the table of items holds of them."""
         servable = self._servable
         unknown_1D = servable.tables["items"].rows(torch.zeros(1, dtype=torch.int64)).to(servable.dtype)
         if not servable.spec.folds_items:
             return unknown_1D.expand(self.count, -1)
-        content_nD = self._content([item.features for item in self.items])
+        parts = self._parts([item.features for item in self.items])
+        if servable.spec.item_vectors > 1:
+            unknown = unknown_1D[:, : parts[0].shape[1]].expand(self.count, -1)
+            return torch.cat([unknown, *parts], dim=1)
         if servable.index is not None:
-            return content_nD
-        return content_nD + unknown_1D - self._content([{}])
+            return summed(parts)
+        return summed(parts) + unknown_1D - summed(self._parts([{}]))
 
-    def _content(self, told: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """(n, D) of features alone."""
+    def _parts(self, told: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """(n, D) of each feature."""
         found = []
         for column in self._of_items:
             name = column.name.removeprefix(ITEM_PREFIX)
             found.append(self._vectors(column, [features.get(name) for features in told]))
-        return summed(found)
+        return found
 
     def _vectors(self, column: ColumnSpec, values: Sequence[Any]) -> torch.Tensor:
         servable, to_width = self._servable, cast(ToWidth, self._servable.model.to_width)

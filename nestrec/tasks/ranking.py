@@ -278,13 +278,15 @@ class RankingTask(Task):
         return logits.double().cpu().numpy()
 
     def item_content(self, engine: EmbeddingEngine, items: NDArray[np.int64]) -> torch.Tensor:
-        """(items, model width) what the content of an event has of its item: all but event and user. Collective."""
+        """(items, model width) what the content of an event has of its item: all but event and user. A head that reads
+        interactions needs them apart: of the id, then of each feature, one after the other. Collective."""
         batch = self._inputs.of_items(items)
         vectors = engine.lookup_readonly(batch.keys)
         moved = on_device(batch, engine.device)
         with torch.no_grad():
             of_item = [name for name in self._features if name == "item" or name.startswith(ITEM_PREFIX)]
-            return summed([self._vectors.of_looked_up(name, moved, vectors) for name in of_item])
+            found = [self._vectors.of_looked_up(name, moved, vectors) for name in of_item]
+            return torch.cat(found, dim=1) if self.cfg.head.interactions else summed(found)
 
 
 def _first_users(user_R: NDArray[np.int64], num_events_R: NDArray[np.int64], most: int) -> NDArray[np.bool_]:

@@ -1,23 +1,30 @@
 """Features reach exports and servers: scores are those of the trained model, new items are known by what they are."""
 
 import asyncio
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from every_model import LIMITS, SERVICE
 
 import nestrec
 from nestrec.base.config import with_overrides
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.distributed import Topology
+from nestrec.library.loaded import _request
 from nestrec.serving.api.app import App
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.reading import Reader
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.model.export import export_run
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.new_items import Growth, NewItem
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.testing.featured_log import ITEM_FEATURES, write_featured_log
 from nestrec.training.recipes import recipe
@@ -47,6 +54,20 @@ ROLES = {
     ),
     "ranking": ("ranking", {"task.encoder.max_length": "16", "task.inputs.max_events": "8"}),
 }
+PREFIX = {"task.inputs.user_tokens": "prefix", "task.encoder.attention.window": "4"}
+VARIANTS = {
+    "retrieval, prefix": ("demo", {**ROLES["retrieval"][1], **PREFIX}),
+    # An odd number of tokens before the two of each event, and features whose products the head reads.
+    "ranking, prefix": (
+        "ranking",
+        {**ROLES["ranking"][1], **PREFIX, "task.inputs.user_features": "country", "task.head.interactions": "true"},
+    ),
+    "ranking, dlrm": (
+        "ranking",
+        {**ROLES["ranking"][1], "task.head.interactions": "true", "task.encoder.num_layers": "0"},
+    ),
+}
+"""Ways in which a model reads the same; the last is a DLRM with pooled bags."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +85,7 @@ def runs(tmp_path_factory) -> Runs:
     """A run of each role and its export. Of events and users, servers take categories and numbers; of items, all."""
     log = tmp_path_factory.mktemp("featured")
     made = Runs(log, write_featured_log(log), {})
-    for role, (name, more) in ROLES.items():
+    for role, (name, more) in (ROLES | VARIANTS).items():
         cfg = with_overrides(recipe(name), {**SMALL, **more, "data.folder": str(made.data)})
         made.trainers[role] = Trainer(cfg, log / "runs" / role, Topology.single())
         made.trainers[role].train()
@@ -95,11 +116,19 @@ def request_of(dataset: Dataset, user: int, length: int) -> tuple[dict, dict, st
     return history, {"device": named[length], "place": places[length]}, keys[of["item_ids"][length] - 1]
 
 
-def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs):
-    trainer, served, dataset = runs.trainers["ranking"], nestrec.load(runs.folder("ranking")), Dataset.open(runs.data)
+def known_to(task, history: dict) -> dict:
+    """What a request tells a model that reads some of the features of users."""
+    told = {name: history["user_features"][name] for name in task.inputs.user_features}
+    return {**history, "user_features": told}
+
+
+@pytest.mark.parametrize("role", ["ranking", "ranking, prefix", "ranking, dlrm"])
+def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, role):
+    trainer, served, dataset = runs.trainers[role], nestrec.load(runs.folder(role)), Dataset.open(runs.data)
     task = trainer.session.task
-    for user, length in ((3, 4), (8, 5)):
+    for user, length in ((3, 4), (8, 5), (7, 0)):
         history, context, item = request_of(dataset, user, length)
+        history = known_to(task.cfg, history)
         batch = task._inputs.slices(task._inputs.read(np.array([user])), np.array([0]), np.array([length + 1]), epoch=0)
         offline = task._logits(trainer.session.engine, batch)[-1]
         found = served.rank(history, [item], context=context).scores
@@ -108,12 +137,9 @@ def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs):
         assert abs(other["click"][0] - found["click"][0]) > 1e-6, "the context says something"
 
 
-def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs):
-    trainer, served, dataset = (
-        runs.trainers["retrieval"],
-        nestrec.load(runs.folder("retrieval")),
-        Dataset.open(runs.data),
-    )
+@pytest.mark.parametrize("role", ["retrieval", "retrieval, prefix"])
+def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs, role):
+    trainer, served, dataset = runs.trainers[role], nestrec.load(runs.folder(role)), Dataset.open(runs.data)
     task, engine = trainer.session.task, trainer.session.engine
     queries = RetrievalQueries(
         task._read, task._split, task.cfg.history, "test", use_times=task._use_times, inputs=task._inputs
@@ -130,6 +156,68 @@ def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs
         np.testing.assert_allclose(found, offline, rtol=1e-4, atol=1e-4)
         best = served.recommend(history, 5, exclude_seen=False, context=context)
         assert best.items[0] == keys[int(offline.argmax())]
+        if role == "retrieval, prefix":
+            asked = Reader(served.servable, LimitsConfig(), Notes()).user(_request(history, (), context))
+            (queried,) = user_queries(served._form, [(asked.history, asked.now_ms)])
+            together = (compared @ queried.double()).numpy()
+            np.testing.assert_allclose(together, offline, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("role", ["ranking, prefix", "retrieval, prefix"])
+def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_changed(runs, role):
+    """With a batch of four tokens, signals are computed in pieces that end between two events."""
+    servable, oracle = Servable.load(runs.folder(role)), nestrec.load(runs.folder(role))
+    engine = replace(SERVICE.engine, max_batch_tokens=4)
+    service = Service({servable.serving.role: servable}, replace(SERVICE, engine=engine))
+    history, context, _ = request_of(Dataset.open(runs.data), 8, 6)
+    history = known_to(servable.spec.task, history)
+    moved = {**history, "user_features": {**history["user_features"], "country": "SE"}}
+    assert moved != history
+    shorter = {**history, **{name: history[name][:4] for name in ("items", "times_ms", "actions")}}
+    shorter["features"] = {name: values[:4] for name, values in history["features"].items()}
+    keys = list(servable.item_keys)[:3]
+    steps = [("rank", shorter), ("rank", history), ("rank", moved), ("rank", history)]
+    sources = ["none", "device", "none", "none"]
+    if role == "ranking, prefix":  # signals tell no context, which the other model reads
+        steps.insert(3, ("preinfer", history))
+        sources[3] = "device"
+
+    async def asked() -> list[dict]:
+        transport, found = httpx.ASGITransport(App(service, LIMITS)), []
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for path, one in steps:
+                told = {**one, "times_ms": [int(time) for time in one["times_ms"]]}
+                body = {"user": "u", "now_ms": told.pop("now_ms"), "user_features": told.pop("user_features")}
+                body["history"] = told
+                body |= {"candidates": keys, "context": context} if path == "rank" else {"num_candidates": 3}
+                answer = await client.post(f"/v1/{path}", json=body)
+                assert answer.status_code in (200, 202), answer.text
+                assert service.fleet(servable.serving.role).engines[0].wait_until_idle(60)
+                found += [answer.json()] if path == "rank" else []
+        return found
+
+    with closing(service):
+        answers = asyncio.run(asked())
+    assert [answer["prefix"]["from"] for answer in answers] == sources
+    for answer, one in zip(answers, (shorter, history, moved, history), strict=True):
+        expected = oracle.rank(one, keys, context=context).scores
+        for name, scores in answer["scores"].items():
+            np.testing.assert_allclose(scores, expected[name], rtol=1e-5, atol=1e-5)
+    before, after = (np.array(list(answer["scores"].values())) for answer in answers[1:3])
+    assert np.abs(before - after).max() > 1e-6, "the country says something"
+
+
+def test_a_new_item_has_its_features_apart_where_a_head_reads_their_products(runs):
+    servable = Servable.load(runs.folder("ranking, dlrm"))
+    new = [NewItem(key="fresh", features=told_of(runs.log, "n0"))]
+    grown = Growth(Growth(servable, new).roomy(), new)
+    grown.apply()
+    ids = torch.tensor([servable.spec.num_items + 1, int(servable.ids_of(["n0"])[0]), 0])
+    fresh, twin, unknown = grown.after.tables["items"].rows(ids).split(1)
+    dim = servable.encoder_config.dim
+    assert fresh.shape[1] == dim * (1 + len(ITEM_FEATURES))
+    torch.testing.assert_close(fresh[:, dim:], twin[:, dim:])
+    assert torch.equal(fresh[:, :dim], unknown[:, :dim])
 
 
 def told_of(log: Path, name: str) -> dict:

@@ -14,7 +14,8 @@ from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.row_sources import DramRows
-from nestrec.serving.model.tables import CachedTable
+from nestrec.serving.model.spec import ColumnSpec
+from nestrec.serving.model.tables import CachedTable, ResidentTable
 from nestrec.serving.prefix.page_pool import PagePool
 
 pytestmark = [
@@ -27,17 +28,20 @@ SHAPES = [(0, 40, 3), (128, 150, 5), (20, 20, 0), (0, 130, 0), (64, 64, 7)]
 
 
 def make_parts(form, rng, shapes):
-    parts, page = [], 0
+    parts, page, before = [], 0, len(form.servable.prefix_columns)
+    of_user = {column.name: 1 + place % 2 for place, column in enumerate(form.servable.prefix_columns)}
     for first, end, asked in shapes:
-        count = end // form.tokens_an_event
+        count = (end - before) // form.tokens_an_event
         history = History(
             items=rng.integers(1, 100, count),
             times_ms=np.sort(rng.integers(0, 10**10, count)),
             actions=rng.integers(0, 4, count),
-            features={"event_tab": rng.integers(0, 3, count)},
+            features={"event_tab": rng.integers(0, 3, count)} | {n: np.full(count, v) for n, v in of_user.items()},
         )
         candidates = Candidates(
-            items=rng.integers(1, 100, asked), now_ms=2 * 10**10, features={"event_tab": rng.integers(0, 3, asked)}
+            items=rng.integers(1, 100, asked),
+            now_ms=2 * 10**10,
+            features={"event_tab": rng.integers(0, 3, asked)} | {n: np.full(asked, v) for n, v in of_user.items()},
         )
         pages = list(range(page, page + -(-end // 64)))[::-1]
         page += len(pages)
@@ -138,6 +142,48 @@ def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, pr
             found = torch.cat([torch.from_numpy(one.scores) for one in found])
     wanted = np.concatenate([np.zeros((0, len(form.outputs))), *(s.scores for s in expected if s is not None)])
     return found.numpy(), wanted, pools, parts
+
+
+def of_users(make_model):
+    """A model of the same kind with three tokens before each history, and with interactions where it ranks."""
+
+    def make(encoder, **options):
+        servable = make_model(encoder, **options)
+        spec, task = servable.spec, servable.spec.task
+        names = ("country", "age", "city")
+        task = replace(task, inputs=replace(task.inputs, user_features=names, user_tokens="prefix"))
+        if hasattr(task, "head"):
+            task = replace(task, head=replace(task.head, interactions=True))
+        keyed = [ColumnSpec(name=f"user_{name}", keys=("a", "b"), num_rows=3) for name in names]
+        keyed[1] = ColumnSpec(name="user_age", keys=None, num_rows=0, kind="number", width=2)
+        spec = replace(spec, task=task, columns=(*spec.columns, *keyed))
+        tables = {c.name: ResidentTable(torch.randn(3, encoder.dim) * 0.05) for c in keyed if c.has_table}
+        model = servable.serving.model(spec).eval().requires_grad_(False)
+        return replace(servable, spec=spec, model=model, tables={**servable.tables, **tables})
+
+    return make
+
+
+BEFORE = [(0, 41, 3), (2, 43, 0), (129, 151, 5), (65, 65, 2)]
+"""of which histories hold three tokens less, some of them computed before"""
+
+
+@pytest.mark.parametrize(
+    ("make_model", "kind", "shapes"),
+    [
+        (random_ranking, "tables", BEFORE),
+        pytest.param(random_ranking, "local", BEFORE, marks=pytest.mark.slow),
+        pytest.param(random_ranking, "layers differ", BEFORE, marks=pytest.mark.slow),
+        pytest.param(random_ranking, "sasrec", BEFORE, marks=pytest.mark.slow),
+        pytest.param(random_retrieval, "tables", ASKED, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_users_before_a_history_and_interactions_are_the_same_over_pages(make_model, kind, shapes):
+    found, wanted, pools, parts = run_both(of_users(make_model), ENCODERS[kind], shapes, 64)
+    assert np.abs(found - wanted).max() <= 1e-5
+    if kind != "layers differ":
+        torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)
+    assert all(len(part.tokens.before) == 3 for part in parts)
 
 
 def asking_for_the_best(part, count):

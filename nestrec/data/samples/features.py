@@ -205,4 +205,9 @@ def prefix_of(user_tokens: UserTokens, of_users: Sequence[Feature]) -> tuple[str
             value=user_tokens,
             remedy="name some with --task.inputs.user_features, or leave it at summed",
         )
-    return tuple(feature.column for feature in of_users) if user_tokens == "prefix" else ()
+    return tuple(feature.column for feature in of_users)[: num_prefix(user_tokens, len(of_users))]
+
+
+def num_prefix(user_tokens: UserTokens, num_features: int) -> int:
+    """Of so many features of users, those that are tokens of their own before a history: all of them or none."""
+    return num_features if user_tokens == "prefix" else 0

@@ -99,11 +99,13 @@ class Reader:
         seen = history.items
         if not len(history) and self.servable.reads_items:
             history = self._default_events(is_told=given.items is not None and not len(given.items), now_ms=now_ms)
-        of_user = self._user_categories(request.user_features, len(history))
+        of_user = self._user_categories(request.user_features, len(history) + 1)
         if of_user:
-            history = replace(history, features={**history.features, **of_user})
-        if self.servable.context_features:
-            history = replace(history, asked=self._asked_for(request))
+            of_events = {name: values[:-1] for name, values in of_user.items()}
+            history = replace(history, features={**history.features, **of_events})
+        asked = self._asked_for(request) | {name: int(values[-1]) for name, values in of_user.items()}
+        if asked:
+            history = replace(history, asked=asked)
         return Asked(user=user, history=history, seen=seen, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
 
     def events(self, given: HistoryFields, now_ms: int) -> History:

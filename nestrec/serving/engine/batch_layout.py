@@ -40,6 +40,21 @@ class PartRows:
     def num_asked(self) -> int:
         return 0 if self.asked is None else self.asked.count
 
+    @property
+    def before(self) -> NDArray[np.int64]:
+        """Records of what stands before the history."""
+        return self.tokens.before[self.first : self.end]
+
+    @property
+    def events(self) -> slice:
+        return slice(self.tokens.events_within(self.first), self.tokens.events_within(self.end))
+
+    @property
+    def num_records(self) -> int:
+        """But for what is asked for."""
+        tokens = self.tokens
+        return len(self.before) + tokens.events_within(self.end) - tokens.events_within(self.first)
+
     @staticmethod
     def of(form: PagedForm, parts: Sequence[Part]) -> "list[PartRows]":
         found = []
@@ -64,7 +79,7 @@ class Extent:
     """of those"""
     num_pages: int
     num_records: int
-    """events, and what is asked for"""
+    """what stands before histories, events, and what is asked for"""
 
     @property
     def num_rows(self) -> int:
@@ -77,10 +92,8 @@ class Extent:
         last = sum(-(-count // BLOCK_ROWS) for count in asked)
         blocks = last + sum(-(-count // BLOCK_ROWS) for count in history)
         pages = sum(-(-part.first // page_tokens) for part in rows)
-        events = sum(
-            part.end // part.tokens.tokens_an_event - part.first // part.tokens.tokens_an_event for part in rows
-        )
-        return Extent(sum(history), sum(asked), blocks, last, pages, events + sum(asked))
+        records = sum(part.num_records for part in rows)
+        return Extent(sum(history), sum(asked), blocks, last, pages, records + sum(asked))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +109,8 @@ class Layout:
     """what the last layer sees"""
     num_heads: int
     has_times: bool
+    num_before: int = 0
+    """tokens that stand before each history"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +137,9 @@ class Room:
 
     @property
     def num_records(self) -> int:
-        """A row of history is an event or half of one, a row of a candidate a whole record."""
-        if self.layout.tokens_an_event == 1:
+        """A row of history is an event or half of one, a row of a candidate or of a token before a history a whole
+        record."""
+        if self.layout.tokens_an_event == 1 or self.layout.num_before:
             return self.num_rows
         return -(-(self.num_rows + self.num_candidates) // 2)
 
@@ -189,12 +205,13 @@ def lay_out(pool: PagePool, parts: Sequence[PartRows], to: Sections) -> None:
     row, candidate_row, prefix_pages = 0, sum(part.end - part.first for part in parts), 0
     for part in parts:
         asked, history = part.num_asked, part.end - part.first
-        rows.append((part.first, part.end, part.stored, asked, len(pages), -(-part.first // pool.page_tokens)))
+        prefix = -(-part.first // pool.page_tokens)
+        rows.append((part.first, part.end, part.stored, asked, len(pages), prefix, len(part.tokens.before)))
         segments.append(PagedSegment(part.first, history, asked, row, candidate_row, prefix_pages, part.tokens.cut))
         pages += part.pages
-        row, candidate_row, prefix_pages = row + history, candidate_row + asked, prefix_pages + rows[-1][5]
+        row, candidate_row, prefix_pages = row + history, candidate_row + asked, prefix_pages + prefix
     _write_rows(
-        np.array(rows, np.int64).reshape(-1, 6),
+        np.array(rows, np.int64).reshape(-1, 7),
         np.array(pages, np.int64),
         pool.page_tokens,
         to.layout.tokens_an_event,
@@ -215,21 +232,23 @@ def lay_out(pool: PagePool, parts: Sequence[PartRows], to: Sections) -> None:
 
 
 def _fill_records(parts: Sequence[PartRows], to: Sections) -> None:
-    step = to.layout.tokens_an_event
+    places = [(part.tokens.columns, part.before, part.events) for part in parts]
     for field, column in enumerate(to.records_FR):
-        events = (part.tokens.columns[field][part.first // step : part.end // step] for part in parts)
-        _fill(column, *events, *(part.asked.columns[field] for part in parts if part.asked is not None))
+        of_history = list[NDArray[np.int64]]()
+        for columns, before, events in places:
+            if len(before):
+                of_history.append(before[:, field])
+            of_history.append(columns[field][events])
+        _fill(column, *of_history, *(part.asked.columns[field] for part in parts if part.asked is not None))
 
 
 def _fill_times(parts: Sequence[PartRows], to: Sections) -> None:
-    step = to.layout.tokens_an_event
     asked = [part.asked for part in parts if part.asked is not None]
-    for seconds, name, shown in (
-        (to.time_T, "times_ms", [np.full(one.count, one.time_ms) for one in asked]),
-        (to.query_time_T, "asked_ms", [np.full(one.count, one.asked_ms) for one in asked]),
+    for seconds, times_of, shown in (
+        (to.time_T, Tokens.token_times_ms, [np.full(one.count, one.time_ms) for one in asked]),
+        (to.query_time_T, Tokens.token_asked_ms, [np.full(one.count, one.asked_ms) for one in asked]),
     ):
-        history = (getattr(part.tokens, name)[part.first // step : part.end // step] for part in parts)
-        _fill(seconds, *(np.repeat(times, step) if step > 1 else times for times in history), *shown)
+        _fill(seconds, *(times_of(part.tokens, part.first, part.end) for part in parts), *shown)
         np.divide(seconds, 1000.0, out=seconds)
 
 
@@ -255,14 +274,17 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
     row_C: Indices,
     record_C: Indices,
 ) -> None:
-    """parts: (first, end, end of what is kept, candidates, first page, pages of the prefix) of each.
+    """parts: (first, end, end of what is kept, candidates, first page, pages of the prefix, tokens before the history)
+    of each.
 
     A token is twice its record, and one more where it is the second one of its event."""
-    row, page, step = 0, 0, 2 // tokens_an_event
+    row, page, record = 0, 0, 0
     for i in range(len(parts)):
-        first, end, stored, _, first_page, num_pages = parts[i]
+        first, end, stored, _, first_page, num_pages, before = parts[i]
         for token in range(first, end):
-            token_T[row], position_T[row], slot_T[row] = step * row, token, -1
+            second = token >= before and (token - before) % tokens_an_event == 1
+            token_T[row], position_T[row], slot_T[row] = 2 * record + second, token, -1
+            record += second or token < before or tokens_an_event == 1
             if token < stored:
                 slot_T[row] = pages[first_page + token // page_tokens] * page_tokens + token % page_tokens
             row += 1
@@ -271,10 +293,9 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
     num_history, asked = row, 0
     for i in range(len(parts)):
         for _ in range(parts[i, 3]):
-            record = num_history // tokens_an_event + asked
             token_T[row], position_T[row] = 2 * record, parts[i, 1]
             row_C[asked], record_C[asked] = row, record
-            row, asked = row + 1, asked + 1
+            row, asked, record = row + 1, asked + 1, record + 1
     slot_T[num_history:] = -1
     token_T[row:], position_T[row:] = 0, 0
     row_C[asked:], record_C[asked:] = 0, 0

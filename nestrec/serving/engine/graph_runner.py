@@ -67,6 +67,7 @@ def layout_of(form: PagedForm, encoder: PagedEncoder) -> Layout:
         last_seen=encoder.pages.last_seen,
         num_heads=form.servable.kept.num_heads,
         has_times=form.servable.reads_times,
+        num_before=len(form.servable.prefix_columns),
     )
 
 
@@ -78,12 +79,12 @@ class Captured:
         form: PagedForm,
         encoder: PagedEncoder,
         room: Room,
-        content_RD: torch.Tensor | None = None,
+        content_RW: torch.Tensor | None = None,
         best: GraphBest | None = None,
     ):
-        """content_RD: room for the vectors of records, where they are brought to the device before the graph runs.
+        """content_RW: room for the vectors of records, where they are brought to the device before the graph runs.
         best: the search that the pass ends with."""
-        self._form, self._encoder, self.room, self._content_RD, self._best = form, encoder, room, content_RD, best
+        self._form, self._encoder, self.room, self._content_RW, self._best = form, encoder, room, content_RW, best
         self._indices = torch.zeros(room.num_indices, dtype=torch.int32, device=form.servable.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scores: torch.Tensor | None = None
@@ -108,9 +109,9 @@ class Captured:
 
     def bring(self, sections: Sections, num_records: int) -> None:
         """Vectors of the batch's records to the device, where a table is not there."""
-        if self._content_RD is not None:
+        if self._content_RW is not None:
             records = self._form.records(sections.records_FR[:, :num_records].T.astype(np.int64))
-            self._content_RD[:num_records] = self._form.content(records)
+            self._content_RW[:num_records] = self._form.content(records)
 
     def _forward(self) -> torch.Tensor:
         form, encoder, layout = self._form, cast(Any, self._form.encoder), self.room.layout
@@ -118,9 +119,9 @@ class Captured:
         time_T, query_time_T = (words.view(torch.float64) if layout.has_times else None for words in sections[:2])
         token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records, pairs = sections[2:]
         records_FR = records.view(layout.num_fields, -1)
-        content_RD = form.content(records_FR.long().T) if self._content_RD is None else self._content_RD
+        content_RW = form.content(records_FR.long().T) if self._content_RW is None else self._content_RW
         x_TD = token_rows(
-            content_RD,
+            content_RW[:, : encoder.cfg.dim].contiguous(),  # interactions may stand behind it
             records_FR[-1 if layout.num_fields == 1 else 1],
             form.action_vectors,
             encoder.position,
@@ -140,7 +141,7 @@ class Captured:
         state_CD = self._encoder.forward(x_TD, batch)
         if self._best is not None:
             return self._best.keys(state_CD, pairs.view(2, -1))
-        return form.outcome(state_CD, content_RD.index_select(0, record_C))
+        return form.outcome(state_CD, content_RW.index_select(0, record_C))
 
 
 class _Slot:
@@ -186,11 +187,11 @@ class GraphRunner:
         self._memory: Any = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             self._best = _search_of(form)
-            self._content_RD = room_for_content(form, self._sizes[-1])
+            self._content_RW = room_for_content(form, self._sizes[-1])
             for size in reversed(self._sizes):  # the largest first: the others fit into its memory
                 counts = candidate_counts(size) if form.appends_candidates else _FEW_ASKED
                 rooms = [Room(size, count, self._most_pages, self._layout) for count in counts]
-                self._captured[size] = [Captured(form, encoder, room, self._content_RD) for room in rooms]
+                self._captured[size] = [Captured(form, encoder, room, self._content_RW) for room in rooms]
                 for captured in reversed(self._captured[size]):
                     captured.capture(self._memory)
                 if self._best is not None:
@@ -280,7 +281,7 @@ class GraphRunner:
         """Captured where it is not yet: after the index has changed its size."""
         if (num_rows, num_asked) not in self._searching:
             room = self._room(num_rows, num_asked)
-            captured = Captured(self.form, self._encoder, room, self._content_RD, best)
+            captured = Captured(self.form, self._encoder, room, self._content_RW, best)
             captured.capture(self._memory)
             self._searching[num_rows, num_asked] = captured
         return self._searching[num_rows, num_asked]

@@ -172,7 +172,7 @@ class Planner:
             in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
             budget = min(budget, max(FEWEST_TOKENS, in_time))
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
-        end = self._cut(first, min(work.tokens.num_cacheable, first + chunk), rows)
+        end = self._cut(first, min(work.tokens.num_cacheable, work.tokens.uncut(first + chunk)), rows)
         is_last = end >= work.tokens.num_cacheable
         step = EngineStep.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
         if not step.is_kept:  # no room to keep it: nothing to compute ahead

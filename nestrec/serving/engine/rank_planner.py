@@ -154,7 +154,8 @@ class RankPlanner:
         in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
         chunk = max(FEWEST_TOKENS, min(in_time, budget)) // self._tokens_an_event * self._tokens_an_event
         if work.tokens.num_cacheable - first > chunk:
-            step = EngineStep.make(self._tiers, work, entry, end=first + chunk, candidates=None, is_last=False)
+            end = work.tokens.uncut(first + chunk)
+            step = EngineStep.make(self._tiers, work, entry, end=end, candidates=None, is_last=False)
             return step if step.is_kept else self._whole(step)
         history_s = self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, 0), steps=0.0)
         candidates = work.candidates_left

@@ -27,12 +27,19 @@ def user_queries(form: RetrievalForm, users: Sequence[tuple[History, int]]) -> t
     if len(there):
         known = [tokens[b] for b in there]
         # All at once: a look-up a user would take the device's time many times over in launches.
-        records = [np.concatenate([one.columns[field] for one in known]) for field in range(form.num_fields)]
+        fields = range(form.num_fields)
+        records = [np.concatenate([_field(one, field) for one in known]) for field in fields]
         x_TD = form.content(form.records(np.stack(records, axis=1)))
         state_TD = form.encoder(x_TD, _info(known, lengths[there], device))
         last = to_device(np.cumsum(lengths[there]) - 1, device)
         queries_BD[to_device(there, device)] = form.query(state_TD[last])
     return queries_BD
+
+
+def _field(tokens: Tokens, field: int) -> NDArray[np.int64]:
+    """Of what stands before a history, and of its events."""
+    own = tokens.columns[field]
+    return np.concatenate([tokens.before[:, field], own]) if len(tokens.before) else own
 
 
 def _info(tokens: Sequence[Tokens], lengths: NDArray[np.int64], device: torch.device) -> SequenceInfo:
@@ -43,7 +50,7 @@ def _info(tokens: Sequence[Tokens], lengths: NDArray[np.int64], device: torch.de
         max_length=int(lengths.max()),
         position_T=position_T,
         token_key_T=torch.zeros_like(position_T),
-        time_T=to_device(np.concatenate([one.times_ms for one in tokens]) / 1000.0, device),
-        query_time_T=to_device(np.concatenate([one.asked_ms for one in tokens]) / 1000.0, device),
+        time_T=to_device(np.concatenate([one.token_times_ms(0, one.length) for one in tokens]) / 1000.0, device),
+        query_time_T=to_device(np.concatenate([one.token_asked_ms(0, one.length) for one in tokens]) / 1000.0, device),
         cut_B=to_device(np.array([one.cut for one in tokens], np.int64), device),
     )

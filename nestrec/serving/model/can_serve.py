@@ -1,26 +1,13 @@
 """What can be served: what a task says of itself. docs/serving.md shows the same as a table."""
 
-from operator import attrgetter
-
 from nestrec.base.errors import UserError
 from nestrec.serving.model.serving_form import serving_form_of
 from nestrec.tasks.spec import TaskConfigBase
-
-_NOT_SERVED = (
-    ("inputs.user_tokens", "summed", "servers know no tokens before a history"),
-    ("head.interactions", False, "an export keeps what items are as a sum"),
-)
-"""Options of tasks, the value that can be served, and why others cannot."""
 
 
 def check_served(task: TaskConfigBase) -> None:
     """Raise a `UserError` with the reason where models of a task cannot be served."""
     serving_form_of(task)
-    for field, served, problem in _NOT_SERVED:
-        found = attrgetter(field)(task) if hasattr(task, field.partition(".")[0]) else served
-        if found != served:
-            remedy = f"train it with --task.{field} {str(served).lower()}"
-            raise UserError(f"cannot be served yet: {problem}", field=f"task.{field}", value=found, remedy=remedy)
 
 
 def check_published(task: TaskConfigBase) -> None:

@@ -204,6 +204,7 @@ def described(session: Session, step: int) -> Servable:
         num_items=dataset.num_items,
         columns=columns,
         folds_items=tables.folds_items,
+        item_vectors=tables.item_vectors,
         action_bits=dict(dataset.card.action_bits),
     )
     of_items = [] if tables.folds_items else [c.name for c in columns if c.name.startswith(ITEM_PREFIX)]

@@ -79,7 +79,16 @@ class ExportedTables:
         """Whether rows of items hold their features, too: a server knows single categories of items, and no lists."""
         task, card = self._session.cfg.task, self._session.dataset.card
         of_items = [c for c in serving_form_of(task).columns(task, card) if c.name.startswith(ITEM_PREFIX)]
-        return any(c.is_bag or c.width for c in of_items) or bool(of_items and self._reads_index)
+        is_folded = self._reads_index or serving_form_of(task).keeps_item_parts(task)
+        return any(c.is_bag or c.width for c in of_items) or bool(of_items and is_folded)
+
+    @property
+    def item_vectors(self) -> int:
+        """In what is served of an item: of its id, and of each of its features where those are kept apart."""
+        task, card = self._session.cfg.task, self._session.dataset.card
+        form = serving_form_of(task)
+        of_items = [c for c in form.columns(task, card) if c.name.startswith(ITEM_PREFIX)]
+        return 1 + len(of_items) if form.keeps_item_parts(task) else 1
 
     @property
     def _reads_index(self) -> bool:

@@ -4,7 +4,7 @@ Legend: T tokens, D model width, C candidates, K tasks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -34,26 +34,58 @@ class Tokens:
     tokens_an_event: int
     cut: int = 0
     """first token that all layers compute: keys and values of the others' depend on it"""
+    before: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """(tokens, fields) records of what stands before the history: a token each, of what is known of the user"""
+    before_ms: int = 0
+    """when those happened, and ask: with the first event"""
 
     def content(self, num_tokens: int) -> bytes:
         """Everything about the first tokens that enters the model."""
-        num_events = num_tokens // self.tokens_an_event
+        num_events = self.events_within(num_tokens)
         cut = self.cut.to_bytes(8, "little") if self.cut else b""
+        if len(self.before):
+            cut += self.before.tobytes() + self.before_ms.to_bytes(8, "little", signed=True)
         return b"".join([cut, *(column[:num_events].tobytes() for column in self.columns)])
 
     @property
     def length(self) -> int:
-        return len(self.times_ms) * self.tokens_an_event
+        return len(self.before) + len(self.times_ms) * self.tokens_an_event
+
+    def events_within(self, num_tokens: int) -> int:
+        """Whole events among the first tokens."""
+        return max(0, num_tokens - len(self.before)) // self.tokens_an_event
+
+    def uncut(self, end: int) -> int:
+        """The last token at or before this one where a batch can end: between two events."""
+        beyond = max(0, end - len(self.before)) % self.tokens_an_event
+        return end - beyond
+
+    def token_times_ms(self, first: int, end: int) -> NDArray[np.int64]:
+        """Of some tokens."""
+        return self._of_tokens(self.times_ms, first, end)
+
+    def token_asked_ms(self, first: int, end: int) -> NDArray[np.int64]:
+        """When some tokens ask."""
+        return self._of_tokens(self.asked_ms, first, end)
 
     @property
     def time_T(self) -> torch.Tensor:
         """float64 seconds"""
-        return _seconds(np.repeat(self.times_ms, self.tokens_an_event))
+        return _seconds(self.token_times_ms(0, self.length))
 
     @property
     def query_time_T(self) -> torch.Tensor:
         """float64 seconds"""
-        return _seconds(np.repeat(self.asked_ms, self.tokens_an_event))
+        return _seconds(self.token_asked_ms(0, self.length))
+
+    def _of_tokens(self, of_events: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+        """first, end: tokens between which no event is cut."""
+        found = of_events[self.events_within(first) : self.events_within(end)]
+        if self.tokens_an_event > 1:
+            found = np.repeat(found, self.tokens_an_event)
+        if first >= len(self.before):
+            return found
+        return np.concatenate([np.full(min(end, len(self.before)) - first, self.before_ms), found])
 
 
 class Form(Protocol):
@@ -79,7 +111,7 @@ class Form(Protocol):
     def tokens(self, history: History, now_ms: int) -> Tokens: ...
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        """(end - first, D) input vectors of tokens; both bounds lie between events."""
+        """(end - first, D) input vectors of tokens; no bound lies inside an event."""
         ...
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
@@ -102,8 +134,10 @@ class Form(Protocol):
 def lengths_of(form: Form, num_events: int) -> tuple[int, int]:
     """(tokens, tokens that can be cached) of a history of so many events, as `Form.tokens` makes them."""
     kept = num_events - history_start(num_events, form.max_events, form.slide_events)
-    length = kept * form.tokens_an_event
-    return length, form.servable.cacheable(length if form.appends_candidates else max(length - 1, 0))
+    before = len(form.servable.prefix_columns) if kept or form.appends_candidates else 0
+    length = before + kept * form.tokens_an_event
+    known = length if form.appends_candidates else length - 1
+    return length, form.servable.cacheable(known if kept else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +182,7 @@ class PagedForm(Form, Protocol):
         ...
 
     def content(self, records: torch.Tensor) -> torch.Tensor:
-        """(R, D) vectors of records"""
+        """(R, D or more) vectors of records, and behind them what scores are made of beside states"""
         ...
 
     def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,17 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
+from nestrec.data.samples.features import num_prefix
 from nestrec.data.samples.ranking import checked_columns
 from nestrec.data.schema import ITEM_PREFIX
+from nestrec.models.dlrm import Interactions
 from nestrec.models.ranking import RankingModel
+from nestrec.serving.model.before import Before, column_vectors
 from nestrec.serving.model.forms import AskedRows, Tokens
-from nestrec.serving.model.inputs import Candidates, History, history_start, numbers_of
+from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
-from nestrec.serving.model.spec import ServableSpec
+from nestrec.serving.model.spec import ColumnSpec, ServableSpec
 from nestrec.tasks.ranking import RankingTaskConfig
 
 _NEEDS_RETRIEVAL = "serve a retrieval model beside it, or give candidates"
@@ -41,6 +44,7 @@ class RankingForm:
         folded = ITEM_PREFIX if servable.spec.folds_items else "\0"
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(folded)]
         self._given = [c.name for c in self._columns if c.name not in servable.item_columns]
+        self._before = Before(servable, {name: 3 + place for place, name in enumerate(self._given)})
         self._uses_time = servable.reads_times
 
     def follow(self, servable: Servable) -> None:
@@ -50,44 +54,57 @@ class RankingForm:
         history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._given]
+        length = len(self._before) + 2 * len(history)
+        first_ms = int(times[0]) if len(times) else now_ms * self._uses_time
         return Tokens(
             history=history,
-            columns=(history.items, history.actions, times, *given),
+            columns=(history.items, history.actions, times, *given, *self._before.numbers(len(history))),
             times_ms=times,
             asked_ms=times,
-            num_cacheable=self.servable.cacheable(2 * len(history)),
+            # What stands before no event at all has the time of the request.
+            num_cacheable=self.servable.cacheable(length if len(history) else 0),
             tokens_an_event=self.tokens_an_event,
-            cut=self.servable.cut(2 * len(history) + 2),
+            cut=self.servable.cut(length + 2),
+            before=self._before.records(history, self.num_fields),
+            before_ms=first_ms,
         )
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        records = self.records(
-            _side_by_side(end // 2 - first // 2, *(column[first // 2 :] for column in tokens.columns))
-        )
-        return self.event_tokens(records, self.content(records))
+        since, until = tokens.events_within(first), tokens.events_within(end)
+        records = self.records(_side_by_side(until - since, *(column[since:] for column in tokens.columns)))
+        found = self.event_tokens(records, self._content(records))
+        if first >= len(tokens.before):
+            return found
+        before = self._before.vectors(self.servable, self.records(tokens.before[first:end]))
+        return torch.cat([before, found])
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
-        return self.content(self.records(_side_by_side(len(candidates), *self.candidate_columns(candidates))))
+        return self._of_candidates(candidates)[:, : self.servable.encoder_config.dim]
 
     def scores(self, candidates: Candidates, last_D: torch.Tensor | None, state_CD: torch.Tensor) -> torch.Tensor:
-        return self.logits(state_CD, self.candidate_tokens(candidates))
+        return self.logits(state_CD, self._of_candidates(candidates))
+
+    def _of_candidates(self, candidates: Candidates) -> torch.Tensor:
+        return self._content(self.records(_side_by_side(len(candidates), *self.candidate_columns(candidates))))
 
     def best(
         self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
 
-    # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given categories.
+    # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given categories,
+    # and which token before a history it is where there are any.
 
     @property
     def num_fields(self) -> int:
         """of a record"""
-        return 3 + len(self._given)
+        return 3 + len(self._given) + bool(self._before)
 
     def candidate_columns(self, candidates: Candidates) -> tuple[NDArray[np.int64], ...]:
         """Of candidates, like those of events."""
         none = np.zeros(len(candidates), np.int64)
-        return candidates.items, none, none, *(candidates.features[name] for name in self._given)
+        given = [candidates.features[name] for name in self._given]
+        return candidates.items, none, none, *given, *self._before.numbers(len(candidates))
 
     def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows:
         """The candidates, which ask when they would be shown."""
@@ -98,23 +115,41 @@ class RankingForm:
         return self.logits(state_CD, content_CD)
 
     def content(self, records: torch.Tensor) -> torch.Tensor:
-        """(R, D) sum of the vectors of item and categories, in the order of training."""
-        items = records[:, 0]
-        total = self.servable.tables["items"].rows(items).to(self.servable.dtype)
+        """(R, D or more) of records of any kind; see `_content`."""
+        return self._before.put(self.servable, records, self._content(records))
+
+    def _content(self, records: torch.Tensor) -> torch.Tensor:
+        """(R, D or more) sum of the vectors of item and categories, in the order of training, and behind it their
+        interactions where the head reads them."""
+        if self._model.interactions is not None:
+            return self._with_interactions(records, self._model.interactions)
+        total = self.servable.tables["items"].rows(records[:, 0]).to(self.servable.dtype)
         for column in self._columns:
-            name = column.name
-            is_given = name in self._given
-            ids = records[:, 3 + self._given.index(name)] if is_given else self.servable.item_columns[name][items]
-            if column.has_table:
-                total += self.servable.tables[name].rows(ids)
-            else:
-                numbers = numbers_of(ids).to(device=total.device, dtype=total.dtype)
-                total += self._model.to_width(name, numbers)
+            if column.name not in self._before.names:
+                total += self._vectors(column, records)
         return total
 
-    def event_tokens(self, records: torch.Tensor, content_ED: torch.Tensor) -> torch.Tensor:
+    def _with_interactions(self, records: torch.Tensor, interactions: Interactions) -> torch.Tensor:
+        """Features in the order of training: the item's id, events, users, and what else is known of the item."""
+        servable = self.servable
+        item_RW = servable.tables["items"].rows(records[:, 0]).to(servable.dtype)
+        item_id, *of_item = item_RW.split(servable.encoder_config.dim, dim=1)
+        given = {column.name: self._vectors(column, records).to(item_RW) for column in self._columns}
+        total = item_id + 0
+        for vectors in (*(v for name, v in given.items() if name not in self._before.names), *of_item):
+            total += vectors
+        return torch.cat([total, interactions(torch.stack([item_id, *given.values(), *of_item], dim=1))], dim=1)
+
+    def _vectors(self, column: ColumnSpec, records: torch.Tensor) -> torch.Tensor:
+        is_given = column.name in self._given
+        place = 3 + self._given.index(column.name) if is_given else 0
+        ids = records[:, place] if is_given else self.servable.item_columns[column.name][records[:, 0]]
+        return column_vectors(self.servable, column, ids)
+
+    def event_tokens(self, records: torch.Tensor, content_EW: torch.Tensor) -> torch.Tensor:
         """(2E, D) content and action tokens of events by turns."""
-        return torch.stack([content_ED, self.action(records)], dim=1).flatten(0, 1)
+        action_ED = self.action(records)
+        return torch.stack([content_EW[:, : action_ED.shape[1]], action_ED], dim=1).flatten(0, 1)
 
     def action(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) sum of the vectors of the bits that are set."""
@@ -127,9 +162,9 @@ class RankingForm:
         """(bits, D) of which `action` takes sums"""
         return self._model.action
 
-    def logits(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
+    def logits(self, state_CD: torch.Tensor, content_CW: torch.Tensor) -> torch.Tensor:
         """(C, outputs) float32"""
-        logits: torch.Tensor = self._model.head(torch.cat([state_CD, content_CD], dim=1))
+        logits: torch.Tensor = self._model.head(torch.cat([state_CD, content_CW], dim=1))
         return logits.float()
 
     def records(self, records: NDArray[np.int64]) -> torch.Tensor:
@@ -147,9 +182,20 @@ def _side_by_side(count: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _model(spec: ServableSpec) -> RankingModel:
     task, num_bits = cast(RankingTaskConfig, spec.task), max(spec.action_bits.values()).bit_length()
-    model = RankingModel(task.encoder, task.head, num_tasks=len(task.inputs.labels), num_action_bits=num_bits)
+    model = RankingModel(
+        task.encoder,
+        task.head,
+        num_tasks=len(task.inputs.labels),
+        num_action_bits=num_bits,
+        num_prefix=_num_prefix(task),
+        num_features=1 + len(spec.columns),
+    )
     model.to_width = spec.to_width(task.encoder.dim)
     return model
+
+
+def _num_prefix(task: RankingTaskConfig) -> int:
+    return num_prefix(task.inputs.user_tokens, len(task.inputs.user_features))
 
 
 SERVING = ServingForm(
@@ -159,5 +205,7 @@ SERVING = ServingForm(
     longest_history=lambda task: task.inputs.max_events,
     columns=lambda task, card: checked_columns(card, task.inputs),
     item_content=lambda task, engine, items: task.item_content(engine, items),
+    keeps_item_parts=lambda task: task.head.interactions,
+    num_prefix=_num_prefix,
     reads_actions=True,
 )

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.data.card import Card
-from nestrec.data.samples.features import Column, column_of
+from nestrec.data.samples.features import Column, column_of, num_prefix
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, context_column, features_of
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.models.retrieval import RetrievalModel
+from nestrec.serving.model.before import Before, column_vectors
 from nestrec.serving.model.forms import AskedRows, Tokens
-from nestrec.serving.model.inputs import Candidates, History, history_start, numbers_of
+from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
@@ -44,6 +45,7 @@ class RetrievalForm:
         self._uses_time = servable.reads_times
         self.max_events = task.history.max_length
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
+        self._before = Before(servable, {column.name: place for place, column in enumerate(self._columns, start=1)})
 
     def follow(self, servable: Servable) -> None:
         if servable.search is not self.servable.search:  # else it reads the index where it lies
@@ -57,19 +59,29 @@ class RetrievalForm:
         if self._asks_next and self._uses_time:
             asked = np.empty_like(times)
             asked[:-1], asked[-1:] = times[1:], now_ms
+        given = [self._values(column.name, history) for column in self._columns]
+        before = self._before.records(history, self.num_fields)[: None if len(history) else 0]
         return Tokens(
             history=history,
-            columns=(history.items, *(self._values(column.name, history) for column in self._columns), times, asked),
+            columns=(history.items, *given, *self._before.numbers(len(history)), times, asked),
             times_ms=times,
             asked_ms=asked,
-            num_cacheable=self.servable.cacheable(max(len(history) - 1, 0)),
+            num_cacheable=self.servable.cacheable(max(len(before) + len(history) - 1, 0)),
             tokens_an_event=self.tokens_an_event,
-            cut=self.servable.cut(len(history)),
+            cut=self.servable.cut(len(before) + len(history)),
+            before=before,
+            before_ms=int(times[0]) if len(times) else 0,
         )
 
     def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
-        columns = tokens.columns[: self.num_fields]
-        return self.content(self.records(np.stack([column[first:end] for column in columns], axis=1)))
+        columns, events = (
+            tokens.columns[: self.num_fields],
+            slice(tokens.events_within(first), tokens.events_within(end)),
+        )
+        records = np.stack([column[events] for column in columns], axis=1)
+        if first < len(tokens.before):
+            records = np.concatenate([tokens.before[first:end], records])
+        return self.content(self.records(records))
 
     def _values(self, name: str, history: History) -> NDArray[np.int64]:
         """Of each event; of the context, those of the event after it, and of the request in the end."""
@@ -146,12 +158,13 @@ class RetrievalForm:
         """(B, D) what is multiplied with item vectors."""
         return self._model.item_vectors(last_BD) / self._model.similarity.temperature
 
-    # The same in steps over the records of many users at once: (R, fields) item, features of the event and its context.
+    # The same in steps over the records of many users at once: (R, fields) item, features of the event and its context,
+    # and which token before a history it is where there are any.
 
     @property
     def num_fields(self) -> int:
         """of a record"""
-        return 1 + len(self._columns)
+        return 1 + len(self._columns) + bool(self._before)
 
     @property
     def action_vectors(self) -> torch.Tensor:
@@ -173,11 +186,9 @@ class RetrievalForm:
         """(R, D) rows of the items, and of what is read beside them"""
         total = self.servable.tables["items"].rows(records[:, 0]).to(self.servable.dtype)
         for place, column in enumerate(self._columns, start=1):
-            if column.has_table:
-                total += self.servable.tables[column.name].rows(records[:, place])
-            else:
-                total += self._model.to_width(column.name, numbers_of(records[:, place]).to(total))
-        return total
+            if column.name not in self._before.names:
+                total += column_vectors(self.servable, column, records[:, place])
+        return self._before.put(self.servable, records, total)
 
     def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
         """The states: what is found with them is the business of `best` and `scores`."""
@@ -198,9 +209,13 @@ def shortened(
 
 def _model(spec: ServableSpec) -> RetrievalModel:
     task = cast(RetrievalTaskConfig, spec.task)
-    model = RetrievalModel(task.encoder, task.similarity)
+    model = RetrievalModel(task.encoder, task.similarity, _num_prefix(task))
     model.to_width = spec.to_width(task.encoder.dim)
     return model
+
+
+def _num_prefix(task: RetrievalTaskConfig) -> int:
+    return num_prefix(task.inputs.user_tokens, len(task.inputs.user_features))
 
 
 def _columns(task: RetrievalTaskConfig, card: Card) -> tuple[Column, ...]:
@@ -217,5 +232,6 @@ SERVING = ServingForm(
     form=RetrievalForm,
     longest_history=lambda task: task.history.max_length,
     index=lambda model, rows_ND: model.item_vectors(rows_ND),
+    num_prefix=_num_prefix,
     needs_event=True,
 )

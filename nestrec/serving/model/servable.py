@@ -21,6 +21,7 @@ from nestrec.data.schema import EVENT_PREFIX, USER_PREFIX
 from nestrec.models.backbone import SequenceConfig
 from nestrec.models.backbones import backbone_of, cached_forward_of, reads_times
 from nestrec.models.dtypes import computed_in, dtype_of
+from nestrec.models.prefix_tokens import with_room
 from nestrec.models.segments import CachedForward, KeptShape
 from nestrec.models.whole_forward import WHOLE
 from nestrec.serving.model.item_ids import ItemIds
@@ -100,8 +101,9 @@ class Servable:
 
     @cached_property
     def encoder_config(self) -> SequenceConfig:
-        """Of the backbone."""
-        return self.serving.encoder(self.spec.task)
+        """Of the backbone, with room for what stands before a history."""
+        own, num_prefix = self.serving.encoder(self.spec.task), self.serving.num_prefix(self.spec.task)
+        return with_room(own, num_prefix)
 
     @cached_property
     def cached(self) -> CachedForward:
@@ -172,6 +174,11 @@ class Servable:
     def user_features(self) -> dict[str, ColumnSpec]:
         """Categories of users, by the name that the log gives them."""
         return self._columns_of(USER_PREFIX)
+
+    @cached_property
+    def prefix_columns(self) -> tuple[ColumnSpec, ...]:
+        """Those of users that are tokens of their own before a history."""
+        return tuple(self.user_features.values()) if self.serving.num_prefix(self.spec.task) else ()
 
     def _columns_of(self, prefix: str) -> dict[str, ColumnSpec]:
         return {c.name.removeprefix(prefix): c for c in self.spec.columns if c.name.startswith(prefix)}

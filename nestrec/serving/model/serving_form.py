@@ -57,6 +57,11 @@ class ServingForm:
     item_content: Callable[[Any, EmbeddingEngine, NDArray[np.int64]], torch.Tensor] | None = None
     """(task, engine, items) to (items, model width): what the model reads of an item, its own features included, which
     an export keeps in the place of the item table's rows; none: those rows"""
+    keeps_item_parts: Callable[[Any], bool] = lambda task: False
+    """of the task's config: it reads the features of an item apart, so what an export keeps of an item is one vector
+    after the other, of its id first"""
+    num_prefix: Callable[[Any], int] = lambda task: 0
+    """of the task's config: features of users that are tokens before a history, all of them or none"""
     reads_actions: bool = False
     """scores depend on what the user did at events"""
     needs_event: bool = False

@@ -42,18 +42,21 @@ def check_sound(servable: Servable) -> None:
         is_there = not len(categories) or bool(((categories >= 0) & (categories < num_rows)).all())
         _check(is_there, COLUMNS_FILE, f"has categories of {name} that its table does not have")
     _check(_are_finite(servable.model.state_dict().values()), WEIGHTS_FILE, "has numbers that are not finite")
+    dim = servable.encoder_config.dim
     for name, table in servable.tables.items():
-        _check_table(servable, table, table_file(name if name == "items" else servable.columns[name].table_name))
+        if name == "items":
+            _check_table(table, dim * spec.item_vectors, table_file(name))
+        else:
+            _check_table(table, dim, table_file(servable.columns[name].table_name))
     if servable.index is not None:
-        _check_table(servable, servable.index, INDEX_FILE)
+        _check_table(servable.index, dim, INDEX_FILE)
 
 
 def _check_rows(table: ServedTable, num_rows: int, file: str) -> None:
     _check(table.num_rows == num_rows, file, f"has {table.num_rows} rows where the spec has {num_rows}")
 
 
-def _check_table(servable: Servable, table: ServedTable, file: str) -> None:
-    dim = servable.encoder_config.dim
+def _check_table(table: ServedTable, dim: int, file: str) -> None:
     if isinstance(table, KeyedTable):
         dim = table.begins.dim
         is_ascending = len(table.keys) == table.num_rows and bool((table.keys[1:] > table.keys[:-1]).all())

@@ -83,6 +83,8 @@ class ServableSpec:
     """features beside the item's id"""
     folds_items: bool = False
     """rows of items hold their features, too: columns of items are then for new items alone"""
+    item_vectors: int = 1
+    """in a row of an item: more than one where they are its id's and, apart, those of its features"""
     defaults: InputDefaults = InputDefaults()
     """of inputs that a request leaves out"""
     search: SearchConfig = SearchConfig()

@@ -13,7 +13,6 @@ from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import leave_one_out
 from nestrec.data.samples.training_events import item_counts
 from nestrec.distributed import Topology
-from nestrec.serving.model.can_serve import why_not_served
 from nestrec.tasks.built_in import make_task
 from nestrec.testing.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
 from nestrec.training.config import RunConfig
@@ -105,15 +104,6 @@ def test_with_interactions_of_pooled_bags_nested_equals_serial_bit_for_bit(data,
         return [engine.digest(table) for table in engine.tables], trainer.evaluate("test").score
 
     assert trained("nested") == trained("serial")
-
-
-def test_what_servers_cannot_do_is_not_exported(data):
-    crossed = config_of("ranking", data, task__head__interactions="true").task
-    assert "as a sum" in str(why_not_served(crossed))
-    assert "tokens before a history" in str(
-        why_not_served(config_of("demo", data, task__inputs__user_tokens="prefix").task)
-    )
-    assert why_not_served(config_of("demo", data).task) is None
 
 
 def test_prefix_tokens_need_a_feature_of_the_user(data):
