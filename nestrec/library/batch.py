@@ -26,7 +26,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import barrier
 from nestrec.library.batch_users import BatchUsers, NamedUser, strings, users_of
 from nestrec.serving.engine.user_queries import user_queries
-from nestrec.serving.model.forms import form_of
+from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.model.retrieval_form import RetrievalForm
 from nestrec.serving.model.servable import Servable
@@ -57,7 +57,7 @@ class BatchRecommender:
         """topology: the ranks that share the work; none: this process alone"""
         self.servable, self.cfg = servable, cfg or BatchJobConfig()
         self._topology = topology or Topology.single(servable.device)
-        form = form_of(servable, self.cfg.slide_events)
+        form = make_form(servable, self.cfg.slide_events)
         if not isinstance(form, RetrievalForm):
             remedy = "name a retrieval model"
             raise UserError(

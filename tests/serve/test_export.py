@@ -16,13 +16,13 @@ from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.data.samples.windows import held_out_slices
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.serving.engine.runner import Part, Runner
-from nestrec.serving.model.can_serve import why_not_served
 from nestrec.serving.model.export import export_run
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_ranking
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.serving_form import why_not_served
 from nestrec.serving.model.spec import InputDefaults
 from nestrec.serving.prefix.page_pool import PagePool
 from nestrec.tasks.built_in import task_spec

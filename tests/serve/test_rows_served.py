@@ -9,9 +9,9 @@ from server_process import exchange, post, running_server, status_of
 
 from nestrec.base.errors import UserError
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES
-from nestrec.serving.model.can_serve import check_published
 from nestrec.serving.model.export import export_run, restored_session
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.serving_form import check_published
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.testing.tiny_runs import config_of, make_datasets
 

@@ -1,7 +1,7 @@
 """A runner that keeps nothing: batches of whole histories."""
 
 from nestrec.serving.engine.runner import Runner
-from nestrec.serving.model.forms import form_of
+from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.prefix.page_pool import PagePool
 
@@ -9,4 +9,4 @@ from nestrec.serving.prefix.page_pool import PagePool
 def plain_runner(servable: Servable, slide_events: int | None = 1) -> Runner:
     """slide_events: events by which a full history slides; 1 as in evaluation, none as a server has it by default."""
     pool = PagePool(servable.kept, num_pages=1, page_tokens=1, device=servable.device, dtype=servable.dtype)
-    return Runner(form_of(servable, slide_events), pool)
+    return Runner(make_form(servable, slide_events), pool)

@@ -20,7 +20,7 @@ from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.samples.split import split_of
 from nestrec.data.schema import ACTIONS, EVENT_PREFIX, ITEM_IDS, ITEM_PREFIX, TIMESTAMPS_MS
 from nestrec.serving.engine.runner import Part, Runner, Scored
-from nestrec.serving.model.forms import Form, form_of
+from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.inputs import Candidates, History, number_bits
 from nestrec.serving.model.packed_rows import PackedTable
 from nestrec.serving.model.rows.keyed_table import KeyedTable
@@ -50,15 +50,15 @@ def measured_cost(
     """Of a model in fewer bits than the one of the run, as both are on a device."""
     place = _place_of(before, device)
     requests = _requests(session, before)
-    is_ranking = form_of(before).appends_candidates
-    full = _asked(form_of(placed(before, place)), requests, "model")
+    is_ranking = make_form(before).appends_candidates
+    full = _asked(make_form(placed(before, place)), requests, "model")
     after = placed(after, place)
     if not is_ranking:  # what both are compared on: the best of the run
         listed = [
             r._replace(candidates=_listed(r.candidates, one.items)) for r, one in zip(requests, full, strict=True)
         ]
-        pairs = list(zip(full, _asked(form_of(after), listed, prefixes), strict=True))
-    fewer = _asked(form_of(after), requests, prefixes)
+        pairs = list(zip(full, _asked(make_form(after), listed, prefixes), strict=True))
+    fewer = _asked(make_form(after), requests, prefixes)
     if is_ranking:
         pairs = list(zip(full, fewer, strict=True))
     differences = np.concatenate([np.zeros(0), *(np.abs(a.scores - b.scores).ravel() for a, b in pairs)])
@@ -121,7 +121,7 @@ def _listed(candidates: Candidates, items: NDArray[np.int64]) -> Candidates:
 def _requests(session: Session, servable: Servable) -> list[_Request]:
     """Users spread over the dataset, each before its last event that validates."""
     task: Any = session.cfg.task
-    split, form = split_of(task.split, session.dataset), form_of(servable)
+    split, form = split_of(task.split, session.dataset), make_form(servable)
     users = split.users_with("valid")
     users = users[split.valid_end[users] > 1]
     chosen = np.unique(users[np.linspace(0, len(users) - 1, min(_NUM_REQUESTS, len(users))).astype(np.int64)])

@@ -31,7 +31,6 @@ from nestrec.models.dtypes import computed_in
 from nestrec.ops.rows.round import whole
 from nestrec.serving.engine.precision import measured_cost
 from nestrec.serving.engine.probe import recorded_probe
-from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.exported_tables import CHUNK_ROWS, ExportedTables
 from nestrec.serving.model.input_defaults import check_defaults
 from nestrec.serving.model.mapped import mapped
@@ -105,7 +104,7 @@ def export_run(
     kept so.
     """
     check_device(chosen_device(device))
-    check_served(RunFolder(run).config().task)
+    serving_form_of(RunFolder(run).config().task)  # refuses what cannot be served before anything is read
     check_folder(output.parent, "OUT")
     output.parent.mkdir(parents=True, exist_ok=True)
     with restored_session(run, best=best) as (session, step):

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from nestrec.serving.model.can_serve import check_served
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 
@@ -195,12 +194,6 @@ def make_form(servable: Servable, slide_events: int | None = None) -> Form:
 
     slide_events: events by which a full history slides; none takes an eighth of the longest history.
     """
-    check_served(servable.spec.task)
-    return form_of(servable, slide_events)
-
-
-def form_of(servable: Servable, slide_events: int | None = None) -> Form:
-    """The form of any model, whether or not an engine can serve it."""
     longest = servable.serving.longest_history(servable.spec.task)
     form: Form = servable.serving.form(servable, max(1, longest // 8) if slide_events is None else slide_events)
     return form

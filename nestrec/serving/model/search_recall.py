@@ -11,7 +11,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.model.dataset_users import DatasetUsers
 from nestrec.serving.model.faiss_search import FaissSearch, built, measured_recall
-from nestrec.serving.model.forms import form_of
+from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.retrieval_form import RetrievalForm
 from nestrec.serving.model.search_options import SearchConfig
 from nestrec.serving.model.servable import Servable
@@ -33,7 +33,7 @@ def with_search(servable: Servable, cfg: SearchConfig, data: Path) -> Servable:
     dataset = Dataset.open(data)
     places = np.unique(np.linspace(0, dataset.num_samples - 1, _NUM_USERS).astype(np.int64))
     users = [(history, now_ms) for _, history, now_ms in DatasetUsers(dataset, servable).histories(places)]
-    form = form_of(servable)
+    form = make_form(servable)
     assert isinstance(form, RetrievalForm)
     queries = user_queries(form, [user for user in users if len(user[0])])
     recall = measured_recall(FaissSearch(index.weight, cfg, tensors), index.weight, queries, "users of the dataset")

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from nestrec.base.errors import UserError
 from nestrec.base.seam import resolved
 from nestrec.data.card import Card
 from nestrec.data.samples.features import Column
@@ -80,3 +81,21 @@ def serving_form_of(task: TaskConfigBase) -> ServingForm:
         raise TASKS.unanswered(task.kind, "serving", problem, see="; docs/serving.md lists what can be served")
     found: ServingForm = resolved(serving)
     return found
+
+
+def check_published(task: TaskConfigBase) -> None:
+    """Raise a `UserError` where models of a task have no versions that servers follow."""
+    if serving_form_of(task).exported is not None:
+        remedy = "export the run and swap models: nestrec export, nestrec swap"
+        raise UserError(
+            "cannot be published: versions are told by rows of items", field="task.kind", value=task.kind, remedy=remedy
+        )
+
+
+def why_not_served(task: TaskConfigBase) -> str | None:
+    """The reason why models of a task cannot be served; none where they can. docs/serving.md shows it as a table."""
+    try:
+        serving_form_of(task)
+    except UserError as error:
+        return error.problem
+    return None

@@ -20,7 +20,7 @@ from nestrec.checkpoint.background import Background
 from nestrec.checkpoint.peers import Peers, SaveError
 from nestrec.checkpoint.places import place_of
 from nestrec.checkpoint.sealed import digest_of_plain
-from nestrec.serving.model.can_serve import check_published
+from nestrec.serving.model.serving_form import check_published
 from nestrec.serving.versions.content import Described, RankContent, changes_of, everything_of, weights_of
 from nestrec.serving.versions.manifest import Parent, Times, VersionManifest
 from nestrec.serving.versions.merging import can_merge, merged
