@@ -26,6 +26,9 @@ class RanksConfig:
     """rows cross between hosts once for all ranks of a host that ask for them: each rank asks for them on behalf of its
     host, which sums the gradients before they leave. Takes hosts with equally many ranks of a group; to rounding equal
     to leaving it out, and every schedule to `serial` as always"""
+    dense: Literal["replicated", "fsdp"] = "replicated"
+    """dense weights: all of them on every rank, or of the encoder's layers a slice on each, with its gradients, moments
+    and running means (torch's `fully_shard`), which is equal to rounding. On GPUs with the serial schedule only"""
     dense_bucket_mib: Positive = 25.0
     """dense gradients are summed over ranks in buckets of about this many MiB, those of the last layers first. Another
     size is equal to rounding"""

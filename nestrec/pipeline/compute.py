@@ -31,8 +31,13 @@ class LossCompute:
         couples_samples: Coupling = "micro_batch",
         *,
         reads_stored_rows: bool = False,
+        empty_pass: Callable[[], None] | None = None,
     ) -> None:
-        """reads_stored_rows: the loss takes `StoredRows` where rows have 16 bits; else it is given them as float32."""
+        """reads_stored_rows: the loss takes `StoredRows` where rows have 16 bits; else it is given them as float32.
+
+        empty_pass: called in the place of the passes over a micro-batch without samples, where passes are collective.
+        """
+        self._empty_pass = empty_pass
         self._loss, self._device, self.couples_samples = loss, device, couples_samples
         self._reads_stored_rows = reads_stored_rows
         self._half = precision in ("bf16", "fp8") and device.type == "cuda"
@@ -50,6 +55,8 @@ class LossCompute:
     ) -> tuple[torch.Tensor, Tensors]:
         leaves = {name: self._leaf(row.detach()) for name, row in rows.items()}
         if micro_batch.num_tokens == 0:
+            if self._empty_pass is not None:
+                self._empty_pass()
             return torch.zeros((), device=self._device), {name: _gradient(leaf) for name, leaf in leaves.items()}
         half = torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext()
         with half, fp8_products(self._fp8):

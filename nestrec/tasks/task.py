@@ -1,7 +1,7 @@
 """What a task brings to training: samples, tables, a model, a loss, and a way to measure it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -166,10 +166,21 @@ def sequence_info(batch: MicroBatch) -> SequenceInfo:
     )
 
 
-def compute_of(task: Task, device: torch.device, precision: Precision, loss: Loss | None = None) -> LossCompute:
+def compute_of(
+    task: Task,
+    device: torch.device,
+    precision: Precision,
+    loss: Loss | None = None,
+    empty_pass: Callable[[], None] | None = None,
+) -> LossCompute:
     """Forward and backward of a task's loss, as schedules call them. loss: in the place of the task's own."""
     return LossCompute(
-        loss or task.loss, device, precision, task.couples_samples, reads_stored_rows=task.reads_stored_rows
+        loss or task.loss,
+        device,
+        precision,
+        task.couples_samples,
+        reads_stored_rows=task.reads_stored_rows,
+        empty_pass=empty_pass,
     )
 
 

@@ -1,6 +1,8 @@
-"""A run that has nothing to train on, or nothing to measure itself by, is refused before it begins."""
+"""A run that has nothing to train on or to measure itself by, or asks for what cannot be combined, is refused before it
+begins."""
 
 from nestrec.base.errors import UserError
+from nestrec.distributed import Topology
 from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
 
@@ -18,3 +20,18 @@ def check_parts(cfg: RunConfig, task: Task) -> None:
             value=cfg.data.folder,
             remedy=f"{task.remedy_if_empty}, or set --training.evaluate_every_epochs 0",
         )
+
+
+def check_dense(cfg: RunConfig, topology: Topology, *, follows: bool) -> None:
+    """Raise a UserError where sharded layers cannot be had together with what else is asked for."""
+    if cfg.ranks.dense == "replicated" or topology.world == 1:
+        return
+    problem = None
+    if topology.device.type == "cuda" and cfg.pipeline.schedule != "serial":
+        problem = "on GPUs its passes and the exchanges of this schedule would be issued by two threads"
+    elif cfg.publish.address:
+        problem = "a version is written from the whole model, which no rank holds (publish the run when it has ended)"
+    elif follows:
+        problem = "a run that follows its data makes its model anew"
+    if problem is not None:
+        raise UserError(problem, field="ranks.dense", value="fsdp", remedy="set ranks.dense=replicated")

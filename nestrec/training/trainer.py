@@ -28,7 +28,7 @@ from nestrec.training.beginning import Beginning, check_same_beginning
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
-from nestrec.training.part_checks import check_parts
+from nestrec.training.part_checks import check_dense, check_parts
 from nestrec.training.publishing import Publishing, open_publishing
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
@@ -67,6 +67,7 @@ class Trainer:
         """
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
         agree_on_config(cfg, topology)
+        check_dense(cfg, topology, follows=generation is not None)
         self.session = Session.open(cfg, topology, generation)
         self._follows = generation is not None
         self._beginning = None if start_from is None else Beginning.of(start_from, self.session)
@@ -87,7 +88,13 @@ class Trainer:
         self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
         self.batches = self.make_batches()
         self.pipeline = TrainingPipeline(
-            compute_of(self.session.task, topology.device, cfg.training.precision, loss=self._loss),
+            compute_of(
+                self.session.task,
+                topology.device,
+                cfg.training.precision,
+                loss=self._loss,
+                empty_pass=None if self.session.dense.sharded is None else self.session.dense.sharded.empty_pass,
+            ),
             self.session.engine,
             dense_optimizer=self.session.dense,
             schedule=cfg.pipeline,

@@ -48,6 +48,7 @@ def train(  # noqa: PLR0917
         "slots": {name: shard.residency.num_slots for name, shard in engine.shards.items()},
         "digests": {name: engine.digest(name) for name in engine.tables},
         "state": trainer.state,
+        "held_dense": sum(weight.numel() for weight in trainer.session.dense.held.values()),
     }
 
 

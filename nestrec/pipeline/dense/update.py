@@ -17,6 +17,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import DenseSync, Sum
 from nestrec.embedding.flight.working_set import RowWatch
 from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.sharded_layers import ShardedLayers
 from nestrec.pipeline.dense.torch_optimizer import TorchOptimizer
 from nestrec.pipeline.stages import Totals
 
@@ -104,23 +105,38 @@ class DenseUpdate:
         row_watch: RowWatch | None = None,
     ):
         """row_watch: of the rows on this rank; what all ranks have seen travels with the sums."""
-        self._named = dict(model.named_parameters())
+        self.sharded = ShardedLayers.of(model, topology)
+        """Layers of which this rank holds a slice; none where it holds everything."""
+        sharded = {} if self.sharded is None else self.sharded.held
+        # What this rank updates: slices where there are some.
+        self._named = {name: sharded.get(name, p) for name, p in model.named_parameters()}
         self._device, self._row_watch = device, row_watch
         self._optimizer = (
             AdamW(self._named, optimizer, device)
             if isinstance(optimizer, OptimizerConfig)
-            else TorchOptimizer(self._named, optimizer)
+            else self._torch_optimizer(optimizer)
         )
         ranks = topology.options
+        # Beside backward passes that are collective themselves no other sums may begin.
         self._sync = DenseSync(
-            list(self._named.values()),
+            [weight for name, weight in self._named.items() if name not in sharded],
             topology.dense,
             int(ranks.dense_bucket_mib * (1 << 20)),
-            begins_early=ranks.dense_overlap,
+            begins_early=ranks.dense_overlap and not sharded,
         )
         cfg = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
         self._clip_norm, self._mean_part = cfg.clip_norm, cfg.ema
         self._means = {} if self._mean_part is None else {n: p.detach().clone() for n, p in self._named.items()}
+
+    def _torch_optimizer(self, optimizer: torch.optim.Optimizer) -> TorchOptimizer:
+        if self.sharded is not None:
+            raise UserError(
+                "an optimiser of torch's would have to be made over the slices of this rank",
+                field="ranks.dense",
+                value="fsdp",
+                remedy="give an OptimizerConfig, or set ranks.dense=replicated",
+            )
+        return TorchOptimizer(self._named, optimizer)
 
     def share_first(self) -> None:
         """Every rank takes the weights of the first. Collective."""
@@ -133,17 +149,32 @@ class DenseUpdate:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the block the model has the running means of its weights, where they are kept; between steps."""
+        """Inside the block the model has the running means of its weights, where they are kept, and the whole of them
+        on every rank; between steps. Collective."""
         self._exchange_weights()
         try:
-            yield
+            with contextlib.nullcontext() if self.sharded is None else self.sharded.whole():
+                yield
         finally:
             self._exchange_weights()
 
     def _exchange_weights(self) -> None:
         for name, mean in self._means.items():
             weight = self._named[name]
-            weight.data, self._means[name] = mean, weight.data
+            if self._is_slice(name):  # its memory is where the layer looks for it
+                before = weight.detach().clone()
+                weight.data.copy_(mean)
+                mean.copy_(before)
+            else:
+                weight.data, self._means[name] = mean, weight.data
+
+    @property
+    def held(self) -> Mapping[str, nn.Parameter]:
+        """What this rank updates: weights, or its slices of them."""
+        return self._named
+
+    def _is_slice(self, name: str) -> bool:
+        return self.sharded is not None and name in self.sharded.held
 
     def early_sums(self, submit: Callable[[Sum], None]) -> contextlib.AbstractContextManager[None]:
         """Around the last micro-batch of a step: what can be summed before its backward pass ends."""
@@ -153,7 +184,11 @@ class DenseUpdate:
         """Sum gradients over ranks in place, and (loss, wish to stop, watch of each table). Collective."""
         # A fill and not a copy: the host would wait for the device to take a number from pageable memory.
         wish = torch.full((), float(wants_stop), device=self._device, dtype=torch.float64)
-        sums = torch.stack([loss.double(), wish])
+        figures = [loss.double(), wish]
+        if self.sharded is not None:
+            self.sharded.take_gradients()
+            figures.append(self.sharded.square_of_gradients())
+        sums = torch.stack(figures)
         if self._row_watch is not None:
             sums = torch.cat([sums, self._row_watch.seen()])
         for parameter in self._named.values():
@@ -168,7 +203,7 @@ class DenseUpdate:
         """Update once with what `reduce` has summed, and clear the gradients."""
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
         used_here(gradients)  # the lane of collectives has made them
-        norm = nn.utils.get_total_norm(gradients)
+        norm, figures = self._norm(sums)
         if self._clip_norm is not None and gradients:
             # On the device: the host does not ask for the norm. Shorter gradients are multiplied by one, to the bit.
             torch._foreach_mul_(gradients, (self._clip_norm / norm).clamp(max=1.0).to(gradients[0].dtype))
@@ -177,36 +212,53 @@ class DenseUpdate:
         if self._mean_part is not None:
             with torch.no_grad():
                 torch._foreach_lerp_(list(self._means.values()), list(self._named.values()), 1.0 - self._mean_part)
-        return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[2:])
+        return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[figures:])
+
+    def _norm(self, sums: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Of all gradients, and how many of the sums stand before those of rows."""
+        mine = [p.grad for name, p in self._named.items() if p.grad is not None and not self._is_slice(name)]
+        norm = nn.utils.get_total_norm(mine)
+        return (norm, 2) if self.sharded is None else ((norm.double().square() + sums[2]).sqrt().to(norm.dtype), 3)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimiser state by name."""
-        found = {f"model/{name}": p.detach() for name, p in self._named.items()}
+        """Weights and optimiser state by name, whole. Collective where layers are sharded."""
+        found = {f"model/{name}": self._whole(name, p.detach()) for name, p in self._named.items()}
         for name, state in self._optimizer.state.items():
-            found |= {f"{_STATE}{name}/{part}": value for part, value in state.items()}
-        return found | {f"{_MEAN}{name}": mean for name, mean in self._means.items()}
+            found |= {f"{_STATE}{name}/{part}": self._whole(name, value) for part, value in state.items()}
+        return found | {f"{_MEAN}{name}": self._whole(name, mean) for name, mean in self._means.items()}
+
+    def _whole(self, name: str, held: torch.Tensor) -> torch.Tensor:
+        """held: a weight or something in its shape; a number of steps is the same everywhere."""
+        if self.sharded is None or name not in self.sharded.held or held.dim() == 0:
+            return held
+        return self.sharded.gathered(name, held)
+
+    def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        if self.sharded is None or name not in self.sharded.held or whole.dim() == 0:
+            return whole
+        return self.sharded.slice_of(whole)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what `tensors` gave."""
-        _check_same_model(self._named, tensors)
+        shapes = {name: list(parameter.shape) for name, parameter in self._named.items()}
+        _check_same_model(shapes if self.sharded is None else shapes | self.sharded.shapes(), tensors)
         with torch.no_grad():
             for name, parameter in self._named.items():
-                parameter.copy_(tensors[f"model/{name}"])
+                parameter.copy_(self._mine(name, tensors[f"model/{name}"]))
         saved: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(_STATE):
                 weight, _, part = name.removeprefix(_STATE).rpartition("/")
-                saved.setdefault(weight, {})[part] = tensor
+                saved.setdefault(weight, {})[part] = self._mine(weight, tensor)
         self._optimizer.load(saved)
         self._begin_means()  # where a run begins to keep them
         for name, mean in self._means.items():
             if (kept := tensors.get(f"{_MEAN}{name}")) is not None:
-                mean.copy_(kept)
+                mean.copy_(self._mine(name, kept))
 
 
-def _check_same_model(named: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_same_model(wanted: Mapping[str, list[int]], tensors: Mapping[str, torch.Tensor]) -> None:
     saved = {name.removeprefix("model/"): list(tensors[name].shape) for name in tensors if name.startswith("model/")}
-    wanted = {name: list(parameter.shape) for name, parameter in named.items()}
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise UserError(
