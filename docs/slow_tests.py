@@ -1,9 +1,9 @@
 """Writes what the long tests gave into results/slow-tests.json, for `make test-slow`, from the file that pytest leaves.
 
-    python docs/slow_tests.py test-slow.xml ["command that wrote it"]
+    python docs/slow_tests.py test-slow.xml ... ["command that wrote them"] [--by-test]
 
-A row is a test file. Files that ran again replace what was known of them; the others keep their rows, with the run that
-they are of.
+A row is a test file, or, where only some tests of files ran, with --by-test a test. What ran again replaces what was
+known of it, a file that of its tests too; the others keep their rows, with the run that they are of.
 """
 
 import json
@@ -19,14 +19,16 @@ RESULTS = Path(__file__).resolve().parent / "results" / "slow-tests.json"
 Row = dict[str, Any]
 
 
-def rows_of(xml: str) -> list[Row]:
-    """A row for each file of a JUnit report: cases, how they ended, seconds."""
+def rows_of(*reports: str, by_test: bool = False) -> list[Row]:
+    """A row for each file of JUnit reports, or for each test: cases, how they ended, seconds."""
     counts: dict[str, Counter[str]] = {}
     seconds: dict[str, float] = {}
-    for case in ElementTree.fromstring(xml).iter("testcase"):
+    for case in (case for xml in reports for case in ElementTree.fromstring(xml).iter("testcase")):
         words = case.attrib["classname"].split(".")
         module = next(n for n, word in enumerate(words) if word.startswith("test_")) + 1
         file = "/".join(words[:module]) + ".py"
+        if by_test:
+            file += "::" + case.attrib["name"].partition("[")[0]
         ended = {child.tag for child in case}
         outcome = "skipped" if "skipped" in ended else "failed" if ended & {"failure", "error"} else "passed"
         counts.setdefault(file, Counter())[outcome] += 1
@@ -48,7 +50,7 @@ def joined(known: dict[str, Any], rows: list[Row], run: dict[str, Any]) -> dict[
     """What is known, with the rows of a new run in the place of older ones of the same files."""
     again = {row["file"] for row in rows}
     said = {row["file"]: {"what": row["what"]} for row in known["rows"] if "what" in row}
-    kept = [row for row in known["rows"] if row["file"] not in again]
+    kept = [row for row in known["rows"] if not {row["file"], row["file"].partition("::")[0]} & again]
     used = sorted({row["run"] for row in kept})
     kept = [{**row, "run": used.index(row["run"])} for row in kept]
     new = [{"file": row["file"], **said.get(row["file"], {}), **row, "run": len(used)} for row in rows]
@@ -57,8 +59,10 @@ def joined(known: dict[str, Any], rows: list[Row], run: dict[str, Any]) -> dict[
 
 
 if __name__ == "__main__":
-    command = sys.argv[2] if len(sys.argv) > 2 else "make test-slow"
+    given = [word for word in sys.argv[1:] if word != "--by-test"]
+    reports = [Path(word).read_text() for word in given if word.endswith(".xml")]
+    command = next((word for word in given if not word.endswith(".xml")), "make test-slow")
     frame = make_frame(bench="slow tests", command=command, rows=[])
     run = {name: frame[name] for name in ("command", "date", "hardware")}
-    found = joined(json.loads(RESULTS.read_text()), rows_of(Path(sys.argv[1]).read_text()), run)
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    rows = rows_of(*reports, by_test="--by-test" in sys.argv)
+    RESULTS.write_text(json.dumps(joined(json.loads(RESULTS.read_text()), rows, run), indent=2) + "\n")

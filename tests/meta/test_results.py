@@ -163,3 +163,19 @@ def test_what_the_long_tests_gave_is_joined_with_what_is_known() -> None:
     ]
     assert len(found["runs"]) == 2
     assert found["rows"][0]["what"] == "a grid", "of what it is stays known"
+
+
+def test_some_tests_of_a_file_have_rows_of_their_own_until_the_whole_file_runs() -> None:
+    xml = """<testsuite><testcase classname="tests.multi.test_a" name="test_x[1]" time="1"/>
+        <testcase classname="tests.multi.test_a" name="test_x[2]" time="1"/></testsuite>"""
+    rows = slow_tests.rows_of(xml, xml.replace("test_x", "test_y"), by_test=True)
+    assert [(row["file"], row["cases"]) for row in rows] == [
+        ("tests/multi/test_a.py::test_x", 2),
+        ("tests/multi/test_a.py::test_y", 2),
+    ]
+    known = {"rows": [{"file": "tests/multi/test_a.py", "cases": 9, "run": 0}], "runs": [{"date": "first"}]}
+    some = slow_tests.joined(known, rows, {"date": "second"})
+    assert [row["cases"] for row in some["rows"]] == [9, 2, 2]
+    whole = slow_tests.joined(some, slow_tests.rows_of(xml), {"date": "third"})
+    assert [(row["file"], row["cases"]) for row in whole["rows"]] == [("tests/multi/test_a.py", 2)]
+    assert whole["runs"] == [{"date": "third"}]
