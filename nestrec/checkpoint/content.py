@@ -3,14 +3,26 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from nestrec.base.errors import NonFiniteError
 
 Chunk = Mapping[str, torch.Tensor]
 """Some rows of a table: `keys` (n,) int64, and any other columns of n rows each (`weight`, `state_*`, ...)."""
+
+
+@runtime_checkable
+class Hurried(Protocol):
+    """Chunks of a table, some of which may have to be written before their turn, whatever else is being written."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    def due(self) -> Iterator[Chunk]:
+        """Those that cannot wait now; iteration does not give them again."""
+        ...
 
 
 def _do_nothing() -> None:
@@ -50,6 +62,16 @@ class Content:
         )
 
 
+def chunks_of(tables: Mapping[str, Iterable[Chunk]]) -> Iterator[tuple[str, Chunk]]:
+    """Table and chunk, table after table; after each chunk those of all tables that cannot wait."""
+    hurried = {table: chunks for table, chunks in tables.items() if isinstance(chunks, Hurried)}
+    for table, chunks in tables.items():
+        for chunk in chunks:
+            yield table, chunk
+            for other, of_other in hurried.items():
+                yield from ((other, due) for due in of_other.due())
+
+
 def parts_of(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Split by name into parts of about `part_bytes`; no tensor is cut."""
     part: dict[str, torch.Tensor] = {}
@@ -76,10 +98,18 @@ def check_finite(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise a NonFiniteError for numbers that nobody could go on from."""
     for name, tensor in tensors.items():
         # A sum is many times quicker than a look at each number, and may at most suspect too much.
-        if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point() or math.isfinite(_sum(tensor)) or bool(tensor.isfinite().all()):
             continue
         rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1) if tensor.dim() else ~tensor.isfinite()
         raise NonFiniteError(f"{int(rows.sum()):,} rows of {what} are not finite ({name})")
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    """By this thread alone where numpy knows the type: torch would take threads from a training that goes on."""
+    if tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
+        return float(tensor.sum())
+    with np.errstate(all="ignore"):
+        return float(tensor.detach().numpy().sum())
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DamagedError
-from nestrec.checkpoint.content import Chunk, Content
+from nestrec.checkpoint.content import Chunk, Content, Hurried
 from nestrec.checkpoint.manifest import Manifest
 from nestrec.checkpoint.restored import Restored
 from nestrec.checkpoint.verify import files_of
@@ -30,22 +30,41 @@ def merged(content: Content, chain: list[tuple[Path, Manifest]], shard: tuple[in
     The chain's files are verified as they are read: damage is not copied into a checkpoint with fresh digests.
     """
     older = Restored(chain)
-    tables = {}
+    tables: dict[str, Iterable[Chunk]] = {}
     for table, touched in content.tables.items():
         removed = content.removed.get(table)
         gone = np.empty(0, dtype=np.int64) if removed is None else removed.cpu().numpy()
-        tables[table] = _touched_then_older(table, touched, gone, older, shard)
+        tables[table] = _TouchedThenOlder(table, touched, gone, older, shard)
     return replace(content, tables=tables, removed={}, base=None)
 
 
-def _touched_then_older(
-    table: str, touched: Iterable[Chunk], removed: NDArray[np.int64], older: Restored, shard: tuple[int, int]
-) -> Iterator[Chunk]:
-    newer = [removed]
-    for chunk in touched:
-        newer.append(chunk["keys"].cpu().numpy())
-        yield chunk
-    try:
-        yield from older.rows(table, shard=shard, superseded=np.unique(np.concatenate(newer)))
-    except DamagedError as error:
-        raise DamagedError(f"cannot be built on: {error.problem}", field=error.field, value=error.value) from error
+class _TouchedThenOlder:
+    """The chunks of one table."""
+
+    def __init__(
+        self,
+        table: str,
+        touched: Iterable[Chunk],
+        removed: NDArray[np.int64],
+        older: Restored,
+        shard: tuple[int, int],
+    ) -> None:
+        self._table, self._touched, self._older, self._shard = table, touched, older, shard
+        self._newer = [removed]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield from self._noted(self._touched)
+        newer = np.unique(np.concatenate(self._newer))
+        try:
+            yield from self._older.rows(self._table, shard=self._shard, superseded=newer)
+        except DamagedError as error:
+            raise DamagedError(f"cannot be built on: {error.problem}", field=error.field, value=error.value) from error
+
+    def due(self) -> Iterator[Chunk]:
+        """See `Hurried`."""
+        return self._noted(self._touched.due() if isinstance(self._touched, Hurried) else ())
+
+    def _noted(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        for chunk in chunks:
+            self._newer.append(chunk["keys"].cpu().numpy())
+            yield chunk

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import torch
 
 from nestrec.base.failpoints import fail_point
-from nestrec.checkpoint.content import Content, check_chunk, check_finite, parts_of
+from nestrec.checkpoint.content import Content, check_chunk, check_finite, chunks_of, parts_of
 from nestrec.checkpoint.durable import safetensors_content, write_file
 from nestrec.checkpoint.manifest import FileEntry, Kind
 from nestrec.checkpoint.peers import Peers
@@ -39,14 +39,14 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
         name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
         written = write_file(folder / name, safetensors_content({"keys": keys}))
         yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world), _bounds(keys))
-    for table, chunks in content.tables.items():
-        for part, chunk in enumerate(chunks):
-            check_chunk(table, chunk)
-            check_finite(f"table {table!r}", chunk)
-            name = f"rows-{_safe(table)}-{peers.rank:05d}-{part:05d}.safetensors"
-            written = write_file(folder / name, safetensors_content(chunk))
-            shard = content.shard or (peers.rank, peers.world)
-            yield _entry(name, written, "rows", table, shard, _bounds(chunk["keys"]))
+    parts = dict.fromkeys(content.tables, 0)
+    for table, chunk in chunks_of(content.tables):
+        check_chunk(table, chunk)
+        check_finite(f"table {table!r}", chunk)
+        name = f"rows-{_safe(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
+        parts[table] += 1
+        written = write_file(folder / name, safetensors_content(chunk))
+        yield _entry(name, written, "rows", table, content.shard or (peers.rank, peers.world), _bounds(chunk["keys"]))
 
 
 def _write_state(folder: Path, content: Content) -> FileEntry:

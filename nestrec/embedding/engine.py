@@ -18,7 +18,6 @@ One rank takes the same path as many: its exchanges are no-ops.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -380,14 +379,12 @@ class EmbeddingEngine:
         """
         return self.shards[table].snapshot(since)
 
-    def freeze(
-        self, table: str, *, since: int = -1, max_bytes: int | None = None, spill: Path | None = None
-    ) -> FrozenTable:
+    def freeze(self, table: str, *, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
         """The same chunks in the order of their keys' hashes, as they are now: they are read while training goes on.
 
-        max_bytes, spill: see `TableShard.freeze`. The caller closes it.
+        max_bytes: see `TableShard.freeze`. The caller closes it.
         """
-        return self.shards[table].freeze(since, max_bytes, spill)
+        return self.shards[table].freeze(since, max_bytes)
 
     def load(self, table: str, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this rank owns out of chunks saved by any number of ranks; how many it took."""

@@ -149,7 +149,7 @@ class StaticResidency:
 
     def frozen(self, since: int) -> FrozenKeys:
         is_wanted = self._exists.copy() if since < 0 else self._exists & (self._last_step > since)
-        return FrozenKeys(is_wanted, self._owned, {})
+        return FrozenKeys(is_wanted.view(np.uint8), self._owned, {})
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         return keys if self._slot_of_key is None else self._slot_of_key[keys].astype(np.int64)
@@ -280,8 +280,8 @@ class DynamicResidency:
         return {"uses": self._rows.uses[slots], "last_step": self._rows.last_step[slots]}
 
     def frozen(self, since: int) -> FrozenKeys:
-        num_slots, is_wanted = self._rows.num_slots, np.zeros(self._rows.num_slots, np.bool_)
-        is_wanted[self.rows_since(since)[1]] = True
+        num_slots, is_wanted = self._rows.num_slots, np.zeros(self._rows.num_slots, np.uint8)
+        is_wanted[self.rows_since(since)[1]] = 1
         everything = np.arange(num_slots)
         return FrozenKeys(is_wanted, self._rows.key[:num_slots].copy(), self.metadata(everything))
 

@@ -2,20 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device
-from nestrec.embedding.frozen_table import FrozenKeys, FrozenTable
+from nestrec.embedding.frozen_table import FrozenTable
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
 from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency
-from nestrec.embedding.stores import Store, make_store
-from nestrec.embedding.stores.dram import DramStore
-from nestrec.embedding.stores.frozen import DeviceReader, Freezable
+from nestrec.embedding.stores import make_store
+from nestrec.embedding.stores.frozen import Freezable
 from nestrec.embedding.table import TableConfig, layout_of
 
 Keys = NDArray[np.int64]
@@ -112,30 +110,17 @@ class TableShard:
             columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
             yield columns
 
-    def freeze(self, since: int = -1, max_bytes: int | None = None, spill: Path | None = None) -> FrozenTable:
+    def freeze(self, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
         """The same rows as they are now, to be read while training goes on, in the order of their keys' hashes.
 
         max_bytes: of rows that are put aside because they change before they are read. None: nothing changes until it
-        is closed. Rows in the memory of a GPU that may change are copied at once. spill: a folder for what is more;
-        without one, what would change further rows waits.
+        is closed. What is aside is handed out before that is full, ahead of its turn; where it is full all the same,
+        what would change further rows waits.
         """
-        keys, width = self.residency.frozen(since), self.layout.num_words
-        store: Store | DeviceReader = self.store
-        if self._device.type == "cuda" and self.table.store.kind == "device":
-            store = self._host_copy(keys) if max_bytes is not None else DeviceReader(self.store, width, self._device)
-        assert isinstance(store, Freezable)
-        rows = store.freeze(keys.is_wanted, width, max_bytes or 0, spill)
-        return FrozenTable(keys, self.layout, (self._shard, self._num_shards), rows, store.thaw)
-
-    def _host_copy(self, keys: FrozenKeys) -> DramStore:
-        """A store of the same rows in host memory."""
-        copy = DramStore(self.layout.num_words, torch.device("cpu"))
-        copy.reserve(len(keys.is_wanted))
-        slots = np.flatnonzero(keys.is_wanted)
-        for start in range(0, len(slots), _CHUNK_ROWS):
-            part = slots[start : start + _CHUNK_ROWS]
-            copy.scatter(part, self._read_slots(keys.keys(part), part).cpu())
-        return copy
+        assert isinstance(self.store, Freezable)
+        keys = self.residency.frozen(since)
+        rows = self.store.freeze(keys.state, self.layout.num_words, max_bytes or 0)
+        return FrozenTable(keys, self.layout, (self._shard, self._num_shards), rows, self.store.thaw)
 
     def load(self, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this shard owns out of any snapshot; how many it took."""

@@ -217,6 +217,10 @@ def _check_table(table: TableConfig) -> None:
         raise UserError("goes with eviction=ttl", field=field_name, value=store.ttl_steps, remedy=remedy)
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes: numpy does not know every type of torch."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowColumn:
     """A named part of each row."""
@@ -258,6 +262,18 @@ class RowLayout:
     def columns_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Contiguous copies of every column."""
         return {c.name: self.view(rows, c.name).contiguous() for c in self.columns}
+
+    def empty_columns(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Host memory for the columns of so many rows."""
+        return {c.name: torch.empty(num_rows, c.width, dtype=c.dtype) for c in self.columns}
+
+    def to_columns(self, rows: NDArray[np.int32], columns: dict[str, torch.Tensor], start: int) -> None:
+        """Write host rows into columns, from the row `start` on; by this thread alone, as torch would not."""
+        for column in self.columns:
+            item = np.dtype(f"i{column.dtype.itemsize}")
+            first = column.offset_bytes // item.itemsize
+            of_column = columns[column.name].view(_INTEGERS[item.itemsize]).numpy()
+            of_column[start : start + len(rows)] = rows.view(item)[:, first : first + column.width]
 
     def rows_of(self, columns: dict[str, torch.Tensor]) -> torch.Tensor:
         """(n, num_words) rows made of given columns; the inverse of `columns_of`."""

@@ -49,8 +49,8 @@ class TrainingConfig:
     checkpoint_async: bool = False
     """write checkpoints in the background, a piece of the rows at a time; rows that change meanwhile are put aside"""
     checkpoint_aside_mib: Natural = 256
-    """host memory of a rank for rows that change before they are written; what is more goes into a file of the run's
-    folder, and training waits where the disk is full"""
+    """host memory of a rank for rows that change before they are written; when half of it is taken these are written
+    first, and training waits only where it is full all the same"""
     checkpoint_address: str = ""
     """a second place for checkpoints, a folder or any address of fsspec (s3://bucket/run): copied there as they are
     saved, and taken from there where the run's folder has none"""

@@ -5,7 +5,6 @@ After a stop under a schedule that uses rows late, also the vectors that the bat
 
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,17 +34,14 @@ class SavedTables:
         self._built_on: int | None = None
         self._held_from: int | None = None
 
-    def rows(
-        self, step: int, base: int | None, max_bytes: int | None, spill: Path | None = None
-    ) -> dict[str, Iterable[Chunk]]:
+    def rows(self, step: int, base: int | None, max_bytes: int | None) -> dict[str, Iterable[Chunk]]:
         """Rows used after the step `base`, or all, as they are now, until `thaw`; read when they are written.
 
-        max_bytes: of rows that change before they are read, and are put aside; none: nothing changes until then. spill:
-        a folder for what is more.
+        max_bytes: of rows that change before they are read, and are put aside; none: nothing changes until then.
         """
         engine, since = self._engine, -1 if base is None else base
         share = None if max_bytes is None else max_bytes // len(engine.tables)
-        self._frozen = [engine.freeze(name, since=since, max_bytes=share, spill=spill) for name in engine.tables]
+        self._frozen = [engine.freeze(name, since=since, max_bytes=share) for name in engine.tables]
         tables: dict[str, Iterable[Chunk]] = dict(zip(engine.tables, self._frozen, strict=True))
         for name, keys_at in self._waiting.items():
             waiting = engine.unsettled(name)

@@ -130,8 +130,7 @@ class Saving:
 
     def _save(self, state: TrainState, base: int | None, also: Checkpoints | None) -> None:
         aside_bytes = self._cfg.checkpoint_aside_mib << 20 if self._cfg.checkpoint_async else None
-        spill = self._folder.checkpoints if self._cfg.checkpoint_async else None
-        content = self._session.content(state, base, aside_bytes=aside_bytes, spill=spill)
+        content = self._session.content(state, base, aside_bytes=aside_bytes)
         named = {**content.state, IDENTITY: self._mine.at(state.step).to_plain()}
         content = replace(content, state=named)
         if self._cfg.checkpoint_async:

@@ -74,21 +74,14 @@ class Session:
         self.engine.grow(task.tables)
         return replace(self, dataset=dataset, task=task)
 
-    def content(
-        self,
-        state: TrainState,
-        base: int | None = None,
-        *,
-        aside_bytes: int | None = None,
-        spill: Path | None = None,
-    ) -> Content:
+    def content(self, state: TrainState, base: int | None = None, *, aside_bytes: int | None = None) -> Content:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.
 
-        aside_bytes: it is safe from later steps until it is closed, with so much memory for rows that change, and a
-        file in the folder `spill` for what is more; none: it must be written before the next step.
+        aside_bytes: it is safe from later steps until it is closed, with so much memory for rows that change; none:
+        it must be written before the next step.
         """
         owns_copy = self.topology.replica == 0
-        tables = self.tables.rows(state.step, base, aside_bytes, spill) if owns_copy else {}
+        tables = self.tables.rows(state.step, base, aside_bytes) if owns_copy else {}
         tables |= self.tables.read_ahead()
         removed = self.tables.removed(state.step, base) if owns_copy and base is not None else {}
         tensors = self.dense.tensors()

@@ -5,7 +5,9 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.transfer import to_device
-from nestrec.embedding.stores.frozen import Freezable
+from nestrec.embedding.stores.aside import Aside
+from nestrec.embedding.stores.frozen import Freezable, FrozenRows, MemoryRows, State, host_memory
+from nestrec.embedding.stores.frozen_device import DeviceRows, pinned_memory
 from nestrec.embedding.stores.store import Slots
 from nestrec.ops.rows.host_copy import gather_rows_host, scatter_rows_host
 from nestrec.ops.rows.move import move_rows
@@ -38,10 +40,19 @@ class DeviceStore(Freezable):
             with self._changing(slots):
                 scatter_rows_host(self._slab.numpy(), slots, rows.numpy(), self._num_threads)
         else:
-            move_rows(rows, self._slab, target_index_P=to_device(slots, rows.device))
+            with self._changing(slots):
+                move_rows(rows, self._slab, target_index_P=to_device(slots, rows.device))
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         gather_rows_host(self._slab.numpy(), slots, out, self._num_threads)
+
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
+        if self._slab.device.type == "cpu":
+            return MemoryRows(self._slab_now, state, Aside(num_words, max_bytes, host_memory))
+        return DeviceRows(self.gather, self._slab.device, state, Aside(num_words, max_bytes, pinned_memory))
+
+    def _slab_now(self) -> NDArray[np.int32]:
+        return self._slab.numpy()
 
     def statistics(self) -> dict[str, int]:
         used = self._slab.numel() * 4

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from nestrec.base.compiled_random import mix64
 from nestrec.base.errors import UserError
 from nestrec.base.parallel import for_parts
+from nestrec.embedding.stores.aside import Aside
+from nestrec.embedding.stores.frozen import ExclusiveRows, FrozenRows, State, host_memory
 from nestrec.embedding.stores.host import HostStore
 from nestrec.embedding.stores.row_file import RowFile, pread, pwrite
 from nestrec.embedding.stores.store import Slots
@@ -50,6 +52,9 @@ class DiskStore(HostStore):
 
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         self._pass(slots, rows, is_write=True)
+
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
+        return ExclusiveRows(self.read, state, Aside(num_words, max_bytes, host_memory))
 
     def statistics(self) -> dict[str, int]:
         arrays = (self._cache, self._tags, self._stamps, self._is_dirty)

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.embedding.stores.aside import Aside
+from nestrec.embedding.stores.frozen import FrozenRows, MemoryRows, State, host_memory
 from nestrec.embedding.stores.host import HostStore
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
@@ -38,6 +40,9 @@ class DramStore(HostStore):
 
     def write_chunk(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         scatter_rows_host(self._slab.rows, slots, rows, num_threads=1)
+
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
+        return MemoryRows(lambda: self._slab.rows, state, Aside(num_words, max_bytes, host_memory))
 
     def statistics(self) -> dict[str, int]:
         return {"host_bytes": self._slab.num_bytes, "device_bytes": 0}

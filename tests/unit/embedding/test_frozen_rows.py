@@ -1,24 +1,50 @@
 """Rows of a table as they were at a moment, while training writes on: equal to a copy of that moment."""
 
 import threading
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
+from nestrec.checkpoint.content import chunks_of
+from nestrec.embedding.frozen_table import FrozenKeys
 from nestrec.embedding.hashing import hash_of
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.embedding.shard import TableShard
+from nestrec.embedding.stores.aside import Aside
+from nestrec.embedding.stores.frozen import host_memory
+from nestrec.embedding.stores.frozen_device import DeviceRows
 from nestrec.embedding.table import StoreConfig, TableConfig
 
-KINDS = ["device", "dram", "disk"]
+KINDS = ["device", "launched", "dram", "disk"]
+"""launched: rows of a GPU, the work of whose streams is done when it is launched."""
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("nestrec.embedding.frozen_table._MIN_CHUNK_BYTES", 1024)
+    monkeypatch.setattr("nestrec.embedding.frozen_table._PIECE_ROWS", 300)
+    monkeypatch.setattr("nestrec.embedding.frozen_table._ROWS_A_TURN", 16)
 
 
 def make_shard(tmp_path, kind: str, num_rows: int | None) -> TableShard:
-    store = StoreConfig(kind=kind, folder=str(tmp_path) if kind == "disk" else "", cache_rows=64)
+    store = StoreConfig(
+        kind="device" if kind == "launched" else kind, folder=str(tmp_path) if kind == "disk" else "", cache_rows=64
+    )
     optimizer = RowOptimizerConfig(kind="rowwise_adagrad")
     table = TableConfig(name="t", dim=4, num_rows=num_rows, store=store, optimizer=optimizer)
-    return TableShard(table, 1, 2, torch.device("cpu"))
+    shard = TableShard(table, 1, 2, torch.device("cpu"))
+    if kind == "launched":
+
+        def freeze(state, num_words, max_bytes):
+            aside = Aside(num_words, max_bytes, host_memory)
+            return DeviceRows(shard.store.gather, torch.device("cpu"), state, aside)
+
+        shard.store._freeze = freeze
+    return shard
 
 
 def train(shard: TableShard, keys: np.ndarray, step: int) -> None:
@@ -40,100 +66,160 @@ def assert_same(found, expected) -> None:
         assert torch.equal(found[name].view(torch.uint8), values.view(torch.uint8)), name
 
 
+OWNED = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
+
+
+def on_thread(work, *args) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args)
+    thread.start()
+    return thread
+
+
 @pytest.mark.parametrize("num_rows", [4000, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_moment_however_they_change_while_they_are_read(tmp_path, monkeypatch, kind, num_rows):
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 4096)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._PIECE_ROWS", 300)
-    monkeypatch.setattr("nestrec.embedding.stores.frozen._ROWS_A_TURN", 16)
+def test_rows_are_those_of_the_moment_however_they_change_while_they_are_read(tmp_path, kind, num_rows):
     draw, shard = np.random.default_rng(1), make_shard(tmp_path, kind, num_rows)
-    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
-    train(shard, owned[:1500], 1)
+    train(shard, OWNED[:1500], 1)
     expected = columns_of(shard.snapshot())
     frozen, chunks = shard.freeze(max_bytes=2000 * shard.layout.row_bytes), []
-    train(shard, draw.choice(owned, 60, replace=False), 2)
+    train(shard, draw.choice(OWNED, 60, replace=False), 2)
     for step, chunk in enumerate(frozen, start=3):
         chunks.append(chunk)
-        train(shard, draw.choice(owned, 60, replace=False), step)
+        train(shard, draw.choice(OWNED, 60, replace=False), step)
     frozen.close()
-    assert frozen.rows.num_aside > 0, "some rows changed before they were read"
+    assert frozen.rows.aside.num_put > 0, "some rows changed before they were read"
     assert_same(columns_of(chunks), expected)
-    hashes = hash_of(torch.cat([chunk["keys"] for chunk in chunks]).numpy())
     assert len(chunks) > 5
-    assert (np.diff(hashes.astype(np.int64)) >= 0).all(), "in order of hash"
-
-
-def test_training_waits_where_there_is_no_room_aside_and_goes_on_when_reading_ends(tmp_path):
-    shard = make_shard(tmp_path, "dram", 4000)
-    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
-    train(shard, owned, 1)
-    expected = columns_of(shard.snapshot())
-    frozen = shard.freeze(max_bytes=10 * shard.layout.row_bytes)
-    writer = threading.Thread(target=train, args=(shard, owned, 2))
-    writer.start()
-    while frozen.rows.num_aside < 10:
-        assert writer.is_alive()
-    chunks = list(frozen)
-    writer.join()
-    assert_same(columns_of(chunks), expected)
-    frozen.close()
-    given_up = shard.freeze(max_bytes=10 * shard.layout.row_bytes)
-    writer = threading.Thread(target=train, args=(shard, owned, 3))
-    writer.start()
-    given_up.close()
-    writer.join()
-    assert given_up.rows.num_aside <= 10
+    hashes = [hash_of(chunk["keys"].numpy()).astype(np.int64) for chunk in chunks]
+    assert all((np.diff(of_chunk) >= 0).all() for of_chunk in hashes), "in order of hash"
+    by_turn = [of_chunk for of_chunk in hashes if len(of_chunk) > 40]
+    assert len(by_turn) > 5
+    assert (np.diff(np.concatenate(by_turn)) >= 0).all(), "those that nobody changed, also from chunk to chunk"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_no_room_in_memory_goes_into_a_file_and_nobody_waits(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 4096)
+@pytest.mark.parametrize("num_rows", [4000, None])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_of_the_moment_whoever_is_slow_and_however_little_room_there_is(tmp_path, kind, num_rows, seed):
+    """Two threads as they come, or one of them held up now and then, at random."""
+    draw, shard = np.random.default_rng(seed), make_shard(tmp_path, kind, num_rows)
+    train(shard, OWNED, 1)
+    for step in range(2, 5):
+        expected = columns_of(shard.snapshot())
+        frozen = shard.freeze(max_bytes=int(draw.integers(0, 600)) * shard.layout.row_bytes)
+        parts = np.array_split(draw.permutation(OWNED), int(draw.integers(1, 60)))
+        held = threading.Semaphore(int(draw.integers(0, len(parts))))  # so many steps before rows are read
+
+        def write(parts=parts, step=step, held=held) -> None:
+            for part in parts:
+                held.acquire()
+                train(shard, part, step)
+
+        writer, chunks, num_free = on_thread(write), [], int(draw.integers(0, 9))
+        for chunk in frozen:
+            chunks.append(chunk)
+            held.release(num_free) if num_free else None
+        frozen.close()
+        held.release(len(parts))
+        writer.join()
+        assert_same(columns_of(chunks), expected)
+    found = columns_of(shard.snapshot())
+    assert int(found["keys"].shape[0]) == len(OWNED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_no_room_is_handed_out_before_its_turn_and_training_goes_on(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 1024)
     shard = make_shard(tmp_path, kind, 4000)
-    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
-    train(shard, owned, 1)
+    train(shard, OWNED, 1)
     expected = columns_of(shard.snapshot())
-    frozen, chunks = shard.freeze(max_bytes=10 * shard.layout.row_bytes, spill=tmp_path / "spill"), []
-    assert list((tmp_path / "spill").iterdir()) == [], "a kill leaves nothing behind"
-    train(shard, owned[::2], 2)
-    for step, chunk in enumerate(frozen, start=3):
+    frozen, chunks = shard.freeze(max_bytes=100 * shard.layout.row_bytes), []
+    writer = on_thread(lambda: [train(shard, part, 2) for part in np.array_split(OWNED, 100)])
+    for chunk in frozen:
         chunks.append(chunk)
-        train(shard, owned[step::7], step)
-    frozen.close()
-    assert frozen.rows.num_aside > 1000
-    assert_same(columns_of(chunks), expected)
-
-
-def test_a_full_disk_makes_training_wait_as_without_a_file(tmp_path, monkeypatch):
-    shard = make_shard(tmp_path, "dram", 4000)
-    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
-    train(shard, owned, 1)
-    expected = columns_of(shard.snapshot())
-    frozen = shard.freeze(max_bytes=10 * shard.layout.row_bytes, spill=tmp_path)
-    frozen.rows._file.close()
-    monkeypatch.setattr(frozen.rows, "_file", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
-    writer = threading.Thread(target=train, args=(shard, owned, 2))
-    writer.start()
-    chunks = list(frozen)
+        while writer.is_alive() and not frozen.rows.aside.is_crowded:
+            time.sleep(0)  # training is far quicker than the disk
     writer.join()
     frozen.close()
+    assert frozen.rows.aside.num_put > 500
+    assert len(frozen.rows.aside.rows) == 100, "never more memory than it was given"
     assert_same(columns_of(chunks), expected)
 
 
-def test_who_reads_and_who_waits_for_room_never_wait_for_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("nestrec.embedding.stores.frozen._ROWS_A_TURN", 2)
-    shard = make_shard(tmp_path, "dram", 4000)
-    owned = np.flatnonzero(hash_of(np.arange(4000)) >= 2**31)
-    train(shard, owned, 1)
-    for step in range(2, 7):
-        expected = columns_of(shard.snapshot())
-        frozen = shard.freeze(max_bytes=10 * shard.layout.row_bytes)
-        parts = np.array_split(np.random.default_rng(step).permutation(owned), 100)
-        writer = threading.Thread(target=lambda parts=parts, step=step: [train(shard, part, step) for part in parts])
-        writer.start()
-        chunks = list(frozen)
-        writer.join()
-        frozen.close()
-        assert_same(columns_of(chunks), expected)
+def test_training_does_not_wait_for_a_table_whose_turn_has_not_come(tmp_path):
+    first, second = make_shard(tmp_path, "dram", 4000), make_shard(tmp_path, "dram", 4000)
+    train(first, OWNED, 1)
+    train(second, OWNED, 1)
+    expected = columns_of(second.snapshot())
+    tables = {"first": first.freeze(), "second": second.freeze(max_bytes=200 * second.layout.row_bytes)}
+    writer = on_thread(lambda: [train(second, part, 2) for part in np.array_split(OWNED, 100)])
+    aside, order, chunks = tables["second"].rows.aside, [], []
+    for table, chunk in chunks_of(tables):
+        order.append(table)
+        chunks += [chunk] if table == "second" else []
+        while writer.is_alive() and table == "first" and not aside.is_crowded:
+            time.sleep(0)
+    writer.join()
+    assert_same(columns_of(chunks), expected)
+    last = max(place for place, table in enumerate(order) if table == "first")
+    assert order[:last].count("second") > 1, "written between the chunks of the first"
+
+
+@pytest.mark.parametrize("kind", ["device", "dram"])
+def test_who_writes_to_host_memory_never_waits_for_who_reads(tmp_path, kind):
+    shard = make_shard(tmp_path, kind, 4000)
+    train(shard, OWNED, 1)
+    frozen = shard.freeze(max_bytes=4000 * shard.layout.row_bytes)
+    with frozen.rows._moves.of_reader():  # a reader that has lost its core
+        writer = on_thread(train, shard, OWNED, 2)
+        writer.join(60)
+        assert not writer.is_alive()
+    frozen.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_waits_where_there_is_no_room_aside_and_goes_on_when_nobody_reads_any_more(tmp_path, kind):
+    shard = make_shard(tmp_path, kind, 4000)
+    train(shard, OWNED, 1)
+    given_up = shard.freeze(max_bytes=10 * shard.layout.row_bytes)
+    writer = on_thread(train, shard, OWNED, 3)
+    while given_up.rows.aside.num_put < 10:
+        assert writer.is_alive()
+    given_up.close()
+    writer.join()
+    assert given_up.rows.aside.num_put == 10
+
+
+def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
+    """A byte a row, what is aside, chunks, and a piece in order: no more, and no copy of the rows."""
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", CHUNK_BYTES := 1 << 17)
+    monkeypatch.setattr("nestrec.embedding.frozen_table._PIECE_ROWS", 1 << 12)
+    monkeypatch.setattr("nestrec.embedding.frozen_table._ROWS_A_TURN", 1 << 10)
+    table = TableConfig(name="t", dim=4, num_rows=400_000, store=StoreConfig(kind="dram"))
+    shard, keys = TableShard(table, 0, 1, torch.device("cpu")), np.arange(400_000)
+    train(shard, keys, 1)
+    tracemalloc.start()
+    frozen, num_read = shard.freeze(max_bytes=1 << 17), 0
+    for step, chunk in enumerate(frozen):
+        num_read += len(chunk["keys"])
+        train(shard, keys[50 * step : 50 * (step + 1)], 2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    frozen.close()
+    assert num_read == 400_000
+    assert frozen.rows.aside.num_put > 1000
+    assert frozen.rows.aside.rows.nbytes <= 1 << 17
+    assert peak < 400_000 + 4 * CHUNK_BYTES, peak
+
+
+def test_keys_of_equal_hashes_come_in_the_order_of_keys():
+    keys = np.random.default_rng(3).permutation(np.arange(200_000))
+    frozen = FrozenKeys(np.ones(len(keys), np.uint8), keys, {})
+    found = [np.stack([hash_of(keys[slots]).astype(np.int64), keys[slots]]) for slots in frozen.pieces(0, 2**32, 7000)]
+    assert len(found) > 20
+    hashes, ordered = np.concatenate(found, 1)
+    assert (np.diff(hashes) == 0).any()
+    assert np.array_equal(ordered, keys[np.lexsort((keys, hash_of(keys)))])
 
 
 def test_only_rows_changed_since_a_step_are_frozen(tmp_path):
