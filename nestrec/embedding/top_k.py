@@ -129,11 +129,12 @@ def _hide(scores_BC: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor] | N
 def _best_of_chunk(scores_BC: torch.Tensor, keys_C: torch.Tensor, k: int) -> Sequence[torch.Tensor]:
     """The k best of sorted keys, in any order, with ties at the border given to smaller keys."""
     k = min(k, len(keys_C))
-    scores_BK, columns_BK = scores_BC.topk(k, dim=1)
-    border_B1 = scores_BK[:, -1:]
-    # topk is free to pick any of the columns that tie at the border; where it had a choice, a stable sort decides.
-    had_choice = (scores_BC == border_B1).sum(1) > (scores_BK == border_B1).sum(1)
-    rows = had_choice.nonzero().squeeze(1)
+    scores_BK, columns_BK = scores_BC.topk(min(k + 1, len(keys_C)), dim=1)
+    # topk is free to pick any of the columns that tie at the border; where it had a choice, a stable sort decides. It
+    # had one where the score behind the border is that of the border: to count the equal ones would read all scores.
+    had_choice = scores_BK[:, k:] == scores_BK[:, k - 1 : k]
+    rows = had_choice.any(1).nonzero().squeeze(1)
+    scores_BK, columns_BK = scores_BK[:, :k], columns_BK[:, :k]
     if len(rows):
         ordered, columns = scores_BC[rows].sort(dim=1, descending=True, stable=True)
         scores_BK[rows], columns_BK[rows] = ordered[:, :k], columns[:, :k]
