@@ -30,6 +30,7 @@ from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.soundness import check_sound
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.prefix.trigger import Decision
+from nestrec.serving.tracing import EngineTimes
 from nestrec.serving.versions.followed import Followed
 from nestrec.serving.versions.opening import open_source, source_of
 
@@ -57,7 +58,7 @@ class ServiceConfig:
     """how long after /v1/preinfer a ranking request is answered by the same version, though another has taken over"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Fleet:
     """The engines of one version of one model. Whatever a request needs of the model it takes from one fleet."""
 
@@ -65,6 +66,11 @@ class Fleet:
     engines: tuple[Engine, ...]
     loaded_at_s: float = field(default_factory=time.time)
     """Unix seconds"""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of a candidate's scores."""
+        return self.engines[0].form.outputs
 
     def close(self, drain_s: float) -> None:
         for engine in self.engines:
@@ -164,34 +170,52 @@ class Service:
 
     def refusal(self, role: str, sender: Sender) -> OverloadedError | None:
         """For a request that nobody has looked into yet, where no instance has room for one of its bytes."""
-        engines = self.fleets[role].engines
-        for engine in engines:
-            if not engine.is_full_for(sender):
-                return None
-        return engines[0].refuse()
+        return self.fleets[role].engines[0].refuse() if self.is_full(self.fleets[role], sender) else None
+
+    @staticmethod
+    def is_full(fleet: Fleet, sender: Sender) -> bool:
+        """No instance has room for a request of this sender, whatever is in it."""
+        return all(engine.is_full_for(sender) for engine in fleet.engines)
 
     async def rank(
         self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
     ) -> Answer:
         """Scores of candidates by the user's instance; another one, with full inference, where that has died."""
+        sender = current_sender.get()
+        slot, work = self.begin_rank(fleet, user, history, candidates, timeout_s=timeout_s, sender=sender)
+        try:
+            answer = await _result(work, timeout_s)
+            self.check_names(fleet, answer)
+            tracing.note_engine(EngineTimes.of(work), answer, len(candidates))
+            return answer
+        finally:
+            self.end_rank(slot)
+
+    def begin_rank(
+        self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float, sender: Sender
+    ) -> tuple[int, Work]:
+        """A request in the queue of the user's instance, and the slot of that until `end_rank`."""
         slot = self._begin(user)
         try:
-            try:
-                engine, sender = fleet.engines[slot], current_sender.get()
-                work = engine.rank(user, history, candidates, timeout_s=timeout_s, sender=sender)
-                self._came(user)
-            except UnavailableError:
+            work = fleet.engines[slot].rank(user, history, candidates, timeout_s=timeout_s, sender=sender)
+        except BaseException as error:
+            self.end_rank(slot)
+            if isinstance(error, UnavailableError):
                 self._came(user)
                 if fleet not in self.fleets.values():
                     raise SwappedError from None
-                raise
-            answer = await _result(work, timeout_s)
-            if answer.version != fleet.servable.version and self._has_grown_since(fleet):
-                raise SwappedError
-            tracing.note_engine(work, answer.version)
-            return answer
-        finally:
-            self._end(slot)
+            raise
+        self._came(user)
+        return slot, work
+
+    def end_rank(self, slot: int) -> None:
+        with self._lock:
+            self.router.end(slot)
+
+    def check_names(self, fleet: Fleet, answer: Answer) -> None:
+        """`SwappedError` where an answer is by a later version, with other names than those that it was read with."""
+        if answer.version != fleet.servable.version and self._has_grown_since(fleet):
+            raise SwappedError
 
     def _has_grown_since(self, fleet: Fleet) -> bool:
         """Whether a request that was read with the names of this fleet's model may mean something else by now."""
@@ -199,50 +223,47 @@ class Service:
         now = [other.servable for other in self.fleets.values() if other.engines == fleet.engines]
         return not now or now[0].item_keys is not old.item_keys or now[0].spec.columns is not old.spec.columns
 
-    def preinfer(
+    async def preinfer(
         self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
     ) -> Decision:
         """Tell the user's instance that a ranking request is on its way."""
+        sender = current_sender.get()
+        return self.signal(fleet, user, history, now_ms, num_candidates, timeout_s=timeout_s, sender=sender)
+
+    def signal(
+        self,
+        fleet: Fleet,
+        user: str,
+        history: History,
+        now_ms: int,
+        num_candidates: int,
+        *,
+        timeout_s: float,
+        sender: Sender,
+    ) -> Decision:
+        """The same, of a sender that is named."""
         slot = self._begin(user)
         try:
             engine = fleet.engines[slot]
-            sender = current_sender.get()
             return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s, sender=sender)[0]
         except UnavailableError:
             if fleet not in self.fleets.values():
                 raise SwappedError from None
             raise
         finally:
-            self._end(slot)
+            self.end_rank(slot)
 
-    def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[Fleet, Decision]:
+    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[Fleet, Decision]:
         """Whether a signal of a user with so many events would be of use to the instance that would get it."""
         fleet, slot = self.fleets[self.ranker], self._begin(user)
         try:
             return fleet, fleet.engines[slot].foresee(num_events, num_candidates)
         finally:
-            self._end(slot)
+            self.end_rank(slot)
 
     def signals_from(self, num_candidates: int) -> int:
         """Events of the shortest history whose signal would be of use to some instance now."""
         return min(engine.signals_from(num_candidates) for engine in self.fleets[self.ranker].engines)
-
-    async def retrieve(
-        self,
-        fleet: Fleet,
-        user: str,
-        history: History,
-        *,
-        count: int,
-        now_ms: int,
-        excluded: Ids,
-        allowed: Ids | None = None,
-        timeout_s: float,
-    ) -> Answer:
-        """The best items of the catalogue, or of those that are allowed."""
-        none = np.zeros(0, np.int64)
-        asked = Candidates(items=none, now_ms=now_ms, num_best=count, excluded=excluded, allowed=allowed)
-        return await self.rank(fleet, user, history, asked, timeout_s=timeout_s)
 
     def forget(self, user: str) -> None:
         """Drop a user's prefixes on every instance."""
@@ -344,10 +365,6 @@ class Service:
         if route is None:
             raise UnavailableError("no instance is alive", 1.0)
         return route.slot
-
-    def _end(self, slot: int) -> None:
-        with self._lock:
-            self.router.end(slot)
 
     def _is_alive(self, number: int) -> bool:
         return all(fleet.engines[number].is_alive for fleet in self.fleets.values())

@@ -7,6 +7,7 @@ routes, statuses, sizes and where a prefix was; never who asked or for what.
 import contextlib
 import time
 from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nestrec.base.bounds import Share
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
 
-    from nestrec.serving.engine.work import Work
+    from nestrec.serving.engine.work import Answer, Work
 
 HEADER = b"traceparent"
 _NAME = "nestrec"
@@ -115,19 +116,34 @@ def sending(slot_port: int) -> Iterator[bytes]:
         yield b"%s: %s\r\n" % (HEADER, carrier[HEADER.decode()].encode()) if carrier else b""
 
 
-def note_engine(work: "Work", version: str) -> None:
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """What an engine has taken down of a request; moments are of `perf_counter`, which all processes share."""
+
+    arrived_s: float
+    planned_s: float
+    computed_s: float
+    """device seconds of the batches that it had a part in"""
+    num_tokens: int
+
+    @staticmethod
+    def of(work: "Work") -> "EngineTimes":
+        return EngineTimes(work.arrived_s, work.planned_s, work.computed_s, work.tokens.length)
+
+
+def note_engine(times: EngineTimes, answer: "Answer", num_candidates: int) -> None:
     """Spans of what an engine has done for a request, made afterwards from the times that it took down."""
     if _Tracing.tracer is None:
         return
     now_ns, offset_ns = time.time_ns(), time.time_ns() - time.perf_counter_ns()
-    arrived_ns, planned_ns = (int(moment_s * 1e9) + offset_ns for moment_s in (work.arrived_s, work.planned_s))
+    arrived_ns, planned_ns = (int(moment_s * 1e9) + offset_ns for moment_s in (times.arrived_s, times.planned_s))
     facts: dict[str, Any] = {
-        "nestrec.prefix": work.source,
-        "nestrec.cached_tokens": work.num_cached,
-        "nestrec.tokens": work.tokens.length,
-        "nestrec.candidates": 0 if work.candidates is None else len(work.candidates),
-        "nestrec.model_version": version[:12],
-        "nestrec.device_seconds": work.computed_s,
+        "nestrec.prefix": answer.source,
+        "nestrec.cached_tokens": answer.num_cached,
+        "nestrec.tokens": times.num_tokens,
+        "nestrec.candidates": num_candidates,
+        "nestrec.model_version": answer.version[:12],
+        "nestrec.device_seconds": times.computed_s,
     }
     for name, start_ns, end_ns, attributes in (
         ("serve.engine.queue", arrived_ns, planned_ns, {}),

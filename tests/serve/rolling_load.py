@@ -31,8 +31,11 @@ def write_versions(root):
 class Load:
     """Each user announces and asks, one request after the other, and nothing is sent twice."""
 
-    def __init__(self, port, *, repeats_closed=False):
-        """repeats_closed: a request on a connection that was closed meanwhile is sent once more, and counted."""
+    def __init__(self, port, *, repeats_closed=False, asked=ASKED):
+        """repeats_closed: a request on a connection that was closed meanwhile is sent once more, and counted. asked: of
+        each user."""
+        self._asked = asked
+        self._signal = {"history": asked["history"], "timeout_ms": asked["timeout_ms"]}
         self._repeats_closed, self.num_repeated = repeats_closed, 0
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0)
         self.answers, self.num_requests, self.num_failed, self.num_split, self.is_over = {}, 0, 0, 0, False
@@ -40,8 +43,8 @@ class Load:
     async def ask(self, user):
         met = self.answers[user] = []
         while not self.is_over:
-            told = await self._post("/v1/preinfer", {"user": user, "history": HISTORY, "timeout_ms": 10_000})
-            ranked = await self._post("/v1/rank", {"user": user, **ASKED})
+            told = await self._post("/v1/preinfer", {"user": user, **self._signal})
+            ranked = await self._post("/v1/rank", {"user": user, **self._asked})
             if told is not None and ranked is not None:
                 self.num_split += told["model"] != ranked["model"]
                 met.append((ranked["model"], json.dumps(ranked["scores"])))

@@ -37,6 +37,8 @@ class RelayBench:
     random weights, inside this process, for the limits of the engine itself"""
     instances: int = 1
     """servers behind a gateway (over HTTP)"""
+    front_processes: int | None = None
+    """of each server (over HTTP); none: as it chooses"""
     history: tuple[int, ...] = (512,)
     """events of a user; two tokens each"""
     lengths: tuple[int, ...] = ()

@@ -80,6 +80,7 @@ class _Bed:
         for tier in ("cache_bytes", "dram_bytes"):
             options += [f"{_ENGINE}.tiers.{tier}", str(getattr(bench, tier))]
         options += [f"{_ENGINE}.prefix_dtype", bench.prefix_dtype]
+        options += ["--front_processes", str(bench.front_processes)] if bench.front_processes is not None else []
         if bench.instances > 1:
             options += ["--instances", str(bench.instances), "--front", "gateway"]
         self._serving = server(Path(bench.model), *options)
@@ -125,7 +126,8 @@ class _Bed:
             "generator_late_p99_ms": round(best.lateness_ms, 3) if best else None,
             "is_cut": time.perf_counter() > end_s, "tried": sorted(tried, key=lambda one: one["rate"]),
             "in_process": False, "model": bench.model, "instances": bench.instances, "device": bench.device,
-            "cache_bytes": bench.cache_bytes, "prefix_dtype": bench.prefix_dtype, **_told(Path(bench.model)),
+            "front_processes": bench.front_processes, "cache_bytes": bench.cache_bytes,
+            "prefix_dtype": bench.prefix_dtype, **_told(Path(bench.model)),
         }  # fmt: skip
 
     def _trial(

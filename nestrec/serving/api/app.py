@@ -5,13 +5,13 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
+from nestrec.serving.api.posts import Posts, explained, handled
 from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
@@ -19,21 +19,16 @@ from nestrec.serving.api.protocol.http import (
     Receive,
     Scope,
     Send,
-    as_json,
     check_head,
-    parse_json,
     problem,
-    retry_after,
     unless_disconnected,
 )
 from nestrec.serving.api.protocol.incoming import client_in
-from nestrec.serving.api.protocol.long_lists import loads, warm_up
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
-from nestrec.serving.api.shapes import reader
+from nestrec.serving.api.schema import LimitsConfig, parse_user
 from nestrec.serving.client import Sender, current_sender
-from nestrec.serving.engine.work import OverloadedError, RefusedError, UnavailableError
+from nestrec.serving.engine.work import UnavailableError
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, StoreAwayError
 from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
@@ -63,36 +58,13 @@ class App:
         self.front = Front(
             service=service, limits=limits, store=self._store, metrics=self.metrics, endpoints=found, reloader=reloader
         )
-        self._posts: dict[str, Handler] = {}
-        self._others: dict[str, Endpoint] = {}
-        self._patterns: list[tuple[re.Pattern[str], Endpoint]] = []
-        self._computed_by: dict[str, str | None] = {}
-        self._takes_kept_history: set[str] = set()
-        self._takes_plain_lists: set[str] = set()
-        warm_up()
-        for endpoint in found.values():
-            self._add(endpoint)
+        whole = [endpoint for endpoint in found.values() if "{" not in endpoint.path]
+        self._posts = Posts(self.front, [one for one in whole if one.method == "POST"], self.metrics.observe)
+        self._others = {endpoint.path: endpoint for endpoint in whole if endpoint.method != "POST"}
+        self._patterns = [(_pattern(one.path), one) for one in found.values() if "{" in one.path]
+        self._takes_kept_history = {endpoint.path for endpoint in whole if endpoint.takes_kept_history}
         self._routes = {endpoint.path for endpoint in found.values()}
-        self.plain_routes: Mapping[bytes, str] = {route.encode(): route for route in self._posts}
-
-    def _add(self, endpoint: Endpoint) -> None:
-        if "{" in endpoint.path:
-            path = re.compile(re.sub(r"\\{\w+\\}", "([^/]*)", re.escape(endpoint.path)))
-            self._patterns.append((path, endpoint))
-        elif endpoint.method == "POST":
-            read = reader(endpoint.request, self._limits) if endpoint.request is not None else lambda _: None
-            self._posts[endpoint.path] = partial(self._handle, endpoint, read)
-            self._computed_by[endpoint.path] = endpoint.computed_by
-            if endpoint.takes_kept_history:
-                self._takes_kept_history.add(endpoint.path)
-            if endpoint.takes_plain_lists:
-                self._takes_plain_lists.add(endpoint.path)
-        else:
-            self._others[endpoint.path] = endpoint
-
-    async def _handle(self, endpoint: Endpoint, read: Callable[[Any], Any], data: Any) -> Answered:
-        answer = await endpoint.handle(self.front, read(data))
-        return answer if isinstance(answer, Answered) else as_json(answer, endpoint.status)
+        self.plain_routes: Mapping[bytes, str] = self._posts.plain_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -109,23 +81,16 @@ class App:
             self.metrics.observe(self._known(route), 499, time.perf_counter() - start_s)
             return
         except Exception as error:
-            answered = _explained(error)
+            answered = explained(error)
         await answered.send(send, is_last=body.is_unread)
         self.metrics.observe(self._known(route), answered.status, time.perf_counter() - start_s)
 
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         """Answer a request without ASGI in between."""
-        start_s = time.perf_counter()
-        current_sender.set(Sender(client, len(body)))
-        try:
-            answered = await self._through_swaps(route, self._parsed(route, body))
-        except asyncio.CancelledError:
-            self.metrics.observe(route, 499, time.perf_counter() - start_s)
-            raise
-        except Exception as error:
-            answered = _explained(error)
-        reply(answered)
-        self.metrics.observe(route, answered.status, time.perf_counter() - start_s)
+        await self._posts.serve(route, Sender(client, len(body)), self._posted(route, body), reply)
+
+    async def _posted(self, route: str, body: bytes) -> Answered:
+        return await self._through_swaps(route, self._posts.parsed(route, body))
 
     async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, Answered]:
         method, path = scope["method"], scope["path"]
@@ -136,15 +101,15 @@ class App:
             body = await unread.read()
             sender = Sender(client_in(scope), len(body))
             current_sender.set(sender)
-            if (refusal := self._refusal(path, sender)) is not None:
+            if (refusal := self._posts.refusal(path, sender)) is not None:
                 raise refusal
-            return path, await unless_disconnected(self._through_swaps(path, self._parsed(path, body)), receive)
+            return path, await unless_disconnected(self._posted(path, body), receive)
         endpoint, argument = self._found(path, scope["raw_path"].decode("latin-1"))
         if endpoint is None:
             return "other", problem(404, "there is nothing here")
         if method != endpoint.method and (method, endpoint.method) != ("HEAD", "GET"):
             return endpoint.path, problem(405, f"use {endpoint.method}", "", (b"allow", endpoint.method.encode()))
-        return endpoint.path, await self._handle(endpoint, _as_it_is, argument)
+        return endpoint.path, await handled(endpoint, self.front, argument)
 
     def _found(self, path: str, raw_path: str) -> tuple[Endpoint | None, str | None]:
         """The endpoint without a body that a path belongs to, and what the path holds in place of braces.
@@ -159,26 +124,14 @@ class App:
         return None, None
 
     def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
-        """The answer to a request that is refused before it is parsed; none where it may be served.
-
-        Under overload most requests end here: reading them would take the interpreter from the work of the others.
-        """
-        refusal = self._refusal(route, Sender(client, num_bytes))
-        if refusal is None:
-            return None
-        self.metrics.observe(route, 429, 0.0)
-        return _explained(refusal)
+        """The answer to a request that is refused before it is parsed; none where it may be served."""
+        return self._posts.refused_unread(route, client, num_bytes)
 
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self.metrics.refusals = refusals
 
     def count_malformed(self, status: int) -> None:
         self.metrics.observe("malformed", status, 0.0)
-
-    def _refusal(self, path: str, sender: Sender) -> OverloadedError | None:
-        role = self._computed_by[path]
-        role = self._service.ranker if role == "ranker" else role
-        return self._service.refusal(role, sender) if role in self._service.fleets else None
 
     async def _with_history(self, data: dict[str, Any]) -> dict[str, Any]:
         """A request without a history gets the one that the store has; so does one that prefers it, whose own stands in
@@ -200,20 +153,16 @@ class App:
             return data
         return {**data, "history": fitted(kept, self._service.fleet(self._service.ranker).servable, self._limits)}
 
-    def _parsed(self, path: str, body: bytes) -> dict[str, Any]:
-        return parse_json(body, loads) if path in self._takes_plain_lists else parse_json(body)
-
     async def _through_swaps(self, path: str, data: dict[str, Any]) -> Answered:
         """A request that arrives while a model is swapped begins again with the new one."""
         while True:
             try:
-                if self._takes_kept(path, data):
-                    return await self._posts[path](await self._with_history(data))
-                return await self._posts[path](data)
+                takes_kept = await self._takes_kept(path, data)
+                return await self._posts.handle(path, await self._with_history(data) if takes_kept else data)
             except SwappedError:
                 continue
 
-    def _takes_kept(self, path: str, data: dict[str, Any]) -> bool:
+    async def _takes_kept(self, path: str, data: dict[str, Any]) -> bool:
         """A request is about events that are kept here. A signal that tells their number fetches them only where that
         would be of use."""
         if path not in self._takes_kept_history or ("history" in data and data.get("prefer_kept") is not True):
@@ -222,13 +171,13 @@ class App:
         if path != _SIGNAL_PATH or type(events) is not int or type(candidates) is not int or events < 0:
             return True
         known = parse_user(user, self._limits)
-        return self._service.foresee(known, events, candidates)[1].reason == "wanted"
+        return (await self._service.foresee(known, events, candidates))[1].reason == "wanted"
 
     def _known(self, route: str) -> str:
         return route if route in self._routes else "other"
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
-        sampling = asyncio.create_task(self.metrics.timeline.run())
+        sampling = asyncio.create_task(self.metrics.sample())
         while True:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
@@ -239,19 +188,6 @@ class App:
                 return
 
 
-def _explained(error: Exception) -> Answered:
-    """The answer to a request that was not served."""
-    match error:
-        case BadRequestError():
-            return problem(error.status, error.message, error.field)
-        case OverloadedError():
-            return problem(429, error.reason, "", retry_after(error.retry_after_s))
-        case RefusedError():
-            return problem(503, error.reason, "", retry_after(error.retry_after_s))
-        case _:
-            _LOG.error("a request failed", exc_info=error)
-            return problem(500, "the request failed here")
-
-
-def _as_it_is(data: Any) -> Any:
-    return data
+def _pattern(path: str) -> re.Pattern[str]:
+    """Of a path with a part in braces."""
+    return re.compile(re.sub(r"\\{\w+\\}", "([^/]*)", re.escape(path)))

@@ -42,6 +42,9 @@ class Endpoint:
     """a request without `history` gets the events that the server keeps of its user"""
     takes_plain_lists: bool = False
     """its handler reads long lists of a request as `PlainList` too"""
+    runs_in_fronts: bool = False
+    """its handler needs no more than `HotFront` has, so that a front in a process of its own answers it; others are
+    answered by the process that computes"""
     computed_by: Literal["retrieval", "ranker"] | None = None
     """the model whose full queue has requests refused before they are read"""
     admin: bool = False

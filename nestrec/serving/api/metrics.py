@@ -1,7 +1,9 @@
 """Counters and latencies for Prometheus and for the live page. No id of a user or an item enters them."""
 
+import asyncio
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from nestrec.serving.api.engine_metrics import EngineCollector, RefusalCollector, engine_status
 from nestrec.serving.api.follow_metrics import FollowCollector, follow_status
-from nestrec.serving.api.timeline import ServingTimeline
+from nestrec.serving.api.timeline import STEP_S, ServingTimeline
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.service import Service
 from nestrec.serving.versions.follower import VersionFollower
@@ -36,6 +38,21 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self.timeline = ServingTimeline(service)
+        self.gather: Callable[[], Awaitable[None]] | None = None
+        """has everybody who answers requests of this service tell what they have observed"""
+
+    async def gathered(self) -> "Metrics":
+        """With what is known elsewhere."""
+        if self.gather is not None:
+            await self.gather()
+        return self
+
+    async def sample(self) -> None:
+        """For the timeline, until it is cancelled."""
+        while True:
+            await asyncio.sleep(STEP_S)
+            await self.gathered()
+            self.timeline.sample(time.time())
 
     def observe(self, route: str, status: int, seconds: float) -> None:
         self._answers.observe(route, status, seconds)

@@ -6,6 +6,7 @@ SIGTERM drains and ends it; SIGHUP loads the model folders anew and swaps what h
 import gc
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 import uvicorn
 
-from nestrec.base.bounds import Count, NonNegative, Port
+from nestrec.base.bounds import Count, Natural, NonNegative, Port
 from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.distributed.topology import check_device
@@ -33,6 +34,8 @@ from nestrec.serving.api.protocol.plain_cycle import Door
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.fronts.hub import FrontHub
+from nestrec.serving.fronts.template import Template
 from nestrec.serving.histories.store import HistoryStoreConfig, make_store
 from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
@@ -46,6 +49,7 @@ from nestrec.serving.versions.follower import VersionFollowConfig
 _LOG = logging.getLogger(__name__)
 SLOT_VARIABLE = "NESTREC_SLOT"
 """of the environment of an instance: its number behind a front"""
+_CORES_A_FRONT, _MOST_FRONTS = 4, 4
 _COLLECT_EVERY = 20_000
 """objects made and not yet freed between two looks for garbage: requests leave next to none that must be looked for"""
 
@@ -71,6 +75,9 @@ class ServeConfig:
     """processes behind a front"""
     front: Literal["none", "gateway", "nginx", "ray"] = "none"
     """what stands before several instances; none: this process answers by itself"""
+    front_processes: Natural | None = None
+    """processes that read requests and write answers, beside the one that computes; 0 or 1: that one does it itself;
+    none: one for every four cores beside a GPU, four at most, where no keys are asked for and no front stands before"""
     ray_gpus: NonNegative | None = None
     """GPUs that each instance asks Ray for, a part of one where several share it; none: one where it runs on a GPU"""
     threads: Count = 1
@@ -105,10 +112,14 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     end_with_front(signals, cfg.service.drain_s + 5.0)
     safety = safety_of(cfg)
     sockets = bound_sockets(cfg.host, cfg.port)
+    count = num_fronts(cfg, device)
+    template = Template() if count > 1 else None
     try:
         service = Service.load(folders, cfg.service, device, cfg.tables)
     except BaseException:
         close_all(sockets)
+        if template is not None:
+            template.close()
         raise
     follow = cfg.follow
     if follow.moves == "together" and SLOT_VARIABLE not in os.environ:  # there is no front to move it
@@ -122,8 +133,15 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     sys.setswitchinterval(5e-5)
     url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
     try:
-        run_server(server_config(service, cfg, safety, reloader), sockets, signals, lambda: announce(url))
+        app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
+        if template is None:
+            run_server(uvicorn_config(app, cfg, app, safety), sockets, signals, lambda: announce(url))
+        else:
+            hub = _hub(app, cfg, safety, template, count=count, port=port_of(sockets))
+            hub.run(uvicorn_config(hub, cfg, safety=safety), sockets, signals, lambda: announce(url))
     finally:
+        if template is not None:
+            template.close()
         tracing.stop()
         safety.close()
         reloader.close()
@@ -132,15 +150,32 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     wait_for_log()
 
 
+def num_fronts(cfg: ServeConfig, device: str) -> int:
+    """Processes that take requests."""
+    if cfg.front_processes is not None:
+        return max(1, cfg.front_processes)
+    if torch.device(device).type != "cuda" or cfg.safety.keys or SLOT_VARIABLE in os.environ:
+        return 1
+    return max(1, min(_MOST_FRONTS, len(os.sched_getaffinity(0)) // _CORES_A_FRONT))
+
+
+def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, count: int, port: int) -> FrontHub:
+    app.count_refusals_of(safety.refusals)
+    return FrontHub(
+        app,
+        template,
+        lambda: bound_sockets(cfg.host, port, is_shared=True),
+        count=count,
+        config=pickle.dumps((cfg, count)),
+        drain_s=cfg.service.drain_s,
+        refusals=safety.refusals,
+    )
+
+
 def safety_of(cfg: ServeConfig) -> Safety:
     """Refuses where other machines could ask without being asked who they are."""
     check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
     return Safety(cfg.safety, cfg.host)
-
-
-def server_config(service: Service, cfg: ServeConfig, safety: Safety, reloader: Reloader) -> uvicorn.Config:
-    app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
-    return uvicorn_config(app, cfg, app, safety)
 
 
 def uvicorn_config(

@@ -1,7 +1,5 @@
 """The last ten minutes of a server, a sample a second: what the charts of the live page are made of."""
 
-import asyncio
-import time
 from collections import deque
 from typing import Any
 
@@ -33,12 +31,6 @@ class ServingTimeline:
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
         if outcome == "answered" and len(self._times) < _MOST_TIMES:
             self._times.append(seconds)
-
-    async def run(self) -> None:
-        """Take samples until it is cancelled."""
-        while True:
-            await asyncio.sleep(STEP_S)
-            self.sample(time.time())
 
     def sample(self, now_s: float) -> None:
         """What has happened since the last one, and how things stand. now_s: Unix seconds."""

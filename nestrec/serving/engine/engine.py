@@ -151,6 +151,10 @@ class Engine:
         self._count("refused_overload")
         return OverloadedError("more work waits than can be done in time", max(0.05, self.queued_s))
 
+    def refused_unread(self, count: int) -> None:
+        """Requests were refused elsewhere, by what `is_full_for` has said."""
+        self.counts["refused_overload"] = self.counts.get("refused_overload", 0) + count
+
     def preinfer(
         self,
         user: str,

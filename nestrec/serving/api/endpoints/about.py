@@ -35,17 +35,17 @@ async def describe(front: Front, _: Any) -> Any:
 
 async def status(front: Front, _: Any) -> Any:
     """What the live page shows."""
-    return front.metrics.status()
+    return (await front.metrics.gathered()).status()
 
 
 async def now(front: Front, _: Any) -> Any:
     """How it stands, how it went, and the last requests of the relay."""
-    now_s = time.perf_counter()
+    metrics, now_s = await front.metrics.gathered(), time.perf_counter()
     recent = {
         role: [one for engine in fleet.engines for one in engine.recent.told(now_s)]
         for role, fleet in front.service.fleets.items()
     }
-    return {"status": front.metrics.status(), "timeline": front.metrics.timeline.columns(), "relay": recent}
+    return {"status": metrics.status(), "timeline": metrics.timeline.columns(), "relay": recent}
 
 
 async def live(front: Front, _: Any) -> HealthAnswer | Answered:
@@ -63,7 +63,7 @@ async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
 
 async def metrics(front: Front, _: Any) -> Answered:
     """Counters for Prometheus."""
-    return Answered(200, front.metrics.exposition(), _PROMETHEUS.encode())
+    return Answered(200, (await front.metrics.gathered()).exposition(), _PROMETHEUS.encode())
 
 
 async def models(front: Front, _: Any) -> ModelsAnswer:
@@ -82,7 +82,7 @@ def _model(fleet: Fleet) -> ModelAnswer:
     answer: ModelAnswer = {
         "version": servable.version[:12],
         "name": servable.spec.name,
-        "outputs": list(form.outputs),
+        "outputs": list(fleet.outputs),
         "items": servable.spec.num_items,
         "max_events": form.max_events,
         "reads": reads + [f"user_features.{name}" for name in user_features],

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.serving.api.answering import HotFront
 from nestrec.serving.api.answers import Done, Prefix, RankAnswer
-from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.endpoint import Endpoint
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Asked, Features, Reader, check_feature_names, unknown_of
 from nestrec.serving.api.requests import ItemId, RankRequest
@@ -43,7 +44,7 @@ class _Scored:
     """of the model that computed them"""
 
 
-async def rank(front: Front, request: RankRequest) -> RankAnswer:
+async def rank(front: HotFront, request: RankRequest) -> RankAnswer:
     """Scores in the order of the candidates."""
     fleet = front.service.ranking_fleet(parse_user(request.user, front.limits))
     notes = Notes(request.unknown)
@@ -66,7 +67,7 @@ async def rank(front: Front, request: RankRequest) -> RankAnswer:
     return answer
 
 
-async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes: Notes) -> _Scored:
+async def score(front: HotFront, fleet: Fleet, asked: Asked, wanted: Wanted, notes: Notes) -> _Scored:
     """Scores of items by a model, which may not know some of them."""
     keys, features = wanted.keys, wanted.features
     ids = Reader(fleet.servable, front.limits, notes).items(keys, wanted.field)
@@ -77,7 +78,7 @@ async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes:
     if not is_scored.all():
         features = {name: values[is_scored] for name, values in features.items()}
     chosen = Candidates(items=ids[is_scored], now_ms=asked.now_ms, features=features)
-    scores = np.full((len(ids), len(fleet.engines[0].form.outputs)), LAST, np.float32)
+    scores = np.full((len(ids), len(fleet.outputs)), LAST, np.float32)
     prefix: Prefix = {"from": "none", "tokens": 0}
     version = fleet.servable.version
     if len(chosen):
@@ -91,7 +92,7 @@ async def score(front: Front, fleet: Fleet, asked: Asked, wanted: Wanted, notes:
 
 def columns(fleet: Fleet, scores: NDArray[np.float32]) -> dict[str, list[float]]:
     """By name of the model's outputs; JSON is written from arrays."""
-    outputs = fleet.engines[0].form.outputs
+    outputs = fleet.outputs
     return {name: np.ascontiguousarray(scores[:, i]) for i, name in enumerate(outputs)}  # type: ignore[misc]
 
 
@@ -110,6 +111,7 @@ RANK = Endpoint(
     answer=RankAnswer,
     takes_kept_history=True,
     takes_plain_lists=True,
+    runs_in_fronts=True,
     computed_by="ranker",
     example={
         "user": "ann",

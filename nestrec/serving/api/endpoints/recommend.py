@@ -5,20 +5,21 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.serving.api.answering import HotFront
 from nestrec.serving.api.answers import Prefix, RecommendAnswer
-from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.endpoint import Endpoint
 from nestrec.serving.api.endpoints.rank import Wanted, columns, prefix_of, score
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader, check_feature_names, unknown_of
 from nestrec.serving.api.requests import ItemId, RecommendRequest
 from nestrec.serving.api.schema import BadRequestError
-from nestrec.serving.model.inputs import distinct
+from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.service import Fleet
 
 _USUAL_K = 10
 
 
-async def recommend(front: Front, request: RecommendRequest) -> RecommendAnswer:
+async def recommend(front: HotFront, request: RecommendRequest) -> RecommendAnswer:
     """Where a ranking model is served too, its signal goes out first, then retrieval, then ranking of what it found."""
     service = front.service
     if "retrieval" not in service.fleets:
@@ -33,7 +34,7 @@ async def recommend(front: Front, request: RecommendRequest) -> RecommendAnswer:
 class _Recommending:
     """One request on its way through the models."""
 
-    def __init__(self, front: Front, request: RecommendRequest, retrieval: Fleet):
+    def __init__(self, front: HotFront, request: RecommendRequest, retrieval: Fleet):
         self._front, self._request, self._retrieval = front, request, retrieval
         self._notes, self._k = Notes(request.unknown), request.k or _USUAL_K
         self._reader = Reader(retrieval.servable, front.limits, self._notes)
@@ -43,15 +44,15 @@ class _Recommending:
         """What retrieval finds: so many as are wanted, and at least so many."""
         asked, request, servable = self._asked, self._request, self._retrieval.servable
         seen = distinct(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
-        found = await self._front.service.retrieve(
-            self._retrieval,
-            asked.user,
-            asked.history,
-            count=max(self._k, least),
+        best = Candidates(
+            items=np.zeros(0, np.int64),
             now_ms=asked.now_ms,
+            num_best=max(self._k, least),
             excluded=np.union1d(seen, self._listed(request.exclude, "exclude")) if request.exclude else seen,
             allowed=None if request.allow is None else self._listed(request.allow, "allow"),
-            timeout_s=asked.timeout_s,
+        )
+        found = await self._front.service.rank(
+            self._retrieval, asked.user, asked.history, best, timeout_s=asked.timeout_s
         )
         said = self._notes.said()
         answer: RecommendAnswer = {
@@ -68,7 +69,7 @@ class _Recommending:
         service, notes, preranked = self._front.service, self._notes, self._front.service.cfg.preranked
         reader = Reader(ranking.servable, self._front.limits, notes)
         asked, features = reader.user(self._request), reader.candidate_features(self._request, 1)
-        service.preinfer(ranking, asked.user, asked.history, asked.now_ms, preranked, timeout_s=asked.timeout_s)
+        await service.preinfer(ranking, asked.user, asked.history, asked.now_ms, preranked, timeout_s=asked.timeout_s)
         keys = (await self.found(preranked))["items"]
         of_all = {name: np.repeat(values, len(keys)) for name, values in features.items()}
         notes.policy = "last" if notes.policy == "refuse" else notes.policy  # the client has named none of these
@@ -106,6 +107,7 @@ RECOMMEND = Endpoint(
     answer=RecommendAnswer,
     takes_kept_history=True,
     takes_plain_lists=True,
+    runs_in_fronts=True,
     computed_by="retrieval",
     example={
         "user": "ann",

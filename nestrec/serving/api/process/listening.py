@@ -17,8 +17,9 @@ from nestrec.serving.api.process.signals import Signals
 _PORT_REMEDY = "stop what listens there, or name another port (--port 0 takes a free one)"
 
 
-def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """One for each address of the host, all on one port; 0 takes a free one."""
+def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
+    """One for each address of the host, all on one port; 0 takes a free one. is_shared: others of this kind may listen
+    there too, and the system deals connections out to them."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -29,6 +30,8 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
         for family, kind, protocol, _, address in dict.fromkeys(found):
             sockets.append(socket.socket(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             taken = sockets[0].getsockname()[1] if len(sockets) > 1 else port

@@ -27,10 +27,12 @@ class DisconnectedError(Exception):
 class Answered:
     """Status, body and headers of an answer."""
 
-    __slots__ = ("body", "headers", "status")
+    __slots__ = ("body", "headers", "is_counted", "status")
 
     def __init__(self, status: int, body: bytes, content_type: bytes = JSON, *headers: Header):
         self.status, self.body = status, body
+        self.is_counted = False
+        """it has been, where it comes from"""
         self.headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
 
     def as_http(self, more_headers: Iterable[Header] = (), *, is_last: bool = False) -> bytes:

@@ -1,0 +1,491 @@
+"""The side of the process that computes: what its fronts ask goes to the engines, and answers go back, many at a time.
+
+Of a ranking request this process has the arrays alone: nothing is parsed, looked up or written as JSON here, so that
+the interpreter is free for the thread that launches batches. A front that dies is replaced, and costs the requests that
+it was answering.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+import uvicorn
+
+from nestrec.base.errors import UserError
+from nestrec.serving import tracing
+from nestrec.serving.api.app import App
+from nestrec.serving.api.process.listening import Server, close_all
+from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send
+from nestrec.serving.api.protocol.incoming import Incoming
+from nestrec.serving.client import Sender
+from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError, UnavailableError, Work
+from nestrec.serving.fronts.frames import Channel, FrameKind, frame
+from nestrec.serving.fronts.layouts import FAILED, OK, OVERLOADED, SWAPPED, UNAVAILABLE, Asking, Replied
+from nestrec.serving.fronts.names import FleetNumbers, TellNames
+from nestrec.serving.safety.request_id import current_request_id
+from nestrec.serving.service import Fleet, Service, SwappedError
+from nestrec.serving.tracing import EngineTimes
+
+_LOG = logging.getLogger(__name__)
+_SOCKET_BYTES = 4 << 20
+_TELL_S = 1.0
+_HANG_S = 15.0
+"""without a word: an interpreter may be busy for seconds, but not for so long"""
+_SHORT_LIFE_S, _LONGEST_PAUSE_S = 10.0, 30.0
+_MOST_FAILURES = 3
+"""of a front that has never listened"""
+
+
+class Spawner(Protocol):
+    """Starts fronts."""
+
+    def spawn(self, channel: socket.socket, sockets: list[socket.socket]) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Front:
+    """One process."""
+
+    slot: int
+    names: TellNames
+    channel: Channel
+    started_s: float = field(default_factory=time.monotonic)
+    heard_s: float = field(default_factory=time.monotonic)
+    pid: int = 0
+    """0 until it listens"""
+    works: dict[int, Work] = field(default_factory=dict)
+    forwarded: dict[int, asyncio.Event] = field(default_factory=dict)
+    """set when nobody waits any more"""
+    tells: dict[int, "asyncio.Future[bytes]"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A ranking request whose work has ended."""
+
+    front: _Front
+    number: int
+    slot: int
+    fleet: Fleet
+    sender: Sender
+    work: Work
+
+
+class FrontHub:
+    """An ASGI application whose requests come through fronts, from its start to its end."""
+
+    def __init__(
+        self,
+        app: App,
+        spawner: Spawner,
+        sockets: Callable[[], list[socket.socket]],
+        *,
+        count: int,
+        config: bytes,
+        drain_s: float,
+        refusals: dict[str, int],
+    ):
+        """sockets: that one more front is to listen on. config: what a front is told first. refusals: counts of the
+        gates are added to them."""
+        self._app, self._service, self._spawner, self._sockets = app, app.front.service, spawner, sockets
+        self._count, self._config, self._drain_s, self._refusals = count, config, drain_s, refusals
+        self._announce: Callable[[], None] = lambda: None
+        self._end: Callable[[bool], None] = lambda _: None
+        self._failure: UserError | None = None
+        self._numbers = FleetNumbers()
+        self._fronts: dict[int, _Front] = {}
+        self._failures: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: deque[_Ended] = deque()
+        self._is_woken = self._is_announced = self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._tell_number = 0
+        app.metrics.gather = self._gather
+
+    def run(
+        self, config: uvicorn.Config, sockets: list[socket.socket], signals: Signals, announce: Callable[[], None]
+    ) -> None:
+        """Serve until a signal. config: of this application. sockets: hold the port, and nobody listens on them.
+        announce: called when all fronts listen."""
+        server = Server(config, lambda: None)
+        self._announce, self._end = announce, server.end
+        signals.when_stopped(self.stop)
+        try:
+            server.run([])
+        finally:
+            close_all(sockets)
+        if self._failure is not None:
+            raise self._failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def told(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._start()
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+    # Fronts come and go.
+
+    def _start(self) -> None:
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            is_stopping = self._is_stopping
+        if is_stopping:
+            self._end(False)
+            return
+        for slot in range(self._count):
+            self._spawn(slot)
+
+    def stop(self, is_impatient: bool) -> None:
+        """Have fronts answer what they have accepted, and end; from any thread."""
+        with self._lock:
+            loop, self._is_stopping = self._loop, True
+        if loop is not None:
+            loop.call_soon_threadsafe(self._stop_fronts, is_impatient)
+
+    def _stop_fronts(self, is_impatient: bool) -> None:
+        if not self._fronts:
+            self._end(is_impatient)
+            return
+        for front in self._fronts.values():
+            if is_impatient or not front.pid:
+                self._kill(front)
+            else:
+                front.channel.send(FrameKind.STOP, 0)
+        assert self._loop is not None
+        self._loop.call_later(self._drain_s + 5.0, self._kill_all)
+
+    def _kill_all(self) -> None:
+        for front in list(self._fronts.values()):
+            self._kill(front)
+
+    @staticmethod
+    def _kill(front: _Front) -> None:
+        if front.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(front.pid, signal.SIGKILL)
+        front.channel.close()  # one that does not listen yet ends by this
+
+    def _spawn(self, slot: int) -> None:
+        if self._is_stopping:
+            return
+        ours, theirs = socket.socketpair()
+        sockets = self._sockets()
+        try:
+            for one in (ours, theirs):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            ours.setblocking(False)
+            self._spawner.spawn(theirs, sockets)
+        finally:
+            for one in (theirs, *sockets):
+                one.close()
+        front = _Front(slot, TellNames(self._numbers), Channel(lambda *_: None, lambda: None))
+        front.channel = Channel(partial(self._received, front), partial(self._lost, front))
+        self._fronts[slot] = front
+        self._run(self._opened(front, ours))
+
+    async def _opened(self, front: _Front, ours: socket.socket) -> None:
+        await asyncio.get_running_loop().create_connection(lambda: front.channel, sock=ours)
+        if self._is_stopping:
+            front.channel.close()
+            return
+        front.channel.send(FrameKind.CONFIG, 0, self._config)
+        self._tell_names(front)
+
+    def _lost(self, front: _Front) -> None:
+        """Its process has ended."""
+        for work in list(front.works.values()):
+            work.future.cancel()
+        for gone in front.forwarded.values():
+            gone.set()
+        for waiter in front.tells.values():
+            waiter.cancel()
+        del self._fronts[front.slot]
+        if self._is_stopping:
+            if not self._fronts:
+                self._end(False)
+            return
+        is_short = time.monotonic() - front.started_s < _SHORT_LIFE_S
+        failures = self._failures[front.slot] = self._failures.get(front.slot, 0) + 1 if is_short else 0
+        if failures >= _MOST_FAILURES and not self._is_announced:
+            remedy = "see what it wrote above"
+            self._failure = UserError("did not start", field="front process", value=front.slot, remedy=remedy)
+            self.stop(False)
+            return
+        pause_s = min(_LONGEST_PAUSE_S, 0.02 * 4**failures) if is_short else 0.0
+        _LOG.warning("front process %d has ended; starting it again in %.1f s", front.slot, pause_s)
+        assert self._loop is not None
+        self._loop.call_later(pause_s, self._spawn, front.slot)
+
+    # What fronts say.
+
+    def _received(self, front: _Front, kind: int, number: int, payload: bytes) -> None:
+        match kind:
+            case FrameKind.RANK | FrameKind.SIGNAL:
+                self._asked(front, kind, number, payload)
+            case FrameKind.CANCEL:
+                self._cancelled(front, number)
+            case FrameKind.FORWARD:
+                self._run(self._forwarded(front, number, payload))
+            case FrameKind.TELL:
+                waiter = front.tells.pop(number, None)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(payload)
+            case FrameKind.LISTENING:
+                front.pid = number
+                if not self._is_announced and all(f.pid for f in self._fronts.values()):
+                    self._is_announced = True
+                    self._announce()
+
+    def _asked(self, front: _Front, kind: int, number: int, payload: bytes) -> None:
+        try:
+            asking = Asking.unpacked(payload)
+            fleet = self._fleet_of(asking, is_signal=kind == FrameKind.SIGNAL)
+            if kind == FrameKind.SIGNAL:
+                self._reply(front, number, self._decided(fleet, asking))
+            else:
+                self._begin(front, number, fleet, asking)
+        except _OtherFleetError as other:
+            self._tell_names(front, other.fleet)
+            self._reply(front, number, Replied(outcome=SWAPPED, fleet=self._numbers.of(other.fleet)))
+        except Exception as error:
+            self._reply(front, number, _refused(error))
+
+    def _fleet_of(self, asking: Asking, *, is_signal: bool) -> Fleet:
+        """The one that it was read with, which is the one that is to answer it."""
+        service, named = self._service, self._numbers.find(asking.fleet)
+        if asking.by == "session":
+            right = service.announced_fleet(asking.user) if is_signal else service.ranking_fleet(asking.user)
+        else:
+            right = named if named in service.fleets.values() and named is not None else _newest(service, self._numbers)
+        if right is not named:
+            raise _OtherFleetError(right)
+        return right
+
+    def _begin(self, front: _Front, number: int, fleet: Fleet, asking: Asking) -> None:
+        sender = asking.sender
+        try:
+            slot, work = self._service.begin_rank(
+                fleet, asking.user, asking.history, asking.candidates, timeout_s=asking.timeout_s, sender=sender
+            )
+        except SwappedError:
+            raise _OtherFleetError(_newest(self._service, self._numbers)) from None
+        except OverloadedError as error:
+            self._reply(front, number, _refused(error, is_full=self._service.is_full(fleet, sender)))
+            return
+        front.works[number] = work
+        ended = _Ended(front, number, slot, fleet, sender, work)
+        work.future.add_done_callback(lambda _: self._has_ended(ended))
+
+    def _decided(self, fleet: Fleet, asking: Asking) -> Replied:
+        try:
+            decision = self._service.signal(
+                fleet,
+                asking.user,
+                asking.history,
+                asking.candidates.now_ms,
+                asking.candidates.num_best,
+                timeout_s=asking.timeout_s,
+                sender=asking.sender,
+            )
+        except SwappedError:
+            raise _OtherFleetError(_newest(self._service, self._numbers)) from None
+        return Replied(outcome=OK, reason=decision.reason)
+
+    def _cancelled(self, front: _Front, number: int) -> None:
+        work, gone = front.works.get(number), front.forwarded.get(number)
+        if work is not None:
+            work.future.cancel()
+        if gone is not None:
+            gone.set()
+
+    # What has been computed.
+
+    def _has_ended(self, ended: _Ended) -> None:
+        """On the thread of an engine: one call for all that end until it is heeded."""
+        self._ended.append(ended)
+        if not self._is_woken:
+            self._is_woken = True
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._answer_ended)
+
+    def _answer_ended(self) -> None:
+        self._is_woken = False
+        frames: dict[_Front, list[bytes]] = {}
+        while self._ended:
+            ended = self._ended.popleft()
+            self._service.end_rank(ended.slot)
+            ended.front.works.pop(ended.number, None)
+            if ended.work.future.cancelled():
+                continue
+            packed = self._outcome(ended).packed()
+            frames.setdefault(ended.front, []).append(frame(FrameKind.ANSWER, ended.number, packed))
+        for front, several in frames.items():
+            front.channel.write(b"".join(several))
+
+    def _outcome(self, ended: _Ended) -> Replied:
+        error = ended.work.future.exception()
+        if error is not None:
+            return _refused(error)
+        answer: Answer = ended.work.future.result()
+        try:
+            self._service.check_names(ended.fleet, answer)
+        except SwappedError:
+            newest = _newest(self._service, self._numbers)
+            self._tell_names(ended.front, newest)
+            return Replied(outcome=SWAPPED, fleet=self._numbers.of(newest))
+        return Replied(
+            outcome=OK,
+            is_full=self._service.is_full(ended.fleet, ended.sender),
+            queued_s=ended.fleet.engines[ended.slot].queued_s,
+            answer=answer,
+            times=EngineTimes.of(ended.work),
+        )
+
+    def _reply(self, front: _Front, number: int, replied: Replied) -> None:
+        front.channel.send(FrameKind.ANSWER, number, replied.packed())
+
+    def _tell_names(self, front: _Front, *others: Fleet) -> None:
+        front.channel.send(FrameKind.NAMES, 0, front.names.message(self._service.fleets, others))
+
+    # Everything else.
+
+    async def _forwarded(self, front: _Front, number: int, payload: bytes) -> None:
+        """A request that the application answers as if it had come here."""
+        size = int.from_bytes(payload[:4], "little")
+        head, body = orjson.loads(payload[4 : 4 + size]), payload[4 + size :]
+        gone = front.forwarded[number] = asyncio.Event()
+        answer = _Collected()
+        current_request_id.set(head["id"])
+        served = self._app(_scope(head, body), _receiver(body, gone), answer.send)
+        if tracing.is_on() and head["trace"]:
+            served = tracing.traced(served, head["trace"].encode(), head["path"], head["id"])
+        try:
+            await served
+        finally:
+            del front.forwarded[number]
+        if not gone.is_set():
+            about = orjson.dumps({"status": answer.status, "headers": answer.headers})
+            parts = len(about).to_bytes(4, "little"), about, b"".join(answer.body)
+            front.channel.send(FrameKind.FORWARD, number, *parts)
+
+    async def _gather(self) -> None:
+        """Have all fronts tell what they have counted, and end those that say nothing any more."""
+        loop, fronts = asyncio.get_running_loop(), [front for front in self._fronts.values() if front.pid]
+        waiting = {}
+        for front in fronts:
+            self._tell_number += 1
+            waiting[front] = front.tells[self._tell_number] = loop.create_future()
+            front.channel.send(FrameKind.TELL, self._tell_number)
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=_TELL_S)
+        for front, waiter in waiting.items():
+            if waiter.done() and not waiter.cancelled():
+                front.heard_s = time.monotonic()
+                self._take_counts(orjson.loads(waiter.result()))
+            elif time.monotonic() - front.heard_s > _HANG_S:
+                _LOG.error("front process %d does not answer", front.slot)
+                self._kill(front)
+
+    def _take_counts(self, told: Mapping[str, Any]) -> None:
+        for route, status, times in told["answers"]:
+            for seconds in times:
+                self._app.metrics.observe(route, status, seconds)
+        for reason, count in told["refusals"].items():
+            self._refusals[reason] = self._refusals.get(reason, 0) + count
+        for role, count in told["unread"].items():
+            self._service.fleets[role].engines[0].refused_unread(count)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _OtherFleetError(Exception):
+    """A request was read with other names than those of the fleet that is to answer it."""
+
+    def __init__(self, fleet: Fleet):
+        super().__init__()
+        self.fleet = fleet
+
+
+class _Collected:
+    """An answer as an application sends it."""
+
+    def __init__(self) -> None:
+        self.status, self.headers, self.body = 500, list[tuple[str, str]](), list[bytes]()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
+        else:
+            self.body.append(message.get("body", b""))
+
+
+def _scope(head: Mapping[str, str], body: bytes) -> Scope:
+    """A request that a front has let in, with its body already read."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope: Scope = {
+        "type": "http",
+        "method": head["method"],
+        "path": head["path"],
+        "raw_path": head["raw_path"].encode("latin-1"),
+        "query_string": head["query"].encode("latin-1"),
+        "headers": headers,
+    }
+    Incoming(head["id"], head["client"], None).put_into(scope)
+    return scope
+
+
+def _receiver(body: bytes, gone: asyncio.Event) -> Receive:
+    is_read = False
+
+    async def receive() -> Message:
+        nonlocal is_read
+        if not is_read:
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+def _newest(service: Service, numbers: FleetNumbers) -> Fleet:
+    """Of the fleets in service, the one that came last: who knows it knows all of them."""
+    return max(service.fleets.values(), key=numbers.of)
+
+
+def _refused(error: BaseException, *, is_full: bool = False) -> Replied:
+    if not isinstance(error, RefusedError):
+        _LOG.error("a request failed", exc_info=error)
+        return Replied(outcome=FAILED, reason="the request failed here")
+    outcome = UNAVAILABLE if isinstance(error, UnavailableError) else OVERLOADED
+    return Replied(
+        outcome=outcome,
+        is_full=is_full,
+        queued_s=error.retry_after_s,
+        reason=error.reason,
+        retry_after_s=error.retry_after_s,
+    )
