@@ -20,6 +20,7 @@ from nestrec.data.batch_threads import BatchThreads, UnfinishedBatch
 from nestrec.data.dataset import Rows
 from nestrec.data.dealing import Dealer
 from nestrec.data.order import GlobalBatches, Position
+from nestrec.ops.context.parts import Parts
 
 OFFSETS, WEIGHT = "/offsets", "/weight"
 """behind the name of a feature with several keys at a place: the tensors that say where the keys of each place begin,
@@ -72,6 +73,13 @@ class MicroBatch:
     """tokens that the model computes"""
     others: Mapping[str, Any] = field(default_factory=dict)
     """what a model of a user's own is given as it is"""
+    parts: Parts | None = None
+    """where it holds a part of the tokens of its samples: how they are divided (nestrec.data.context_part)"""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute, on this rank or on another that holds parts of its samples."""
+        return self.num_tokens == 0 if self.parts is None else self.parts.num_whole_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,3 +35,6 @@ class RanksConfig:
     dense_overlap: bool = True
     """the sum of a bucket begins as soon as the backward pass of the last micro-batch has its gradients, beside the
     rest of the pass; all but the last bucket. Changes no bit"""
+    context: Count = 1
+    """neighbouring ranks that hold every sequence together, each a part of its tokens, for histories that do not fit
+    one device; a divisor of the number of ranks. Samples are dealt to groups of so many ranks"""

@@ -93,6 +93,11 @@ class Topology:
     samples: Communicator
     """All ranks; carries samples between hosts, for batches to come. One thread of the data stages issues on it, beside
     the one that issues for steps: it has a log of its own, and its Gloo holds nothing that the others wait for."""
+    groups: Communicator
+    """One rank of each context group, that of this one's part; carries samples as `samples` does, between groups that
+    are dealt them. Without context groups it is `samples`."""
+    context: Communicator
+    """Ranks that hold parts of the same sequences; carries their keys and values."""
     log: CollectiveLog = field(repr=False)
     hosts: GroupOfHosts | None = None
     """Where exchanges go by hosts; none: every rank of a group talks to every other."""
@@ -141,6 +146,7 @@ class Topology:
         def alone(name: str) -> Communicator:
             return Communicator(name, 0, 1, None, log)
 
+        samples = Communicator("samples", 0, 1, None, CollectiveLog())
         return Topology(
             rank=0,
             world=1,
@@ -153,7 +159,9 @@ class Topology:
             replicas=alone("replicas"),
             dense=alone("dense"),
             control=alone("control"),
-            samples=Communicator("samples", 0, 1, None, CollectiveLog()),
+            samples=samples,
+            groups=samples,
+            context=alone("context"),
             log=log,
         )
 
@@ -174,7 +182,7 @@ class Topology:
         if place.type == "cuda":
             torch.cuda.set_device(place)
         if world == 1:
-            _check_replicas(ranks or RanksConfig(), 1)
+            _check_groups(ranks or RanksConfig(), 1)
             return Topology.single(place)
         with meeting_watched():
             if not dist.is_initialized():
@@ -197,7 +205,7 @@ class Topology:
         code of many.
         """
         cfg, rank, world = ranks or RanksConfig(), dist.get_rank(), dist.get_world_size()
-        _check_replicas(cfg, world)
+        _check_groups(cfg, world)
         shard_axis = mesh(world, cfg.replicas, cfg.placement)
         replica_axis = [list(holders) for holders in zip(*shard_axis, strict=True)]
         everyone = [list(range(world))]
@@ -209,6 +217,8 @@ class Topology:
         of_keys: ExchangeKind = tensors if tensors == "collectives" else hosts
         # Peer copies are for all-to-alls; where ranks share a device, sums go over the host.
         sums: ExchangeKind = "host" if _shares_device(device) else "collectives"
+        samples = replace(make("samples", everyone, hosts), log=CollectiveLog())
+        context_axis = mesh(world, world // cfg.context, "shards_contiguous")
         return Topology(
             rank=rank,
             world=world,
@@ -222,7 +232,11 @@ class Topology:
             replicas=make("replicas", replica_axis, tensors),
             dense=make("dense", everyone, sums),
             control=make("control", everyone, "host"),
-            samples=replace(make("samples", everyone, hosts), log=CollectiveLog()),
+            samples=samples,
+            groups=samples if cfg.context == 1 else _between_groups(context_axis, make, hosts, samples),
+            context=Communicator("context", 0, 1, None, log)
+            if cfg.context == 1
+            else make("context", context_axis, tensors),
             hosts=_hosts(cfg, shard_axis, make, tensors, of_keys),
             options=cfg,
         )
@@ -279,10 +293,18 @@ def check_device(device: torch.device | str) -> None:
         raise UserError("torch finds no GPU here", field="device", value=str(device), remedy=remedy)
 
 
-def _check_replicas(ranks: RanksConfig, world: int) -> None:
-    if ranks.replicas < 1 or world % ranks.replicas:
-        remedy = f"choose a divisor of {world}"
-        raise UserError("must divide the number of ranks", field="ranks.replicas", value=ranks.replicas, remedy=remedy)
+def _between_groups(
+    context_axis: list[list[int]], make: "_Make", exchange: ExchangeKind, samples: Communicator
+) -> Communicator:
+    columns = [list(ranks) for ranks in zip(*context_axis, strict=True)]
+    return replace(make("groups", columns, exchange), log=samples.log)
+
+
+def _check_groups(ranks: RanksConfig, world: int) -> None:
+    for name in ("replicas", "context"):
+        if world % (value := getattr(ranks, name)):
+            remedy = f"choose a divisor of {world}"
+            raise UserError("must divide the number of ranks", field=f"ranks.{name}", value=value, remedy=remedy)
 
 
 def _shares_device(device: torch.device) -> bool:

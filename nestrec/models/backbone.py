@@ -119,6 +119,10 @@ class Backbone:
     """(config, tokens of a sequence as training sees it) to the first of them that all layers compute; what is kept of
     a prefix holds for sequences with the same one"""
 
+    whole_only: Callable[[Any], str | None] = lambda cfg: "it is not written for parts of sequences"
+    """why an encoder of a config needs whole sequences on one rank; none: it reads `SequenceInfo.context`, where each
+    rank of a context group (`ranks.context`) computes a part of their tokens"""
+
     def reads_times(self, cfg: Any) -> bool:
         """Whether the states of a config depend on when events happened."""
         return self.times_field is not None and bool(getattr(cfg, self.times_field))

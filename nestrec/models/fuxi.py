@@ -27,6 +27,7 @@ from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.bias_channels import bias_attention
 from nestrec.ops.attention.hstu import hstu_attention
 from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.context.attention import fuxi_attention_in_context
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.feed_forward import feed_forward
 from nestrec.ops.layers.gated_output import gated_output
@@ -105,17 +106,11 @@ class FuXiBlock(nn.Module):
             x_TD, delta_TD, self.uvqk, self.widths, norm="rms", eps=NORM_EPS, recompute=cfg.recompute
         )
         v, q, k = (part.reshape(heads) for part in projected.parts)
-        rules = with_targets(self.rules, info)
         with without_keeping(projected):
-            semantic = hstu_attention(
-                q, k, v, info.offsets, max_length=info.max_length, normaliser=self.normaliser, rules=rules
-            ).flatten(1)
-            others = bias_attention(
-                projected.parts[0], info.offsets, self.bias(info), max_length=info.max_length, rules=rules
-            )
+            channels = self._channels(q, k, v, info)
         p = cfg.dropout if self.training else 0.0
         first = gated_output(
-            (semantic, *others),
+            channels,
             projected.gate,
             self.output.weight,
             self.output.bias,
@@ -127,6 +122,21 @@ class FuXiBlock(nn.Module):
         )
         drop = Dropout(info.token_key_T, self.site + 1, p)
         return feed_forward(projected.total, first, self.up, self.down, drop, eps=NORM_EPS, recompute=cfg.recompute)
+
+    def _channels(
+        self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, info: SequenceInfo
+    ) -> tuple[torch.Tensor, ...]:
+        """(T, width) of each: semantic, positional, temporal."""
+        bias, rules = self.bias(info), with_targets(self.rules, info)
+        if info.context is not None:
+            return fuxi_attention_in_context(
+                q_THD, k_THD, v_THD, info.context, normaliser=self.normaliser, bias=bias, rules=rules
+            )
+        semantic = hstu_attention(
+            q_THD, k_THD, v_THD, info.offsets, max_length=info.max_length, normaliser=self.normaliser, rules=rules
+        )
+        others = bias_attention(v_THD.flatten(1), info.offsets, bias, max_length=info.max_length, rules=rules)
+        return semantic.flatten(1), *others
 
     def bias(self, info: SequenceInfo) -> RelativeBias:
         """What weighs the values in its further channels."""
@@ -176,4 +186,5 @@ BACKBONE = Backbone(
     cached="nestrec.models.kept.fuxi_cached:CACHED",
     has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
+    whole_only=lambda cfg: cfg.attention.whole_only(),
 )

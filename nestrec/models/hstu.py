@@ -22,6 +22,7 @@ from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_paramete
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu import hstu_attention
 from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.context.attention import hstu_attention_in_context
 from nestrec.ops.layers.dropout import Dropout
 from nestrec.ops.layers.gated_output import gated_output
 from nestrec.ops.layers.norm_projection import norm_projection, without_keeping
@@ -96,16 +97,7 @@ class HSTULayer(nn.Module):
         )
         v, q, k = (part.reshape(heads) for part in projected.parts)
         with without_keeping(projected):
-            attended = hstu_attention(
-                q,
-                k,
-                v,
-                info.offsets,
-                max_length=info.max_length,
-                normaliser=self.normaliser,
-                bias=self.bias(info),
-                rules=with_targets(self.rules, info),
-            )
+            attended = self._attention(q, k, v, info)
         drop = Dropout(info.token_key_T, self.site, cfg.dropout if self.training else 0.0)
         added = gated_output(
             (attended.flatten(1),),
@@ -119,6 +111,25 @@ class HSTULayer(nn.Module):
             packed=projected.packed,
         )
         return projected.total, added
+
+    def _attention(
+        self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, info: SequenceInfo
+    ) -> torch.Tensor:
+        bias, rules = self.bias(info), with_targets(self.rules, info)
+        if info.context is not None:
+            return hstu_attention_in_context(
+                q_THD, k_THD, v_THD, info.context, normaliser=self.normaliser, bias=bias, rules=rules
+            )
+        return hstu_attention(
+            q_THD,
+            k_THD,
+            v_THD,
+            info.offsets,
+            max_length=info.max_length,
+            normaliser=self.normaliser,
+            bias=bias,
+            rules=rules,
+        )
 
     def bias(self, info: SequenceInfo) -> RelativeBias:
         """What its attention adds to the scores of such sequences."""
@@ -164,4 +175,5 @@ BACKBONE = Backbone(
     cached="nestrec.models.kept.hstu_cached:CACHED",
     has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
+    whole_only=lambda cfg: cfg.attention.whole_only(),
 )

@@ -65,6 +65,10 @@ class AttentionReach:
                     remedy=f"give less than {num_layers}",
                 )
 
+    def whole_only(self) -> str | None:
+        """Why it needs whole sequences on one rank; none where parts of them will do."""
+        return None if self.keep_last is None else "attention.keep_last cuts sequences anew between layers"
+
     @property
     def is_full(self) -> bool:
         """Whether every layer sees everything."""

@@ -18,7 +18,7 @@ from nestrec.ops.attention.mask import AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias
 from nestrec.ops.attention.time_function import initial_time_function
 from nestrec.ops.layers.dropout import Dropout
-from nestrec.ops.layers.token_input import token_input
+from nestrec.ops.layers.token_input import token_input, token_input_reference
 
 
 class _Sizes(Protocol):
@@ -65,7 +65,10 @@ class ResidualEncoder(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         drop = Dropout(info.token_key_T, 0, self._dropout if self.training else 0.0)
-        x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self._factor, drop=drop)
+        if info.context is None:
+            x_TD = token_input(x_TD, self.position, info.position_T, info.offsets, factor=self._factor, drop=drop)
+        else:  # the kernel takes whole sequences
+            x_TD = token_input_reference(x_TD, self.position, info.position_T, factor=self._factor, drop=drop)
         first = next((n for n in range(len(self.layers)) if self._reach.cuts(n)), len(self.layers))
         x_TD = self._through(self.layers[:first], x_TD, info)
         if first == len(self.layers):
@@ -75,7 +78,7 @@ class ResidualEncoder(nn.Module):
 
     @staticmethod
     def _through(layers: nn.ModuleList, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-        if len(layers) > 0:
+        if len(layers) > 0 and info.context is None:
             # What every layer would otherwise find for itself.
             bias = cast(_Layer, layers[0]).bias(info)
             info = replace(info, buckets=batch_buckets(x_TD, info.offsets, info.max_length, bias))

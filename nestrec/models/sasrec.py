@@ -18,6 +18,7 @@ from nestrec.base.config import config
 from nestrec.models.backbone import Backbone, ForwardFlops
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.softmax import softmax_attention
+from nestrec.ops.context.attention import softmax_attention_in_context
 from nestrec.ops.layers.dropout import dropout
 
 
@@ -61,13 +62,11 @@ class SASRecLayer(nn.Module):
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         heads = (x_TD.shape[0], self.cfg.num_heads, self.cfg.dim // self.cfg.num_heads)
         normed = self.query_norm(x_TD)
-        attended = softmax_attention(
-            self.query(normed).view(heads),
-            self.key(x_TD).view(heads),
-            self.value(x_TD).view(heads),
-            info.offsets,
-            max_length=info.max_length,
-        )
+        q, k, v = (part.view(heads) for part in (self.query(normed), self.key(x_TD), self.value(x_TD)))
+        if info.context is not None:
+            attended = softmax_attention_in_context(q, k, v, info.context)
+        else:
+            attended = softmax_attention(q, k, v, info.offsets, max_length=info.max_length)
         return self.behind_attention(normed, attended.flatten(1), info.token_key_T)
 
     def behind_attention(
@@ -117,4 +116,5 @@ BACKBONE = Backbone(
     flops=_flops,
     activations=_activations,
     cached="nestrec.models.kept.sasrec_cached:CACHED",
+    whole_only=lambda cfg: None,
 )

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nestrec.ops.context.ring_sum import Context
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
@@ -30,3 +32,6 @@ class SequenceInfo:
     """int64 first token of each sequence that layers behind a cut compute; none: as its length has it"""
     buckets: torch.Tensor | None = None
     """time buckets of all pairs of tokens, once layers that read them have been told (ops.attention.hstu_op)"""
+    context: Context | None = None
+    """where only a part of each sequence is here: all else is told of the tokens of this part, but for `max_length`,
+    which is that of whole sequences, and attention asks the others for theirs"""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -54,7 +55,7 @@ class LossCompute:
         self, micro_batch: MicroBatch, rows: Tensors, index: Tensors, weight: float
     ) -> tuple[torch.Tensor, Tensors]:
         leaves = {name: self._leaf(row.detach()) for name, row in rows.items()}
-        if micro_batch.num_tokens == 0:
+        if micro_batch.is_empty:
             if self._empty_pass is not None:
                 self._empty_pass()
             return torch.zeros((), device=self._device), {name: _gradient(leaf) for name, leaf in leaves.items()}
@@ -76,7 +77,7 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if device.type == "cpu":
         return batch
     moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
-    return MicroBatch(batch.sample_ids, batch.keys, moved, batch.max_length, batch.num_tokens, batch.others)
+    return replace(batch, tensors=moved)
 
 
 def _gradient(leaf: Rows) -> torch.Tensor:

@@ -22,6 +22,7 @@ from nestrec.base.errors import UserError
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
+from nestrec.distributed.context_ring import ContextRing
 from nestrec.distributed.exchange import all_gather_equal
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.flight.source_keys import FeatureKeys
@@ -63,6 +64,7 @@ class TrainingPipeline:
         topology: Topology | None = None,
         tracer: Tracer | None = None,
         spec: ScheduleSpec | None = None,
+        context: ContextRing | None = None,
     ) -> None:
         """Collective: every rank builds the same one. The weights of the first rank's model are taken by all.
 
@@ -83,6 +85,9 @@ class TrainingPipeline:
         couples_samples: `batch` where the loss of a sample depends on all others of a rank's batch, which is then not
             cut.
         device: auto takes a GPU where there is one. topology: the ranks, where they were not started by torchrun.
+        context: the ring over which the model's ranks exchange keys and values, where several hold parts of the same
+            samples (`ranks.context`). Ranks of a context group are given the same samples in the same order, each its
+            part of their tokens, and `weight` is what a rank computes of them.
 
         spec: a schedule that stands in no seam, in the place of the named one; `schedule` still gives its options.
 
@@ -101,12 +106,16 @@ class TrainingPipeline:
         spec.check_tables(self.engine)
         self.tracer = tracer or make_tracer(self.engine.device, rank=self.topology.rank)
         self._features = {f: table.name for table in self.engine.tables.values() for f in table.feature_names}
+        if context is not None and context.size > 1 and isinstance(model, nn.Module):
+            _check_context(weight, self.options)
         self._micro_batches, self._weight = micro_batches, weight or _one_a_sample
         self.dense, self._rates = self._dense_of(model, dense_optimizer, table_learning_rate)
         if isinstance(model, nn.Module):
             loss = ModuleLoss(model, self._features, self._weight, pooled)
             model = LossCompute(loss, self.engine.device, precision, couples_samples, reads_stored_rows=True)
         self.schedule = spec.build(self.engine, model, self.dense, self.tracer, self.options)
+        if context is not None:
+            context.issue = self.schedule.issue
         self.number = 0
         """Steps made."""
         self._is_whole = True
@@ -231,6 +240,24 @@ class TrainingPipeline:
                 remedy="give every rank equally many, empty ones where it has no samples",
             )
         return float(sum(weight for _, weight in everyone))
+
+
+def _check_context(weight: Callable[[Samples], float] | None, options: PipelineConfig) -> None:
+    """Of ranks that hold parts of samples."""
+    if weight is None:
+        raise UserError(
+            "several ranks compute a sample, and would each count it",
+            field="weight",
+            value=None,
+            remedy="give TrainingPipeline weight=..., what this rank computes of a batch: its tokens with a target",
+        )
+    if options.clustering is not None:
+        raise UserError(
+            "ranks of a context group have other keys of the same samples, and would cut them differently",
+            field="pipeline.clustering",
+            value=options.clustering,
+            remedy="leave it out",
+        )
 
 
 def _one_a_sample(batch: Samples) -> float:

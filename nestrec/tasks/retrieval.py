@@ -1,6 +1,6 @@
 """Next-item retrieval: trained on every position, measured by ranking the whole catalogue."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from nestrec.models.features import ToWidth
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
+from nestrec.ops.context.ring_sum import Ring
 from nestrec.ops.losses.grouped import grouped_loss
 from nestrec.ops.losses.kept_cross_entropy import kept_cross_entropy
 from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
@@ -55,7 +56,7 @@ from nestrec.tasks.retrieval_results import RetrievalResults
 from nestrec.tasks.slices import check_slices
 from nestrec.tasks.spec import TaskSpec
 from nestrec.tasks.table_options import ChosenTables, chosen_tables
-from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info
+from nestrec.tasks.task import Evaluation, Task, TrainingCost, sequence_info, whole_samples_only
 from nestrec.tasks.variant_choice import LossShape, choose_variant
 from nestrec.tasks.window_ranks import ranks_of_slices
 
@@ -140,6 +141,7 @@ class RetrievalTask(Task):
         self.bags = frozenset(column.name for column in of_all if column.is_bag)
         self.take(chosen_tables(self.tables, {}, self.bags))
         self._seed = seed
+        self._ring: Ring | None = None
         if _meets_others(cfg):
             self.couples_samples = cfg.negatives.reach
         self.assembler = self.assembler_of(cfg.num_negatives)
@@ -204,7 +206,7 @@ class RetrievalTask(Task):
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         row_UD, index, token_TD, prefix_BPD = self.side.read(batch, rows, index)
-        query_TD = self.model(token_TD, sequence_info(batch), prefix_BPD)
+        query_TD = self.model(token_TD, sequence_info(batch, self._ring), prefix_BPD)
         if "scored" in batch.tensors:
             query_TD = query_TD[batch.tensors["scored"]]
         loss_T = self._losses(query_TD, row_UD, batch, index)
@@ -244,7 +246,13 @@ class RetrievalTask(Task):
         times, offsets = self._times()
         return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
 
+    def take_context(self, ring: Ring) -> None:
+        _check_context(self.cfg, self.bags)
+        self._ring = ring
+
     def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+        if self._ring is not None:
+            raise whole_samples_only("windows of time score some events of a sample", "batch.order", "chronological")
         if self.cfg.history.stochastic_length_alpha is not None:
             raise UserError(
                 "windows of time train on every event once",
@@ -331,6 +339,29 @@ class RetrievalTask(Task):
     def item_content(self, engine: EmbeddingEngine, items: NDArray[np.int64]) -> torch.Tensor:
         """(items, model width) as histories hold them. Collective."""
         return self.side.content(engine, items)
+
+
+def _check_context(cfg: RetrievalTaskConfig, bags: Collection[str]) -> None:
+    """Raise a UserError where samples cannot be divided over ranks."""
+    mistakes = Mistakes()
+    reason = backbone_of(cfg.encoder).whole_only(cfg.encoder)
+    refused: list[tuple[str, str, Any]] = []
+    if reason is not None:
+        refused.append((f"{cfg.encoder.kind} needs whole sequences ({reason})", "task.encoder.kind", cfg.encoder.kind))
+    if _meets_others(cfg):
+        name = "sharing" if cfg.negatives.sharing > 1 else "sampler"
+        refused.append(("tokens meet those of others", f"task.negatives.{name}", getattr(cfg.negatives, name)))
+    if cfg.inputs.item_features:
+        field = "task.inputs.item_features"
+        refused.append(("items with features are looked up for whole samples", field, cfg.inputs.item_features))
+    if cfg.inputs.user_tokens == "prefix" and cfg.inputs.user_features:
+        refused.append(("tokens before a history belong to whole ones", "task.inputs.user_tokens", "prefix"))
+    if bags:
+        refused.append(("features with several ids are read for whole samples", "task.inputs", sorted(bags)))
+    for problem, field, value in refused:
+        with mistakes.noted():
+            raise whole_samples_only(problem, field, value)
+    mistakes.raise_all()
 
 
 def _meets_others(cfg: RetrievalTaskConfig) -> bool:

@@ -20,6 +20,7 @@ from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.models import SequenceInfo
 from nestrec.models.backbone import ForwardFlops
+from nestrec.ops.context.ring_sum import Context, Ring
 from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline import Coupling
 from nestrec.pipeline.compute import Loss, LossCompute, Precision
@@ -143,6 +144,11 @@ class Task(ABC):
         """Metrics of the events of a window, as the model is now; inserts no row. Collective."""
         raise self.no_windows()
 
+    def take_context(self, ring: Ring) -> None:
+        """From here on micro-batches may hold parts of samples (`MicroBatch.parts`), of which the ranks of a context
+        group compute one each; a UserError where the task needs whole ones."""
+        raise whole_samples_only("samples of this task are not divided", "ranks.context", ring.size)
+
     def no_windows(self) -> UserError:
         """For tasks that do not know the time of their samples."""
         remedy = "take --batch.order shuffled, or let its task answer `take_windows`, `windows_by_time` and `predict`"
@@ -154,8 +160,21 @@ class Task(ABC):
         """Measure the model on held-out data; inserts no row."""
 
 
-def sequence_info(batch: MicroBatch) -> SequenceInfo:
+def whole_samples_only(problem: str, field: str, value: Any) -> UserError:
+    """For what cannot be computed where ranks hold parts of samples."""
+    return UserError(
+        f"{problem}, and the ranks of a context group each hold a part of every sample",
+        field=field,
+        value=value,
+        remedy="leave ranks.context out, or change what needs whole samples",
+    )
+
+
+def sequence_info(batch: MicroBatch, ring: Ring | None = None) -> SequenceInfo:
+    """ring: of the ranks that hold the other parts, where the micro-batch holds one."""
     tensors = batch.tensors
+    if batch.parts is not None:
+        assert ring is not None
     return SequenceInfo(
         offsets=tensors["offsets"],
         max_length=batch.max_length,
@@ -163,6 +182,7 @@ def sequence_info(batch: MicroBatch) -> SequenceInfo:
         token_key_T=tensors["token_key"],
         time_T=tensors.get("time"),
         query_time_T=tensors.get("query_time"),
+        context=None if batch.parts is None or ring is None else Context(batch.parts, ring),
     )
 
 

@@ -51,10 +51,10 @@ class Balancing:
 
     def __init__(self, cfg: BalanceConfig, *, made_ahead: int, topology: Topology, tracer: Tracer):
         """made_ahead: batches that may have been dealt before their step."""
-        _check_shares(cfg, topology.world)
+        _check_shares(cfg, topology)
         self._cfg, self._topology = cfg, topology
         self._costs = CostSchedule(cfg.known_cost, cfg.replay, tuning=cfg.tuning)
-        self.dealer: Dealer = make_dealer(cfg, self._costs, topology.samples, tracer)
+        self.dealer: Dealer = make_dealer(cfg, self._costs, topology.groups, tracer)
         self._delay = made_ahead + MOST_AHEAD
         self._communicators = _groups(topology)
         self._durations_ns: dict[str, list[int]] = {name: [] for name in self._communicators}
@@ -210,8 +210,18 @@ def _told(task: Task) -> TrainingCost | None:
         return None
 
 
-def _check_shares(cfg: BalanceConfig, world: int) -> None:
+def _check_shares(cfg: BalanceConfig, topology: Topology) -> None:
+    world = topology.world
     given = [("tuning", cfg.tuning), *(("replay", change.tuning) for change in cfg.replay)]
+    if topology.context.size > 1:
+        for name, value in [*given, ("tune_every_steps", cfg.tune_every_steps)]:
+            if value is not None:
+                raise UserError(
+                    "shares are those of single ranks, and samples are dealt to context groups",
+                    field=f"balance.{name}",
+                    value=value,
+                    remedy="leave it out, or leave ranks.context out",
+                )
     for name, tuning in given:
         if tuning is not None and len(tuning.shares) != world:
             raise UserError(

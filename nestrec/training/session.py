@@ -15,6 +15,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
+from nestrec.distributed.context_ring import ContextRing
 from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
 from nestrec.pipeline.dense.update import DenseUpdate
@@ -38,6 +39,8 @@ class Session:
     engine: EmbeddingEngine
     dense: DenseUpdate
     tables: SavedTables
+    ring: ContextRing
+    """ranks that hold parts of the same samples; alone where each computes whole ones"""
 
     @staticmethod
     def open(cfg: RunConfig, topology: Topology, generation: int | None = None) -> "Session":
@@ -47,6 +50,9 @@ class Session:
             torch.manual_seed(cfg.training.seed)
             task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
         task.model.to(device=topology.device, dtype=getattr(torch, cfg.training.dtype))
+        ring = ContextRing(topology)
+        if ring.size > 1:
+            task.take_context(ring)
         engine = EmbeddingEngine(task.tables, topology, topology.device, cfg.replica_sync)
         return Session(
             cfg=cfg,
@@ -55,6 +61,7 @@ class Session:
             task=task,
             engine=engine,
             tables=SavedTables(engine),
+            ring=ring,
             dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device, engine.row_watch),
         )
 
@@ -70,6 +77,8 @@ class Session:
             torch.manual_seed(cfg.training.seed)
             task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
         share_parameters(task.model, before.model)
+        if self.ring.size > 1:
+            task.take_context(self.ring)
         task.settle(cfg.batch, self.topology, getattr(before, "variant", None))
         self.engine.grow(task.tables)
         return replace(self, dataset=dataset, task=task)

@@ -12,6 +12,7 @@ from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.moments import moment_ms
 from nestrec.data.batches import Batch, Batches, MicroBatch
+from nestrec.data.context_part import PartAssembler
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.windows import TimeWindow
 from nestrec.distributed import Topology
@@ -99,6 +100,7 @@ class Trainer:
             dense_optimizer=self.session.dense,
             schedule=cfg.pipeline,
             tracer=self.tracer,
+            context=self.session.ring,
         )
         self.saving = Saving(self.session, self.folder, self._listener)
         self._begun: list[str] = []
@@ -112,8 +114,9 @@ class Trainer:
     def make_batches(self) -> Batches:
         """Of the samples that the task gives now."""
         clustering = self.cfg.pipeline.clustering
+        assembler, ring = self.session.task.assembler, self.session.ring
         return Batches(
-            self.session.task.assembler,
+            assembler if ring.size == 1 else PartAssembler(assembler, ring.rank, ring.size),
             self.cfg.batch,
             seed=self.cfg.training.seed,
             dealer=self.balancing.dealer,

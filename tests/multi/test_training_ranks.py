@@ -7,12 +7,11 @@ none, and most have one more or fewer than the others in every other step.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from training_jobs import (
+    largest_difference,
     measure,
     save_again,
     terminate_one_rank,
@@ -43,35 +42,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def options(family: str, **more: object) -> dict[str, object]:
     given = {f"training.{name}": value for name, value in more.items()}
     return {**UNEVEN, **(UNBOUNDED if family == "rows" else {}), **given}
-
-
-def tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows of all ranks put together, in order of key: `table column` to values."""
-    found = {}
-    for name in ranks[0]["rows"]:
-        chunks = [chunk for rank in ranks for chunk in rank["rows"][name]]
-        columns = {column: torch.cat([chunk[column] for chunk in chunks]) for column in chunks[0]}
-        order = columns["keys"].argsort()
-        found |= {f"{name} {column}": values[order] for column, values in columns.items()}
-    return found
-
-
-def largest_difference(ranks: list[dict[str, Any]], alone: dict[str, Any], *, names: str = "") -> float:
-    """Norm of the difference over the norm, of the tensor that differs most.
-
-    A bias of all keys changes no softmax: the gradient of `key.bias` is rounding alone, and so is what it learns.
-    """
-    mine, theirs = {**tables(ranks), **ranks[0]["dense"]}, {**tables([alone]), **alone["dense"]}
-    assert set(mine) == set(theirs)
-    for rank in ranks:
-        assert all(torch.equal(rank["dense"][name], ranks[0]["dense"][name]) for name in rank["dense"])
-    differences = []
-    for name in (name for name in mine if names in name and "key.bias" not in name):
-        if name.endswith("keys"):
-            assert torch.equal(mine[name], theirs[name])
-        norm = theirs[name].double().norm()
-        differences.append(float((mine[name].double() - theirs[name].double()).norm() / norm) if norm else 0.0)
-    return max(differences)
 
 
 @pytest.mark.parametrize(

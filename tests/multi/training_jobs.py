@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from schedule_jobs import regrouped
 
 from nestrec.base.failpoints import armed
@@ -64,6 +65,35 @@ def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str,
     if topology.rank == topology.world - 1:
         task.loss = slow_loss  # type: ignore[method-assign]
     trainer.train()
+
+
+def tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows of all ranks put together, in order of key: `table column` to values."""
+    found = {}
+    for name in ranks[0]["rows"]:
+        chunks = [chunk for rank in ranks for chunk in rank["rows"][name]]
+        columns = {column: torch.cat([chunk[column] for chunk in chunks]) for column in chunks[0]}
+        order = columns["keys"].argsort()
+        found |= {f"{name} {column}": values[order] for column, values in columns.items()}
+    return found
+
+
+def largest_difference(ranks: list[dict[str, Any]], alone: dict[str, Any], *, names: str = "") -> float:
+    """Norm of the difference over the norm, of the tensor that differs most.
+
+    A bias of all keys changes no softmax: the gradient of `key.bias` is rounding alone, and so is what it learns.
+    """
+    mine, theirs = {**tables(ranks), **ranks[0]["dense"]}, {**tables([alone]), **alone["dense"]}
+    assert set(mine) == set(theirs)
+    for rank in ranks:
+        assert all(torch.equal(rank["dense"][name], ranks[0]["dense"][name]) for name in rank["dense"])
+    differences = []
+    for name in (name for name in mine if names in name and "key.bias" not in name):
+        if name.endswith("keys"):
+            assert torch.equal(mine[name], theirs[name])
+        norm = theirs[name].double().norm()
+        differences.append(float((mine[name].double() - theirs[name].double()).norm() / norm) if norm else 0.0)
+    return max(differences)
 
 
 class Crash(Exception):
