@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nestrec.base.errors import UserError as UserError
     from nestrec.data.growth.append import append as append
     from nestrec.data.prepare.preparation import prepare as prepare
+    from nestrec.distributed.context_ring import ContextRing as ContextRing
     from nestrec.embedding.row_optimizer import RowOptimizer as RowOptimizer
     from nestrec.embedding.table import Table as Table
     from nestrec.jagged import Jagged as Jagged
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from nestrec.models.backbone import ForwardFlops as ForwardFlops
     from nestrec.models.segments import CachedForward as CachedForward
     from nestrec.models.sequence import SequenceInfo as SequenceInfo
+    from nestrec.ops.context.parts import TokenParts as TokenParts
+    from nestrec.ops.context.ring_sum import Context as Context
     from nestrec.ops.rows.pool import pool_rows as pool_rows
     from nestrec.pipeline.schedule_spec import ScheduleSpec as ScheduleSpec
     from nestrec.pipeline.training_pipeline import TrainingPipeline as TrainingPipeline
@@ -42,6 +45,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Backbone": "nestrec.models.backbone:Backbone",
     "CachedForward": "nestrec.models.segments:CachedForward",
+    "Context": "nestrec.ops.context.ring_sum:Context",
+    "ContextRing": "nestrec.distributed.context_ring:ContextRing",
     "Evaluation": "nestrec.tasks.task:Evaluation",
     "ForwardFlops": "nestrec.models.backbone:ForwardFlops",
     "Jagged": "nestrec.jagged:Jagged",
@@ -55,6 +60,7 @@ _EXPORTS = {
     "Table": "nestrec.embedding.table:Table",
     "Task": "nestrec.tasks.task:Task",
     "TaskSpec": "nestrec.tasks.spec:TaskSpec",
+    "TokenParts": "nestrec.ops.context.parts:TokenParts",
     "TrainingPipeline": "nestrec.pipeline.training_pipeline:TrainingPipeline",
     "UserError": "nestrec.base.errors:UserError",
     "append": "nestrec.data.growth.append:append",

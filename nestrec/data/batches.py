@@ -20,7 +20,7 @@ from nestrec.data.batch_threads import BatchThreads, UnfinishedBatch
 from nestrec.data.dataset import Rows
 from nestrec.data.dealing import Dealer
 from nestrec.data.order import GlobalBatches, Position
-from nestrec.ops.context.parts import Parts
+from nestrec.ops.context.parts import TokenParts
 
 OFFSETS, WEIGHT = "/offsets", "/weight"
 """behind the name of a feature with several keys at a place: the tensors that say where the keys of each place begin,
@@ -73,7 +73,7 @@ class MicroBatch:
     """tokens that the model computes"""
     others: Mapping[str, Any] = field(default_factory=dict)
     """what a model of a user's own is given as it is"""
-    parts: Parts | None = None
+    parts: TokenParts | None = None
     """where it holds a part of the tokens of its samples: how they are divided (nestrec.data.context_part)"""
 
     @property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Rows
-from nestrec.ops.context.parts import Parts
+from nestrec.ops.context.parts import TokenParts
 
 SHARED = frozenset({"catalogue"})
 """keys that all tokens have together"""
@@ -23,7 +23,7 @@ _OFFSETS = "offsets"
 def part_of(batch: MicroBatch, part: int, size: int, *, shared: Collection[str] = SHARED) -> MicroBatch:
     """What part `part` of `size` holds of a micro-batch. Keys and tensors have a row for each token, but for the
     offsets of its sequences and what is named as shared."""
-    parts = Parts(np.diff(batch.tensors[_OFFSETS].numpy()), size)
+    parts = TokenParts(np.diff(batch.tensors[_OFFSETS].numpy()), size)
     places = parts.places(part)
     at = torch.from_numpy(places)
     counts = {name: len(x) for name, x in batch.keys.items()} | {name: len(x) for name, x in batch.tensors.items()}

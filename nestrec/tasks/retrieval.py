@@ -40,7 +40,7 @@ from nestrec.models.features import ToWidth
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.negatives import NegativesConfig, candidates_of
 from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
-from nestrec.ops.context.ring_sum import Ring
+from nestrec.ops.context.ring_sum import PartRing
 from nestrec.ops.losses.grouped import grouped_loss
 from nestrec.ops.losses.kept_cross_entropy import kept_cross_entropy
 from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
@@ -141,7 +141,7 @@ class RetrievalTask(Task):
         self.bags = frozenset(column.name for column in of_all if column.is_bag)
         self.take(chosen_tables(self.tables, {}, self.bags))
         self._seed = seed
-        self._ring: Ring | None = None
+        self._ring: PartRing | None = None
         if _meets_others(cfg):
             self.couples_samples = cfg.negatives.reach
         self.assembler = self.assembler_of(cfg.num_negatives)
@@ -246,7 +246,7 @@ class RetrievalTask(Task):
         times, offsets = self._times()
         return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
 
-    def take_context(self, ring: Ring) -> None:
+    def take_context(self, ring: PartRing) -> None:
         _check_context(self.cfg, self.bags)
         self._ring = ring
 

@@ -20,7 +20,7 @@ from nestrec.distributed.exchange import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.models import SequenceInfo
 from nestrec.models.backbone import ForwardFlops
-from nestrec.ops.context.ring_sum import Context, Ring
+from nestrec.ops.context.ring_sum import Context, PartRing
 from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline import Coupling
 from nestrec.pipeline.compute import Loss, LossCompute, Precision
@@ -144,7 +144,7 @@ class Task(ABC):
         """Metrics of the events of a window, as the model is now; inserts no row. Collective."""
         raise self.no_windows()
 
-    def take_context(self, ring: Ring) -> None:
+    def take_context(self, ring: PartRing) -> None:
         """From here on micro-batches may hold parts of samples (`MicroBatch.parts`), of which the ranks of a context
         group compute one each; a UserError where the task needs whole ones."""
         raise whole_samples_only("samples of this task are not divided", "ranks.context", ring.size)
@@ -170,7 +170,7 @@ def whole_samples_only(problem: str, field: str, value: Any) -> UserError:
     )
 
 
-def sequence_info(batch: MicroBatch, ring: Ring | None = None) -> SequenceInfo:
+def sequence_info(batch: MicroBatch, ring: PartRing | None = None) -> SequenceInfo:
     """ring: of the ranks that hold the other parts, where the micro-batch holds one."""
     tensors = batch.tensors
     if batch.parts is not None:

@@ -20,7 +20,7 @@ from nestrec.ops.context.attention import (
     hstu_attention_in_context,
     softmax_attention_in_context,
 )
-from nestrec.ops.context.parts import Parts
+from nestrec.ops.context.parts import TokenParts
 from nestrec.ops.context.ring_sum import Context
 
 Kind = Literal["plain", "tables", "function", "local", "fuxi", "sasrec"]
@@ -34,7 +34,7 @@ class Case:
     def __init__(self, kind: Kind, lengths: list[int], size: int) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + len(lengths))
         draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-        self.kind, self.parts, num = kind, Parts(np.array(lengths), size), sum(lengths)
+        self.kind, self.parts, num = kind, TokenParts(np.array(lengths), size), sum(lengths)
         self.q, self.k, self.v = (draw(num, 2, 4) for _ in range(3))
         self.rules: AttentionRules = semi_local(3, 2) if kind == "local" else PLAIN
         self.tables = {
@@ -94,7 +94,7 @@ class OwnModel(nn.Module):
         self.ring = ring
 
     def forward(self, vectors: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
-        items, parts = vectors["item"], Parts(batch["length"].numpy(), self.ring.size)
+        items, parts = vectors["item"], TokenParts(batch["length"].numpy(), self.ring.size)
         position = torch.from_numpy(parts.positions(self.ring.rank))
         info = nestrec.SequenceInfo(
             offsets=items.offsets,
@@ -132,7 +132,7 @@ def own_batches(ring: ContextRing, num_steps: int) -> list[dict[str, Any]]:
         lengths = draw.integers(1, 40, 5)
         lengths[step % 5] = 1
         items, targets = draw.integers(0, 50, lengths.sum()), draw.normal(size=lengths.sum())
-        parts = Parts(lengths, ring.size)
+        parts = TokenParts(lengths, ring.size)
         places, offsets = parts.places(ring.rank), torch.from_numpy(parts.offsets(ring.rank))
         values = {"item": torch.from_numpy(items[places]), "target": torch.from_numpy(targets[places]).float()}
         fields = {name: nestrec.Jagged(x, offsets) for name, x in values.items()}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nestrec.ops.attention.mask import AttentionRules
-from nestrec.ops.context.parts import Ints, Parts, row_blocks
+from nestrec.ops.context.parts import Ints, TokenParts, row_blocks
 
 MOST_PAIRS = 1 << 20
 """pairs of a query and a key in a block"""
@@ -27,7 +27,7 @@ _NO_QUERY, _NO_KEY = -1, 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class BlockSide:
     """Queries or keys of a block."""
 
     tokens: slice | torch.Tensor
@@ -62,8 +62,8 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    queries: Side
-    keys: Side
+    queries: BlockSide
+    keys: BlockSide
 
     def seen(self, rules: AttentionRules) -> torch.Tensor:
         """(G, N, M) bool: which query sees which key."""
@@ -84,7 +84,7 @@ class Block:
 
 
 def blocks_of(
-    parts: Parts, queries: int, keys: int, rules: AttentionRules, device: torch.device | str = "cpu"
+    parts: TokenParts, queries: int, keys: int, rules: AttentionRules, device: torch.device | str = "cpu"
 ) -> list[Block]:
     """Of the queries of one part and the keys of another; found once for all layers of a batch."""
     name = (queries, keys, rules.max_attention_length, rules.num_context, str(device))
@@ -93,7 +93,7 @@ def blocks_of(
     return cast(list[Block], parts.kept[name])
 
 
-def _blocks(parts: Parts, queries: int, keys: int, rules: AttentionRules, device: torch.device) -> Iterator[Block]:
+def _blocks(parts: TokenParts, queries: int, keys: int, rules: AttentionRules, device: torch.device) -> Iterator[Block]:
     counts = np.stack([parts.lengths_of(part).sum(axis=1) for part in (queries, keys)])
     left = np.flatnonzero(counts.min(axis=0) > 0)
     while len(left) > 0:
@@ -118,13 +118,13 @@ def _num_together(counts_2B: Ints) -> int:
     return len(fits_B) if fits_B.all() else max(1, int(np.argmin(fits_B)))
 
 
-def _padded(parts: Parts, part: int, sequences: Ints, outside: int, device: torch.device) -> Side:
+def _padded(parts: TokenParts, part: int, sequences: Ints, outside: int, device: torch.device) -> BlockSide:
     first_G, length_G = parts.offsets(part)[sequences], parts.lengths_of(part).sum(axis=1)[sequences]
     column_N = np.arange(length_G.max())
     is_real_GN = column_N < length_G[:, None]
     place_GN = np.where(is_real_GN, first_G[:, None] + column_N, first_G[:, None])
     position_GN = np.where(is_real_GN, parts.positions(part)[place_GN], outside)
-    return Side(
+    return BlockSide(
         tokens=_sent(place_GN[is_real_GN], device),
         padded=_sent(place_GN.reshape(-1), device),
         real=_sent(np.flatnonzero(is_real_GN), device),
@@ -133,7 +133,7 @@ def _padded(parts: Parts, part: int, sequences: Ints, outside: int, device: torc
 
 
 def _of_rows(  # noqa: PLR0917
-    parts: Parts, queries: int, keys: int, sequence: int, rules: AttentionRules, device: torch.device
+    parts: TokenParts, queries: int, keys: int, sequence: int, rules: AttentionRules, device: torch.device
 ) -> Iterator[Block]:
     """Of one long sequence."""
     (first_q, end_q), (first_k, end_k) = (parts.offsets(part)[sequence : sequence + 2] for part in (queries, keys))
@@ -148,8 +148,8 @@ def _of_rows(  # noqa: PLR0917
         tokens = slice(int(first_k + seen[0]), int(first_k + seen[-1] + 1)) if is_run else _sent(first_k + seen, device)
         rows = slice(int(first_q) + start, int(first_q) + end)
         yield Block(
-            Side(rows, None, None, _sent(position_q[None, start:end], device)),
-            Side(tokens, None, None, _sent(position_k[None, seen], device)),
+            BlockSide(rows, None, None, _sent(position_q[None, start:end], device)),
+            BlockSide(tokens, None, None, _sent(position_k[None, seen], device)),
         )
 
 

@@ -19,7 +19,7 @@ from nestrec.base.errors import UserError
 Ints = NDArray[np.int64]
 
 
-class Parts:
+class TokenParts:
     """Which tokens of a batch of sequences each of `size` ranks holds; known on the host, the same on all of them."""
 
     def __init__(self, lengths: Ints, size: int) -> None:
@@ -71,7 +71,7 @@ class Parts:
         return self._found[part]
 
 
-def causal_pairs_of(parts: Parts) -> list[int]:
+def causal_pairs_of(parts: TokenParts) -> list[int]:
     """For each part the pairs of one of its tokens and one that it sees, where everything before a token is seen."""
     return [int((parts.positions(part) + 1).sum()) for part in range(parts.size)]
 

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nestrec.ops.attention.mask import AttentionRules
-from nestrec.ops.context.blocks import Block, Side, blocks_of
-from nestrec.ops.context.parts import Parts
+from nestrec.ops.context.blocks import Block, BlockSide, blocks_of
+from nestrec.ops.context.parts import TokenParts
 
 Tokens = Mapping[str, torch.Tensor]
 """What tokens have, by name: (T, ...) each, in a block (G, N, ...)."""
 
 
-class Ring(Protocol):
+class PartRing(Protocol):
     """The ranks of a context group, one after the other and round again."""
 
     @property
@@ -46,8 +46,8 @@ class Ring(Protocol):
 class Context:
     """Sequences of which this rank holds a part, and who holds the others."""
 
-    parts: Parts
-    ring: Ring
+    parts: TokenParts
+    ring: PartRing
 
     @property
     def part(self) -> int:
@@ -73,7 +73,7 @@ class PairFunction(Protocol):
 
 
 def pair_sum(  # noqa: PLR0917
-    function: PairFunction, parts: Parts, pair: tuple[int, int], queries: Tokens, keys: Tokens, parameters: Tokens
+    function: PairFunction, parts: TokenParts, pair: tuple[int, int], queries: Tokens, keys: Tokens, parameters: Tokens
 ) -> torch.Tensor:
     """(T, *width) what the queries of part `pair[0]` find among the keys of part `pair[1]`."""
     some = next(iter(queries.values()))
@@ -95,7 +95,7 @@ class PairGradients(NamedTuple):
 
 def pair_gradients(  # noqa: PLR0917
     function: PairFunction,
-    parts: Parts,
+    parts: TokenParts,
     pair: tuple[int, int],
     queries: Tokens,
     keys: Tokens,
@@ -123,7 +123,7 @@ def pair_gradients(  # noqa: PLR0917
 
 def ring_sum_reference(  # noqa: PLR0917
     function: PairFunction,
-    parts: Parts,
+    parts: TokenParts,
     queries: Sequence[Tokens],
     keys: Sequence[Tokens],
     parameters: Tokens,
@@ -218,7 +218,7 @@ class _RingSum(torch.autograd.Function):
 _GRAD = "grad of "
 
 
-def _taken(side: Side, tokens: Tokens) -> dict[str, torch.Tensor]:
+def _taken(side: BlockSide, tokens: Tokens) -> dict[str, torch.Tensor]:
     return {name: side.take(x) for name, x in tokens.items()}
 
 
