@@ -31,6 +31,8 @@ def check_dense(cfg: RunConfig, topology: Topology, *, follows: bool) -> None:
         problem = "on GPUs its passes and the exchanges of this schedule would be issued by two threads"
     elif cfg.publish.address:
         problem = "a version is written from the whole model, which no rank holds (publish the run when it has ended)"
+    elif topology.context.size > 1:
+        problem = "has not been tried together with ranks.context, which exchanges inside its passes"
     elif follows:
         problem = "a run that follows its data makes its model anew"
     if problem is not None:

@@ -105,6 +105,7 @@ def test_a_run_goes_on_in_other_context_groups(pools, data: str, tmp_path: Path)
         ({"task.encoder.attention.keep_last": 4}, "attention.keep_last"),
         ({"batch.order": "chronological", "windows.hours": 96}, "batch.order"),
         ({"balance.policy": "power", "balance.tune_every_steps": 5}, "balance.tune_every_steps"),
+        ({"ranks.dense": "fsdp"}, "ranks.dense"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
