@@ -83,7 +83,7 @@ ray: $(RAY)/.ready
 $(RAY)/.ready: requirements.txt
 	test -x $(RAY)/bin/python || python3 -m venv $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve]==2.60.0'
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve,train]==2.60.0'
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from dense_jobs import THREE_BUCKETS
 from schedule_jobs import Job, Training, batches_of, regrouped, same, train
 
 from nestrec.base.exit_codes import PEER_LOST
@@ -160,6 +161,19 @@ def nccl_alone() -> Topology:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         _alone.append(Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True))
     return _alone[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dense_sums_inside_the_backward_pass_leave_the_bits_of_serial(gpu_pools, world):
+    """One rank by NCCL, two by the host."""
+    job = Job(device="cuda", num_steps=17, fences=(6,))
+    if world == 1:
+        found = [findings(replace(nccl_alone(), options=THREE_BUCKETS), job)]
+    else:
+        found = pool_of(gpu_pools, world).run(findings, replace(job, ranks=replace(THREE_BUCKETS, exchange="host")))
+    for row in itertools.chain(*found):
+        assert row["equal"], row
+        assert not row.get("syncs_per_step"), row
 
 
 def test_keys_of_the_host_cross_by_collectives_of_the_device():

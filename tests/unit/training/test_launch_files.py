@@ -1,5 +1,6 @@
-"""Launch files for Slurm and Kubernetes: by the schemas of those who read them, torchrun's options and ours."""
+"""Launch files for Slurm, Kubernetes and Ray: by the schemas of those who read them, torchrun's options and ours."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from torch.distributed.run import get_args_parser
 
 from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserError
 from nestrec.base.overrides import parse_overrides
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
@@ -104,3 +106,21 @@ def test_the_slurm_file_is_a_script_that_torchrun_and_nestrec_understand():
     cfg = check_torchrun(words[words.index("torchrun") + 1 :])
     assert cfg.training.checkpoint_every_steps == 500
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+
+
+def test_the_file_for_ray_takes_options_of_train_and_refuses_unknown_ones_before_anything_starts():
+    """What Ray takes is tested where Ray is (tests/with_ray)."""
+    spec = importlib.util.spec_from_file_location("ray_train", TRAINING / "ray_train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    usage = file.__doc__.partition("ray_train.py")[2].partition("\n\n")[0]
+    words = shlex.split(usage.replace("\\\n", " "))
+    args, overrides = file.read(words)
+    assert (args.recipe, args.workers, args.device) == ("demo", "8:32", "cuda")
+    cfg = with_overrides(recipe(args.recipe), overrides)
+    assert cfg.training.checkpoint_async
+    assert cfg.training.device == "cuda"
+    with pytest.raises(UserError, match=r"training\.epoch "):
+        file.read([*words, "--training.epoch", "2"])
