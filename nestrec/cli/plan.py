@@ -13,6 +13,7 @@ from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
 from nestrec.planning.cluster import ClusterConfig, load_cluster
 from nestrec.planning.own_plan import check_fits
+from nestrec.planning.placements import options_of, placements_of
 from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, plan_rows
 from nestrec.planning.profile import Profile
 from nestrec.planning.recipe_workload import workload_of
@@ -33,10 +34,14 @@ def plan_run(
     """Search, and print the best few; the plan and its rows. overrides: what the recipe was changed by."""
     plan = make_plan(workload_of(cfg), cluster)
     option = store_option(cfg.task)
+    found = {o.candidate: placements_of(plan.workload, cluster, o.candidate, o.memory) for o in plan.found.best[:most]}
     launch = {
-        o.candidate: launch_command(cfg.name, cluster, o.candidate, option, overrides) for o in plan.found.best[:most]
+        candidate: launch_command(cfg.name, cluster, candidate, option, {**overrides, **options_of(placements)})
+        for candidate, placements in found.items()
     }
     rows = plan_rows(plan, most=most, launch=launch)
+    for row, placements in zip(rows, found.values(), strict=True):
+        row["placements"] = {p.table: p.placement for p in placements}
     console = Console()
     if rows:
         title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
@@ -45,6 +50,8 @@ def plan_run(
         tiers = [line for i, row in enumerate(rows, 1) for line in _tiers(i, row)]
         print_rows(tiers, title="MB of a rank", console=console)
         print_rows([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step", console=console)
+        of_tables = [{"plan": i, **p.row} for i, placements in enumerate(found.values(), 1) for p in placements]
+        print_rows(of_tables, title="tables over ranks, KB that a rank sends a step", console=console)
         for i, row in enumerate(rows, 1):
             console.print(f"{i}: {row['launch']}", soft_wrap=True, highlight=False, markup=False)
         for i, row in enumerate(rows, 1):

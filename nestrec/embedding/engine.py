@@ -29,7 +29,8 @@ from nestrec.distributed.exchange import agree, all_gather_equal, exchange
 from nestrec.distributed.shared_memory import Shipment
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.digest import table_digest
-from nestrec.embedding.flight.crossing import sum_over_holders
+from nestrec.embedding.flight.crossing import SpreadSums, sum_over_holders
+from nestrec.embedding.flight.everywhere import spread_sums
 from nestrec.embedding.flight.legs import RowLeg, RowRun, arrived_vectors, joined_gradients, vectors_of
 from nestrec.embedding.flight.overlap import Overlap
 from nestrec.embedding.flight.reads_ahead import ReadsAhead
@@ -48,6 +49,7 @@ from nestrec.embedding.flight.within_host import Relay, check_rows_are_whole
 from nestrec.embedding.flight.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
 from nestrec.embedding.frozen_table import FrozenTable
 from nestrec.embedding.hashing import hashed_rows
+from nestrec.embedding.placement import check_placements
 from nestrec.embedding.replica_sync import (
     Averaged,
     ReplicaSyncConfig,
@@ -77,6 +79,7 @@ class EmbeddingEngine:
         replica_sync: ReplicaSyncConfig | None = None,
     ) -> None:
         check_tables(tables)
+        check_placements(tables, topology)
         agree(topology.control, "tables", [to_plain(t) for t in tables])
         self.replica_sync = replica_sync or ReplicaSyncConfig()
         self._replicas: ReplicaKeys | None = None
@@ -133,7 +136,7 @@ class EmbeddingEngine:
     def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each micro-batch. Local."""
         tables, holder = list(self.tables.values()), self.topology.replicas.rank
-        routed = arrange(source, asked, tables, self.shapes, self.device, holder)
+        routed = arrange(source, asked, tables, self.shapes, self.device, holder, self._place)
         self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._place))
         return routed
 
@@ -274,12 +277,17 @@ class EmbeddingEngine:
             working.add(leg, received[dtype], dtype, is_all=is_all)
 
     def sum_over_holders(self, routed: Routed, working: WorkingSet, micro_batch: int) -> None:
-        """Gradients that are complete after a micro-batch, summed over the holders of their rows. Collective; after
-        `add_gradients` of the micro-batch, micro-batches in order."""
+        """Gradients that are complete after a micro-batch, summed over the holders of their rows, or sent from the
+        owners of rows that all ranks hold. Collective; after `add_gradients` of the micro-batch, micro-batches in
+        order."""
         holders = self.topology.replicas
         for dtype, rows in routed.micro_batches[micro_batch].crossing.items():
-            sent = sum_over_holders(holders, rows, working.sums(dtype), working.totals(dtype))
-            self.statistics.replicas.add(rows.num_own(holders.rank), sent)
+            if isinstance(rows, SpreadSums):
+                sent = spread_sums(self._vectors, rows, working.sums(dtype))
+                self.statistics.replicas.add(rows.num_own(self._place), sent)
+            else:
+                sent = sum_over_holders(holders, rows, working.sums(dtype), working.totals(dtype))
+                self.statistics.replicas.add(rows.num_own(holders.rank), sent)
 
     def update(self, working: WorkingSet, *, learning_rate: float) -> None:
         """One row optimiser step on every row of the batch, with the step of the batch.

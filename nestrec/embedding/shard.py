@@ -39,7 +39,9 @@ class TableShard:
 
     def __init__(self, table: TableConfig, shard: int, num_shards: int, device: torch.device) -> None:
         self.table, self.layout = table, layout_of(table)
-        self._shard, self._num_shards, self._device = shard, num_shards, device
+        self._share = shard, num_shards
+        """What it answers for where tables are read or saved: of a replicated one, as if that were sharded."""
+        self._shard, self._num_shards, self._device = *((0, 1) if table.is_replicated else self._share), device
         self._begin()
 
     def _begin(self) -> None:
@@ -97,12 +99,16 @@ class TableShard:
     def keys(self) -> Keys:
         """Sorted keys that count when the table is read: all of a static table, those with rows of a dynamic one."""
         if isinstance(self.residency, StaticResidency):
-            return self.residency.owned()
+            keys = self.residency.owned()
+            return keys[self._is_shared(keys)] if self.table.is_replicated else keys
         return self.residency.rows_since(-1)[0]
 
     def snapshot(self, since: int = -1, chunk_rows: int = _CHUNK_ROWS) -> Iterator[Chunk]:
         """Rows changed after step `since` (all rows by default), sorted by key, as host columns."""
         keys, slots = self.residency.rows_since(since)
+        if self.table.is_replicated:
+            mine = self._is_shared(keys)
+            keys, slots = keys[mine], slots[mine]
         for start in range(0, len(keys), chunk_rows):
             part, places = keys[start : start + chunk_rows], slots[start : start + chunk_rows]
             columns = {"keys": torch.from_numpy(np.ascontiguousarray(part))}
@@ -119,8 +125,17 @@ class TableShard:
         """
         assert isinstance(self.store, Freezable)
         keys = self.residency.frozen(since)
+        if self.table.is_replicated:
+            slots = np.flatnonzero(keys.state)
+            keys.state[slots[~self._is_shared(keys.keys(slots))]] = 0
         rows = self.store.freeze(keys.state, self.layout.num_words, max_bytes or 0)
-        return FrozenTable(keys, self.layout, (self._shard, self._num_shards), rows, self.store.thaw)
+        return FrozenTable(keys, self.layout, self._share, rows, self.store.thaw)
+
+    def _is_shared(self, keys: Keys) -> NDArray[np.bool_]:
+        """Whether this rank answers for them."""
+        shard, num_shards = self._share
+        is_mine: NDArray[np.bool_] = owner_of(keys, num_shards) == shard
+        return is_mine
 
     def load(self, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
         """Take the rows that this shard owns out of any snapshot; how many it took."""

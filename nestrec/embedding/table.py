@@ -20,6 +20,7 @@ from nestrec.base.errors import UserError
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.ops.rows.round import HALF_TYPES
 
+Placement = Literal["sharded", "replicated", "auto"]
 ALIGNMENT_BYTES = 16
 WORD_BYTES = 4
 DTYPES: dict[str, torch.dtype] = {
@@ -92,6 +93,14 @@ class TableConfig:
     """How rows learn."""
     store: StoreConfig = field(default_factory=StoreConfig)
     """Where rows are kept."""
+    placement: Placement = "sharded"
+    """`sharded`: a row is on one rank of a group; `replicated`: every rank holds the table whole and reads its own
+    copy, and all copies make the same steps. The bits are the same. `auto`: left to who knows the batches (training,
+    `nestrec plan`); sharded until then."""
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.placement == "replicated"
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -141,6 +150,8 @@ class Table:
     """type of the weights"""
     hashed: bool = False
     """any int64 is a key, and its hash says which of the rows stands for it"""
+    placement: Placement = "sharded"
+    """over the ranks, or replicated: whole on every rank"""
 
     @property
     def config(self) -> TableConfig:
@@ -159,6 +170,7 @@ class Table:
             init=self.init,
             optimizer=RowOptimizerConfig(kind=optimizer) if isinstance(optimizer, str) else optimizer,
             store=from_plain(StoreConfig, {"kind": store}, "store") if isinstance(store, str) else store,
+            placement=self.placement,
         )
 
 
@@ -201,6 +213,15 @@ def _check_table(table: TableConfig) -> None:
         remedy = "say how many rows it has, or make it dynamic without a hash"
         raise UserError("is required by a hashed table", field=f"{where}.num_rows", value=None, remedy=remedy)
     store = table.store
+    if table.is_replicated and (table.num_rows is None or store.kind == "disk"):
+        why = "of any number of ids" if table.num_rows is None else "on a disk"
+        remedy = "leave it sharded, or give it a fixed number of rows in memory"
+        raise UserError(
+            f"a table {why} is not held whole by every rank",
+            field=f"{where}.placement",
+            value=table.placement,
+            remedy=remedy,
+        )
     if store.kind == "disk" and not store.folder:
         raise UserError(
             "is required by the disk store", field=f"{where}.store.folder", value="", remedy="name a folder"

@@ -29,6 +29,8 @@ class TableLoad:
     """numbers of keys for which distinct ones were counted, increasing"""
     distinct_keys: tuple[float, ...]
     """how many of them were distinct"""
+    has_fixed_rows: bool = False
+    """it could be held whole by every rank"""
 
     @property
     def state_bytes(self) -> int:

@@ -16,6 +16,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
 from nestrec.embedding import TableConfig
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerConfig
+from nestrec.embedding.table import Placement
 from nestrec.ops.rows.pool import Pooling
 
 ALL = "*"
@@ -56,6 +57,10 @@ class TableOptions:
     """dynamic: most rows over all ranks"""
     ttl_steps: Count | None = None
     """dynamic: a row that has not been used for more than this many steps is gone"""
+    placement: Placement | None = None
+    """sharded: a row is on one rank; replicated: every rank holds all of its rows and reads them from its own memory,
+    with the same bits, of a table of a fixed number of rows outside of disks; auto: as fewer bytes cross between
+    ranks. none: sharded"""
     share: str | None = None
     """another table, which its feature reads instead: ids must mean the same in both"""
 
@@ -140,9 +145,22 @@ class _Said:
             changes["dtype"] = self._values["dtype"]
         if "dim" in self._values:
             changes["dim"] = self._values["dim"]
+        if "placement" in self._values:
+            changes["placement"] = self._placement(self._values["placement"])
         if self._values.get("optimizer", self._table.optimizer.kind) != self._table.optimizer.kind:
             changes["optimizer"] = RowOptimizerConfig(kind=self._values["optimizer"])
         return self._stored(replace(self._table, **changes, **self._ids()))
+
+    def _placement(self, wanted: Placement) -> Placement:
+        """What is said of all holds for those that can be so."""
+        is_dynamic = self._values.get("ids", "dynamic" if self._table.num_rows is None else "") == "dynamic"
+        on_disk = self._values.get("store", self._table.store.kind) == "disk"
+        if wanted == "replicated" and (is_dynamic or on_disk):
+            if "placement" not in self._of_one:
+                return "sharded"
+            why = "rows of dynamic ids are admitted and evicted by one rank" if is_dynamic else "it is kept on disk"
+            raise self.mistake("placement", why, "leave it sharded")
+        return wanted
 
     def others(self) -> list[str]:
         """Options of its own rows, which it has none of where it shares another's."""

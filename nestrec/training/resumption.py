@@ -30,6 +30,7 @@ _FREE_IN_TASK = (
     "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_slices", "batch_rows",
     ".max_targets", ".baselines", ".ease_max_items", ".slices",
     "store.kind", "store.cache_rows", "store.folder", "store.num_threads", ".store", ".folder", ".cache_rows",
+    ".placement",
 )  # fmt: skip
 """How a task computes the same thing."""
 
@@ -78,6 +79,8 @@ def changes_since(before: RunConfig, now: RunConfig) -> list[str]:
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name, "not there"), now.get(name, "not there")
+        if name.startswith("tables."):  # what is said of a table for the first time changes nothing where it is none
+            old, new = before.get(name), now.get(name)
         if old != new:
             yield name, old, new
 

@@ -97,7 +97,8 @@ class SavedTables:
         """Take back what a checkpoint holds for this shard; nothing else remains. Local; then `settle`."""
         for name in self._engine.tables:
             self._engine.clear(name)
-            self._engine.load(name, restored.rows(name, shard=self._shard))
+            holds_all = self._engine.tables[name].is_replicated
+            self._engine.load(name, restored.rows(name, shard=None if holds_all else self._shard))
             self._engine.load_unsettled(name, self._no_keys(restored.step))
         for name, keys_at in self._waiting.items():
             for chunk in restored.rows(name + WAITING, shard=self._shard):

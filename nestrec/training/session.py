@@ -20,6 +20,7 @@ from nestrec.distributed.exchange import raise_together
 from nestrec.embedding import EmbeddingEngine
 from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.tasks.built_in import make_task
+from nestrec.tasks.placements import placed
 from nestrec.tasks.task import Evaluation, Task
 from nestrec.training.config import DataConfig, RunConfig
 from nestrec.training.saved_tables import SavedTables
@@ -53,7 +54,8 @@ class Session:
         ring = ContextRing(topology)
         if ring.size > 1:
             task.take_context(ring)
-        engine = EmbeddingEngine(task.tables, topology, topology.device, cfg.replica_sync)
+        tables = placed(task, cfg.batch, topology, window_cache=cfg.pipeline.window_cache)
+        engine = EmbeddingEngine(tables, topology, topology.device, cfg.replica_sync)
         return Session(
             cfg=cfg,
             topology=topology,
@@ -80,7 +82,8 @@ class Session:
         if self.ring.size > 1:
             task.take_context(self.ring)
         task.settle(cfg.batch, self.topology, getattr(before, "variant", None))
-        self.engine.grow(task.tables)
+        placements = {name: table.placement for name, table in self.engine.tables.items()}
+        self.engine.grow([replace(table, placement=placements[table.name]) for table in task.tables])
         return replace(self, dataset=dataset, task=task)
 
     def content(self, state: TrainState, base: int | None = None, *, aside_bytes: int | None = None) -> Content:

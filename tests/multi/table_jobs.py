@@ -1,6 +1,7 @@
 """One model on tables that have nothing in common: widths, types, stores, optimisers, ids and ways to pool."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,11 @@ import torch
 from torch import nn
 
 from nestrec.distributed import Topology
-from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.distributed.exchange import all_gather_equal
+from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
 from nestrec.pipeline import PipelineConfig, TrainingPipeline
+from nestrec.pipeline.schedule_spec import SCHEDULES
 
 MODEL_DIM = 8
 POOLED = {"seen": "sum", "tags": "mean", "words": "weighted"}
@@ -27,6 +30,8 @@ class TablesJob:
     eviction: str = "lru"
     num_steps: int = 8
     num_samples: int = 12
+    placement: str = "sharded"
+    """of the tables that may be held whole by every rank"""
 
 
 class Mixed(nn.Module):
@@ -58,8 +63,17 @@ def tables_of(job: TablesJob) -> list[TableConfig]:
             features=("item", "seen"),
             seed=1,
             optimizer=RowOptimizerConfig(kind="adam"),
+            placement=job.placement,
         ),
-        TableConfig(name="tags", dim=4, num_rows=30, seed=2, dtype=small, store=StoreConfig(kind="dram")),
+        TableConfig(
+            name="tags",
+            dim=4,
+            num_rows=30,
+            seed=2,
+            dtype=small,
+            store=StoreConfig(kind="dram"),
+            placement=job.placement,
+        ),
         TableConfig(
             name="words",
             dim=6,
@@ -103,8 +117,10 @@ def batch_of(job: TablesJob, topology: Topology, step: int) -> dict[str, Any]:
     }
 
 
-def train(topology: Topology, schedule: str, job: TablesJob) -> tuple[str, list[float]]:
-    """Digest of tables and weights, and the losses; a fence after half of the steps."""
+def train(
+    topology: Topology, schedule: str, job: TablesJob, look: Callable[[EmbeddingEngine], None] = lambda engine: None
+) -> tuple[str, list[float]]:
+    """Digest of tables and weights, and the losses; a fence after half of the steps. look: at what is left."""
     options = PipelineConfig(schedule=schedule, window_cache=job.window_cache)
     pipeline = TrainingPipeline(
         Mixed(),
@@ -118,9 +134,32 @@ def train(topology: Topology, schedule: str, job: TablesJob) -> tuple[str, list[
     try:
         batches = (batch_of(job, topology, step) for step in range(job.num_steps))
         losses = [float(loss) for loss in pipeline.run(batches, fence_every=max(1, job.num_steps // 2))]
+        look(pipeline.engine)
         return pipeline.digest(), losses
     finally:
         pipeline.close()
+
+
+def train_held_whole(topology: Topology, schedule: str, job: TablesJob) -> tuple[str, list[float]]:
+    """The same with replicated tables, whose copies are alike on all ranks."""
+
+    def look(engine: EmbeddingEngine) -> None:
+        for name in ("items", "tags"):
+            shard = engine.shards[name]
+            rows = shard.read(np.arange(shard.table.num_rows))
+            assert all(torch.equal(rows, other) for other in all_gather_equal(topology.control, rows)), name
+
+    return train(topology, schedule, replace(job, placement="replicated"), look)
+
+
+def held_whole_equals(topology: Topology, schedules: list[str], job: TablesJob) -> dict[str, bool]:
+    """Whether each schedule with replicated tables ends where it does with sharded ones: an exact one where `serial`
+    does."""
+    serial, found = train(topology, "serial", job), {}
+    for schedule in schedules:
+        expected = serial if SCHEDULES.find(schedule).is_exact else train(topology, schedule, job)
+        found[schedule] = train_held_whole(topology, schedule, job) == expected
+    return found
 
 
 def compare(topology: Topology, schedules: list[str], job: TablesJob) -> dict[str, bool]:

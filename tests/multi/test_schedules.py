@@ -101,6 +101,25 @@ def test_unlike_tables_share_rows_between_steps_which_stale_reads_too_early(tmp_
     assert table_jobs.compare(Topology.single(), ["stale"], job) == {"stale": False}
 
 
+@pytest.mark.parametrize(
+    ("world", "micro_batches", "window_cache"),
+    [
+        pytest.param(*case, marks=[] if case in {(2, 3, False), (4, 3, True)} else pytest.mark.slow)
+        for case in itertools.product((1, 2, 3, 4), (1, 3), (False, True))
+    ],
+)
+def test_tables_that_all_ranks_hold_equal_sharded_ones_bit_for_bit_under_every_schedule(
+    pools, tmp_path, world, micro_batches, window_cache
+):
+    job = table_jobs.TablesJob(
+        folder=str(tmp_path), num_steps=4, micro_batches=micro_batches, window_cache=window_cache
+    )
+    schedules = ["serial", *EXACT, "semi_async", "stale"]
+    ranks = [table_jobs.held_whole_equals(Topology.single(), schedules, job)] if world == 1 else None
+    ranks = ranks or pools[world].run(table_jobs.held_whole_equals, schedules, job)
+    assert ranks == [dict.fromkeys(schedules, True)] * world
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("values", list(itertools.product(*ALL_TABLE_FACTORS.values())), ids=str)
 def test_unlike_tables_of_one_model_equal_serial_over_40_steps_on_the_full_grid(pools, tmp_path, values):

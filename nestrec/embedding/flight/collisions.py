@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nestrec.distributed.exchange import all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.flight.crossing import crossing_rows
+from nestrec.embedding.flight.everywhere import Crossings, spread_rows
 from nestrec.embedding.flight.legs import Side, by_micro_batch, gradient_legs, vector_leg
 from nestrec.embedding.flight.overlap import matching_places
 from nestrec.embedding.flight.routing import Routed
@@ -132,7 +133,8 @@ def _by_rank(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 def _vectors(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
     sides = [(micro_batch.vectors.own, micro_batch.vectors.asked) for micro_batch in routed.micro_batches]
-    cut = _cut(sides, (routed.own, routed.asked), (shared.own, shared.asked), is_shared=is_shared, by_last=False)
+    both = _crossing(routed, shared, None if routed.everywhere is None else routed.everywhere.vectors)
+    cut = _cut(sides, *both, is_shared=is_shared, by_last=False)
     micro_batches = [
         replace(micro_batch, vectors=vector_leg(*cut[p], shapes, device, is_in_order=False))
         for p, micro_batch in enumerate(routed.micro_batches)
@@ -146,18 +148,29 @@ def _gradients(
     routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, holder: int, *, is_shared: bool
 ) -> Portion:
     by_last = routed.cache_rows is not None
-    both = (routed.own, routed.asked), (shared.own, shared.asked)
+    both = _crossing(routed, shared, None if routed.everywhere is None else routed.everywhere.gradients)
     cut = _cut(routed.gradient_sides, *both, is_shared=is_shared, by_last=by_last)
     num_owned = np.array([len(keys) for keys in routed.owned.values()])
     micro_batches = []
     for p, micro_batch in enumerate(routed.micro_batches):
         legs = gradient_legs(*cut[p], shapes, num_owned, device, is_in_order=False)
         sides = tuple(_cut_crossing(side, shared, is_shared) for side in micro_batch.crossing_sides)
-        crossing = crossing_rows(sides, shapes, device, holder)
+        spread = spread_rows(sides, shapes, device) if routed.everywhere is not None else None
+        crossing = crossing_rows(sides, shapes, device, holder) if spread is None else spread
         micro_batches.append(replace(micro_batch, gradients=legs, crossing=crossing, crossing_sides=sides))
     relay = _cut_relay(routed, shared, shapes, device, is_shared=is_shared, of_vectors=False)
     portion = replace(routed, micro_batches=tuple(micro_batches), relay=relay)
     return Portion(portion, _owned(routed, shared, device, is_shared))
+
+
+def _crossing(
+    routed: Routed, shared: _Shared, only: Crossings | None
+) -> tuple[tuple[KeyRows, KeyRows], tuple[Flags, Flags]]:
+    """Keys, own and asked, that cross in a direction, and what is known of them."""
+    if only is None:
+        return (routed.own, routed.asked), (shared.own, shared.asked)
+    rows = routed.own.only(only.own), routed.asked.only(only.asked)
+    return rows, (shared.own[only.own], shared.asked[only.asked])
 
 
 def _cut(

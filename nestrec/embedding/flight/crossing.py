@@ -53,13 +53,25 @@ class Scattered:
 
 HolderRows = Direct | Scattered
 """The rows of the holders of a shard whose gradient crosses to the others."""
-Crossing = dict[torch.dtype, HolderRows]
-"""By type of the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadSums:
+    """For each shard the rows of replicated tables whose sums it has, which all others receive (`everywhere`)."""
+
+    rows: tuple[RowList, ...]
+
+    def num_own(self, shard: int) -> int:
+        return len(self.rows[shard])
+
+
+Crossing = dict[torch.dtype, HolderRows] | dict[torch.dtype, SpreadSums]
+"""By type of the gradients: between holders of a shard, or from the owners of rows that all ranks hold."""
 
 
 def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device, holder: int) -> Crossing:
     """The rows of each holder, by type of their gradients; holder: this one."""
-    found: Crossing = {}
+    found: dict[torch.dtype, HolderRows] = {}
     for dtype in shapes.gradient_types if sides else ():
         chosen = shapes.has_type(dtype)
         mine = [side.only(chosen[side.tables]) for side in sides]
@@ -104,7 +116,7 @@ def sum_over_holders(holders: Communicator, rows: HolderRows, sums: RowRun, tota
     """Add the sums of every holder to the totals of all, in order of holder; bytes sent from here. Collective."""
     if isinstance(rows, Scattered):
         return _sum_scattered(holders, rows, sums, totals)
-    mine = _packed(sums, rows.rows[holders.rank])
+    mine = packed(sums, rows.rows[holders.rank])
     received = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.rows])
     for of_holder, values in zip(rows.rows, received, strict=True):
         add_spans(values, of_holder, totals.elements, totals.spans)  # a holder has a row once
@@ -113,10 +125,10 @@ def sum_over_holders(holders: Communicator, rows: HolderRows, sums: RowRun, tota
 
 def _sum_scattered(holders: Communicator, rows: Scattered, sums: RowRun, totals: RowRun) -> int:
     sizes = [of_holder.num_elements for of_holder in rows.added]
-    received = all_to_all_rows(holders, _packed(sums, rows.sent), rows.sent_sizes, sizes)
+    received = all_to_all_rows(holders, packed(sums, rows.sent), rows.sent_sizes, sizes)
     for of_holder, values in zip(rows.added, received.split(sizes), strict=True):
         add_spans(values, of_holder, totals.elements, totals.spans)
-    mine = _packed(totals, rows.sums[holders.rank])
+    mine = packed(totals, rows.sums[holders.rank])
     everyone = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.sums])
     for holder, (of_holder, values) in enumerate(zip(rows.sums, everyone, strict=True)):
         if holder != holders.rank:
@@ -125,7 +137,8 @@ def _sum_scattered(holders: Communicator, rows: Scattered, sums: RowRun, totals:
     return sent * mine.element_size()
 
 
-def _packed(run: RowRun, rows: RowList) -> torch.Tensor:
+def packed(run: RowRun, rows: RowList) -> torch.Tensor:
+    """Some rows of a run, one behind the other."""
     found = run.elements.new_empty(rows.num_elements)
     gather_spans(run.elements, run.spans, rows, found)
     return found

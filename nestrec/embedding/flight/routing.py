@@ -22,6 +22,14 @@ from nestrec.base.transfer import to_device, used_here
 from nestrec.distributed.exchange import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.flight.crossing import Crossing, crossing_rows
+from nestrec.embedding.flight.everywhere import (
+    Crossings,
+    Everywhere,
+    destinations,
+    spread_rows,
+    spread_sides,
+    told_everywhere,
+)
 from nestrec.embedding.flight.legs import RowLeg, Side, by_value, gradient_legs, vector_leg
 from nestrec.embedding.flight.replica_keys import Joined, ReplicaKeys
 from nestrec.embedding.flight.source_keys import (
@@ -89,6 +97,8 @@ class Routed:
     """Nothing but one micro-batch of this rank: its rows are those of the working set, in the same order."""
     relay: Relay | None = None
     """Where exchanges go by hosts: what crosses inside. `own` and the legs of micro-batches are then of the host."""
+    everywhere: Everywhere | None = None
+    """Where tables are replicated: which keys of `own` and `asked` cross as vectors, and which as gradients."""
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
@@ -121,6 +131,9 @@ def route(
 ) -> Routed:
     """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
     source = deduplicate(micro_batches, tables, topology.num_shards, device, window_cache=False)
+    if source.everywhere is not None:  # nobody else need know
+        owners = np.where(source.everywhere, np.int32(topology.shard), source.owners)
+        source = replace(source, owners=owners, everywhere=None)
     return arrange(source, exchange_keys(source, tables, topology), tables, RowShapes.of(tables), device)
 
 
@@ -141,7 +154,7 @@ def exchange_keys(
             told_here = _told(source, told, hosts.keys_within)
             within = on_behalf(source, told_here, told, topology.num_shards, hosts.ranks)
             source, owners = within.source, within.source.owners
-    told, mistake = _count(owners, mistake, topology.keys if hosts is None else hosts.keys_between)
+    told, mistake = _count(owners, mistake, topology.keys if hosts is None else hosts.keys_between, source.everywhere)
     if holders is not None:
         mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
     if mistake[0]:
@@ -151,9 +164,14 @@ def exchange_keys(
     return AskedKeys(records, told, owned, places, within=within)
 
 
-def _count(owners: Int32, mistake: list[int], ranks: Communicator) -> tuple[Counted, list[int]]:
+def _count(
+    owners: Int32, mistake: list[int], ranks: Communicator, everywhere: NDArray[np.bool_] | None = None
+) -> tuple[Counted, list[int]]:
     """How many keys go to, and come from, each rank; the mistake that any of them reports. Collective."""
-    order, sent = by_value(owners, ranks.size)
+    if everywhere is None:
+        order, sent = by_value(owners, ranks.size)
+    else:
+        order, sent = destinations(owners, everywhere, ranks.size)
     message = np.empty((ranks.size, ERROR_WORDS + 1), np.int64)
     message[:, :ERROR_WORDS] = mistake
     message[:, ERROR_WORDS] = sent
@@ -205,19 +223,29 @@ def arrange(  # noqa: PLR0917
     shapes: RowShapes,
     device: torch.device,
     holder: int = 0,
+    rank: int = 0,
 ) -> Routed:
-    """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. Local."""
+    """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. rank: of those
+    that are asked. Local."""
     num_micro_batches = source.num_micro_batches
     owned, places = _working_places(asked, len(tables))
     num_owned = np.array([len(keys) for keys in owned])
     within, num_sources = asked.within, len(asked.counted.comes)
     own = own_rows(source if within is None else within.source, asked.counted)
     theirs = asked_rows(asked.records, places, asked.counted.comes, len(tables))
-    is_in_order = within is None and source.windows is None and (num_sources == 1 or len(tables) == 1)
-    pairs = _sides(own, theirs, num_micro_batches, by_last=False)
-    going = _sides(own, theirs, num_micro_batches, by_last=True) if source.windows is not None else pairs
+    everywhere, has_windows = None, source.windows is not None
+    if source.everywhere is not None:
+        everywhere = told_everywhere(source, asked.counted, asked.records, tables, rank)
+    comes, goes = (None, None) if everywhere is None else (everywhere.vectors, everywhere.gradients)
+    is_in_order = within is None and everywhere is None and not has_windows and (num_sources == 1 or len(tables) == 1)
+    pairs = _sides(own, theirs, num_micro_batches, by_last=False, only=comes)
+    going = pairs
+    if has_windows or everywhere is not None:
+        going = _sides(own, theirs, num_micro_batches, by_last=has_windows, only=goes)
     num_rows = num_rows_of(source)
     crossing = _crossing(asked.joined, num_micro_batches, len(tables))
+    if everywhere is not None:
+        crossing[-1] = spread_sides(owned, tables, num_sources)
     indices = _indices(source, tables, device)
     coming = [vector_leg(*pair, shapes, device, is_in_order=is_in_order) for pair in pairs]
     same = coming if going is pairs else [None] * num_micro_batches
@@ -228,7 +256,7 @@ def arrange(  # noqa: PLR0917
             coming[p],
             gradient_legs(*going[p], shapes, num_owned, device, is_in_order=is_in_order, vectors=same[p]),
             _used(source, p, shapes, device),
-            crossing_rows(crossing[p], shapes, device, holder) if crossing[p] else {},
+            _crossing_rows(crossing[p], shapes, device, None if everywhere is not None else holder),
             crossing[p],
         )
         for p in range(num_micro_batches)
@@ -247,6 +275,7 @@ def arrange(  # noqa: PLR0917
         gradient_sides=going,
         is_plain=is_in_order and num_sources * num_micro_batches == 1 and asked.joined is None,
         relay=None if within is None else relay(within, shapes, device),
+        everywhere=everywhere,
     )
 
 
@@ -256,7 +285,11 @@ def key_bytes_sent(asked: AskedKeys, rank: int) -> int:
     return asked.records.dtype.itemsize * int(sent.sum() - sent[rank])
 
 
-def _sides(own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool) -> list[tuple[Side, Side]]:
+def _sides(
+    own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool, only: Crossings | None
+) -> list[tuple[Side, Side]]:
+    if only is not None:
+        own, theirs = own.only(only.own), theirs.only(only.asked)
     both = (rows.sides(num_micro_batches, by_last=by_last) for rows in (own, theirs))
     return list(zip(*both, strict=True))
 
@@ -303,6 +336,13 @@ def _crossing(joined: list[Joined] | None, num_micro_batches: int, num_tables: i
             sides.append(Side(tables, np.concatenate(places), np.array([len(tables)])))
         found.append(tuple(sides))
     return found
+
+
+def _crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device, holder: int | None) -> Crossing:
+    """holder: of a shard that others hold too; none: the rows are those of replicated tables."""
+    if not sides:
+        return {}
+    return spread_rows(sides, shapes, device) if holder is None else crossing_rows(sides, shapes, device, holder)
 
 
 def _first_mistake(words: NDArray[np.int64]) -> list[int]:

@@ -50,6 +50,8 @@ class SourceKeys:
     """Which of the keys to ask for cross in half precision; none: no table has such features."""
     error: list[int]
     """[1, number of the feature, key] of a key outside its static table, or zeros."""
+    everywhere: NDArray[np.bool_] | None = None
+    """Which of the keys to ask for are told to every rank: those of replicated tables. None: there are none."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -94,12 +96,21 @@ def deduplicate(
     if window_cache:
         asked, plans = planned(keys, bounds, len(tables), num_shards)
         half = None if num_whole is None else flags_of_cache(tables, plans, num_whole)
-        return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), {}, plans, half, error)
+        everywhere = _everywhere(asked, tables, num_shards)
+        return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), {}, plans, half, error, everywhere)
     asked, index = _distinct(keys, bounds, num_whole, tables, num_shards, device)
     half = None
     if num_whole is not None:
         half = np.concatenate([flags_of_segment(tables, asked, s, int(n)) for s, n in enumerate(num_whole.reshape(-1))])
-    return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), index, None, half, error)
+    everywhere = _everywhere(asked, tables, num_shards)
+    return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), index, None, half, error, everywhere)
+
+
+def _everywhere(asked: Segments, tables: Sequence[TableConfig], num_shards: int) -> NDArray[np.bool_] | None:
+    if num_shards == 1 or not any(table.is_replicated for table in tables):
+        return None
+    counts = np.diff(asked.bounds)
+    return np.repeat(np.tile([table.is_replicated for table in tables], len(counts) // len(tables)), counts)
 
 
 def _nothing(shapes: list[dict[str, tuple[int, ...]]], num_tables: int, error: list[int]) -> SourceKeys:
@@ -229,6 +240,14 @@ class KeyRows:
     """Whether its vector crosses in half precision."""
     counts: Int64
     """Keys of each rank."""
+
+    def only(self, chosen: NDArray[np.bool_]) -> "KeyRows":
+        """Those that are chosen, in the same order."""
+        before = np.concatenate([[0], np.cumsum(chosen)])
+        counts = np.diff(before[np.concatenate([[0], np.cumsum(self.counts)])])
+        half = None if self.half is None else self.half[chosen]
+        arrays = self.micro_batches[chosen], self.lasts[chosen], self.tables[chosen], self.places[chosen]
+        return KeyRows(*arrays, half, counts)
 
     def sides(self, num_micro_batches: int, *, by_last: bool) -> list[Side]:
         """For each micro-batch those that cross with it."""
