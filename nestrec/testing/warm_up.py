@@ -1,10 +1,16 @@
-"""Compiles the host loops of training once, which many processes of tests would compile at the same time.
+"""Compiles once what many processes of tests would compile at the same time.
 
-`python -m nestrec.testing.warm_up`: numba keeps what it compiles beside the modules, for all who come later.
+`python -m nestrec.testing.warm_up FOLDER...`: numba keeps the host loops of training beside the modules, and pytest the
+tests of the folders with their assertions, for all who come later.
 """
 
+import contextlib
+import io
+import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
@@ -14,7 +20,7 @@ SCHEDULES = ("nested", "priority", "serial")
 STEPS = {"training.max_steps": 3, "training.checkpoint_every_steps": 2}
 
 
-def main() -> None:
+def compile_loops() -> None:
     """Runs of all families, under schedules that differ in what they compute on rows."""
     with tempfile.TemporaryDirectory(prefix="nestrec-warm-") as folder:
         make_datasets(Path(folder))
@@ -23,5 +29,13 @@ def main() -> None:
             Trainer(config_of(family, Path(folder), options), Path(folder) / family, Topology.single()).train()
 
 
+def compile_tests(folders: list[str]) -> None:
+    """Collects them, where nobody has yet. What is wrong with them is said by those who run them."""
+    if not any(path for folder in folders for path in Path(folder).rglob("*-pytest-*.pyc")):
+        with contextlib.redirect_stdout(io.StringIO()):
+            pytest.main(["--collect-only", *folders])
+
+
 if __name__ == "__main__":
-    main()
+    compile_loops()
+    compile_tests(sys.argv[1:])

@@ -18,7 +18,8 @@ from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)  # three processes load torch, on a machine that others share
 BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"], "timeout_ms": 10_000}
 
 
@@ -78,7 +79,7 @@ def wait_for_line(process, text):
 
 def ask(port, user):
     """(status, version) of a ranking request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20.0)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
     connection.request("POST", "/v1/rank", json.dumps({**BODY, "user": user}), {"content-type": "application/json"})
     response = connection.getresponse()
     answer = json.loads(response.read())
@@ -93,7 +94,6 @@ def versions(port):
     return {version for _, version in found}
 
 
-@pytest.mark.timeout(300)
 def test_sighup_rolls_every_instance_and_none_outlives_its_front(start, link):
     port, process = start(2)
     wait_for_line(process, b"serving on")
@@ -116,7 +116,6 @@ def test_sighup_rolls_every_instance_and_none_outlives_its_front(start, link):
     assert not alive
 
 
-@pytest.mark.timeout(300)
 def test_sigterm_while_instances_start_ends_all_of_them(start):
     _, process = start(2)
     wait_until(lambda: len(children(process)) == 2, "instances begin")
@@ -128,7 +127,6 @@ def test_sigterm_while_instances_start_ends_all_of_them(start):
     assert not any(child.is_running() for child in instances)
 
 
-@pytest.mark.timeout(300)
 def test_an_instance_whose_engine_has_died_is_replaced(start, tmp_path):
     """The second batch of each process ends its engine."""
     log = tmp_path / "fired"

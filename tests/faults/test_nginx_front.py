@@ -22,7 +22,12 @@ from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_retrieval
 
-pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+PATIENCE_S = 200.0
+"""for processes to start, on a machine that others share"""
+pytestmark = [
+    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
+    pytest.mark.timeout(2 * PATIENCE_S),
+]
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_USERS, GAP_S = 40, 0.02
 SECRET = "carla-s-id"
@@ -40,8 +45,10 @@ def served(tmp_path_factory):
     log = folder.parent / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=file)
+    end_s = time.monotonic() + PATIENCE_S
     while b"serving on" not in log.read_bytes():
         assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end_s, f"it does not start: {log.read_text()}"
         time.sleep(0.05)  # other processes start: there is no clock to inject
     yield model, f"http://127.0.0.1:{port}", process
     family = psutil.Process(process.pid).children(recursive=True)
@@ -120,7 +127,9 @@ def instance_at(process, address):
 
 def wait_for_all(client):
     """Until those that were killed are back."""
-    while client.get("/health/ready").json() != {"slots": [True, True]}:
+    end_s = time.monotonic() + PATIENCE_S
+    while (found := client.get("/health/ready").json()) != {"slots": [True, True]}:
+        assert time.monotonic() < end_s, f"they are not back: {found}"
         time.sleep(0.05)  # other processes start: there is no clock to inject
 
 
@@ -164,7 +173,7 @@ def test_a_stopped_instance_keeps_no_deadline_waiting_and_no_erasure_counts(serv
             stopped.resume()
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
         assert "in time" in late.json()["error"]["message"]
-        assert 0.5 <= took_s < 3.0
+        assert 0.5 <= took_s < 15.0, "the client would wait for 20"
         assert (erased.status_code, erased.headers["retry-after"]) == (503, "1")
 
 

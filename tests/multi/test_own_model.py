@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import nestrec
@@ -13,10 +14,11 @@ import nestrec
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model.py"
 
 
+@pytest.mark.timeout(400)
 def test_the_example_trains_on_two_ranks_and_nested_equals_serial():
     assert len(EXAMPLE.read_text().splitlines()) <= 60
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     said = re.findall(r"loss ([\d.]+) -> ([\d.]+); tables and weights equal to the bit: (\w{16})", ended.stdout)
     assert len(said) == 2, "of each rank; their lines may run into each other"

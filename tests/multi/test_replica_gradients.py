@@ -56,19 +56,25 @@ def test_groups_that_sum_gradients_train_as_one_over_100_steps_on_the_full_grid(
     check_equality(pools, world, schedule, Job(num_steps=100, optimizer=optimizer, window_cache=window_cache))
 
 
+BETWEEN_TWO = (2, 2, Job(stream="distance_one", store="dram", fences=(5,)))
+OF_TWO_SHARDS = (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={8: 1}))
+OF_FOUR = (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "eviction": "lru", "max_rows": 12}))
+
+
 @pytest.mark.parametrize(
-    ("world", "replicas", "job"),
+    ("world", "replicas", "job", "schedules"),
     [
-        (2, 2, Job(stream="distance_one", store="dram", fences=(5,))),
-        (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={8: 1})),
-        (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "eviction": "lru", "max_rows": 12})),
+        (*BETWEEN_TWO, EXACT),
+        (*OF_TWO_SHARDS, ["nested", "priority"]),
+        (*OF_FOUR, ["frozen_window", "nested"]),
+        *(pytest.param(*groups, EXACT, marks=pytest.mark.slow) for groups in (OF_TWO_SHARDS, OF_FOUR)),
     ],
 )
-def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas, job):
+def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas, job, schedules):
     job = replace(job, ranks=RanksConfig(replicas=replicas), num_steps=10)
     serial = pools[world].run(train, "serial", job)
     assert len({tuple(result["tables"]) for result in serial}) == 1
-    for schedule in EXACT:
+    for schedule in schedules:
         results = pools[world].run(train, schedule, job)
         assert all(same(a, b) for a, b in zip(results, serial, strict=True)), schedule
         assert all(result["issued"] == results[0]["issued"] for result in results)

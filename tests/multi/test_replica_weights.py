@@ -50,17 +50,21 @@ def test_groups_of_two_shards_equal_the_simulation(pools, every, scale):
 
 
 @pytest.mark.parametrize(
-    ("world", "job"),
+    ("world", "job", "schedules"),
     [
-        (2, job_of(1, stream="distance_one")),
-        (2, job_of(4, stream="alternating", store="dram")),
-        (4, job_of(2, state_every=2, window_cache=True, shares=(9, 0, 1, 2))),
+        (2, job_of(1, stream="distance_one"), EVERY[1:]),
+        (2, job_of(4, stream="alternating", store="dram"), ["nested", "priority"]),
+        (4, job_of(2, state_every=2, window_cache=True, shares=(9, 0, 1, 2)), ["nested", "priority"]),
+        pytest.param(2, job_of(4, stream="alternating", store="dram"), EVERY[1:], marks=pytest.mark.slow),
+        pytest.param(
+            4, job_of(2, state_every=2, window_cache=True, shares=(9, 0, 1, 2)), EVERY[1:], marks=pytest.mark.slow
+        ),
     ],
 )
-def test_exact_schedules_equal_serial_while_weights_are_averaged(pools, world, job):
+def test_exact_schedules_equal_serial_while_weights_are_averaged(pools, world, job, schedules):
     serial = pools[world].run(train, "serial", job)
     assert len({tuple(result["tables"]) for result in serial}) == 1
-    for schedule in EVERY[1:]:
+    for schedule in schedules:
         results = pools[world].run(train, schedule, job)
         assert all(same(a, b) for a, b in zip(results, serial, strict=True)), schedule
         assert all(a["uses"] == b["uses"] for a, b in zip(results, serial, strict=True)), schedule

@@ -253,7 +253,7 @@ def test_a_deadline_holds_where_the_instance_hangs(service, monkeypatch):
         start_s = time.monotonic()
         late = await client.post("/v1/rank", json={"user": user_of_slot(gateway, 1), **body})
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-        assert 0.5 <= time.monotonic() - start_s < 2.0
+        assert 0.5 <= time.monotonic() - start_s < 15.0, "the client would wait for 20"
         while gateway.router.is_alive[1]:
             await asyncio.sleep(0.05)  # until the probe that it began has given up as well
         found = await client.post("/v1/rank", json={"user": user_of_slot(gateway, 0), **body, "timeout_ms": 5000})

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import struct
+import threading
 from dataclasses import replace
 
 import pytest
@@ -323,34 +324,61 @@ def test_a_server_that_ends_answers_and_closes(front):
     assert b"\r\nconnection: close\r\n" in received
 
 
+@contextlib.asynccontextmanager
+async def somebody_waits(engine, port):
+    """A request in a batch that does not end before this does, and another one behind it."""
+    entered, going_on, launch, others = threading.Event(), threading.Event(), engine._runner.launch, []
+
+    def launch_later(parts):
+        entered.set()
+        going_on.wait(100)
+        return launch(parts)
+
+    engine._runner.launch = launch_later
+    try:
+        for is_there in (entered.is_set, lambda: engine._does_any_wait):
+            others.append(await asyncio.open_connection("127.0.0.1", port))
+            others[-1][1].write(request())
+            while not is_there():
+                await asyncio.sleep(0.001)
+        yield
+    finally:
+        going_on.set()
+        for reader, writer in others:
+            await reader.read()
+            writer.close()
+        engine._runner.launch = launch
+
+
 def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front, service, monkeypatch):
     engine = service.fleet("retrieval").engines[0]
-    monkeypatch.setattr(type(engine), "_does_any_wait", True)  # else one request is taken, however long the batch is
     whole, chunked = request(ends=False), request(ends=False, is_chunked=True)
     refused_before = engine.counts.get("refused_overload", 0)
     read = []
     served = front._through_swaps
     front._through_swaps = lambda path, data: read.append(data) or served(path, data)
-    engine._backlog.add("somebody", "else", 1e10)
+
+    async def ask(reader, writer, data):
+        read.clear()
+        monkeypatch.setattr(engine, "_byte_s", 1e10)
+        writer.write(data)
+        head = await reader.readuntil(b"\r\n\r\n")
+        content = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
+        return int(head.split()[1]), b"retry-after: " in head, "error" in json.loads(content), len(read)
 
     async def run():
+        found = []
         async with listening(front) as (port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            found = []
-            for waiting, data in ((1, whole), (1, whole), (1, chunked), (0, whole), (1, whole), (0, chunked)):
-                engine._byte_s = 1e10 * waiting
-                writer.write(data)
-                head = await reader.readuntil(b"\r\n\r\n")
-                content = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
-                found.append(
-                    (int(head.split()[1]), b"retry-after: " in head, "error" in json.loads(content), len(read))
-                )
-            writer.close()
-            return found
+            connection = await asyncio.open_connection("127.0.0.1", port)
+            for refused, taken in (([whole, whole, chunked], whole), ([whole], chunked)):
+                async with somebody_waits(engine, port):
+                    found += [await ask(*connection, data) for data in refused]
+                found.append(await ask(*connection, taken))
+            connection[1].close()
+        return found
 
-    no, yes = (429, True, True), (200, False, False)
-    assert asyncio.run(run()) == [(*no, 0), (*no, 0), (*no, 0), (*yes, 1), (*no, 1), (*yes, 2)]
-    engine._backlog.remove("somebody", "else", 1e10)
+    no, yes = (429, True, True, 0), (200, False, False, 1)
+    assert asyncio.run(run()) == [no, no, no, yes, no, yes]
     assert engine.counts["refused_overload"] == refused_before + 4
     assert 'nestrec_requests_total{route="/v1/rank",status="429"} 4.0' in front.metrics.exposition().decode()
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from compose_spec.models import ComposeSpecification, Service
 from typer.testing import CliRunner
 
 from nestrec.base.config import with_overrides
@@ -108,6 +107,8 @@ def compose():
 
 
 def test_the_compose_file_is_one(compose):
+    from compose_spec.models import ComposeSpecification, Service  # half a second of every worker
+
     ComposeSpecification.model_validate(compose)
     with pytest.raises(ValueError, match="stop_grace_period"):
         ComposeSpecification.model_validate({**compose, "services": {"a": {"stop_grace_period": ["x"]}}})

@@ -10,7 +10,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from torch.distributed.run import get_args_parser
 
 from nestrec.base.config import with_overrides
@@ -62,6 +61,8 @@ def unknown_fields(given: Any, taken: Any, where: str = "") -> list[str]:
 
 
 def test_the_jobset_is_one():
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # a second of every worker
+
     manifest = jobset()
     taken = JobsetV1alpha2JobSet.from_dict(manifest)
     assert taken is not None
