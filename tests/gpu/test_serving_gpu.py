@@ -22,6 +22,7 @@ from nestrec.serving.prefix.host_pages import HostPages
 from nestrec.serving.prefix.page_pool import PagePool
 from nestrec.serving.prefix.tiers import TiersConfig
 from nestrec.serving.prefix.trigger import TriggerConfig
+from nestrec.testing.users_before import with_users_before
 
 pytestmark = pytest.mark.gpu
 SIZES = {"dim": 64, "num_layers": 3, "num_heads": 2, "max_length": 1026}
@@ -45,17 +46,19 @@ def scores_of(encoder, device, dtype, tiers=TIERS, *, make_model=random_ranking,
     cfg = EngineConfig(tiers=tiers, max_queue_s=1e9, trigger=trigger, max_batch_tokens=1024, prefix_dtype=prefix_dtype)
     engine = Engine(make_form(make_model(encoder, device=device, dtype=dtype)), cfg)
     assert isinstance(engine._runner, Runner) == (device == "cpu")
-    works = []
+    works, users = [], [column.name for column in engine.form.servable.prefix_columns]
     for user in range(16):
-        count = int(rng.integers(100, 512))
+        count, of_user = int(rng.integers(100, 512)), dict.fromkeys(users, user % 3)
         history = History(
             items=rng.integers(1, 1000, count),
             times_ms=np.sort(rng.integers(0, 10**10, count)),
             actions=rng.integers(0, 4, count),
-            features={"event_tab": rng.integers(0, 3, count)},
+            features={"event_tab": rng.integers(0, 3, count)} | {n: np.full(count, v) for n, v in of_user.items()},
         )
         asked = Candidates(
-            items=rng.integers(1, 1000, 64), now_ms=2 * 10**10, features={"event_tab": rng.integers(0, 3, 64)}
+            items=rng.integers(1, 1000, 64),
+            now_ms=2 * 10**10,
+            features={"event_tab": rng.integers(0, 3, 64)} | {n: np.full(64, v) for n, v in of_user.items()},
         )
         if user % 2:
             engine.preinfer(str(user), history, 0, 64, timeout_s=60.0)
@@ -71,6 +74,20 @@ def scores_of(encoder, device, dtype, tiers=TIERS, *, make_model=random_ranking,
 def test_cached_retrieval_on_a_gpu_equals_uncached_one_there_and_on_a_cpu(kind):
     torch.set_float32_matmul_precision("highest")
     run = partial(scores_of, ENCODERS[kind], dtype=torch.float32, make_model=random_retrieval)
+    full, _ = run(device="cuda", tiers=replace(TIERS, keeps_prefix=False))
+    cached, sources = run(device="cuda")
+    assert sources["device"] >= 32
+    scale = np.abs(full).max()
+    assert np.abs(cached - full).max() <= 1e-5 * scale
+    on_cpu, _ = run(device="cpu", tiers=replace(TIERS, keeps_prefix=False))
+    assert np.abs(on_cpu - full).max() <= 1e-4 * scale
+
+
+@pytest.mark.parametrize("kind", ["biased", "local", "sasrec"])
+@pytest.mark.parametrize("make_model", [random_ranking, random_retrieval])
+def test_users_before_histories_and_interactions_in_graphs_equal_those_without_a_cache_and_on_a_cpu(make_model, kind):
+    torch.set_float32_matmul_precision("highest")
+    run = partial(scores_of, ENCODERS[kind], dtype=torch.float32, make_model=with_users_before(make_model))
     full, _ = run(device="cuda", tiers=replace(TIERS, keeps_prefix=False))
     cached, sources = run(device="cuda")
     assert sources["device"] >= 32

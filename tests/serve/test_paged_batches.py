@@ -14,9 +14,9 @@ from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.row_sources import DramRows
-from nestrec.serving.model.spec import ColumnSpec
-from nestrec.serving.model.tables import CachedTable, ResidentTable
+from nestrec.serving.model.tables import CachedTable
 from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.testing.users_before import with_users_before
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -144,26 +144,6 @@ def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, pr
     return found.numpy(), wanted, pools, parts
 
 
-def of_users(make_model):
-    """A model of the same kind with three tokens before each history, and with interactions where it ranks."""
-
-    def make(encoder, **options):
-        servable = make_model(encoder, **options)
-        spec, task = servable.spec, servable.spec.task
-        names = ("country", "age", "city")
-        task = replace(task, inputs=replace(task.inputs, user_features=names, user_tokens="prefix"))
-        if hasattr(task, "head"):
-            task = replace(task, head=replace(task.head, interactions=True))
-        keyed = [ColumnSpec(name=f"user_{name}", keys=("a", "b"), num_rows=3) for name in names]
-        keyed[1] = ColumnSpec(name="user_age", keys=None, num_rows=0, kind="number", width=2)
-        spec = replace(spec, task=task, columns=(*spec.columns, *keyed))
-        tables = {c.name: ResidentTable(torch.randn(3, encoder.dim) * 0.05) for c in keyed if c.has_table}
-        model = servable.serving.model(spec).eval().requires_grad_(False)
-        return replace(servable, spec=spec, model=model, tables={**servable.tables, **tables})
-
-    return make
-
-
 BEFORE = [(0, 41, 3), (2, 43, 0), (129, 151, 5), (65, 65, 2)]
 """of which histories hold three tokens less, some of them computed before"""
 
@@ -179,7 +159,7 @@ BEFORE = [(0, 41, 3), (2, 43, 0), (129, 151, 5), (65, 65, 2)]
     ],
 )
 def test_tokens_of_users_before_a_history_and_interactions_are_the_same_over_pages(make_model, kind, shapes):
-    found, wanted, pools, parts = run_both(of_users(make_model), ENCODERS[kind], shapes, 64)
+    found, wanted, pools, parts = run_both(with_users_before(make_model), ENCODERS[kind], shapes, 64)
     assert np.abs(found - wanted).max() <= 1e-5
     if kind != "layers differ":
         torch.testing.assert_close(pools[1].tensor, pools[0].tensor, rtol=1e-4, atol=1e-5)
