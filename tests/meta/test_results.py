@@ -47,6 +47,7 @@ PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 TOPICS = (
     {"quality.json", "negatives-quality.json", "nested-quality.json"},
     {"demo.json", "ranking.json"},
+    {"front.json", "front-processes.json"},
 )
 """Files of one bench and machine that are different experiments: other runs, other data, other papers."""
 

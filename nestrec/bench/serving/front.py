@@ -1,8 +1,11 @@
 """What HTTP itself costs: ranking requests on a model that computes next to nothing.
 
 nestrec bench front --rate 500 --candidates 256 --duration_s 20
+nestrec bench front --rate 60 --history 2048 --front_processes 1,2
 """
 
+import contextlib
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,10 @@ class FrontBench:
     """requests a second"""
     candidates: int = 256
     """items of a request"""
+    history: int = 1
+    """events of a request; the model reads the last ones"""
+    front_processes: tuple[int, ...] = (1,)
+    """servers with so many of them, measured in turns"""
     duration_s: float = 10.0
     """how long each load lasts"""
     rounds: int = 3
@@ -44,21 +51,37 @@ def measure_front(bench: FrontBench) -> list[dict[str, Any]]:
         folder = Path(root) / "model"
         write_servable(random_retrieval(encoder, num_items=_NUM_ITEMS), folder)
         rows: list[dict[str, Any]] = []
-        with server(folder) as (port, process):
-            _served(port, process, bench, _WARM_S, 0, polls=False)
-            for number in range(bench.rounds):
-                for client in bench.clients:
-                    served = _served(port, process, bench, bench.duration_s, len(rows) + 1, polls=client == "polls")
-                    rows.append(_row(client, number + 1, served, bench))
+        with contextlib.ExitStack() as servers:
+            running = {
+                count: servers.enter_context(server(folder, "--front_processes", str(count)))
+                for count in bench.front_processes
+            }
+            for place in running.values():
+                _served(*place, bench, _WARM_S, 0, polls=False)
+            for number, (client, count) in itertools.product(
+                range(bench.rounds), itertools.product(bench.clients, bench.front_processes)
+            ):
+                (port, process), polls = running[count], client == "polls"
+                before_s = _cpu_s(process)
+                served = _served(port, process, bench, bench.duration_s, len(rows) + 1, polls=polls)
+                took_ms = 1e3 * (_cpu_s(process) - before_s) / len(served.at_s)
+                row = _row(client, number + 1, served, bench)
+                rows.append({**row, "front_processes": count, "computing_process_ms": round(took_ms, 3)})
     return rows
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Of the process that was started, and of none of its fronts."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _served(
     port: int, process: psutil.Process, bench: FrontBench, duration_s: float, number: int, *, polls: bool
 ) -> Served:
     load = made_up_load(
-        bench.rate, duration_s, first_user=number << 32, history=1, candidates=bench.candidates, items=_NUM_ITEMS,
-        timeout_ms=1000, seed=bench.seed + number, reads=Reads(),
+        bench.rate, duration_s, first_user=number << 32, history=bench.history, candidates=bench.candidates,
+        items=_NUM_ITEMS, timeout_ms=1000, seed=bench.seed + number, reads=Reads(),
     )  # fmt: skip
     return serve_load(port, process, *load, polls=polls)
 
@@ -67,8 +90,8 @@ def _row(client: str, number: int, served: Served, bench: FrontBench) -> dict[st
     ordered = served.answered_ms
     return {
         "client": client, "round": number, "rate": bench.rate, "candidates": bench.candidates,
-        "requests": len(served.at_s), "answered": len(ordered), "p50_ms": quantile(ordered, 50),
-        "p90_ms": quantile(ordered, 90), "p99_ms": quantile(ordered, 99),
+        "history": bench.history, "requests": len(served.at_s), "answered": len(ordered),
+        "p50_ms": quantile(ordered, 50), "p90_ms": quantile(ordered, 90), "p99_ms": quantile(ordered, 99),
         "server_cores": round(served.server_cores, 2), "generator_late_p99_ms": round(served.trial.lateness_ms, 3),
     }  # fmt: skip
 
