@@ -1,5 +1,6 @@
 """Layers of which every rank holds a slice train as those that every rank holds, to rounding."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from training_jobs import train
 
 from nestrec.distributed import Topology
+from nestrec.serving.model.export import servable_of_run
 from nestrec.testing.tiny_runs import make_datasets
 
 FUXI = '{"kind": "fuxi", "num_layers": 2, "num_heads": 1, "ffn_dim": 8}'
@@ -59,7 +61,7 @@ def test_sharded_layers_equal_replicated_ones_to_rounding(  # noqa: PLR0917
     assert held < 0.8 * whole, "positions and heads are on every rank, slices of layers on one"
 
 
-def test_checkpoints_are_the_same_whoever_holds_what_and_go_on_on_any_ranks(pools, tmp_path, data):
+def test_checkpoints_and_exports_are_the_same_whoever_holds_what_on_any_ranks(pools, tmp_path, data):
     """Saved by slices on two ranks, gone on with by one rank, saved there, and gone on with by slices again."""
     options = {**ALL, "training.epochs": 3, "pipeline.schedule": "nested"}
     expected = pools[2].run(train, "hstu", data, str(tmp_path / "whole"), options)
@@ -73,6 +75,9 @@ def test_checkpoints_are_the_same_whoever_holds_what_and_go_on_on_any_ranks(pool
     steps = len(moved[0]["losses"])
     assert 0 < steps < len(expected[0]["losses"])
     check_same(moved, [{**rank, "losses": rank["losses"][-steps:]} for rank in expected])
+    servable = servable_of_run(Path(folder), tmp_path, best=False)
+    for name, weight in servable.model.state_dict().items():
+        assert torch.equal(weight, moved[0]["dense"][f"mean/{name}"]), "an export takes the whole of the running means"
 
 
 @pytest.mark.parametrize(
