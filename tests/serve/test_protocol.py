@@ -235,13 +235,13 @@ def test_silent_and_idle_connections_give_way_and_those_being_answered_do_not(fr
             first, kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             kept[1].write(request(ends=False))
             found = [(await read_answer(kept[0]))[0]]
-            going_on, rank = asyncio.Event(), front._posts["/v1/rank"]
+            going_on, rank = asyncio.Event(), front._posts._handlers["/v1/rank"]
 
             async def later(data):
                 await going_on.wait()
                 return await rank(data)
 
-            front._posts["/v1/rank"] = later
+            front._posts._handlers["/v1/rank"] = later
             busy = []
             for number in range(LIMITS.max_connections):
                 busy.append(await asyncio.open_connection("127.0.0.1", port))
@@ -282,7 +282,7 @@ def test_a_client_that_goes_away_takes_its_request_along(front):
         async with listening(front) as (port, state):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             held = asyncio.Event()
-            front._posts["/v1/rank"] = lambda _: held.wait()
+            front._posts._handlers["/v1/rank"] = lambda _: held.wait()
             linger = struct.pack("ii", 1, 0)  # so that its end is a reset; whoever only says no more may still listen
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.write(request(ends=False))
@@ -302,13 +302,13 @@ def test_a_server_that_ends_answers_and_closes(front):
         async with listening(front) as (port, state):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             going_on = asyncio.Event()
-            rank = front._posts["/v1/rank"]
+            rank = front._posts._handlers["/v1/rank"]
 
             async def later(data):
                 await going_on.wait()
                 return await rank(data)
 
-            front._posts["/v1/rank"] = later
+            front._posts._handlers["/v1/rank"] = later
             writer.write(request(ends=False))
             while not any(isinstance(c.cycle, PlainCycle) for c in state.connections):
                 await asyncio.sleep(0.001)
@@ -495,13 +495,13 @@ def test_health_has_a_port_of_its_own_while_the_server_lives(front):
         await messages.put({"type": "lifespan.startup"})
         assert (await told.get())["type"] == "lifespan.startup.complete"
         async with listening(front) as (port, state):  # where all connections are being answered
-            going_on, rank = asyncio.Event(), front._posts["/v1/rank"]
+            going_on, rank = asyncio.Event(), front._posts._handlers["/v1/rank"]
 
             async def later(data):
                 await going_on.wait()
                 return await rank(data)
 
-            front._posts["/v1/rank"] = later
+            front._posts._handlers["/v1/rank"] = later
             busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.max_connections)]
             for _, writer in busy:
                 writer.write(request(ends=False))
