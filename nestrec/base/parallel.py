@@ -4,6 +4,8 @@ Plain threads and not numba's own: its default thread layers may not be entered 
 lanes of a pipeline are threads.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -38,3 +40,24 @@ def for_parts(size: int, work: int, call: Callable[[int, int], None], num_thread
 @lru_cache(maxsize=8)
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="nestrec-host")
+
+
+def niceness(thread: int) -> int:
+    """How much nicer a thread, by its native id, is than its process: it leaves the cores to the others."""
+    if sys.platform != "linux":  # elsewhere threads have none of their own
+        return 0
+    try:
+        return os.getpriority(os.PRIO_PROCESS, thread) - os.getpriority(os.PRIO_PROCESS, os.getpid())
+    except ProcessLookupError:
+        return 0
+
+
+def set_niceness(thread: int, more: int) -> bool:
+    """Make it so; whether it could be done: few processes may make a thread less nice again."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + more))
+    except (PermissionError, ProcessLookupError):  # the second: it has ended
+        return False
+    return True

@@ -1,10 +1,9 @@
 """One piece of work at a time on a thread of its own; its error waits for whoever asks next."""
 
-import contextlib
-import os
-import sys
 import threading
 from collections.abc import Callable
+
+from nestrec.base.parallel import set_niceness
 
 NICENESS = 15
 """Of a thread that writes while others train: where they leave it no core of its own, it takes 3% of theirs."""
@@ -27,7 +26,8 @@ class Background:
     def join(self) -> None:
         """Wait for the work in flight and raise its error, if any."""
         if self._thread is not None:
-            _set_niceness(self._thread, 0)  # somebody waits
+            if self._thread.native_id is not None:
+                set_niceness(self._thread.native_id, 0)  # somebody waits
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
@@ -35,17 +35,11 @@ class Background:
             raise error
 
     def _run(self, work: Callable[[], object]) -> None:
-        _set_niceness(threading.current_thread(), NICENESS)
+        own = threading.get_native_id()
+        # Who may not come back would be left behind by every other process, also when somebody waits.
+        if set_niceness(own, 1) and set_niceness(own, 0):
+            set_niceness(own, NICENESS)
         try:
             work()
         except BaseException as error:  # raised again by `join`
             self._error = error
-
-
-def _set_niceness(thread: threading.Thread, more: int) -> None:
-    """How much nicer a thread is than its process; on Linux, where threads have a niceness of their own."""
-    if sys.platform == "linux" and thread.native_id is not None:
-        of_process = os.getpriority(os.PRIO_PROCESS, os.getpid())
-        # Who may not be less nice again stays as it is; a thread that has ended is no more.
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, min(19, of_process + more))

@@ -96,6 +96,7 @@ class FrozenTable:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Chunks of host columns, as `TableShard.snapshot` gives them."""
+        self.rows.begin()
         chunk_rows = max(1, CHUNK_BYTES // self._layout.row_bytes)
         for slots in self._keys.pieces(*range_of_shard(*self._shard), max(_PIECE_ROWS, chunk_rows)):
             for start in range(0, len(slots), chunk_rows):
@@ -109,8 +110,11 @@ class FrozenTable:
 
     def due(self) -> Iterator[dict[str, torch.Tensor]]:
         """Chunks that are to be read at once, so that training need not wait: what is aside, where that is much."""
+        self.rows.begin()
         if self.rows.aside.is_crowded:
+            self.rows.hurry()
             yield from self._aside()
+            self.rows.calm()
 
     def _aside(self) -> Iterator[dict[str, torch.Tensor]]:
         slots, places = self.rows.held_aside()

@@ -18,6 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.parallel import niceness, set_niceness
 from nestrec.embedding.stores.aside import Aside
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
@@ -35,6 +36,7 @@ class FrozenRows(ABC):
     def __init__(self, state: State, aside: Aside) -> None:
         """state: by slot, `WAITS` where its row is wanted; it is changed here."""
         self._state, self.aside = state, aside
+        self._reader, self._niceness = 0, 0
         self.waited_s = 0.0
         """What writers have waited for room, and for their turn, and what putting aside took."""
 
@@ -50,7 +52,23 @@ class FrozenRows(ABC):
                     self.waited_s += time.perf_counter() - start_s
                     yield
                     return
+            self.hurry()
             self.aside.wait_for_room()
+
+    def begin(self) -> None:
+        """Called by the thread that reads."""
+        if not self._reader:
+            self._reader, self._niceness = threading.get_native_id(), niceness(threading.get_native_id())
+
+    def hurry(self) -> None:
+        """The reader may be nicer than those who write; where they wait for it, it is not."""
+        if self._niceness:
+            set_niceness(self._reader, 0)
+
+    def calm(self) -> None:
+        """The reader is as nice as it was."""
+        if self._niceness:
+            set_niceness(self._reader, self._niceness)
 
     def _put_aside(self, slots: Slots) -> Slots:
         """Those for which there was no room."""

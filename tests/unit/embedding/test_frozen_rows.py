@@ -1,5 +1,6 @@
 """Rows of a table as they were at a moment, while training writes on: equal to a copy of that moment."""
 
+import sys
 import threading
 import time
 import tracemalloc
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nestrec.base.parallel import niceness, set_niceness
 from nestrec.checkpoint.content import chunks_of
 from nestrec.embedding.frozen_table import FrozenKeys
 from nestrec.embedding.hashing import hash_of
@@ -192,24 +194,24 @@ def test_training_waits_where_there_is_no_room_aside_and_goes_on_when_nobody_rea
 
 def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
     """A byte a row, what is aside, chunks, and a piece in order: no more, and no copy of the rows."""
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", CHUNK_BYTES := 1 << 17)
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", CHUNK_BYTES := 1 << 15)
     monkeypatch.setattr("nestrec.embedding.frozen_table._PIECE_ROWS", 1 << 12)
     monkeypatch.setattr("nestrec.embedding.frozen_table._ROWS_A_TURN", 1 << 10)
-    table = TableConfig(name="t", dim=4, num_rows=400_000, store=StoreConfig(kind="dram"))
-    shard, keys = TableShard(table, 0, 1, torch.device("cpu")), np.arange(400_000)
+    table = TableConfig(name="t", dim=4, num_rows=100_000, store=StoreConfig(kind="dram"))
+    shard, keys = TableShard(table, 0, 1, torch.device("cpu")), np.arange(100_000)
     train(shard, keys, 1)
     tracemalloc.start()
-    frozen, num_read = shard.freeze(max_bytes=1 << 17), 0
+    frozen, num_read = shard.freeze(max_bytes=CHUNK_BYTES), 0
     for step, chunk in enumerate(frozen):
         num_read += len(chunk["keys"])
-        train(shard, keys[50 * step : 50 * (step + 1)], 2)
+        train(shard, keys[15 * step : 15 * (step + 1)], 2)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     frozen.close()
-    assert num_read == 400_000
-    assert frozen.rows.aside.num_put > 1000
-    assert frozen.rows.aside.rows.nbytes <= 1 << 17
-    assert peak < 400_000 + 4 * CHUNK_BYTES, peak
+    assert num_read == 100_000
+    assert frozen.rows.aside.num_put > 512, "more than once what makes it crowded"
+    assert frozen.rows.aside.rows.nbytes <= CHUNK_BYTES
+    assert peak < 100_000 + 16 * CHUNK_BYTES, peak
 
 
 def test_keys_of_equal_hashes_come_in_the_order_of_keys():
@@ -220,6 +222,31 @@ def test_keys_of_equal_hashes_come_in_the_order_of_keys():
     hashes, ordered = np.concatenate(found, 1)
     assert (np.diff(hashes) == 0).any()
     assert np.array_equal(ordered, keys[np.lexsort((keys, hash_of(keys)))])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_a_nice_reader_hurries_while_there_is_little_room(tmp_path):
+    shard, seen = make_shard(tmp_path, "dram", 4000), []
+    train(shard, OWNED, 1)
+    frozen = shard.freeze(max_bytes=100 * shard.layout.row_bytes)
+
+    def read() -> None:
+        if not set_niceness(threading.get_native_id(), 1) or not set_niceness(threading.get_native_id(), 0):
+            seen.append("may not")
+            return
+        set_niceness(threading.get_native_id(), 3)
+        for number, _ in enumerate(frozen):
+            seen.append(niceness(threading.get_native_id()))
+            if number == 2:
+                train(shard, OWNED[:80], 2)  # few of them were read by now
+
+    reader = on_thread(read)
+    reader.join()
+    frozen.close()
+    if seen != ["may not"]:
+        assert seen[:3] == [3, 3, 3]
+        assert 0 in seen[3:], "half of the room is taken"
+        assert seen[-1] == 3, "and it is as nice as it was afterwards"
 
 
 def test_only_rows_changed_since_a_step_are_frozen(tmp_path):
