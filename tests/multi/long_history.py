@@ -1,0 +1,107 @@
+"""What a rank of a context group keeps, computes and sends for one long history.
+
+    python tests/multi/long_history.py --tokens 20000 --layers 1 --json FILE
+
+One forward and backward pass of HSTU. `kept_mib` is what autograd keeps of the activations from forward to backward,
+the most of any rank; `pairs_of_most` the pairs of the rank with most over the mean; `sent_mib` what a rank sends in the
+pass; `loss_difference` and `gradient_difference` are against one rank, relative.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from schedule_jobs import regrouped
+
+from nestrec.bench.harness.frame import write_frame
+from nestrec.distributed import Topology
+from nestrec.distributed.context_ring import ContextRing
+from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.distributed.options import RanksConfig
+from nestrec.models.hstu import HSTU, HSTUConfig
+from nestrec.models.sequence import SequenceInfo
+from nestrec.ops.attention.mask import PLAIN
+from nestrec.ops.context.blocks import blocks_of
+from nestrec.ops.context.parts import TokenParts
+from nestrec.ops.context.ring_sum import Context
+from nestrec.testing.ranks import RankPool
+
+Found = dict[str, Any]
+
+
+def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Found:
+    """Of this rank."""
+    topology = regrouped(topology, RanksConfig(context=topology.world))
+    ring, parts = ContextRing(topology), TokenParts(np.array([num_tokens]), topology.world)
+    torch.manual_seed(1)
+    device = topology.device
+    model = HSTU(HSTUConfig(dim=32, head_dim=32, num_layers=num_layers, dropout=0.1, max_length=num_tokens)).to(device)
+    places = torch.from_numpy(parts.places(ring.rank))
+    vectors = torch.randn(num_tokens, 32)[places].to(device).requires_grad_()
+    info = SequenceInfo(
+        offsets=torch.from_numpy(parts.offsets(ring.rank)).to(device),
+        max_length=num_tokens,
+        position_T=torch.from_numpy(parts.positions(ring.rank)).to(device),
+        token_key_T=(places * 977).to(device),
+        context=Context(parts, ring),
+    )
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        states = model(vectors, info)
+    loss = states.square().sum() / num_tokens
+    loss.backward()
+    sums = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+    all_reduce_sum(topology.dense, sums)
+    pairs = [b.num_pairs for p in range(parts.size) for b in blocks_of(parts, ring.rank, p, PLAIN)]
+    return {"kept": sum(kept.values()), "pairs": sum(pairs), "sent": ring.bytes_sent, "sums": sums.cpu()}
+
+
+def row_of(world: int, tokens: int, found: list[Found], alone: torch.Tensor) -> dict[str, Any]:
+    pairs, sums = [rank["pairs"] for rank in found], found[0]["sums"].double()
+    return {
+        "ranks": world,
+        "tokens": tokens,
+        "kept_mib": round(max(rank["kept"] for rank in found) / 2**20, 2),
+        "pairs_of_most": round(max(pairs) / (sum(pairs) / world), 4),
+        "sent_mib": round(max(rank["sent"] for rank in found) / 2**20, 2),
+        "loss_difference": float(f"{abs(sums[0] / alone[0] - 1):.1e}"),
+        "gradient_difference": float(f"{(sums[1:] - alone[1:]).norm() / alone[1:].norm():.1e}"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = [one_pass(Topology.single(options.device), options.tokens, options.layers)]
+    alone = found[0]["sums"].double()
+    rows = [row_of(1, options.tokens, found, alone)]
+    for world in map(int, options.worlds.split(",")):
+        pool = RankPool(world, timeout_s=600, device=options.device)
+        found = pool.outcomes(one_pass, options.tokens, options.layers, timeout_s=600)
+        rows.append(row_of(world, options.tokens, found, alone))
+        pool.close()
+    for row in rows:
+        print(json.dumps(row))
+    if options.json:
+        write_frame(options.json, bench="context", command=f"python {' '.join(sys.argv)}", rows=rows)
+
+
+if __name__ == "__main__":
+    main()
