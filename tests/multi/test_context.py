@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from context_jobs import KINDS, NORMALISER, Case, Kind, OwnModel, attention, train_own_model
+from long_history import one_pass
 
 import nestrec
 from nestrec.base.errors import UserError
@@ -47,6 +48,14 @@ def test_a_model_of_ones_own_trains_on_parts_of_its_samples(pools, world: int) -
         assert all(rank == found[0] for rank in found)
         np.testing.assert_allclose(found[0], alone, rtol=1e-5)
     assert losses["serial"] == losses["nested"]
+
+
+def test_a_rank_keeps_its_part_of_the_activations(pools) -> None:
+    alone = one_pass(Topology.single(), 256, 1)
+    for rank in pools[2].run(one_pass, 256, 1):
+        assert 2 * rank["kept"] < 1.02 * alone["kept"]
+        assert rank["sent"] > 0
+        torch.testing.assert_close(rank["sums"], alone["sums"], rtol=1e-4, atol=1e-5)
 
 
 class _RingOfTwo:
