@@ -200,6 +200,10 @@ def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
     table = TableConfig(name="t", dim=4, num_rows=100_000, store=StoreConfig(kind="dram"))
     shard, keys = TableShard(table, 0, 1, torch.device("cpu")), np.arange(100_000)
     train(shard, keys, 1)
+    compiled = shard.freeze(max_bytes=CHUNK_BYTES)  # host loops, before memory is counted
+    train(shard, keys[:10], 1)
+    assert sum(len(chunk["keys"]) for chunk in compiled) == 100_000
+    compiled.close()
     tracemalloc.start()
     frozen, num_read = shard.freeze(max_bytes=CHUNK_BYTES), 0
     for step, chunk in enumerate(frozen):
