@@ -104,6 +104,7 @@ def test_unlike_tables_share_rows_between_steps_which_stale_reads_too_early(tmp_
     assert table_jobs.compare(Topology.single(), ["stale"], job) == {"stale": False}
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("world", "micro_batches", "window_cache"),
     [
