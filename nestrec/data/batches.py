@@ -76,11 +76,6 @@ class MicroBatch:
     parts: TokenParts | None = None
     """where it holds a part of the tokens of its samples: how they are divided (nestrec.data.context_part)"""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute, on this rank or on another that holds parts of its samples."""
-        return self.num_tokens == 0 if self.parts is None else self.parts.num_whole_tokens == 0
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

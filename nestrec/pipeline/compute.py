@@ -55,7 +55,7 @@ class LossCompute:
         self, micro_batch: MicroBatch, rows: Tensors, index: Tensors, weight: float
     ) -> tuple[torch.Tensor, Tensors]:
         leaves = {name: self._leaf(row.detach()) for name, row in rows.items()}
-        if micro_batch.is_empty:
+        if _is_empty(micro_batch):
             if self._empty_pass is not None:
                 self._empty_pass()
             return torch.zeros((), device=self._device), {name: _gradient(leaf) for name, leaf in leaves.items()}
@@ -78,6 +78,11 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return batch
     moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
     return replace(batch, tensors=moved)
+
+
+def _is_empty(batch: MicroBatch) -> bool:
+    """Whether there is nothing to compute, on this rank or on another that holds parts of its samples."""
+    return (batch.num_tokens if batch.parts is None else batch.parts.num_whole_tokens) == 0
 
 
 def _gradient(leaf: Rows) -> torch.Tensor:

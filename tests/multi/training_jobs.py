@@ -13,6 +13,7 @@ from schedule_jobs import regrouped
 
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint.folders import committed_steps
 from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import config_of
 from nestrec.training.stopping import Interrupted
@@ -172,12 +173,14 @@ def terminate_one_rank(topology: Topology, family: str, data: str, run: str, mor
 
 
 def fill_disk_of_one_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:
-    """From step 5 on one rank can write no file of more than some bytes."""
+    """From step 5 on, when step 4 is saved, one rank can write no file of more than some bytes."""
     trainer = trainer_of(topology, family, data, run, more)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill() -> None:
         if topology.rank == 1:
+            while committed_steps(Path(run) / "checkpoints") != [4]:
+                time.sleep(0.01)  # it may be written beside training
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
 
     try:
