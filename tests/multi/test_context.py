@@ -26,7 +26,7 @@ LENGTHS = [[1], [0, 2, 0], [3, 1, 7], [64, 5, 33, 1], *(_DRAWN.integers(0, 40, 5
 """Shorter than the group, not divisible, with empty sequences and empty parts."""
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_equal_the_definition_to_the_bit_and_whole_sequences_to_rounding(pools, world: int, kind: Kind) -> None:
     ranks = pools[world].run(attention, kind, LENGTHS)

@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 GROUPS = ((2, 2), (4, 2), (4, 4))
 """(ranks, of which so many hold a sample together)"""
-OFTEN = (("hstu with time", ((2, 2), (4, 4))), ("sasrec", ((4, 2),)), ("fuxi", ((4, 2),)))
+OFTEN = (("hstu with time", ((2, 2), (4, 4))), ("sasrec", ((4, 2),)))
 SCHEDULES = ("serial", "nested", "dual_buffer", "frozen_window", "priority")
 
 

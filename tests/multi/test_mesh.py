@@ -21,7 +21,9 @@ def two_by_two() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize(("kind", "num_micro_batches"), [("sgd", 1), ("rowwise_adagrad", 2), ("adam", 1)])
+@pytest.mark.parametrize(
+    ("kind", "num_micro_batches"), [pytest.param("sgd", 1, marks=pytest.mark.slow), ("rowwise_adagrad", 2), ("adam", 1)]
+)
 def test_replica_groups_train_as_one_rank_and_stay_alike(two_by_two, kind, num_micro_batches):
     alone = train(Topology.single(), kind, 60)
     results = two_by_two.run(train, kind, 60, num_micro_batches)

@@ -22,8 +22,10 @@ def job_of(every: int, **more) -> Job:
     return Job(ranks=TWO, replica_sync=sync, num_steps=13, fences=(6,), **more)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("every", "scale"),
+    [(1, 1.0), (4, 2.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2.0), (4, 1.0)))],
+)
 def test_averaged_copies_equal_the_simulation_of_every_row(pools, every, scale):
     job = job_of(every, optimizer="rowwise_adagrad", moment_scale=scale, stream="alternating")
     results = pools[2].run(train, "serial", job)
@@ -52,9 +54,10 @@ def test_groups_of_two_shards_equal_the_simulation(pools, every, scale):
 @pytest.mark.parametrize(
     ("world", "job", "schedules"),
     [
-        (2, job_of(1, stream="distance_one"), EVERY[1:]),
+        (2, job_of(1, stream="distance_one"), ["dual_buffer", "frozen_window"]),
         (2, job_of(4, stream="alternating", store="dram"), ["nested", "priority"]),
         (4, job_of(2, state_every=2, window_cache=True, shares=(9, 0, 1, 2)), ["nested", "priority"]),
+        pytest.param(2, job_of(1, stream="distance_one"), EVERY[1:], marks=pytest.mark.slow),
         pytest.param(2, job_of(4, stream="alternating", store="dram"), EVERY[1:], marks=pytest.mark.slow),
         pytest.param(
             4, job_of(2, state_every=2, window_cache=True, shares=(9, 0, 1, 2)), EVERY[1:], marks=pytest.mark.slow

@@ -44,6 +44,7 @@ def test_a_run_goes_on_with_other_placements_of_its_tables_to_the_bit(pools, dat
     assert alone == held[0]["digests"], "one rank reads what two saved, each a part of what both had"
 
 
+@pytest.mark.slow
 def test_evaluation_reads_tables_that_all_ranks_hold_as_it_reads_sharded_ones(pools, data: str, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     train(Topology.single(), "hstu", data, run, {**MORE, STEPS: 3})

@@ -26,7 +26,7 @@ def train(topology: Topology, data: str, folder: str, more: dict[str, Any]) -> l
     return topology.log.entries()[-(topology.log.count - start) :]
 
 
-@pytest.mark.parametrize("mode", ["read", "exchange"])
+@pytest.mark.parametrize("mode", ["read", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_a_balanced_run_on_two_ranks_is_the_serial_run_and_its_collectives_have_one_order(pools, tmp_path, mode):
     make_datasets(tmp_path / "data")
     more = {"balance.policy": "refined", "balance.mode": mode, "pipeline.window_cache": True}

@@ -143,7 +143,9 @@ def test_ranks_resume_exactly_from_incremental_saves_in_the_background(
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["sasrec", "ranking", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hstu", "rows"))]
+)
 def test_full_catalogue_metrics_are_those_of_one_rank(pools, data: str, tmp_path: Path, family: str) -> None:
     more = options(family, max_steps=12)
     if family in ("hstu", "sasrec"):
@@ -215,7 +217,7 @@ def test_a_bound_on_rows_holds_where_a_run_goes_on_with_more_ranks(
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "run")
 
 
-@pytest.mark.parametrize("schedule", ["serial", "semi_async"])
+@pytest.mark.parametrize("schedule", ["semi_async", pytest.param("serial", marks=pytest.mark.slow)])
 def test_one_rank_told_to_stop_stops_all_at_the_same_step(pools, data: str, tmp_path: Path, schedule: str) -> None:
     more = {**UNEVEN, "training.max_steps": 12, "pipeline.schedule": schedule}
     pools[2].run(train, "sasrec", data, str(tmp_path / "whole"), more)

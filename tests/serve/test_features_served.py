@@ -177,10 +177,8 @@ def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_change
     shorter["features"] = {name: values[:4] for name, values in history["features"].items()}
     keys = list(servable.item_keys)[:3]
     steps = [("rank", shorter), ("rank", history), ("rank", moved), ("rank", history)]
-    sources = ["none", "device", "none", "none"]
     if role == "ranking, prefix":  # signals tell no context, which the other model reads
         steps.insert(3, ("preinfer", history))
-        sources[3] = "device"
 
     async def asked() -> list[dict]:
         transport, found = httpx.ASGITransport(App(service, LIMITS)), []
@@ -198,7 +196,10 @@ def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_change
 
     with closing(service):
         answers = asyncio.run(asked())
-    assert [answer["prefix"]["from"] for answer in answers] == sources
+    *sources, last = (answer["prefix"]["from"] for answer in answers)
+    assert sources == ["none", "device", "none"]
+    # What was kept of the first tokens may have gone to host memory meanwhile, and is right again.
+    assert last in (["device"] if role == "ranking, prefix" else ["none", "dram"])
     for answer, one in zip(answers, (shorter, history, moved, history), strict=True):
         expected = oracle.rank(one, keys, context=context).scores
         for name, scores in answer["scores"].items():

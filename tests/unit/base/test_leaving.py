@@ -26,7 +26,7 @@ leave(7)
 """
 
 
-@pytest.mark.parametrize("is_joined", [True, False])
+@pytest.mark.parametrize("is_joined", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_ends_with_its_code_though_threads_compute_and_after_all_that_waits_for_its_end(is_joined):
     """As interpreters end otherwise, threads inside torch end it with SIGABRT."""
     source = BUSY.replace("JOINED", str(is_joined))

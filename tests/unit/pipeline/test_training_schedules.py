@@ -13,7 +13,7 @@ from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
 from nestrec.report import write_report
-from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
+from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.trace import Timeline, load_spans
 from nestrec.training.run_digest import run_digest
 from nestrec.training.stopping import Interrupted
@@ -36,14 +36,18 @@ def run(family: str, data: Path, folder: Path, schedule: str, **more: object) ->
     return run_digest(folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["hstu", "rows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sasrec", "ranking"))]
+)
 def test_a_run_under_any_exact_schedule_is_the_serial_run(tiny_data, tmp_path, family):
     expected = run(family, tiny_data, tmp_path / "serial", "serial")
     for schedule in EXACT:
         assert run(family, tiny_data, tmp_path / schedule, schedule) == expected
 
 
-@pytest.mark.parametrize("clustering", ["greedy", "refined", "edges"])
+@pytest.mark.parametrize(
+    "clustering", ["greedy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("refined", "edges"))]
+)
 def test_clustered_runs_agree_between_schedules_and_differ_only_in_rounding(tiny_data, tmp_path, clustering):
     unmeasured = {"training__evaluate_every_epochs": 0}
     more = {"pipeline__clustering": clustering, "pipeline__window_cache": True, **unmeasured}
@@ -54,7 +58,15 @@ def test_clustered_runs_agree_between_schedules_and_differ_only_in_rounding(tiny
     assert plain["table items"] != serial["table items"]
 
 
-@pytest.mark.parametrize("schedule", [*EXACT, "stale", "semi_async"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "nested",
+        "priority",
+        "semi_async",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dual_buffer", "frozen_window", "stale")),
+    ],
+)
 def test_told_to_stop_in_a_full_pipeline_it_resumes_exactly(tiny_data, tmp_path, schedule):
     """Rows that the batches after a stop had read already are late in the run without a stop, and so they stay."""
     more = {"training__max_steps": 14, "training__incremental_saves": 2}
@@ -109,7 +121,9 @@ def test_a_table_with_a_time_to_live_trains_and_is_measured_while_no_row_is_admi
     assert '"kind": "evaluation"' in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("negatives", ["in_batch", "groups", "popularity"])
+@pytest.mark.parametrize(
+    "negatives", ["in_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("groups", "popularity"))]
+)
 def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tiny_data, tmp_path, negatives):
     sharing = 1 if negatives == "groups" else 3
     more = {
