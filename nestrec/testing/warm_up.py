@@ -1,7 +1,7 @@
 """Compiles once what many processes of tests would compile at the same time.
 
-`python -m nestrec.testing.warm_up FOLDER...`: numba keeps the host loops of training beside the modules, and pytest the
-tests of the folders with their assertions, for all who come later.
+`python -m nestrec.testing.warm_up FOLDER...`: numba keeps the host loops of training and serving beside the modules,
+and pytest the tests of the folders with their assertions, for all who come later.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nestrec.distributed import Topology
+from nestrec.serving.api.protocol import long_lists
 from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
 from nestrec.training.trainer import Trainer
 
@@ -21,7 +22,8 @@ STEPS = {"training.max_steps": 3, "training.checkpoint_every_steps": 2}
 
 
 def compile_loops() -> None:
-    """Runs of all families, under schedules that differ in what they compute on rows."""
+    """Runs of all families, under schedules that differ in what they compute on rows, and what servers read with."""
+    long_lists.warm_up()
     with tempfile.TemporaryDirectory(prefix="nestrec-warm-") as folder:
         make_datasets(Path(folder))
         for number, family in enumerate(FAMILIES):

@@ -147,7 +147,9 @@ async def one_round(upstream, process, slot):
     }
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [1, 20])
 def test_a_killed_instance_costs_at_most_its_requests_in_flight_and_only_its_users_move(gateway, count, capsys):
     port, process = gateway
 

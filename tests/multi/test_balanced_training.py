@@ -96,6 +96,7 @@ def test_a_balanced_exact_schedule_equals_unbalanced_serial(pools, data, unbalan
     compare(pools[2], data, tmp_path, unbalanced(2, UNEQUAL), setting)
 
 
+@pytest.mark.slow
 def test_both_modes_give_every_rank_the_same_samples_and_trade_in_one_order(pools, data, tmp_path):
     setting = {"batch.batch_samples": 13, "balance.policy": "power", "batch.workers": 3}
     read, traded = (

@@ -60,6 +60,7 @@ def test_a_slow_rank_is_given_less_until_all_take_the_same_time(tuned):
     assert said == [change["step"] for change in results[0]["changes"]]
 
 
+@pytest.mark.slow
 def test_tuned_shares_are_replayed(pools, data, tuned, tmp_path):
     _, results = tuned
     again = {**POWER, "balance.replay": json.dumps(results[0]["changes"])}

@@ -73,6 +73,7 @@ class Gateway:
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes: dict[int, asyncio.Task[bool]] = {}
+        self._why: dict[int, str] = {}  # by slot: why it is not ready
         self._signals_from: dict[int, int] = {}  # by slot, as it last said
         self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probe)
         self._folders = list(folders)
@@ -276,10 +277,12 @@ class Gateway:
     async def _is_ready(self, slot: int) -> bool:
         try:
             response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=_PROBE_TIMEOUT_S)
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
+            self._tell(slot, repr(error))
             self._lost(slot)
             return False
         is_ready = response.status == 200
+        self._tell(slot, "" if is_ready else f"status {response.status}")
         self.router.set_alive(slot, is_ready)
         self._signals_from.pop(slot, None)
         if is_ready:
@@ -287,6 +290,12 @@ class Gateway:
         if is_ready and self.rollout.rolling != slot:
             self.router.versions[slot] = version_of(parse_json(response.body).get("models", {}))
         return is_ready
+
+    def _tell(self, slot: int, why: str) -> None:
+        """Log why an instance is not ready, once for each reason, and that it is again."""
+        if self._why.get(slot, "") != why:
+            _LOG.warning("instance %d is not ready: %s", slot, why) if why else _LOG.info("instance %d is ready", slot)
+            self._why[slot] = why
 
     async def close(self) -> None:
         """End what is kept and what is under way to instances."""

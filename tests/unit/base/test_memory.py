@@ -26,6 +26,7 @@ def _faults(**environment: str) -> int:
 @pytest.mark.skipif(
     not _SETTING.exists() or "[madvise]" not in _SETTING.read_text(), reason="huge pages are not given on request here"
 )
+@pytest.mark.slow
 def test_large_tensors_come_on_huge_pages_unless_the_user_says_no() -> None:
     small_pages = _TENSOR_BYTES // resource.getpagesize()
     path = {"PYTHONPATH": ":".join(sys.path)}

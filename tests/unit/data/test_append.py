@@ -121,7 +121,7 @@ def is_good(rows: list[Row]) -> bool:
     return any(row[2] != "soon" for row in rows)
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("examples", [4, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_append_reads_as_prepare_of_everything(tmp_path: Path, examples: int) -> None:
     parts = st.lists(logs(most=8), min_size=1, max_size=4)
 

@@ -78,6 +78,7 @@ def trained_auc(data: Path, run: Path) -> tuple[float, float, float]:
     return interval.mean, interval.low, interval.high
 
 
+@pytest.mark.slow
 def test_true_labels_are_learned_and_shuffled_ones_are_not(log, tmp_path):
     """With labels dealt at random over all events nothing can be predicted: a higher AUC would be a leak."""
     auc, low, _ = trained_auc(log, tmp_path / "true")
