@@ -1,5 +1,6 @@
 """A server in a process of its own, for tests that need real sockets and signals."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -95,6 +96,17 @@ def read_to_end(connection, num_chances=1):
 
 def status_of(response):
     return int(response.split(b" ", 2)[1]) if response.startswith(b"HTTP/1.") else None
+
+
+async def status_once_sent(port, data, sent):
+    """The status of the answer, on a connection of its own; `sent`, a semaphore, is released when all bytes are out."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    await writer.drain()
+    sent.release()
+    response = await reader.read()
+    writer.close()
+    return status_of(response)
 
 
 def post(path, body):

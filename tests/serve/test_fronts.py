@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from rolling_load import ASKED, Load
-from server_process import post, running_server, status_of
+from server_process import post, running_server, status_once_sent
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
@@ -283,18 +283,12 @@ def test_sigterm_loses_nothing_and_leaves_nobody(served):
     count, fronts = 200, fronts_of(process)
     template = children_of(process)
 
-    async def asked(number, sent):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post("/v1/rank", {**GOOD, "user": f"s{number}"}))
-        await writer.drain()
-        sent.release()
-        response = await reader.read()
-        writer.close()
-        return status_of(response)
+    def request(number):
+        return post("/v1/rank", {**GOOD, "user": f"s{number}"})
 
     async def run():
         sent = asyncio.Semaphore(0)
-        tasks = [asyncio.create_task(asked(i, sent)) for i in range(count)]
+        tasks = [asyncio.create_task(status_once_sent(port, request(i), sent)) for i in range(count)]
         for _ in range(count):
             await sent.acquire()
         while sum(task.done() for task in tasks) < 0.8 * count:  # more than one front can have: both have accepted

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server_process import exchange, post, provoke_patiently, running_server, status_of
+from server_process import exchange, post, provoke_patiently, running_server, status_of, status_once_sent
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.model.export import write_servable
@@ -165,18 +165,12 @@ def test_sigterm_loses_nothing_of_what_is_in_flight(retrieval):
     patient = ("--service.engine.max_queue_s", "1000", "--limits.default_timeout_ms", "10000")
     with running_server(retrieval.folder, *patient) as (port, process):
 
-        async def ask(number, sent):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(post("/v1/recommend", {**BODY, "user": f"u{number}"}))
-            await writer.drain()
-            sent.release()
-            response = await reader.read()
-            writer.close()
-            return status_of(response)
+        def request(number):
+            return post("/v1/recommend", {**BODY, "user": f"u{number}"})
 
         async def run():
             sent = asyncio.Semaphore(0)
-            asked = [asyncio.create_task(ask(i, sent)) for i in range(500)]
+            asked = [asyncio.create_task(status_once_sent(port, request(i), sent)) for i in range(500)]
             for _ in range(500):
                 await sent.acquire()
             # All bytes are with the kernel; the server has accepted a connection once it answers on it.

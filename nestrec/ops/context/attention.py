@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import silu
 
 from nestrec.base.errors import UserError
+from nestrec.ops.attention.hstu import NO_BIAS
 from nestrec.ops.attention.mask import PLAIN, AttentionRules
 from nestrec.ops.attention.relative_bias import RelativeBias, table_values, time_bias
 from nestrec.ops.attention.time_function import functional_time_bias
 from nestrec.ops.context.blocks import Block, blocks_of
 from nestrec.ops.context.ring_sum import Context, Tokens, ring_sum, ring_walk
 
-NO_BIAS = RelativeBias()
 _TIMES = frozenset({"time", "query_time"})
 
 

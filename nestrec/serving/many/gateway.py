@@ -293,9 +293,13 @@ class Gateway:
 
     def _tell(self, slot: int, why: str) -> None:
         """Log why an instance is not ready, once for each reason, and that it is again."""
-        if self._why.get(slot, "") != why:
-            _LOG.warning("instance %d is not ready: %s", slot, why) if why else _LOG.info("instance %d is ready", slot)
-            self._why[slot] = why
+        if self._why.get(slot, "") == why:
+            return
+        self._why[slot] = why
+        if why:
+            _LOG.warning("instance %d is not ready: %s", slot, why)
+        else:
+            _LOG.info("instance %d is ready", slot)
 
     async def close(self) -> None:
         """End what is kept and what is under way to instances."""

@@ -16,10 +16,9 @@ _TRIES = 100
 
 def free_port() -> int:
     """One that nobody listens on, chosen at random below those that the system hands out."""
-    own = random.SystemRandom()
-    for _ in range(_TRIES if _first_ephemeral() > _LOWEST else 0):
-        port = own.randrange(_LOWEST, _first_ephemeral())
-        if _is_free(port):
+    own, end = random.SystemRandom(), _first_ephemeral()
+    for _ in range(_TRIES if end > _LOWEST else 0):
+        if _is_free(port := own.randrange(_LOWEST, end)):
             return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
