@@ -4,6 +4,7 @@ Forked ones come from the server of ranks, which has loaded torch and the traine
 and waited for as others are. With NESTREC_RANKS_START=spawn they are interpreters of their own, as ranks are then.
 """
 
+import faulthandler
 import os
 import runpy
 import subprocess
@@ -73,6 +74,8 @@ def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, outpu
     for stream in (1, 2):
         os.dup2(sink, stream)
     os.close(sink)
+    if "PYTHONFAULTHANDLER" in env:
+        faulthandler.enable(file=2)
     os.environ.clear()
     os.environ.update(env)
     if cwd is not None:

@@ -23,7 +23,9 @@ from nestrec.checkpoint.folders import committed_steps
 from nestrec.testing.commands import Started, start
 
 _POLL_S = 0.005
-_TAIL_CHARACTERS = 4000
+_TAIL_CHARACTERS, _STACKS_CHARACTERS = 4000, 40_000
+_ABORT_S = 10.0
+"""for stacks to be written"""
 
 Victim = Callable[[Started], int | None]
 """Given the started process, the id of the one to kill, or None while it does not exist."""
@@ -72,21 +74,25 @@ def run_with_faults(
     cwd: Path | None = None,
     limit_s: float = 60.0,
     is_forked: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Attempt]:
     """Start the command until it exits with 0 and all faults have fired, in order; what happened.
 
     `limit_s` is for one attempt. Fails where a fault does not fire, or where an attempt fails without one.
     is_forked: the command is Python's and needs torch, which processes that are forked need not load.
+    tell: is given a line after each attempt.
     """
     history: list[Attempt] = []
     remaining = list(faults)
     with tempfile.TemporaryDirectory(prefix="nestrec-faults-") as scratch:
         while not history or history[-1].exit_code != 0:
-            whole_env = {**os.environ, **(env or {})}
+            whole_env = {"PYTHONFAULTHANDLER": "1", **os.environ, **(env or {})}
             starting = partial(start, command, is_forked=is_forked, cwd=cwd)
             attempt = _attempt(starting, remaining, env=whole_env, limit_s=limit_s, scratch=Path(scratch))
             history.append(attempt)
             del remaining[: attempt.num_fired]
+            fired = f"{len(faults) - len(remaining)} of {len(faults)} faults fired"
+            tell(f"start {len(history)} ended with {attempt.exit_code} after {attempt.duration_s:.1f} s: {fired}")
             if attempt.exit_code != 0 and attempt.num_fired == 0:
                 raise AssertionError(f"failed with {attempt.exit_code} although no fault fired:\n{attempt.output}")
     if remaining:
@@ -155,13 +161,17 @@ def _attempt(
     process = starting(env=armed, output=output)
     try:
         num_sent = _watch(process, faults, start_s + limit_s)
+        if num_sent is None:
+            _abort(process, fail_log)
     finally:
         _end(process, fail_log)
-    tail = output.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+    said = output.read_text(errors="replace")
     if num_sent is None:
-        raise AssertionError(f"not over after {limit_s} s:\n{tail}")
+        raise AssertionError(f"not over after {limit_s} s:\n{said[-_STACKS_CHARACTERS:]}")
     assert process.returncode is not None
-    return Attempt(process.returncode, time.monotonic() - start_s, tail, num_sent + bool(fail_log.read_text()))
+    return Attempt(
+        process.returncode, time.monotonic() - start_s, said[-_TAIL_CHARACTERS:], num_sent + bool(fail_log.read_text())
+    )
 
 
 def _watch(process: Started, faults: Sequence[Fault], deadline_s: float) -> int | None:
@@ -189,13 +199,32 @@ def _send_when_due(process: Started, fault: Fault, hit: Sequence[int]) -> int | 
     return None
 
 
+def _abort(process: Started, fail_log: Path) -> None:
+    """What is not over in time says where it stands: faulthandler writes the stacks of all threads at SIGABRT."""
+    others = [other for other in _of_attempt(fail_log) if other.pid != process.pid]
+    for pid in (process.pid, *(other.pid for other in others)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    psutil.wait_procs(others, _ABORT_S)
+    with contextlib.suppress(psutil.TimeoutExpired):
+        process.wait(timeout=_ABORT_S)
+
+
 def _end(process: Started, fail_log: Path) -> None:
     """Nothing of the attempt survives it, not even ranks whose launcher was killed: they carry the name of its log."""
     if process.returncode is None:  # a process that was forked has the environment of its server for all who look
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
+    for other in _of_attempt(fail_log):
+        with contextlib.suppress(psutil.Error):
+            other.kill()
+    process.wait()
+
+
+def _of_attempt(fail_log: Path) -> list[psutil.Process]:
+    found = []
     for other in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if other.pid != os.getpid() and other.environ().get("NESTREC_FAIL_LOG") == str(fail_log):
-                other.kill()
-    process.wait()
+                found.append(other)
+    return found

@@ -39,8 +39,9 @@ class SharedSource(StreamSource):
         """The first rank goes on inside; the others come back from here when it has left."""
         if not self._topology.is_first:
             while (said := broadcast_json(self._topology.control, None)) is not None:
-                with contextlib.suppress(UserError):  # the first has it as well, and all raise it when they are let go
-                    self._fetched([StreamPiece(**piece) for piece in said])
+                if said:
+                    with contextlib.suppress(UserError):  # the first has it too, and all raise it when they are let go
+                        self._fetched([StreamPiece(**piece) for piece in said])
             yield
             return
         try:
@@ -63,6 +64,8 @@ class SharedSource(StreamSource):
         while not self._ready:
             pieces = self._source.pieces(behind, max_rows, self._topology.world)
             if not pieces:
+                # A sign of life: who hears nothing for minutes takes the first for lost, and a source may be quiet.
+                broadcast_json(self._topology.control, [])
                 return
             broadcast_json(self._topology.control, [asdict(piece) for piece in pieces])
             before = behind

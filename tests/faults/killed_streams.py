@@ -1,8 +1,10 @@
 """`nestrec follow` under kill -9, beside the same stream undisturbed."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +86,10 @@ def check_kills(base: Base, folder: Path, source: str, *, ranks: int, faults: li
     options = {"window.events": WINDOW, "idle_s": 0.05, "replay_share": 0.1}
     runs = {name: copied(base.run, base.data, folder / name) for name in ("whole", "cut")}
     commands = {name: on_ranks(follow_command(source, run, options), ranks) for name, run in runs.items()}
-    run_with_faults(commands["whole"], [], env=ENV, limit_s=LIMIT_S, is_forked=ranks == 1)
-    history = run_with_faults(commands["cut"], faults, env=ENV, limit_s=LIMIT_S, is_forked=ranks == 1)
+    given: dict[str, Any] = {"env": ENV, "limit_s": LIMIT_S, "is_forked": ranks == 1}
+    for name, sent in (("whole", []), ("cut", faults)):
+        tell = partial(print, f"{source}, {ranks} ranks, {name}:", flush=True)
+        history = run_with_faults(commands[name], sent, **given, tell=tell)
     assert run_digest(runs["cut"]) == run_digest(runs["whole"])
     cards = [Card.load(folder / name / "data") for name in ("whole", "cut")]
     assert cards[0].digest_of_files == cards[1].digest_of_files
@@ -99,7 +103,7 @@ def check_random_kills(base: Base, folder: Path, kind: str, *, ranks: int, numbe
     with source_of(kind, folder, stream_events(num_events, seed)) as source:
         faults = random_kills(folder / "cut" / "data", seed=seed, number=number, ranks=ranks)
         starts = check_kills(base, folder, source, ranks=ranks, faults=faults, events=num_events)
-    return {
+    done = {
         "what": "stream",
         "source": kind,
         "ranks": ranks,
@@ -110,3 +114,5 @@ def check_random_kills(base: Base, folder: Path, kind: str, *, ranks: int, numbe
         "starts": starts,
         "equal_to_undisturbed": True,
     }
+    print(json.dumps(done), flush=True)
+    return done

@@ -44,3 +44,14 @@ def read_all(
     finally:
         shared.close()
     return rows, positions, shares
+
+
+def words_while_nothing_comes(topology: Topology, address: str, looks: int) -> int:
+    """How many collectives a rank takes part in while the first looks so often at a source that has nothing."""
+    shared = SharedSource(open_source(address, follow_options({}).log), topology)
+    before = topology.control.log.count
+    with shared.helping():
+        for _ in range(looks if topology.is_first else 0):
+            assert shared.read({}, 16) is None
+    shared.close()
+    return topology.control.log.count - before

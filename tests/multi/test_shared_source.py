@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from source_jobs import read_all
+from source_jobs import read_all, words_while_nothing_comes
 
 from nestrec.distributed import Topology
 from nestrec.testing.ranks import RankFailure
@@ -49,3 +49,9 @@ def test_what_one_rank_cannot_read_is_an_error_of_all(pools, folder: str, spoile
         assert isinstance(outcome, RankFailure)
         assert outcome.kind == "UserError"
         assert "is spoiled" in outcome.text
+
+
+def test_ranks_hear_of_the_first_while_a_source_is_quiet(pools, tmp_path: Path) -> None:
+    """Who hears nothing for as long as a peer may be silent would take it for lost, and end."""
+    few, many = (pools[2].run(words_while_nothing_comes, str(tmp_path), looks) for looks in (1, 4))
+    assert all(after >= before + 3 for before, after in zip(few, many, strict=True))

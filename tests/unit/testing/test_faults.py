@@ -52,6 +52,27 @@ def test_a_command_that_hangs_is_ended_at_the_limit(is_forked: bool) -> None:
         run_with_faults([sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=0.2, is_forked=is_forked)
 
 
+HANG_ONCE = """
+import pathlib, sys, time
+def stands_here():
+    path.touch()
+    time.sleep(600)
+if not (path := pathlib.Path(sys.argv[1])).exists():
+    stands_here()
+"""
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_command_that_is_aborted_says_where_it_stood(tmp_path: Path, is_forked: bool) -> None:
+    """As one is that has not ended at the limit."""
+    fault = KillWhen((tmp_path / "is_there").exists, signal=signal.SIGABRT)
+    command, told = [sys.executable, "-c", HANG_ONCE, str(tmp_path / "is_there")], list[str]()
+    first, second = run_with_faults(command, [fault], is_forked=is_forked, tell=told.append)
+    assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, 0)
+    assert "in stands_here" in first.output
+    assert [line.split(": ")[1] for line in told] == ["1 of 1 faults fired"] * 2
+
+
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_a_command_has_its_environment_its_folder_and_its_arguments(tmp_path: Path, is_forked: bool) -> None:
     tell = "import os, sys; print(os.environ['WORD'], 'HOME' in os.environ, sys.argv[1:]); open('here', 'x')"
