@@ -8,7 +8,6 @@ write theirs with, in a process of its own.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from nestrec.checkpoint import Peers
 from nestrec.checkpoint.places import place_of
 from nestrec.embedding.table import InitConfig
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.load.open_loop import Trial, run_punctually
-from nestrec.serving.load.replay import ReplayConfig, make_load, reads_of, send_load
+from nestrec.serving.load.open_loop import Trial, poisson_arrivals, run_punctually
+from nestrec.serving.load.replay import Load, ReplayConfig, make_load, reads_of, send_load
 from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import descriptions, write_servable
 from nestrec.serving.model.random_model import random_ranking
@@ -49,8 +49,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def made_up(encoder: HSTUConfig, num_items: int) -> Servable:
     """A model of so many items, whose rows are all as they begin."""
     servable = random_ranking(encoder, num_items=2)
-    spec = dataclasses.replace(servable.spec, num_items=num_items)
-    return dataclasses.replace(servable, spec=spec, item_keys=tuple(map(str, range(1, num_items + 1))))
+    spec = replace(servable.spec, num_items=num_items)
+    return replace(servable, spec=spec, item_keys=tuple(map(str, range(1, num_items + 1))))
 
 
 def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, seed: int) -> VersionManifest:
@@ -100,9 +100,12 @@ def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
     raise SystemExit("the server has ended")
 
 
-def under_load(url: str, cfg: ReplayConfig) -> Trial:
-    load = make_load(cfg, cfg.rate, cfg.history, reads_of(url))
-    return run_punctually(send_load(url, load, 0.0))
+def load_of(url: str, cfg: ReplayConfig, seed: int) -> Load:
+    """Requests arrive as those of `cfg` do; users are those of `seed`, so that none finds a prefix of a load before."""
+    at_s = poisson_arrivals(cfg.rate, cfg.duration_s, cfg.seed).tolist()
+    load = make_load(replace(cfg, seed=seed, duration_s=cfg.duration_s + 1.0), cfg.rate, cfg.history, reads_of(url))
+    assert len(load.bodies) >= len(at_s)
+    return replace(load, at_s=at_s, paths=load.paths[: len(at_s)], bodies=load.bodies[: len(at_s)])
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -120,17 +123,18 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         cfg = ReplayConfig(
             rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=chosen.items
         )
-        ask_for_deltas(writer, 0.5, chosen.every)  # the first of its kind makes what all others use
-        under_load(url, ReplayConfig(**{**plain(cfg), "duration_s": 3.0}))
+        ask_for_delta(writer)  # the first of its kind makes what all others use
+        run_punctually(send_load(url, load_of(url, replace(cfg, duration_s=3.0), 0), 0.0))
         trials: dict[str, list[Trial]] = {"still": [], "deltas": []}
         for number in range(chosen.rounds):
             found = {}
             for way in ("still", "deltas") if number % 2 == 0 else ("deltas", "still"):
+                load = load_of(url, replace(cfg, seed=number), 1 + 2 * number + (way == "deltas"))
                 before = metric(url, "nestrec_version_number")
-                if way == "deltas":
-                    asked_for = (writer, chosen.seconds - 1.0, chosen.every)
-                    threading.Thread(target=ask_for_deltas, args=asked_for).start()
-                trial = under_load(url, ReplayConfig(**{**plain(cfg), "seed": number}))
+                if way == "deltas":  # while the load lasts: each has time to be written and taken
+                    moments = np.arange(0.2 * chosen.every, chosen.seconds - 0.5 * chosen.every, chosen.every)
+                    threading.Thread(target=ask_for_deltas, args=(writer, moments.tolist())).start()
+                trial = run_punctually(send_load(url, load, 0.0))
                 found[way] = (trial, metric(url, "nestrec_version_number") - before)
                 trials[way].append(trial)
             rows.append(row_of(found, chosen, number))
@@ -149,10 +153,6 @@ def keep(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     print(json.dumps(rows[-1]), flush=True)
     if chosen.json:
         write_frame(chosen.json, bench="fresh", command=" ".join(["python", *map(shlex.quote, sys.argv)]), rows=rows)
-
-
-def plain(cfg: ReplayConfig) -> dict[str, Any]:
-    return {name: getattr(cfg, name) for name in ("rate", "duration_s", "history", "candidates", "items")}
 
 
 def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, number: int) -> dict[str, Any]:
@@ -241,14 +241,18 @@ def start_writer(chosen: argparse.Namespace, address: str) -> "subprocess.Popen[
     return writer
 
 
-def ask_for_deltas(writer: "subprocess.Popen[bytes]", lasts_s: float, every_s: float) -> None:
-    """One every few seconds, for as long as the load lasts."""
+def ask_for_deltas(writer: "subprocess.Popen[bytes]", moments_s: list[float]) -> None:
+    """One at each of these moments from now."""
+    begin_s = time.monotonic()
+    for moment_s in moments_s:
+        time.sleep(max(0.0, begin_s + moment_s - time.monotonic()))
+        ask_for_delta(writer)
+
+
+def ask_for_delta(writer: "subprocess.Popen[bytes]") -> None:
     assert writer.stdin is not None
-    end_s = time.monotonic() + lasts_s
-    while time.monotonic() < end_s:
-        writer.stdin.write(b"\n")
-        writer.stdin.flush()
-        time.sleep(min(every_s, max(0.0, end_s - time.monotonic())))
+    writer.stdin.write(b"\n")
+    writer.stdin.flush()
 
 
 def write_deltas(chosen: argparse.Namespace) -> None:
