@@ -39,8 +39,10 @@ class _Told:
     version: str
     outputs: tuple[str, ...]
     servable: Servable | None
-    """none: as that of `same_as`, but for its version"""
+    """none: as that of `same_as`, but for its version and the items that have come since"""
     same_as: int = 0
+    more_items: tuple[str, ...] = ()
+    """names of those"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class TellNames:
             if number not in self._told:
                 new.append(self._about(fleet, number))
                 self._told[number] = _names_alone(fleet.servable)
+                self._told[number].__dict__["item_ids"] = fleet.servable.item_ids
         gone = tuple(number for number in self._told if self._numbers.find(number) is None)
         for number in gone:
             del self._told[number]
@@ -94,14 +97,15 @@ class TellNames:
 
     def _about(self, fleet: Fleet, number: int) -> _Told:
         servable = fleet.servable
-        same = [other for other, told in self._told.items() if _has_same_names(told, servable)]
+        same = max((other for other, told in self._told.items() if _is_grown(told, servable)), default=0)
         return _Told(
             number=number,
             role=servable.serving.role,
             version=servable.version,
             outputs=fleet.outputs,
             servable=None if same else _names_alone(servable),
-            same_as=same[0] if same else 0,
+            same_as=same,
+            more_items=servable.item_keys[len(self._told[same].item_keys) :] if same else (),
         )
 
 
@@ -132,9 +136,7 @@ class KnownFleets:
     def _made(told: _Told, known: Mapping[int, NamedFleet]) -> NamedFleet:
         servable = told.servable
         if servable is None:
-            old = known[told.same_as].servable
-            servable = replace(old, version=told.version)
-            servable.__dict__["item_ids"] = old.item_ids
+            servable = _grown(known[told.same_as].servable, told)
         _ = servable.item_ids  # takes a second for a million names, which the first request would wait for
         return NamedFleet(servable, (), number=told.number, role=told.role, names_of_outputs=told.outputs)
 
@@ -147,9 +149,26 @@ def _names_alone(servable: Servable) -> Servable:
     )  # fmt: skip
 
 
-def _has_same_names(one: Servable, other: Servable) -> bool:
+def _grown(old: Servable, told: _Told) -> Servable:
+    """With what has been made of the names: a second's work for a million of them, which requests would wait for."""
+    more = told.more_items
+    spec = replace(old.spec, num_items=old.spec.num_items + len(more))
+    servable = replace(
+        old, version=told.version, spec=spec, item_keys=(*old.item_keys, *more) if more else old.item_keys
+    )
+    if more:
+        old.item_ids.grow(more, len(old.item_keys))
+    for made in ("item_ids", "column_ids"):
+        servable.__dict__[made] = getattr(old, made)
+    return servable
+
+
+def _is_grown(old: Servable, new: Servable) -> bool:
+    """A later version of the same model, to which items were added at most: versions that follow each other in the
+    same memory have one map of names, which grows."""
     return (
-        one.item_keys is other.item_keys
-        and one.spec.columns is other.spec.columns
-        and replace(one.spec, step=0, num_items=0) == replace(other.spec, step=0, num_items=0)
+        old.item_ids is new.item_ids
+        and len(old.item_keys) <= len(new.item_keys)
+        and old.spec.columns is new.spec.columns
+        and replace(old.spec, step=0, num_items=0) == replace(new.spec, step=0, num_items=0)
     )

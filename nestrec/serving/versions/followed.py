@@ -274,9 +274,10 @@ def _files(old: Mapping[str, Any], plain: Mapping[str, Any], tensors: Mapping[st
 
 
 def _spec(spec: ServableSpec, old: Mapping[str, Any], new: Mapping[str, Any]) -> ServableSpec:
-    """Read anew only where more than the step has changed: vocabularies are long."""
-    if {**old, "step": 0} == {**new, "step": 0}:
-        return replace(spec, step=new["step"])
+    """Read anew only where more than the step and the number of items has changed: vocabularies are long."""
+    counts = {name: new[name] for name in ("step", "num_items")}
+    if {**old, **counts} == new:
+        return replace(spec, **counts)
     return from_plain(ServableSpec, dict(new))
 
 
