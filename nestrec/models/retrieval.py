@@ -13,7 +13,7 @@ from nestrec.models.features import ToWidth
 from nestrec.models.prefix_tokens import states_behind, with_room
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.layers.unit_rows import unit_rows
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.stored import StoredRows, TableRows
 
 UNIT_EPS = 1e-6
 
@@ -44,7 +44,7 @@ class RetrievalModel(nn.Module):
         state_TD = states_behind(self.encoder, history_TD, info, prefix_BPD)
         return self._scaled(state_TD, 1.0 / self.similarity.temperature)
 
-    def item_rows(self, row_UD: Rows) -> Rows:
+    def item_rows(self, row_UD: TableRows) -> TableRows:
         """Rows of the item table in the model's width, as histories hold them."""
         if not self.to_width.changes("items"):
             return row_UD
@@ -55,7 +55,7 @@ class RetrievalModel(nn.Module):
         """The same as the similarity sees them."""
         return self._scaled(row_UD, 1.0)
 
-    def compared_rows(self, row_UD: Rows) -> Rows:
+    def compared_rows(self, row_UD: TableRows) -> TableRows:
         """The same for losses, which read rows of 16 bits as they are stored."""
         return unit_rows(row_UD, 1.0, UNIT_EPS) if self.similarity.normalise else row_UD
 

@@ -11,7 +11,7 @@ from nestrec.base.transfer import sent_to_device
 from nestrec.data.batches import MicroBatch
 from nestrec.ops.layers.fp8 import check_fp8, fp8_products
 from nestrec.ops.rows.round import HALF_TYPES, whole
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.stored import StoredRows, TableRows
 from nestrec.pipeline.stages import Coupling
 
 Precision = Literal["fp32", "tf32", "bf16", "fp8"]
@@ -66,7 +66,7 @@ class LossCompute:
         loss.backward()
         return loss.detach(), {name: _gradient(leaf) for name, leaf in leaves.items()}
 
-    def _leaf(self, row: torch.Tensor) -> Rows:
+    def _leaf(self, row: torch.Tensor) -> TableRows:
         if row.dtype in HALF_TYPES and self._reads_stored_rows:
             return StoredRows.of(row)
         return whole(row).requires_grad_()
@@ -85,6 +85,6 @@ def _is_empty(batch: MicroBatch) -> bool:
     return (batch.num_tokens if batch.parts is None else batch.parts.num_whole_tokens) == 0
 
 
-def _gradient(leaf: Rows) -> torch.Tensor:
+def _gradient(leaf: TableRows) -> torch.Tensor:
     source = leaf.anchor if isinstance(leaf, StoredRows) else leaf
     return source.new_zeros(source.shape) if source.grad is None else source.grad

@@ -11,7 +11,7 @@ from nestrec.data.batches import WEIGHT, MicroBatch
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.pool import Pooling, pool_bags
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.pipeline.samples import Samples, as_field, given_to_model, offsets_of_samples
 
 _TOLERANCE = 1e-6
@@ -44,7 +44,7 @@ class ModuleLoss:
             self._pooled[feature] = how
 
     def __call__(
-        self, micro_batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
+        self, micro_batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         vectors = {
             feature: self._vectors(micro_batch, feature, rows[table], index[feature])
@@ -65,7 +65,9 @@ class ModuleLoss:
             self._check(weight, batch)
         return summed
 
-    def _vectors(self, micro_batch: MicroBatch, feature: str, rows: Rows, index: torch.Tensor) -> torch.Tensor | Jagged:
+    def _vectors(
+        self, micro_batch: MicroBatch, feature: str, rows: TableRows, index: torch.Tensor
+    ) -> torch.Tensor | Jagged:
         if (how := self._pooled.get(feature)) is not None:
             weight_P = self._weights_of(micro_batch, feature, index) if how == "weighted" else None
             return pool_bags(rows, index.reshape(-1), offsets_of_samples(micro_batch, feature), how, weight_P)

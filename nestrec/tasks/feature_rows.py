@@ -9,7 +9,7 @@ from nestrec.data.batches import OFFSETS, MicroBatch
 from nestrec.models.features import ToWidth
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.pool import pool_bags
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.tasks.table_options import ChosenTables
 
 
@@ -29,7 +29,7 @@ class FeatureRows:
                 )
 
     def of(
-        self, feature: str, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
+        self, feature: str, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """(*places, model width), in training. rows: distinct ones of each table; index: places of keys in them."""
         if feature not in self._table_of:
@@ -53,5 +53,5 @@ class FeatureRows:
     def _of_numbers(self, feature: str, batch: MicroBatch) -> torch.Tensor:
         return self._to_width(feature, batch.tensors[feature].to(self._to_width.dtype))  # type: ignore[no-any-return]
 
-    def _pooled(self, feature: str, batch: MicroBatch, rows: Rows, index_P: torch.Tensor) -> torch.Tensor:
+    def _pooled(self, feature: str, batch: MicroBatch, rows: TableRows, index_P: torch.Tensor) -> torch.Tensor:
         return pool_bags(rows, index_P, batch.tensors[feature + OFFSETS], self._pooling[feature])

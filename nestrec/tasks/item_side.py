@@ -17,7 +17,7 @@ from nestrec.embedding.top_k import RowTransform
 from nestrec.models.features import summed
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
 from nestrec.tasks.task import sequence_info
@@ -47,8 +47,8 @@ class ItemSide:
         self._of_token = [name for name in columns if name not in inputs.prefix]
 
     def read(
-        self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]
-    ) -> tuple[Rows, Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+        self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]
+    ) -> tuple[TableRows, Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
         """In training: vectors of items, the place among them of each use of one, the (T, D) tokens, and what stands
         before each history."""
 

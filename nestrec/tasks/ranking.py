@@ -44,7 +44,7 @@ from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
 from nestrec.models.features import ToWidth, summed
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.ranking import HeadConfig, RankingModel, head_width
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.feature_rows import FeatureRows
 from nestrec.tasks.item_side import VectorOf, prefix_vectors
@@ -172,7 +172,7 @@ class RankingTask(Task):
             activations=activations_of(self.cfg.encoder) + sum(widths) / 2,
         )
 
-    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         logit_EK = self._forward(batch, lambda feature: self._vectors.of(feature, batch, rows, index))
         label_EK = batch.tensors["label"].to(logit_EK.dtype)
         scored_E = batch.tensors.get("scored")

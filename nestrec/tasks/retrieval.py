@@ -46,7 +46,7 @@ from nestrec.ops.losses.kept_cross_entropy import kept_cross_entropy
 from nestrec.ops.losses.sampled import VARIANTS, Variant, sampled_loss
 from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.tasks.catalogue_ranks import CatalogueRanks, RetrievalEvaluationConfig
 from nestrec.tasks.feature_rows import FeatureRows
 from nestrec.tasks.item_side import ItemSide
@@ -204,7 +204,7 @@ class RetrievalTask(Task):
         self.variant, measured_ms = choose_variant(shape, topology, options.memory_gib)
         return self.variant, measured_ms
 
-    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         row_UD, index, token_TD, prefix_BPD = self.side.read(batch, rows, index)
         query_TD = self.model(token_TD, sequence_info(batch, self._ring), prefix_BPD)
         if "scored" in batch.tensors:
@@ -214,7 +214,7 @@ class RetrievalTask(Task):
         return loss_T.sum() if weight_T is None else (loss_T * weight_T.to(loss_T.dtype)).sum()
 
     def _losses(
-        self, query_TD: torch.Tensor, row_UD: Rows, batch: MicroBatch, index: Mapping[str, torch.Tensor]
+        self, query_TD: torch.Tensor, row_UD: TableRows, batch: MicroBatch, index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Of each token that has a target."""
         if self.cfg.loss == "full":

@@ -23,7 +23,7 @@ from nestrec.models.backbone import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
 from nestrec.models.features import ToWidth
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.pipeline.compute import on_device
 from nestrec.tasks.metrics import Interval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
 from nestrec.tasks.spec import TaskSpec
@@ -114,7 +114,7 @@ class RowsTask(Task):
         kept = sum(m.in_features + m.out_features for m in linears) + num_vectors * (cfg.dim + num_vectors)
         return TrainingCost(flops=ForwardFlops(token=2.0 * products), activations=float(kept))
 
-    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         category_BCD = self.model.to_width("categories", gather_rows(rows["categories"], index["category"]))
         logit_B = self.model(batch.tensors["dense"].to(category_BCD.dtype), category_BCD)
         return binary_cross_entropy_with_logits(logit_B, batch.tensors["label"].to(logit_B.dtype), reduction="sum")

@@ -15,7 +15,7 @@ from nestrec import TaskSpec, config
 from nestrec.base.bounds import NonNegative
 from nestrec.data.batches import MicroBatch
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
 from nestrec.tasks.task import sequence_info
 
@@ -31,7 +31,7 @@ class PairwiseTaskConfig(RetrievalTaskConfig):
 class PairwiseTask(RetrievalTask):
     cfg: PairwiseTaskConfig
 
-    def loss(self, batch: MicroBatch, rows: Mapping[str, Rows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         query_TD = self.model(gather_rows(rows["items"], index["history"]), sequence_info(batch))
         item_UD = self.model.compared_rows(rows["items"])
         positive_T = (query_TD * gather_rows(item_UD, index["positive"])).sum(1)

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from nestrec.ops.kernel_op import compute_type, runs_kernels
 from nestrec.ops.layers.input_rows import scale_rows, scale_rows_backward
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.stored import StoredRows, TableRows
 
 
 def unit_rows_reference(x_TD: torch.Tensor, factor: float, eps: float) -> torch.Tensor:
@@ -20,7 +20,7 @@ def unit_rows_reference(x_TD: torch.Tensor, factor: float, eps: float) -> torch.
     return normalize(x_TD, dim=1, eps=eps) * factor
 
 
-def unit_rows(x_TD: Rows, factor: float, eps: float) -> torch.Tensor:
+def unit_rows(x_TD: TableRows, factor: float, eps: float) -> torch.Tensor:
     """The same by kernels, where there are any; under autocast the result has autocast's type."""
     if isinstance(x_TD, StoredRows):
         if not runs_kernels(x_TD.values):

@@ -20,13 +20,15 @@ from nestrec.ops.losses.segmented import segmented_loss
 from nestrec.ops.losses.softmax import SampledKind
 from nestrec.ops.losses.sum_outer import sum_outer
 from nestrec.ops.registry import runs_triton
-from nestrec.ops.rows.stored import Rows, leaf_and_values
+from nestrec.ops.rows.stored import TableRows, leaf_and_values
 
 _CACHED_TOKENS = 16
 """Segment of a CPU."""
 
 
-def fused_loss(query_TD: torch.Tensor, row_UD: Rows, candidates: LossCandidates, kind: SampledKind) -> torch.Tensor:
+def fused_loss(
+    query_TD: torch.Tensor, row_UD: TableRows, candidates: LossCandidates, kind: SampledKind
+) -> torch.Tensor:
     """(T,) losses."""
     leaf_UD, value_UD = leaf_and_values(row_UD)
     if not runs_triton(value_UD):

@@ -17,12 +17,12 @@ from torch.nn.functional import softplus
 from nestrec.ops.losses.candidates import FALSE_NEGATIVE_LOGIT
 from nestrec.ops.losses.softmax import SampledKind
 from nestrec.ops.rows.gather import deal_rows, gather_rows
-from nestrec.ops.rows.stored import Rows
+from nestrec.ops.rows.stored import TableRows
 
 
 def grouped_loss(
     query_TD: torch.Tensor,
-    row_UD: Rows,
+    row_UD: TableRows,
     positive_T: torch.Tensor,
     token_GS: torch.Tensor,
     kind: SampledKind,

@@ -15,7 +15,7 @@ from nestrec.ops.losses.candidates import LossCandidates
 from nestrec.ops.losses.fused import fused_loss
 from nestrec.ops.losses.segmented import segmented_loss
 from nestrec.ops.losses.softmax import SampledKind, plain_sampled_loss
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.stored import StoredRows, TableRows
 
 Variant = Literal["plain", "segments", "fused", "offload"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -23,7 +23,7 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 def sampled_loss(
     query_TD: torch.Tensor,
-    row_UD: Rows,
+    row_UD: TableRows,
     candidates: LossCandidates,
     kind: SampledKind,
     *,

@@ -18,7 +18,7 @@ from nestrec.ops.losses.candidates import LossCandidates, masked_logits
 from nestrec.ops.losses.offloaded_vectors import OffloadedVectors
 from nestrec.ops.losses.softmax import SampledKind, loss_of_logits, slopes
 from nestrec.ops.losses.sum_outer import sum_outer
-from nestrec.ops.rows.stored import Rows, leaf_and_values
+from nestrec.ops.rows.stored import TableRows, leaf_and_values
 
 Segment = tuple[int, int, torch.Tensor]
 """First token, end, and (S, N, D) vectors, valid until the next segment is asked for."""
@@ -49,7 +49,7 @@ class GatheredVectors:
 
 def segmented_loss(
     query_TD: torch.Tensor,
-    row_UD: Rows,
+    row_UD: TableRows,
     candidates: LossCandidates,
     kind: SampledKind,
     *,

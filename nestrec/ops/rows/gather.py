@@ -16,13 +16,13 @@ import torch
 from nestrec.ops.kernel_op import kernel_op
 from nestrec.ops.registry import runs_triton
 from nestrec.ops.rows.move import move_rows
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.stored import StoredRows, TableRows
 from nestrec.ops.rows.sum import sum_by_index
 
 _WORD_BYTES = 4
 
 
-def gather_rows(rows_UD: Rows, index_P: torch.Tensor) -> torch.Tensor:
+def gather_rows(rows_UD: TableRows, index_P: torch.Tensor) -> torch.Tensor:
     """rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in a fixed order."""
     if isinstance(rows_UD, StoredRows):
         return _GatherRows.apply(rows_UD.anchor, index_P, rows_UD.values)  # type: ignore[no-any-return]

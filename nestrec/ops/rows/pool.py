@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.parallel import for_parts
 from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.stored import Rows, StoredRows
+from nestrec.ops.rows.stored import StoredRows, TableRows
 from nestrec.ops.rows.sum import sum_by_runs
 
 Pooling = Literal["sum", "mean", "weighted"]
@@ -27,7 +27,7 @@ Pooling = Literal["sum", "mean", "weighted"]
 
 
 def pool_bags(
-    rows_UD: Rows, index_P: torch.Tensor, offsets: torch.Tensor, how: Pooling, weight_P: torch.Tensor | None = None
+    rows_UD: TableRows, index_P: torch.Tensor, offsets: torch.Tensor, how: Pooling, weight_P: torch.Tensor | None = None
 ) -> torch.Tensor:
     """(B, D) vectors of bags. weight_P: of each position, for `weighted` alone."""
     whole_UD = rows_UD.whole() if isinstance(rows_UD, StoredRows) else rows_UD

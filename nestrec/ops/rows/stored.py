@@ -31,11 +31,11 @@ class StoredRows:
         return _Widened.apply(self.anchor, self.values)  # type: ignore[no-any-return]
 
 
-Rows = torch.Tensor | StoredRows
+TableRows = torch.Tensor | StoredRows
 """Distinct rows of a table."""
 
 
-def leaf_and_values(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def leaf_and_values(rows: TableRows) -> tuple[torch.Tensor, torch.Tensor]:
     """What the gradient is of, and what is read: the same tensor, or anchor and values."""
     return (rows.anchor, rows.values) if isinstance(rows, StoredRows) else (rows, rows)
 

@@ -35,7 +35,7 @@ from nestrec.serving.model.spec import (
 from nestrec.serving.model.tables import CachedTable, ResidentTable, ServedTable, TablesConfig
 from nestrec.serving.versions.differences import IDS, VALUES, json_changed, rows_changed
 from nestrec.serving.versions.manifest import PublishedTable
-from nestrec.serving.versions.reader import Rows, Versions, VersionStep, tables_of
+from nestrec.serving.versions.reader import VersionRows, Versions, VersionStep, tables_of
 
 _CHUNK_ROWS = 1 << 16
 _SPARE_SHARE, _FEWEST_SPARE = 8, 1024
@@ -166,7 +166,7 @@ class _Put:
     rows: torch.Tensor
 
     @staticmethod
-    def of(table: ServedTable, num_rows: int, rows: Rows | None) -> "_Put":
+    def of(table: ServedTable, num_rows: int, rows: VersionRows | None) -> "_Put":
         if num_rows > table.room:
             raise NoRoomError
         place = table.row_device
@@ -294,7 +294,7 @@ def _columns(
     return found
 
 
-def _joined(parts: Iterable[Rows]) -> Rows | None:
+def _joined(parts: Iterable[VersionRows]) -> VersionRows | None:
     kept = [(ids, rows) for ids, rows in parts if len(ids)]
     if len(kept) <= 1:
         return kept[0] if kept else None
@@ -322,7 +322,7 @@ def _as_they_begin(table: PublishedTable, room: int, cfg: TablesConfig, scratch:
     return weight
 
 
-def _index(rows: Iterable[Rows], room: int, cfg: TablesConfig, scratch: Path | None) -> torch.Tensor:
+def _index(rows: Iterable[VersionRows], room: int, cfg: TablesConfig, scratch: Path | None) -> torch.Tensor:
     weight: torch.Tensor | None = None
     for ids, vectors in rows:
         if weight is None:

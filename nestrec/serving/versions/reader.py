@@ -26,7 +26,7 @@ from nestrec.serving.versions.manifest import (
     version_of,
 )
 
-Rows = tuple[torch.Tensor, torch.Tensor]
+VersionRows = tuple[torch.Tensor, torch.Tensor]
 """(n,) int64 ids and (n, D) rows, on the host"""
 
 
@@ -125,13 +125,13 @@ class Versions:
                 tensors = tensors_of(content, entry.name)
         return plain, tensors
 
-    def rows(self, step: VersionStep, table: PublishedTable) -> Iterator[Rows]:
+    def rows(self, step: VersionStep, table: PublishedTable) -> Iterator[VersionRows]:
         """Rows of a table, file by file."""
         for entry in _of_kind(step.manifest, "rows"):
             if entry.table == table.name:
                 yield self._rows(step, entry, table.num_rows)
 
-    def index(self, step: VersionStep, num_items: int) -> Iterator[Rows]:
+    def index(self, step: VersionStep, num_items: int) -> Iterator[VersionRows]:
         """Vectors that are retrieved, file by file, and the rows of the index that they are in."""
         for entry in _of_kind(step.manifest, "index"):
             yield self._rows(step, entry, num_items)
@@ -145,7 +145,7 @@ class Versions:
                 _check_keys(keys[-1], table.num_rows, entry.name)
         return torch.cat(keys)
 
-    def _rows(self, step: VersionStep, entry: VersionFile, num_rows: int) -> Rows:
+    def _rows(self, step: VersionStep, entry: VersionFile, num_rows: int) -> VersionRows:
         tensors = tensors_of(self.read(step, entry), entry.name)
         keys, weight = tensors["keys"], tensors["weight"]
         _check_keys(keys, num_rows, entry.name)
