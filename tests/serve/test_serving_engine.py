@@ -364,6 +364,20 @@ def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who
     engine.close()
 
 
+def test_what_copies_cost_is_known_before_the_first_is_chosen(monkeypatch):
+    """An estimate that is too high would have no copy made, and so never be corrected."""
+    cost_s = {"copy_in": 0.03, "copy_out": 0.02}
+    for direction, seconds in cost_s.items():
+        monkeypatch.setattr(HostPages, direction, lambda *_, seconds=seconds: time.sleep(seconds))
+    engine = make_engine(random_ranking(ENCODER, num_items=200), replace(CONFIG, tiers=replace(TIERS, reload="worth")))
+    tiers, pages = engine.tiers, min(32, engine.tiers.device.num_pages)
+    for copier, seconds in ((tiers._in, cost_s["copy_in"]), (tiers._out, cost_s["copy_out"])):
+        assert copier.copy_s(pages * tiers.pool.page_bytes) >= seconds
+        assert copier.wait_s == 0.0
+    assert len(tiers.dram.entries()) == tiers.dram.num_bytes == 0
+    engine.close()
+
+
 def wait_for_copies(engine):
     """Until everything that was begun has ended and been told to the engine."""
     end_s = time.perf_counter() + TIMEOUT_S

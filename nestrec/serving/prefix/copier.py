@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -18,6 +18,7 @@ from nestrec.serving.engine.cost_model import EngineCostModel
 
 _LOG = logging.getLogger(__name__)
 _SMOOTH = 0.1
+_UNKNOWN_S = 1e-9
 
 
 class Copier:
@@ -29,7 +30,7 @@ class Copier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nestrec-copier")
         self._lock = threading.Lock()
-        self._seconds_a_byte = 1e-9
+        self._seconds_a_byte: float | None = None
         self._queued_bytes = 0
 
     def submit(self, copy: Callable[[], None], num_bytes: int, done: Callable[[bool], None]) -> None:
@@ -44,7 +45,8 @@ class Copier:
             time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
             seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
             with self._lock:
-                self._seconds_a_byte += _SMOOTH * (seconds - self._seconds_a_byte)
+                known = self._seconds_a_byte
+                self._seconds_a_byte = seconds if known is None else known + _SMOOTH * (seconds - known)
                 self._queued_bytes -= num_bytes
             done(is_made)
 
@@ -53,8 +55,17 @@ class Copier:
         self._pool.submit(run)
 
     def copy_s(self, num_bytes: int) -> float:
-        """Expected seconds of a copy."""
-        return num_bytes * self._seconds_a_byte
+        """Expected seconds of a copy; before the first one, as of a slow link."""
+        return num_bytes * (_UNKNOWN_S if self._seconds_a_byte is None else self._seconds_a_byte)
+
+    def learn(self, copy: Callable[[], None], num_bytes: int) -> None:
+        """Find out what copies cost by making two, of which the second counts. Whoever decides by an estimate whether a
+        copy is worth it would otherwise never make the first, if the estimate is too high."""
+        for _ in range(2):
+            made: Future[bool] = Future()
+            self._seconds_a_byte = None
+            self.submit(copy, num_bytes, made.set_result)
+            made.result()
 
     @property
     def wait_s(self) -> float:

@@ -20,6 +20,7 @@ from nestrec.serving.prefix.host_pages import HostPages
 from nestrec.serving.prefix.page_pool import PagePool, PrefixDtype, pool_for
 
 _MOST_SPILL_WAIT_S = 0.1
+_LEARNED_PAGES = 32
 Post = Callable[[Callable[[], None]], None]
 
 
@@ -90,6 +91,16 @@ class PrefixTiers:
         )
         self._out, self._in = (Copier(servable.device, cfg.dram_link_gb_per_s) for _ in range(2))
         self._reloading: dict[CacheKey, list[Work]] = {}
+        self._learn_copies(num_pages)
+
+    def _learn_copies(self, num_pages: int) -> None:
+        """What both directions cost, before anybody has to choose between them and computing."""
+        held = self._host.take(min(_LEARNED_PAGES, num_pages, self._host.num_pages) * self._host.page_bytes)
+        if held:
+            pages, num_bytes = list(range(len(held))), len(held) * self._host.page_bytes
+            self._out.learn(lambda: self._host.copy_out(pages, held), num_bytes)
+            self._in.learn(lambda: self._host.copy_in(pages, held), num_bytes)
+            self._host.give(held)
 
     def find(self, work: Work) -> Entry | None:
         """The prefix of a work on the device, without a pin."""
