@@ -157,7 +157,10 @@ class Sweep:
         mode, which is tried before any other: whether this one is ever worse is then one trial."""
         bound, bench = self._costs.bound_qps(self._mode, self.load.returning), self._bed.bench
         best: Trial | None = None
-        if known is None:
+        if known is None and first and bench.at_least:
+            rates = (first, bench.at_least * first)
+            rate, best = next(((r, trial) for r in rates if (trial := self.measure(r)).meets(slo_ms)), (0.0, None))
+        elif known is None:
             start = first or bound * (0.85 if self._mode.sends_signals else 0.35)
             end_s = time.perf_counter() + bench.search_s
             rate, best = largest(

@@ -75,6 +75,12 @@ class RelayBench:
     """requests of a trial, however short"""
     factor: float = 1.3
     """between two rates that are tried, until one meets the SLO and the next does not"""
+    starts: tuple[float, ...] = ()
+    """where searches begin, over the largest rate of full inference, for each share of returning users (over HTTP);
+    none: at 2.5 times and more"""
+    at_least: float = 0.0
+    """no search for other modes than the first: whether they carry its largest rate, and if not, this share of it; for
+    sweeps over many sizes (inside this process). 0: a search"""
     search_s: float = 60.0
     """seconds after which a search for a largest rate ends with the best so far"""
     rounds: int = 2

@@ -5,6 +5,7 @@ and a few more. The budget of ranking is the SLO, as a user would set it; nothin
 what a mode is (`full` keeps no prefix and gets no signals).
 """
 
+import gc
 import itertools
 import json
 import statistics
@@ -35,6 +36,8 @@ _OPTIONS = {
     "relay": [],
 }
 _ALONE = 20
+_BEGIN = 550.0
+"""requests a second, times milliseconds of one alone, at which the search for full inference begins"""
 _Sizes = list[tuple[tuple[int, ...], int]]
 
 
@@ -45,24 +48,62 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
         raise UserError("is not measured over HTTP", field="modes", value=unknown, remedy="choose of full,relay")
     mixed = [bench.lengths] if bench.lengths else [(history,) for history in bench.history]
     sizes: _Sizes = [(lengths, asked) for lengths in mixed for asked in bench.candidates]
+    starts = bench.starts or tuple(2.5 * (1 + returning) for returning in bench.returning)
+    longest = _Longest(bench, sizes[0])
     with _Bed(bench, "full", 0.0) as bed:
         alone_ms = {size: bed.unloaded_ms(*size) for size in sizes}
         slo_ms = {size: bench.slo_ms[0] if bench.slo_ms else bench.slo_factor * alone_ms[size] for size in sizes}
         # Whoever keeps nothing does not mind who returns.
-        full = {size: bed.row(*size, bench.returning[0], slo_ms[size], start=350.0 * bench.instances / alone_ms[size])
+        full = {size: bed.row(*size, bench.returning[0], slo_ms[size], start=_BEGIN * bench.instances / alone_ms[size])
                 for size in sizes if "full" in modes}  # fmt: skip
+        yield from longest.rows(bed, slo_ms[sizes[0]], full.get(sizes[0], {}).get("max_qps", 0.0))
     for size in sizes:
         for returning in bench.returning if "full" in modes else ():
             yield {**full[size], "returning": returning, "full_p50_ms": round(alone_ms[size], 3), "speedup": 1.0}
     for lengths in mixed if "relay" in modes else ():
         budget_ms = min(slo_ms[lengths, asked] for asked in bench.candidates)
         with _Bed(bench, "relay", budget_ms) as bed:
-            for asked, returning in itertools.product(bench.candidates, bench.returning):
+            for asked, (returning, over) in itertools.product(
+                bench.candidates, zip(bench.returning, starts, strict=True)
+            ):
                 size, base = (lengths, asked), full.get((lengths, asked), {}).get("max_qps")
-                start = 2.5 * (1 + returning) * (base or 350.0 * bench.instances / alone_ms[size])
+                start = over * (base or _BEGIN * bench.instances / alone_ms[size])
                 row = bed.row(*size, returning, slo_ms[size], start=start)
                 yield {**row, "full_p50_ms": round(alone_ms[size], 3),
                        "speedup": round(row["max_qps"] / base, 3) if base else None}  # fmt: skip
+            if lengths == sizes[0][0]:
+                yield from longest.rows(bed, slo_ms[sizes[0]], full.get(sizes[0], {}).get("max_qps", 0.0))
+
+
+@dataclass
+class _Longest:
+    """The longest history at half the largest rate of full inference, within the SLO of the first size."""
+
+    bench: RelayBench
+    size: tuple[tuple[int, ...], int]
+    _of_first: int = 0
+
+    def rows(self, bed: "_Bed", slo_ms: float, largest_rate: float) -> Iterator[dict[str, Any]]:
+        bench, (lengths, asked), rate = self.bench, self.size, largest_rate / 2
+        if not bench.longest or not rate:
+            return
+        most = json.loads((Path(bench.model) / SPEC_FILE).read_text())["task"]["inputs"]["max_events"]
+        end_s = time.perf_counter() + bench.search_s
+        found, best = largest(
+            lambda length: bed.trial((round(length),), asked, rate, bench.returning[0])[0], slo_ms,
+            start=2.05 * self._of_first or 1.2 * max(lengths), rounds=bench.rounds, factor=1.2, most=most,
+            is_over=lambda: time.perf_counter() > end_s,
+        )  # fmt: skip
+        length = round(found)
+        self._of_first = self._of_first or length
+        yield {
+            "mode": bed.mode, "longest_history": length, "most": most, "candidates": asked,
+            "returning": bench.returning[0], "slo_ms": round(slo_ms, 3), "rate": round(rate, 2),
+            "of_first_mode": round(length / max(self._of_first, 1), 3), "is_cut": time.perf_counter() > end_s,
+            "p50_ms": _finite(best.percentile_ms(50)) if best else None,
+            "p99_ms": _finite(best.percentile_ms(99)) if best else None, "in_process": False, "model": bench.model,
+            "device": bench.device, **_told(Path(bench.model)),
+        }  # fmt: skip
 
 
 @dataclass
@@ -104,7 +145,7 @@ class _Bed:
         end_s = time.perf_counter() + bench.search_s
 
         def measure(rate: float) -> Trial:
-            trial, counts[rate] = self._trial(lengths, asked, rate, returning)
+            trial, counts[rate] = self.trial(lengths, asked, rate, returning)
             tried.append({"rate": round(rate, 2), "p99_ms": _finite(trial.percentile_ms(99)), "counts": counts[rate]})
             return trial
 
@@ -130,7 +171,7 @@ class _Bed:
             "prefix_dtype": bench.prefix_dtype, **_told(Path(bench.model)),
         }  # fmt: skip
 
-    def _trial(
+    def trial(
         self, lengths: tuple[int, ...], asked: int, rate: float, returning: float
     ) -> tuple[Trial, dict[str, int]]:
         """Signals and ranking requests leave at their moments."""
@@ -154,7 +195,12 @@ class _Bed:
         sent = [sent[i] for i in order]
         moments = np.array([moment for moment, *_ in sent])
         load_on = SocketLoad(self.port, timeout_s=10.0)
-        outcome = load_on.run(moments, [request for _, request, *_ in sent], wanted)
+        gc.collect()
+        gc.disable()  # a collection over all those requests would be felt as latency
+        try:
+            outcome = load_on.run(moments, [request for _, request, *_ in sent], wanted)
+        finally:
+            gc.enable()
         latency_ms = np.where(outcome.status == 200, (outcome.ended_s - moments) * 1e3, np.inf)
         counted = np.array([is_rank and at >= load.warm_s for *_, is_rank, at in sent])
         late_ms = float(np.quantile((outcome.sent_s - moments)[counted], 0.99)) * 1e3

@@ -9,6 +9,9 @@ from nestrec.report.charts import Line, line_chart
 from nestrec.report.markup import Markup, element
 from nestrec.report.style import STYLE
 
+_HIGHEST = 2.5
+"""times the SLO: what is later is drawn there"""
+
 
 def write_page(path: Path, frame: Mapping[str, Any]) -> None:
     """Write the page; it needs no network and no other file."""
@@ -19,9 +22,8 @@ def write_page(path: Path, frame: Mapping[str, Any]) -> None:
         "p", f"{frame['command']} · {frame['date']} · {frame['hardware']['cpu']} {frame['hardware']['gpus']}"
     )
     tables = [[element("h2", title), _table(rows)] for title, rows in short_rows(frame["rows"]).items()]
-    body = element(
-        "main", element("h1", "Relay"), about, *_charts(frame["rows"]), *(part for t in tables for part in t)
-    )
+    charts = [*_charts(frame["rows"]), *_tried_charts(frame["rows"])]
+    body = element("main", element("h1", "Relay"), about, *charts, *(part for t in tables for part in t))
     path.write_text(f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n", encoding="utf-8")
 
 
@@ -40,6 +42,31 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
         title = f"P99, ms: {history} events, {candidates} candidates"
         charts.append(line_chart(title, lines, x_label="% of each mode's largest rate", from_zero=True))
     return charts
+
+
+def _tried_charts(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
+    """P99 over requests a second, one chart a model and size: all rates that searches have tried over HTTP."""
+    found = [row for row in rows if row.get("tried") and row.get("in_process") is False]
+    sizes = dict.fromkeys(_size_of(row) for row in found)
+    return [_tried_chart([row for row in found if _size_of(row) == size]) for size in sizes]
+
+
+def _size_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row.get("run"), row["biases"], str(row["history"]), row["candidates"]
+
+
+def _tried_chart(rows: Sequence[Mapping[str, Any]]) -> Markup:
+    first, slo = rows[0], float(rows[0]["slo_ms"])
+    lines: list[Line] = []
+    for row in {(row["mode"], row["returning"] if row["mode"] != "full" else 0): row for row in rows}.values():
+        points = [(one["rate"], min(one["p99_ms"] or _HIGHEST * slo, _HIGHEST * slo)) for one in row["tried"]]
+        name = row["mode"] if row["mode"] == "full" else f"{row['mode']}, {100 * row['returning']:.0f}% return"
+        lines.append(Line(name, [rate for rate, _ in points], [p99 for _, p99 in points], len(lines)))
+    rates = [rate for line in lines for rate in line.x]
+    lines.append(Line("SLO", [min(rates), max(rates)], [slo, slo], len(lines), "dashed"))
+    title = f"P99, ms: {first['history']} events, {first['candidates']} candidates, biases {first['biases']}"
+    title += f" ({_HIGHEST:g} times the SLO and more, and refusals: at the top)"
+    return line_chart(title, lines, x_label="requests/s", from_zero=True)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Markup:

@@ -1,19 +1,21 @@
 """The bench of the relay measures what it says, on a tiny model."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.bench.harness.frame import make_frame
-from nestrec.bench.serving.relay import measure_relay
+from nestrec.bench.serving.relay import Sweep, measure_relay
 from nestrec.bench.serving.relay_bed import RelayBed, RelayBench
 from nestrec.bench.serving.relay_bound import RequestCosts
 from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
 from nestrec.models.hstu import HSTUConfig
 from nestrec.report.benches.relay_page import write_page
-from nestrec.serving.load.engine_load import RelayLoad, bank_of
+from nestrec.serving.load.engine_load import RelayLoad, RelayOutcome, bank_of
+from nestrec.serving.load.open_loop import Trial
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_ranking
 
@@ -100,10 +102,15 @@ def test_the_page_draws_p99_over_load_and_holds_the_tables(tmp_path):
         for load, p99 in ((0.5, 2.0), (1.0, 8.0), (1.2, None))
     ]
     best = {**size, "max_qps": 5.0, "speedup": 2.0, "bound_qps": 9.0, "p99_ms": 8.0, "hit_rate": 1.0, "admitted": None}
-    write_page(tmp_path / "relay.html", make_frame(bench="relay", command="nestrec bench relay", rows=[*points, best]))
+    tried = [{"rate": 1.0, "p99_ms": 3.0}, {"rate": 4.0, "p99_ms": None}]
+    over_http = [{**best, "returning": share, "in_process": False, "biases": "position", "tried": tried}
+                 for share in (0.0, 0.6)]  # fmt: skip
+    rows = [*points, best, *over_http]
+    write_page(tmp_path / "relay.html", make_frame(bench="relay", command="nestrec bench relay", rows=rows))
     page = (tmp_path / "relay.html").read_text()
     assert "P99, ms: 10 events, 4 candidates" in page
-    assert page.count("<svg") == 1
+    assert "relay, 60% return" in page, "of what was tried over HTTP"
+    assert page.count("<svg") == 2
     assert page.count("<table") == 2
 
 
@@ -131,14 +138,32 @@ def test_a_search_that_takes_too_long_ends_with_a_row():
     assert row["trials"] <= 2
 
 
+@pytest.mark.parametrize(("carried", "tried", "found"), [(100.0, [100.0], 100.0), (96.0, [95.0, 100.0], 95.0),
+                                                         (90.0, [95.0, 100.0], 0.0)])  # fmt: skip
+def test_a_sweep_asks_only_whether_a_mode_carries_what_the_first_one_does(carried, tried, found):
+    def trial(_mode, _load, rate, _budget_ms):
+        latency_ms = np.full(200, 1.0 if rate <= carried else 9.0)
+        return RelayOutcome(trial=Trial(rate, latency_ms, 0.0, 1.0), counts={}, parts={})
+
+    bench = replace(BENCH, at_least=0.95)
+    costs = RequestCosts(full_ms=1.0, prefix_ms=1.0, rank_ms=1.0, extend_ms=1.0, reload_ms=1.0, prefix_mb=1.0)
+    load = RelayLoad(history=10, candidates=3, returning=0.5)
+    row = Sweep(SimpleNamespace(bench=bench, trial=trial), "relay", load, costs, 5.0).row(5.0, None, 100.0)
+    assert ([one["rate"] for one in row["tried"]], row["max_qps"]) == (tried, found)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_exported_model_is_measured_over_http_with_its_front_and_router(tmp_path):
     encoder = replace(BENCH.encoder, max_length=128)
     write_servable(random_ranking(encoder, num_items=50), tmp_path / "model")
     bench = replace(BENCH, model=str(tmp_path / "model"), lengths=(4, 40), slo_factor=1e4, duration_s=1.5, fewest=5,
-                    returning=(0.5,), search_s=4.0, factor=4.0, modes=("full", "relay"))  # fmt: skip
-    full, relay = measure_relay(bench)
+                    returning=(0.5,), search_s=4.0, factor=4.0, modes=("full", "relay"), starts=(0.5,),
+                    longest=True)  # fmt: skip
+    rows = list(measure_relay(bench))
+    full, relay = (row for row in rows if "max_qps" in row)
+    assert round(0.5 * full["max_qps"], 2) == pytest.approx(relay["tried"][0]["rate"], abs=0.02)
+    assert [row["mode"] for row in rows if row.get("longest_history")] == ["full", "relay"]
     assert [row["in_process"] for row in (full, relay)] == [False, False]
     assert min(full["max_qps"], relay["max_qps"]) > 0
     assert (full["history"], full["biases"], full["dtype"]) == ([4, 40], "position+buckets", "float32")
