@@ -23,7 +23,9 @@ from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-LIMITS = LimitsConfig(default_timeout_ms=1000)
+LIMITS = LimitsConfig(default_timeout_ms=20_000)
+IMPATIENT = LimitsConfig(default_timeout_ms=1000)
+"""where an instance hangs, which is waited for"""
 UNUSUAL = "application/json; charset=utf-8"
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
 
@@ -57,7 +59,7 @@ def through_gateway(service, use, *, num_instances=2, num_hung=0, store=None):
                 await made.enter_async_context(listening(App(service, LIMITS, store))) for _ in range(num_instances)
             ]
             ports += [made.enter_context(hung()) for _ in range(num_hung)]
-            gateway = Gateway(ports, LIMITS, shares_histories=store is not None)
+            gateway = Gateway(ports, IMPATIENT if num_hung else LIMITS, shares_histories=store is not None)
             made.push_async_callback(gateway.close)
             port = await made.enter_async_context(listening(gateway))
             client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0)
@@ -121,7 +123,7 @@ def test_users_with_short_histories_are_never_signalled_and_nothing_of_them_is_s
     signal = {"user": "7", "history": EVENTS, "num_candidates": 8}
 
     async def use(client, gateway):
-        assert all([await gateway._probe(slot) for slot in range(2)])
+        assert all([await gateway._probes.is_ready(slot) for slot in range(2)])
         told = (await client.post("/v1/preinfer", json={"user": "7", "events": 2})).json()
         sent = await client.post("/v1/preinfer", json=signal)
         return told["reason"], sent.status_code, sent.json(), gateway.status()["short_signals"]
@@ -246,7 +248,7 @@ def test_with_a_shared_store_any_instance_takes_and_reads_events(service):
 
 
 def test_a_deadline_holds_where_the_instance_hangs(service, monkeypatch):
-    monkeypatch.setattr("nestrec.serving.many.gateway._PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("nestrec.serving.many.probes._TIMEOUT_S", 0.3)
 
     async def use(client, gateway):
         body = {"history": EVENTS, "candidates": ["1"], "timeout_ms": 500}

@@ -8,7 +8,6 @@ elsewhere it would make a second history.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from nestrec.serving.api.protocol.http import (
     Send,
     as_json,
     check_head,
-    parse_json,
     problem,
     retry_after,
 )
@@ -34,7 +32,8 @@ from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
 from nestrec.serving.many.fleet_metrics import FleetMetrics
 from nestrec.serving.many.operations import Operations
-from nestrec.serving.many.rollout import Rollout, Supervisor, version_of
+from nestrec.serving.many.probes import Probes
+from nestrec.serving.many.rollout import Rollout, Supervisor
 from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
 
@@ -43,8 +42,7 @@ _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
 _OK = 200
-_TURN_S, _TURNS_A_PROBE = 0.1, 10
-_PROBE_TIMEOUT_S = 2.0
+_TOLD_TIMEOUT_S = 2.0
 _GRACE_S = 0.2
 """beyond a deadline: the instance's own answer says more"""
 
@@ -72,10 +70,8 @@ class Gateway:
         self._shares_histories = shares_histories
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
-        self._probes: dict[int, asyncio.Task[bool]] = {}
-        self._why: dict[int, str] = {}  # by slot: why it is not ready
-        self._signals_from: dict[int, int] = {}  # by slot, as it last said
-        self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probe)
+        self._probes = Probes(self._upstreams, self.router, lambda: self.rollout.turn)
+        self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probes.is_ready_since)
         self._folders = list(folders)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reload: asyncio.Task[None] | None = None
@@ -183,7 +179,7 @@ class Gateway:
 
     async def _told(self, slot: int, target: bytes) -> Response | None:
         try:
-            return await self._upstreams[slot].send("GET", target, timeout_s=_PROBE_TIMEOUT_S)
+            return await self._upstreams[slot].send("GET", target, timeout_s=_TOLD_TIMEOUT_S)
         except (OSError, EOFError):  # a TimeoutError is an OSError
             return None
 
@@ -218,14 +214,14 @@ class Gateway:
                     method, target, body, client=client, is_repeatable=is_repeatable, timeout_s=end_s - clock()
                 )
             except TimeoutError:  # perhaps it only has much to do
-                self._probe(route.slot)
+                self._probes.begin(route.slot)
                 return problem(503, "the deadline passed", "", retry_after(1.0))
             except (OSError, EOFError) as error:
-                self._lost(route.slot)
+                self._probes.lost(route.slot)
                 if not is_repeatable and not isinstance(error, ConnectionRefusedError):  # it has reached nobody
                     return problem(503, "the instance was lost; send it again", "", retry_after(1.0))
             else:
-                if response.status != 503 or await self._probe(route.slot):
+                if response.status != 503 or await self._probes.is_ready(route.slot):
                     return _answered(response, route)
             finally:
                 self.router.end(route.slot)
@@ -236,7 +232,7 @@ class Gateway:
 
     def _not_worth_a_signal(self, slot: int, about: Addressed) -> Answered | None:
         """The answer to a signal that the user's instance has no use for, as it last said: nothing goes there."""
-        if about.num_events is None or about.num_events >= self._signals_from.get(slot, 0) or not about.user:
+        if about.num_events is None or about.num_events >= self._probes.signals_from.get(slot, 0) or not about.user:
             return None
         self.metrics.num_short_signals += 1
         answer = {"admitted": False, "reason": "short", "model": "", "unknown": [], "defaults": []}
@@ -257,64 +253,27 @@ class Gateway:
         try:
             return await self._upstreams[slot].send(method, target, timeout_s=timeout_s)
         except ConnectionRefusedError:  # there is no process, so nothing that remembers
-            self._lost(slot)
+            self._probes.lost(slot)
             return Response(204, {}, b"")
         except (OSError, EOFError):
-            self._probe(slot)
+            self._probes.begin(slot)
             return None
-
-    def _lost(self, slot: int) -> None:
-        self.router.set_alive(slot, False)
-        self._upstreams[slot].drop()
-
-    def _probe(self, slot: int) -> "asyncio.Task[bool]":
-        """Find out whether an instance is ready, once for all who want to know at a time."""
-        probe = self._probes.get(slot)
-        if probe is None or probe.done():
-            probe = self._probes[slot] = asyncio.create_task(self._is_ready(slot))
-        return probe
-
-    async def _is_ready(self, slot: int) -> bool:
-        try:
-            response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=_PROBE_TIMEOUT_S)
-        except (OSError, EOFError) as error:
-            self._tell(slot, repr(error))
-            self._lost(slot)
-            return False
-        is_ready = response.status == 200
-        self._tell(slot, "" if is_ready else f"status {response.status}")
-        self.router.set_alive(slot, is_ready)
-        self._signals_from.pop(slot, None)
-        if is_ready:
-            self._signals_from[slot] = int(parse_json(response.body).get("signals_from", 0))
-        if is_ready and self.rollout.rolling != slot:
-            self.router.versions[slot] = version_of(parse_json(response.body).get("models", {}))
-        return is_ready
-
-    def _tell(self, slot: int, why: str) -> None:
-        """Log why an instance is not ready, once for each reason, and that it is again."""
-        if self._why.get(slot, "") == why:
-            return
-        self._why[slot] = why
-        if why:
-            _LOG.warning("instance %d is not ready: %s", slot, why)
-        else:
-            _LOG.info("instance %d is ready", slot)
 
     async def close(self) -> None:
         """End what is kept and what is under way to instances."""
-        tasks: list[asyncio.Task[Any]] = [*self._probes.values(), *self._operations.under_way]
+        tasks: list[asyncio.Task[Any]] = [*self._operations.under_way]
         tasks += [self._reload] if self._reload is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._probes.close()
         for upstream in self._upstreams:
             await upstream.close()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._loop = asyncio.get_running_loop()
-        watcher = asyncio.create_task(self._watch())
+        watcher = asyncio.create_task(self._probes.watch())
         if self._is_reload_due:
             self._begin_reload()
         await send({"type": "lifespan.startup.complete"})
@@ -324,14 +283,6 @@ class Gateway:
             await watcher
         await self.close()
         await send({"type": "lifespan.shutdown.complete"})
-
-    async def _watch(self) -> None:
-        """Ask all of them from time to time whether they are ready, and those that were lost often."""
-        for turn in itertools.count():
-            for slot, is_alive in enumerate(self.router.is_alive[: len(self._upstreams)]):
-                if not is_alive or turn % _TURNS_A_PROBE == 0:
-                    self._probe(slot)
-            await asyncio.sleep(_TURN_S)
 
 
 def _slot_in(query: bytes) -> int | None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Literal
 
 from nestrec.base.errors import UserError
 from nestrec.serving.many.ports import free_port, listens
@@ -28,6 +28,7 @@ _HANG_S = 15.0
 """without an answer to a probe: an interpreter may be busy for seconds, but not for so long"""
 _SHORT_LIFE_S = 10.0
 _LONGEST_PAUSE_S = 30.0
+Health = Literal["live", "dead"]
 
 
 class Instance:
@@ -105,15 +106,15 @@ class Instance:
                     _LOG.error("instance %d does not come to serve", self.slot)
                     return self._ended(process)
             elif now_s - probe_s > _PROBE_EVERY_S:
-                answer = asked(self.port, "/health/live", timeout_s=1.0)
+                health = health_of(self.port, timeout_s=1.0)
                 probe_s = time.monotonic()
-                if answer is not None:
+                if health is not None:
                     answered_s = probe_s
-                    if answer.get("status") == "dead":
+                    if health == "dead":
                         _LOG.error("instance %d has lost an engine", self.slot)
                         return self._ended(process)
                 elif probe_s - answered_s > _HANG_S:
-                    _LOG.error("instance %d does not answer", self.slot)
+                    _LOG.error("instance %d does not answer, or not to this front", self.slot)
                     process.kill()
                     return process.wait()
         self._ended(process)
@@ -203,14 +204,15 @@ class Instances:
         )
 
 
-def asked(port: int, path: str, *, timeout_s: float) -> dict[str, Any] | None:
-    """What an instance answers to GET, whatever the status; none where it does not."""
+def health_of(port: int, *, timeout_s: float) -> Health | None:
+    """What an instance says of itself; none where nobody answers, or somebody who does not know this front."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
-        connection.request("GET", path, headers={front_secret.HEADER.decode(): front_secret.front_secret()})
+        connection.request("GET", "/health/live", headers={front_secret.HEADER.decode(): front_secret.front_secret()})
         answer = json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError):
         return None
     finally:
         connection.close()
-    return answer if isinstance(answer, dict) else None
+    status = answer.get("status") if isinstance(answer, dict) else None
+    return status if status in ("live", "dead") else None

@@ -119,7 +119,7 @@ class GateApp:
         replicas: Any = self._replicas
         keyed = KeyedHash()
         router = Router(Ring.make(cfg.instances, keyed), keyed, RealClock())  # Ray has its own: this one is not asked
-        self.rollout = Rollout(replicas, router, RaySupervisor(), lambda _: asyncio.create_task(_is_ready()))
+        self.rollout = Rollout(replicas, router, RaySupervisor(), lambda _: _is_ready())
         self._operations = Operations(self.rollout, cfg.limits, cfg.service.drain_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,7 +9,7 @@ old ones back.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from nestrec.serving.api.protocol.http import Answered, as_json, problem
+from nestrec.serving.many.probes import Turn, version_of
 from nestrec.serving.many.router import Router
 from nestrec.serving.many.upstream import Upstream
 
@@ -72,16 +73,21 @@ class Rollout:
         upstreams: list[Upstream],
         router: Router,
         supervisor: Supervisor | None,
-        probe: Callable[[int], "asyncio.Task[bool]"],
+        probe: Callable[[int], Awaitable[bool]],
     ):
-        """upstreams: of the slots, kept up to date here. probe: finds out whether a slot is ready."""
+        """upstreams: of the slots, kept up to date here. probe: asks anew whether a slot is ready, and with what."""
         self._upstreams, self._router, self._supervisor, self._probe = upstreams, router, supervisor, probe
         self._lock = asyncio.Lock()
         self._previous: list[str] | None = None
         self.rolling: int | None = None
         """the slot whose turn it is"""
+        self._num_turns = 0
         self.on_resized: Callable[[list[int]], None] = lambda _: None
         """told the ports of all slots when there are more or fewer of them"""
+
+    @property
+    def turn(self) -> Turn:
+        return self._num_turns, self.rolling
 
     async def swap(self, folders: list[str]) -> Answered:
         """Every instance serves the models of these folders, or none does."""
@@ -155,7 +161,7 @@ class Rollout:
 
     async def _changed(self, slot: int, folders: list[str]) -> tuple[Taken, Taken]:
         """What an instance served before, and what it serves now. One that is lost meanwhile is asked again."""
-        self.rolling = slot
+        self._begin_turn(slot)
         try:
             for _ in range(_ATTEMPTS):
                 if not await self._is_back(slot):
@@ -172,8 +178,12 @@ class Rollout:
                 return before, now
             raise RefusedByInstanceError("it is away")
         finally:
-            self.rolling = None
+            self._begin_turn(None)
             await self._probe(slot)  # which tells the router its version
+
+    def _begin_turn(self, slot: int | None) -> None:
+        self.rolling = slot
+        self._num_turns += 1
 
     async def _is_back(self, slot: int) -> bool:
         """One that was set aside is left aside, and changed like the others."""
@@ -241,8 +251,3 @@ def _taken(answer: dict[str, Any]) -> Taken:
         [model["folder"] for model in models.values()],
         version_of({role: model["version"] for role, model in models.items()}),
     )
-
-
-def version_of(models: dict[str, str]) -> str:
-    """Of all models of an instance."""
-    return ",".join(f"{role}={version}" for role, version in sorted(models.items()))

@@ -156,7 +156,8 @@ class Router:
         self.loads[slot] -= 1
 
     def set_alive(self, slot: int, is_alive: bool) -> None:
-        self.is_alive[slot] = is_alive
+        """A slot that was taken away stays so, whatever its instance says while it ends."""
+        self.is_alive[slot] = is_alive and slot < self._num_slots
 
     def _forget(self, now_s: float) -> None:
         while self._chosen:

@@ -47,7 +47,7 @@ class Upstream:
     ) -> Response:
         """client: whom the request comes from, by address.
 
-        Raises OSError or EOFError where the instance does not answer, TimeoutError where not in time.
+        Raises OSError or EOFError where the instance does not answer, or not in HTTP, TimeoutError where not in time.
 
         A connection that was kept may turn out to be closed, and nobody knows what became of the request: one that must
         not be repeated gets a new connection.
@@ -88,6 +88,8 @@ class Upstream:
             body = await reader.readexactly(int(headers.get(b"content-length", b"0"))) if has_body else b""
             is_kept = headers.get(b"connection") != b"close" and len(self._idle) < _MOST_IDLE
             return Response(status, headers, body)
+        except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
+            raise ConnectionError(f"port {self.port} does not answer in HTTP: {error}") from error
         finally:
             if is_kept:
                 self._idle.append((reader, writer))

@@ -4,14 +4,24 @@ import functools
 import hmac
 import os
 import secrets
+import threading
 
 HEADER = b"x-nestrec-front"
 VARIABLE = "NESTREC_FRONT_SECRET"
 
 
-@functools.cache
+_LOCK = threading.Lock()
+"""instances are started by a thread each: a cache alone lets all of them make one, and the front keeps only the last"""
+
+
 def front_secret() -> str:
     """Of this process: its front's, which is taken out of the environment, or a new one where it is the front."""
+    with _LOCK:
+        return _made_once()
+
+
+@functools.cache
+def _made_once() -> str:
     return os.environ.pop(VARIABLE, None) or secrets.token_hex(32)
 
 

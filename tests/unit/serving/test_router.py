@@ -155,3 +155,16 @@ def test_users_keep_their_slots_when_there_are_more_or_fewer():
     assert 0.1 * len(users) < len(moved) < 0.4 * len(users)
     router.resize(3)
     assert slots() == three
+
+
+def test_a_slot_that_was_taken_away_gets_nobody_though_its_instance_still_answers():
+    router = Router(Ring.make(3, KEYED), KEYED, SimulatedClock())
+    users = [str(number) for number in range(60)]
+    last = [user for user in users if router.begin(user).slot == 2]
+    assert last
+    router.resize(2)
+    router.set_alive(2, True)  # a probe of before is answered
+    assert all(router.begin(user).slot < 2 for user in last), "their ways of before are remembered"
+    router.resize(3)
+    router.set_alive(2, True)
+    assert router.is_alive == [True] * 3

@@ -1,0 +1,115 @@
+"""Whether instances are ready: asked from time to time, and whenever something about one of them looks wrong.
+
+Whatever an instance does (nothing, half an answer, none in HTTP, an end in the middle), its probe ends in time with yes
+or no, and the next one begins anew, on a new connection where the last one failed.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from nestrec.serving.many.router import Router
+from nestrec.serving.many.upstream import Upstream
+
+_LOG = logging.getLogger(__name__)
+_TURN_S, _TURNS_A_PROBE = 0.1, 10
+_TIMEOUT_S = 2.0
+_OK = 200
+Turn = tuple[int, int | None]
+"""of a fleet that changes: how many turns have begun or ended, and the slot whose turn it is"""
+
+
+class Probes:
+    """Of all slots of a front. Used inside one event loop."""
+
+    def __init__(self, upstreams: list[Upstream], router: Router, turn: Callable[[], Turn] = lambda: (0, None)):
+        """upstreams: of the slots, as they are at any time. router: told what is found. turn: see `Turn`."""
+        self._upstreams, self._router, self._turn = upstreams, router, turn
+        self._tasks: dict[int, asyncio.Task[bool]] = {}
+        self._why: dict[int, str] = {}  # by slot: why it is not ready
+        self.signals_from: dict[int, int] = {}
+        """by slot, as it last said: events from which on it has a use for a signal"""
+
+    def begin(self, slot: int) -> "asyncio.Task[bool]":
+        """Find out whether an instance is ready, once for all who want to know at a time; see `is_ready`."""
+        task = self._tasks.get(slot)
+        if task is None or task.done():
+            task = self._tasks[slot] = asyncio.create_task(self._found(slot))
+        return task
+
+    async def is_ready(self, slot: int) -> bool:
+        """As an instance says now. Who waits and is cancelled does not end the probe: others wait for it too."""
+        return await asyncio.shield(self.begin(slot))
+
+    async def is_ready_since(self, slot: int) -> bool:
+        """As an instance says to a question of after this call: to one that is under way it may have said it before."""
+        if (task := self._tasks.get(slot)) is not None:
+            await asyncio.wait([task])
+        return await self.is_ready(slot)
+
+    async def watch(self) -> None:
+        """Ask all of them from time to time whether they are ready, and those that were lost often; for ever."""
+        for turn in itertools.count():
+            for slot, is_alive in enumerate(self._router.is_alive[: len(self._upstreams)]):
+                if not is_alive or turn % _TURNS_A_PROBE == 0:
+                    self.begin(slot)
+            await asyncio.sleep(_TURN_S)
+
+    def lost(self, slot: int) -> None:
+        """An instance does not answer: nobody is sent to it until it does."""
+        self._router.set_alive(slot, False)
+        if slot < len(self._upstreams):
+            self._upstreams[slot].drop()
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _found(self, slot: int) -> bool:
+        if slot >= len(self._upstreams):  # it was taken away
+            return False
+        before = self._turn()
+        try:
+            response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=_TIMEOUT_S)
+            told = _plain(response.body) if response.status == _OK else None
+        except (OSError, EOFError, ValueError) as error:
+            self._tell(slot, repr(error))
+            self.lost(slot)
+            return False
+        self._tell(slot, f"status {response.status}" if told is None else "")
+        self._router.set_alive(slot, told is not None)
+        self.signals_from.pop(slot, None)
+        if told is None:
+            return False
+        self.signals_from[slot] = int(told.get("signals_from", 0))
+        if self._turn() == before and before[1] != slot:  # else it may have changed since it said so
+            self._router.versions[slot] = version_of(told.get("models", {}))
+        return True
+
+    def _tell(self, slot: int, why: str) -> None:
+        """Log why an instance is not ready, once for each reason, and that it is again."""
+        if self._why.get(slot, "") == why:
+            return
+        self._why[slot] = why
+        if why:
+            _LOG.warning("instance %d is not ready: %s", slot, why)
+        else:
+            _LOG.info("instance %d is ready", slot)
+
+
+def _plain(body: bytes) -> dict[str, Any]:
+    told = orjson.loads(body)  # what it raises is a ValueError
+    if not isinstance(told, dict):
+        raise ValueError(f"{body[:40]!r} is no object")
+    return told
+
+
+def version_of(models: dict[str, str]) -> str:
+    """Of all models of an instance."""
+    return ",".join(f"{role}={version}" for role, version in sorted(models.items()))

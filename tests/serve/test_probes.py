@@ -1,0 +1,195 @@
+"""Probes of instances over real sockets: whatever a peer does, its probe ends, and the next one finds it as it is."""
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+
+import pytest
+
+from nestrec.base.clock import RealClock
+from nestrec.serving.keyed_hash import KeyedHash
+from nestrec.serving.many.probes import Probes
+from nestrec.serving.many.router import Ring, Router
+from nestrec.serving.many.upstream import Upstream
+
+BODY = b'{"status":"ready","models":{"retrieval":"a"},"signals_from":0}'
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+FAULTS = {
+    "deaf": b"",
+    "half a head": HEAD[:20],
+    "half a body": HEAD + BODY[:9],
+    "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+    "no status": HEAD.replace(b"200", b"two"),
+    "no length": HEAD.replace(b"length: ", b"length: x"),
+    "endless head": b"x" * (1 << 17),
+    "no JSON": HEAD + b"\0" * len(BODY),
+    "no object": HEAD.replace(b"%d" % len(BODY), b"2") + b"[]",
+    "not ready": HEAD.replace(b"200", b"503") + BODY,
+    "refused": HEAD.replace(b"200", b"403") + BODY,
+}
+"""what is answered; the connection stays open after it"""
+ENDS = ("open", "closed", "reset")
+LIMIT_S = 30.0
+
+
+class Peer:
+    """A process on a port that may be of no use, be gone, and come back there."""
+
+    def __init__(self):
+        self.fault, self.end, self.port, self.num_questions = "", "open", 0, 0
+        self._server, self._writers = None, set()
+
+    async def start(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self):
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        while self._writers:
+            await asyncio.sleep(0)
+
+    def say(self, more):
+        """On all connections."""
+        for writer in self._writers:
+            writer.write(more)
+
+    async def _serve(self, reader, writer):
+        self._writers.add(writer)
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                self.num_questions += 1
+                writer.write(FAULTS.get(self.fault, HEAD + BODY))
+                if self.end == "reset":
+                    linger = struct.pack("ii", 1, 0)
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                if self.end != "open":
+                    break
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def probed(count):
+    """(peers, probes, router)."""
+    peers = [Peer() for _ in range(count)]
+    for peer in peers:
+        await peer.start()
+    keyed = KeyedHash()
+    upstreams = [Upstream(peer.port) for peer in peers]
+    router = Router(Ring.make(count, keyed), keyed, RealClock())
+    probes = Probes(upstreams, router)
+    try:
+        yield peers, probes, router
+    finally:
+        await probes.close()
+        for upstream, peer in zip(upstreams, peers, strict=True):
+            await upstream.close()
+            await peer.stop()
+
+
+async def until(condition):
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr("nestrec.serving.many.probes._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("nestrec.serving.many.probes._TURN_S", 0.002)
+
+
+def test_every_fault_is_found_and_every_peer_found_again(quick):
+    kinds = [(fault, end) for fault in FAULTS for end in ENDS] + [("", "gone")]
+
+    async def run():
+        async with probed(len(kinds)) as (peers, probes, router):
+            for slot in range(len(kinds)):
+                while not await probes.is_ready(slot):  # which a busy machine may be late for
+                    pass
+            for peer, (peer.fault, peer.end) in zip(peers, kinds, strict=True):
+                if peer.end == "gone":
+                    await peer.stop()
+            # All have a connection that is kept, and now turns out to be of no use.
+            found = await asyncio.gather(*(probes.is_ready(s) for s in range(len(kinds))), return_exceptions=True)
+            assert dict(zip(kinds, found, strict=True)) == dict.fromkeys(kinds, False)
+            assert not any(router.is_alive)
+            for peer in peers:
+                if peer.end == "gone":
+                    await peer.start()
+                peer.fault, peer.end = "", "open"
+            watcher = asyncio.create_task(probes.watch())
+            await until(lambda: all(router.is_alive))
+            watcher.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(200, marks=pytest.mark.slow)])
+def test_peers_that_fail_at_random_moments_are_found_as_they_are_in_the_end(quick, num_rounds):
+    count, rng = 24, random.Random(num_rounds)
+
+    async def spoil(peer):
+        for _ in range(rng.randrange(1, 8)):
+            peer.fault, peer.end = rng.choice(["", *FAULTS]), rng.choice(ENDS)
+            await asyncio.sleep(rng.random() * 0.03)
+            if rng.random() < 0.3:
+                await peer.stop()
+                await asyncio.sleep(rng.random() * 0.01)
+                await peer.start()
+
+    async def run():
+        async with probed(count) as (peers, probes, router):
+            watcher = asyncio.create_task(probes.watch())
+            for _ in range(num_rounds):
+                await asyncio.gather(*(spoil(peer) for peer in peers))
+                are_good = [rng.random() < 0.7 for _ in peers]
+                for peer, is_good in zip(peers, are_good, strict=True):
+                    peer.fault, peer.end = "" if is_good else rng.choice(list(FAULTS)), rng.choice(ENDS)
+                await until(lambda wanted=are_good: router.is_alive == wanted)
+            assert not watcher.done()
+            watcher.cancel()
+
+    asyncio.run(run())
+
+
+def test_whoever_gives_up_waiting_does_not_end_the_probe_of_the_others():
+    async def run():
+        async with probed(1) as (peers, probes, _):
+            peers[0].fault = "half a head"
+            waiting = [asyncio.create_task(probes.is_ready(0)) for _ in range(2)]
+            await until(lambda: peers[0].num_questions == 1)
+            waiting[0].cancel()
+            await asyncio.wait([waiting[0]])
+            await peers[0].stop()
+            await peers[0].start()
+            assert await waiting[1] is False
+
+    asyncio.run(run())
+
+
+def test_what_an_instance_said_before_it_changed_is_not_taken_for_its_version():
+    turn = [(0, None)]
+
+    async def run():
+        async with probed(1) as (peers, probes, router):
+            probes._turn = lambda: turn[0]
+            peers[0].fault = "half a body"
+            before = probes.begin(0)
+            await until(lambda: peers[0].num_questions == 1)
+            turn[0], peers[0].fault = (2, None), ""  # a whole change: its turn began, and ended
+            since = asyncio.create_task(probes.is_ready_since(0))
+            peers[0].say(BODY[9:])
+            assert (await before, router.versions) == (True, [""])
+            assert (await since, router.versions) == (True, ["retrieval=a"])
+            assert peers[0].num_questions == 2, "one of after the change"
+
+    asyncio.run(run())
