@@ -31,9 +31,16 @@ def peers_watched(communicator: Communicator, operation: str) -> Iterator[None]:
     """Record a collective and what the host spends in it, and name what its failure means."""
     communicator.log.record(communicator.name, operation)
     start_ns = time.perf_counter_ns()
-    try:
+    with losses_named(communicator, operation):
         yield
         communicator.log.record_duration(communicator.name, time.perf_counter_ns() - start_ns)
+
+
+@contextlib.contextmanager
+def losses_named(communicator: Communicator, operation: str) -> Iterator[None]:
+    """`peers_watched` for what another library launches on a thread of its own choice: no part of what is recorded."""
+    try:
+        yield
         if communicator.watch is not None:
             communicator.watch.note(f"{communicator.name}.{operation}")
     except (RuntimeError, dist.DistError) as error:

@@ -1,4 +1,7 @@
-"""`torchrun --nnodes 1:4`: nodes are lost and join at random; the run goes on with as many as there are, exactly."""
+"""`torchrun --nnodes 1:4`: nodes are lost and join at random; the run goes on with as many as there are, exactly.
+
+With NESTREC_ELASTIC_RESULTS naming a file, what was found is kept there.
+"""
 
 import contextlib
 import json
@@ -15,6 +18,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from nestrec.bench.harness.frame import write_frame
 from nestrec.checkpoint.folders import committed_steps
 from nestrec.testing.tiny_runs import command_of, make_datasets
 
@@ -132,7 +136,9 @@ def test_random_losses_and_joins_end_as_an_undisturbed_run(tmp_path: Path) -> No
     more: dict[str, object] = {"training.epochs": 10**6, "training.checkpoint_every_steps": SAVED_STEPS}
     more |= {"training.evaluate_every_epochs": 0, "batch.batch_samples": 16, "pipeline.schedule": "nested"}
     whole, run = tmp_path / "whole", tmp_path / "run"
+    start_s = time.monotonic()
     done = disturbed(command_of("hstu", tmp_path, run, more), run, tmp_path, changes=changes, seed=3, limit_s=2000)
+    took_s = time.monotonic() - start_s
     assert len(done) == changes
     last = max(committed_steps(run / "checkpoints"))
     command = command_of("hstu", tmp_path, whole, {**more, "training.max_steps": last})
@@ -144,6 +150,14 @@ def test_random_losses_and_joins_end_as_an_undisturbed_run(tmp_path: Path) -> No
     lost = [(r["lost_steps"], r["lost_s"]) for r in records_of(run) if "lost_steps" in r]
     print(f"{last} steps, {len(resumed_on(run))} starts on {resumed_on(run)} ranks, lost {lost}")
     print(f"last losses {pairs[-1]}, largest difference {difference:.1e}")
+    if name := os.environ.get("NESTREC_ELASTIC_RESULTS"):
+        row: dict[str, Any] = {"changes": len(done), "losses": sum(each.startswith("loss") for each in done)}
+        row |= {"joins": row["changes"] - row["losses"], "steps": last, "starts": len(resumed_on(run))}
+        row |= {"ranks_of_starts": resumed_on(run), "lost_steps": [steps for steps, _ in lost]}
+        row |= {"lost_s": [round(seconds, 2) for _, seconds in lost], "largest_difference": float(f"{difference:.1e}")}
+        row |= {"seconds": round(took_s), "last_losses": pairs[-1]}
+        again = "NESTREC_ELASTIC_RESULTS=FILE pytest -m slow tests/faults/test_elastic.py"
+        write_frame(Path(name), bench="elastic", command=again, rows=[row])
     assert difference < 1e-3
     assert len(set(resumed_on(run))) > 1, "on different numbers of ranks"
     assert lost, "the report says what was lost"

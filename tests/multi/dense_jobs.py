@@ -1,6 +1,7 @@
 """What ranks do in the tests of dense sums that begin inside the backward pass."""
 
 import itertools
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,12 @@ from torch import nn
 from nestrec.distributed import DenseSync, Topology
 from nestrec.distributed.options import RanksConfig
 from nestrec.embedding import EmbeddingEngine
+from nestrec.models.hstu import HSTUConfig
+from nestrec.models.sequence import SequenceInfo
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
 from nestrec.pipeline.compute import LossCompute
 from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.sharded_layers import ShardedLayers
 from nestrec.pipeline.dense.update import DenseUpdate
 
 THREE_BUCKETS = RanksConfig(dense_bucket_mib=3e-5)
@@ -88,3 +92,26 @@ def gradient_in_two_parts(topology: Topology) -> None:
     with sync.early_sums(lambda collective: None):
         for _ in range(2):
             layers[1].sum().backward()
+
+
+class _TwoLayers(nn.Module):
+    """Layers that can be sliced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.cfg = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]), HSTUConfig(dim=4)
+
+    def forward(self, token_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+        for layer in self.layers:
+            token_TD = layer(token_TD)
+        return token_TD
+
+
+def die_in_pass(topology: Topology) -> None:
+    """The last rank dies in the backward pass of sliced layers, when the gradients of the last layer are there."""
+    model = nn.ModuleDict({"encoder": (encoder := _TwoLayers())})
+    layers = ShardedLayers(model, topology)
+    layers.empty_pass()
+    if topology.rank == topology.world - 1:
+        encoder.layers[0].register_full_backward_pre_hook(lambda *_: os._exit(9))
+    layers.empty_pass()

@@ -1,26 +1,33 @@
 """A table of any size saved by some ranks while they train, and loaded by other numbers of them; what that takes.
 
     python tests/multi/large_checkpoint.py --gib 40 --worlds 4,3,8 --folder /scratch/rows --json checkpoint.json
+    python tests/multi/large_checkpoint.py --gib 93.2 --on_device 0.5 --in_memory 0.42 --worlds 4,3,8 --folder ...
 
 Each number of ranks loads what the one before it saved, checks every bit of it, and saves it for the next one, several
 times (`--saves`). While it saves, a rank trains on random rows, drawn evenly or not (`--skew`); a step is a read and a
 write of rows with products of matrices between them. Steps beside a save alternate with steps alone, before and after:
 
-- stall_share: the part of training that the save has cost, 1 - (mean step alone) / (mean step beside); of all saves
-  the median, with the lowest and the highest.
+- stall_share: the part of training that the save has cost, 1 - (mean step alone) / (mean step beside, the freeze among
+  them); the mean of all ranks, of all saves the median, with the lowest and the highest.
 - cpu_share: the same of the processor time of the training thread, which other programs on the machine disturb less.
 - waited_share: of the save's time, what the training spent in putting rows aside and in waiting for room.
 - writer_cpu_s_per_gb: processor time of everything else in the process while it saved.
 
 Memory is what all ranks had at the most beyond what they had before the save, or beyond their rows where they load.
+
+What fits: the rows lie in host memory, those of the first ranks in that of the GPU (`--on_device`, a share of the
+ranks), and the files on the disk, some of them in memory where it has no room for all (`--in_memory`, a share of them).
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +36,8 @@ import torch
 from numba import njit
 
 from nestrec.bench.harness.frame import write_frame
-from nestrec.checkpoint import Checkpoints, Content, Peers, Restored
+from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, writer
+from nestrec.checkpoint.durable import write_file
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.embedding.shard import TableShard
@@ -37,14 +45,47 @@ from nestrec.embedding.table import StoreConfig, TableConfig, layout_of
 from nestrec.testing.ranks import RankPool
 
 DIM, STEP_ROWS, PART_ROWS = 128, 8192, 1 << 17
+WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE = 8192, 16
+"""Of the products of a step on a GPU, which take about as long there as those of a CPU."""
 SHARDS: dict[int, TableShard] = {}
 """The rows of this process, from job to job."""
 
 
-def table_of(num_rows: int) -> TableConfig:
-    store = StoreConfig(kind="dram", num_threads=1)
+def table_of(num_rows: int, device: torch.device | None = None) -> TableConfig:
+    store = StoreConfig(kind="device" if device is not None and device.type == "cuda" else "dram", num_threads=1)
     optimizer = RowOptimizerConfig(kind="rowwise_adagrad")
     return TableConfig(name="items", dim=DIM, num_rows=num_rows, store=store, optimizer=optimizer)
+
+
+def device_of(topology: Topology, options: argparse.Namespace) -> torch.device:
+    """Where the rows of this rank lie; a process that uses a GPU has its libraries when this returns."""
+    if topology.rank >= options.on_device * topology.world:
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    torch.randn(8, 8, device=device) @ torch.randn(8, 8, device=device)
+    torch.cuda.synchronize(device)
+    return device
+
+
+def files_in_memory(options: argparse.Namespace) -> None:
+    """From here on this process writes a share of the rows' files to a folder in memory, with links to them."""
+
+    def write(path: Path, content: Iterator[memoryview]) -> tuple[int, str]:
+        number = zlib.crc32(path.name.encode()) % 1000
+        if not path.name.startswith("rows-") or number >= 1000 * options.in_memory:
+            return write_file(path, content)
+        options.memory_folder.mkdir(parents=True, exist_ok=True)
+        place = options.memory_folder / path.name
+        written = write_file(place, content)
+        path.symlink_to(place)
+        return written
+
+    writer.write_file = write  # type: ignore[attr-defined]
+
+
+def remove_files(options: argparse.Namespace) -> None:
+    shutil.rmtree(options.folder, ignore_errors=True)
+    shutil.rmtree(options.memory_folder, ignore_errors=True)
 
 
 def memory_mib(line: str) -> float:
@@ -70,31 +111,33 @@ def _digest(keys, words):  # type: ignore[no-untyped-def]
     return total
 
 
-def digest_of(shard: TableShard) -> int:
+def digest_of(shard: TableShard, world: int) -> int:
     """The same for the same rows, whoever holds which of them."""
-    keys, total, rows = shard.keys(), 0, torch.empty(PART_ROWS, shard.layout.num_words, dtype=torch.int32)
-    for start in range(0, len(keys), PART_ROWS):
+    keys = shard.keys()
+
+    def of_part(start: int) -> int:
         part = keys[start : start + PART_ROWS]
-        words = shard.read(part, rows[: len(part)]).numpy()[:, : DIM + 1]  # without what fills a row up to 16 bytes
-        total += int(_digest(part, words))
-    return total % 2**64
+        words = shard.read(part).cpu().numpy()[:, : DIM + 1]  # without what fills a row up to 16 bytes
+        return int(_digest(part, words))
+
+    cores = len(os.sched_getaffinity(0)) // world
+    with ThreadPoolExecutor(max(1, cores)) as threads:
+        return sum(threads.map(of_part, range(0, len(keys), PART_ROWS))) % 2**64
 
 
-def fill(topology: Topology, num_rows: int) -> dict[str, Any]:
+def fill(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Rows of this rank, from their keys."""
-    start_s, shard = (
-        time.perf_counter(),
-        TableShard(table_of(num_rows), topology.rank, topology.world, torch.device("cpu")),
-    )
-    keys, words = shard.keys(), torch.arange(shard.layout.num_words, dtype=torch.int32) * 7919
+    device, start_s = device_of(topology, options), time.perf_counter()
+    shard = TableShard(table_of(num_rows, device), topology.rank, topology.world, device)
+    keys, words = shard.keys(), torch.arange(shard.layout.num_words, dtype=torch.int32, device=device) * 7919
     shard.store.reserve(len(keys))
     for start in range(0, len(keys), PART_ROWS):
         part = keys[start : start + PART_ROWS]
-        rows = torch.from_numpy((part * 40503).astype(np.int32))[:, None] + words
+        rows = torch.from_numpy((part * 40503).astype(np.int32)).to(device)[:, None] + words
         rows.bitwise_and_(0x7FFFFF).bitwise_or_(0x3F800000)  # numbers between 1 and 2
         shard.store.scatter(shard.residency.restore(part, None, None), rows)
     SHARDS[0] = shard
-    return {"seconds": time.perf_counter() - start_s, "digest": digest_of(shard)}
+    return {"seconds": time.perf_counter() - start_s, "is_on_device": device.type == "cuda"}
 
 
 class Training:
@@ -103,8 +146,12 @@ class Training:
     def __init__(self, shard: TableShard, seed: int, skew: float) -> None:
         """skew: 1 draws all rows alike; with s, the most used 1 / 2**s of the rows get half of the uses."""
         self._shard, self._keys, self._draw, self._skew = shard, shard.keys(), np.random.default_rng(seed), skew
-        self._weight, self.step = torch.randn(DIM, DIM) / 1e4, 10
-        self._vectors = shard.layout
+        self._device, self._vectors, self.step = shard._device, shard.layout, 10
+        is_host = self._device.type == "cpu"
+        self._width, self._products = (DIM, 3) if is_host else (WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE)
+        self._into, self._weight = (
+            torch.randn(rows, self._width, device=self._device) / 1e4 for rows in (DIM, self._width)
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -124,24 +171,28 @@ class Training:
         keys = np.unique(self._keys[places])
         fetched = self._shard.fetch(keys, self.step)
         weight = self._vectors.view(fetched.rows, "weight")
-        vectors = weight.clone()
-        for _ in range(4):
-            vectors = vectors @ self._weight + weight
-        weight.copy_(weight * 0.999 + 1e-3 * vectors)
+        inner = weight @ self._into
+        vectors = inner
+        for _ in range(self._products):
+            vectors = vectors @ self._weight + inner
+        weight.copy_(weight * 0.999 + 1e-3 * vectors[:, :DIM])
         self._shard.write_back(fetched)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.seconds.append(time.perf_counter() - start_s)
         self.cpu_seconds.append(time.thread_time() - start_cpu_s)
 
 
-def save(topology: Topology, folder: str, step: int, options: argparse.Namespace) -> dict[str, Any]:
+def save(topology: Topology, step: int, options: argparse.Namespace) -> dict[str, Any]:
     shard, peers = SHARDS[0], Peers.of_topology(topology)
+    files_in_memory(options)
     training = Training(shard, 10 * step + topology.rank, options.skew)
     training()
     found = [
-        _save_once(shard, Checkpoints(folder, peers=peers), step + 100 * number, training, options)
+        _save_once(shard, Checkpoints(str(options.folder), peers=peers), step + 100 * number, training, options)
         for number in range(options.saves)
     ]
-    return {"saves": found, "digest": found[-1]["digest"]}
+    return {"saves": found, "digest": found[-1]["digest"], "is_on_device": shard._device.type == "cuda"}
 
 
 def _save_once(
@@ -149,13 +200,13 @@ def _save_once(
 ) -> dict[str, Any]:
     peers = checkpoints._peers
     if peers.is_first:
-        shutil.rmtree(checkpoints._folder, ignore_errors=True)  # a disk may not hold two of them
+        remove_files(options)  # a disk may not hold two of them
     training.forget()
     peers.gather(None)
     training.run(options.alone_s)
     alone, alone_cpu = training.seconds, training.cpu_seconds
     training.forget()
-    digest, before_mib = digest_of(shard), forget_peak()
+    digest, before_mib = digest_of(shard, peers.world), forget_peak()
     peers.gather(None)
     start_s, start_cpu_s, of_thread_s = time.perf_counter(), time.process_time(), time.thread_time()
     frozen = shard.freeze(max_bytes=options.aside_mib << 20)
@@ -172,7 +223,7 @@ def _save_once(
     training.forget()
     peers.gather(None)
     training.run(options.alone_s)
-    alone_ms, beside_ms = (1e3 * float(np.mean(each)) for each in (alone + training.seconds, beside))
+    alone_ms, beside_ms = 1e3 * float(np.mean(alone + training.seconds)), 1e3 * seconds / len(beside)
     alone_cpu_ms, beside_cpu_ms = (1e3 * float(np.mean(e)) for e in (alone_cpu + training.cpu_seconds, beside_cpu))
     return {
         "digest": digest,
@@ -189,18 +240,19 @@ def _save_once(
     }
 
 
-def load(topology: Topology, folder: str, num_rows: int) -> dict[str, Any]:
+def load(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    device = device_of(topology, options)
     before_mib, start_s = forget_peak(), time.perf_counter()
-    shard = TableShard(table_of(num_rows), topology.rank, topology.world, torch.device("cpu"))
+    shard = TableShard(table_of(num_rows, device), topology.rank, topology.world, device)
     keys_mib = memory_mib("VmRSS")
     shard.store.reserve(len(shard.keys()))
 
     def take(restored: Restored) -> None:
         shard.load(restored.rows("items", shard=(topology.rank, topology.world)))
 
-    restored = Checkpoints(folder, peers=Peers.of_topology(topology)).restore_latest(take)
+    restored = Checkpoints(str(options.folder), peers=Peers.of_topology(topology)).restore_latest(take)
     assert restored is not None
-    seconds, rows_mib = time.perf_counter() - start_s, len(shard.keys()) * shard.layout.row_bytes / 2**20
+    seconds, rows_mib = time.perf_counter() - start_s, shard.store.statistics()["host_bytes"] / 2**20
     beyond_mib = memory_mib("VmHWM") - keys_mib - rows_mib
     SHARDS[0] = shard
     return {
@@ -208,24 +260,31 @@ def load(topology: Topology, folder: str, num_rows: int) -> dict[str, Any]:
         "bytes_read": restored.bytes_read,
         "beyond_mib": beyond_mib,
         "keys_mib": keys_mib - before_mib,
-        "digest": digest_of(shard),
+        "digest": digest_of(shard, topology.world),
+        "is_on_device": device.type == "cuda",
     }
 
 
 def summary(what: str, world: int, table_bytes: int, found: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of all ranks."""
     row: dict[str, Any] = {"what": what, "ranks": world, "rows_gib": round(table_bytes / 2**30, 2)}
+    row["on_device"] = sum(each["is_on_device"] for each in found)
     if what == "save":
         row |= _summary_of_saves(table_bytes, [each["saves"] for each in found])
+        for kind, is_on_device in (("host", False), ("device", True)):
+            of_kind = [save["stall_share"] for e in found if e["is_on_device"] == is_on_device for save in e["saves"]]
+            if row["on_device"] and of_kind:
+                row[f"stall_share_of_{kind}"] = round(float(np.mean(of_kind)), 4)
     else:
         row["seconds"] = round(max(each["seconds"] for each in found), 1)
-    row["digest"] = f"{sum(each['digest'] for each in found) % 2**64:016x}"
     if what == "load":
         row["gb_per_s"] = round(table_bytes / row["seconds"] / 1e9, 2)
         row["beyond_mib"] = round(sum(each["beyond_mib"] for each in found))
         row["bytes_read"] = sum(each["bytes_read"] for each in found)
         row["read_share"] = round(row["bytes_read"] / table_bytes, 4)
         row["keys_mib"] = round(sum(each["keys_mib"] for each in found))
+    if what != "fill":
+        row["digest"] = f"{sum(each['digest'] for each in found) % 2**64:016x}"
     return row
 
 
@@ -256,6 +315,9 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=1)
     parser.add_argument("--skew", type=float, default=1.0)
     parser.add_argument("--alone_s", type=float, default=3.0)
+    parser.add_argument("--on_device", type=float, default=0.0)
+    parser.add_argument("--in_memory", type=float, default=0.0)
+    parser.add_argument("--memory_folder", type=Path, default=Path("/dev/shm/large_checkpoint"))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -264,23 +326,24 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
 
     def tell(what: str, world: int, found: list[dict[str, Any]]) -> None:
+        assert all(isinstance(each, dict) for each in found), found
         rows.append(summary(what, world, table_bytes, found))
         print(json.dumps(rows[-1]), flush=True)
         if options.json:
             write_frame(options.json, bench="checkpoint", command=f"python {' '.join(sys.argv)}", rows=rows)
 
-    shutil.rmtree(options.folder, ignore_errors=True)
+    remove_files(options)
     worlds = [int(world) for world in options.worlds.split(",")]
     for step, world in enumerate(worlds, start=1):
         pool = RankPool(world, timeout_s=600)
         if step == 1:
-            tell("fill", world, pool.outcomes(fill, num_rows, timeout_s=600))
+            tell("fill", world, pool.outcomes(fill, num_rows, options, timeout_s=600))
         else:
-            tell("load", world, pool.outcomes(load, str(options.folder), num_rows, timeout_s=600))
+            tell("load", world, pool.outcomes(load, num_rows, options, timeout_s=600))
             assert rows[-1]["digest"] == rows[-2]["digest"], "every bit of what was there when the save began"
-            shutil.rmtree(options.folder)  # a disk may not hold two of them
+            remove_files(options)  # a disk may not hold two of them
         if step < len(worlds):
-            tell("save", world, pool.outcomes(save, str(options.folder), step, options, timeout_s=600))
+            tell("save", world, pool.outcomes(save, step, options, timeout_s=600))
         pool.close()
 
 

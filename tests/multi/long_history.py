@@ -95,6 +95,7 @@ def main() -> None:
     for world in map(int, options.worlds.split(",")):
         pool = RankPool(world, timeout_s=600, device=options.device)
         found = pool.outcomes(one_pass, options.tokens, options.layers, timeout_s=600)
+        assert all(isinstance(each, dict) for each in found), found
         rows.append(row_of(world, options.tokens, found, alone))
         pool.close()
     for row in rows:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from dense_jobs import die_in_pass
 from training_jobs import train
 
 from nestrec.distributed import Topology
 from nestrec.serving.model.export import servable_of_run
+from nestrec.testing.ranks import RankPool
 from nestrec.testing.tiny_runs import make_datasets
 
 FUXI = '{"kind": "fuxi", "num_layers": 2, "num_heads": 1, "ffn_dim": 8}'
@@ -99,3 +101,11 @@ def test_what_cannot_be_combined_is_refused_with_the_reason(  # noqa: PLR0917
         assert outcome.kind == "UserError"
         assert why in outcome.text
         assert "ranks.dense" in outcome.text
+
+
+def test_a_peer_that_dies_inside_a_pass_is_named():
+    pool = RankPool(2, timeout_s=20)
+    survivor, _ = pool.outcomes(die_in_pass, timeout_s=40)
+    pool.close()
+    assert survivor.kind == "PeerLostError"
+    assert "a peer was lost in dense.layer_" in survivor.text

@@ -7,15 +7,55 @@ collective: a rank without samples makes one over a token that counts nothing.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_gather_equal, broadcast
+from nestrec.distributed.exchange import all_gather_equal, broadcast, losses_named
+from nestrec.distributed.topology import Communicator
 from nestrec.models.sequence import SequenceInfo
+
+
+class _Watched:
+    """What torch calls inside a pass in the place of its own collectives: the same ones, with a lost peer named."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Watched):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with losses_named(self._communicator, "layer_all_gather"):
+            work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return cast(dist.Work | None, work)
+
+
+class _ReduceScatter(_Watched):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with losses_named(self._communicator, "layer_reduce_scatter"):
+            work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        return cast(dist.Work | None, work)
 
 
 class ShardedLayers:
@@ -42,6 +82,8 @@ class ShardedLayers:
         for layer in self._layers:  # losses are sums divided by the global weight: no mean over ranks
             layer.set_gradient_divide_factor(1.0)
             layer.set_force_sum_reduction_for_comms(True)
+            layer.set_custom_all_gather(_AllGather(topology.dense))  # type: ignore[arg-type]
+            layer.set_custom_reduce_scatter(_ReduceScatter(topology.dense))  # type: ignore[arg-type]
         self._sharded = {name: p for name, p in model.named_parameters() if name in inside}
         self.held = {name: nn.Parameter(_local(p)) for name, p in self._sharded.items()}
         """By name of the weight, this rank's slice: the memory is that of the model."""
