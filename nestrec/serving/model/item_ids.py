@@ -37,8 +37,9 @@ class ItemIds:
         if numbers and len(table):
             low, high = min(numbers), max(numbers)
             if low >= 0 and high < _SPARSE * (known + len(keys)):
-                table = np.zeros(max(len(table), high + 2), np.int64)
-                table[: len(self._table) - 1] = self._table[:-1]
+                if high + 2 > len(table):  # with room for those to come: requests wait for a copy
+                    table = np.zeros((high + 2) * 9 // 8, np.int64)
+                    table[: len(self._table) - 1] = self._table[:-1]
                 table[list(numbers)] = list(numbers.values())
             else:
                 table = np.zeros(0, np.int64)

@@ -1,6 +1,7 @@
 """Ids of items by their names in the source."""
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -37,3 +38,18 @@ def test_other_types_are_refused(wrong):
     for keys in ([wrong], [1, 2, wrong], ["a", wrong]):
         with pytest.raises(TypeError):
             ItemIds(CATALOGUES["counted"]).of(keys)
+
+
+def test_names_that_come_are_found_and_the_table_is_not_copied_for_each_of_them():
+    """Batches wait meanwhile."""
+    keys = [str(i) for i in range(20_000)]
+    ids = ItemIds(keys)
+    for number in range(20_000, 20_020):
+        tracemalloc.start()
+        ids.grow([str(number), f"text {number}"], len(keys))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert number == 20_000 or peak_bytes < 8 * len(keys) / 4  # the first one makes room
+        keys += [str(number), f"text {number}"]
+        assert ids.of([number, number + 1, str(number)]).tolist() == [len(keys) - 1, 0, len(keys) - 1]
+        assert ids.of([f"text {number}", 0]).tolist() == [len(keys), 1]
