@@ -378,6 +378,23 @@ def test_what_copies_cost_is_known_before_the_first_is_chosen(monkeypatch):
     engine.close()
 
 
+def test_what_a_signal_has_brought_back_from_dram_counts_as_found_there_by_the_first_request_that_reads_it():
+    rng, servable = np.random.default_rng(18), random_ranking(ENCODER, num_items=200)
+    engine, history = make_engine(servable), draw_history(rng, 9)
+
+    def ranked():
+        answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
+        wait_for_copies(engine)
+        return answer.source
+
+    assert ranked() == "none"
+    engine._post(lambda: engine.tiers.device.drop(engine._key("a")))
+    engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+    assert [ranked(), ranked()] == ["dram", "device"]
+    assert (engine.counts["reloaded"], engine.counts["rank_dram"]) == (1, 1)
+    engine.close()
+
+
 def wait_for_copies(engine):
     """Until everything that was begun has ended and been told to the engine."""
     end_s = time.perf_counter() + TIMEOUT_S

@@ -39,6 +39,8 @@ class Entry:
     expires_s: float = float("inf")
     is_dropped: bool = False
     """no longer to be found; its pages are free once nobody pins it"""
+    is_reloaded: bool = False
+    """came back from DRAM, and no request has read it since"""
 
 
 ContentOf = Callable[[int], bytes | None]

@@ -108,7 +108,8 @@ class PrefixTiers:
             return None
         entry = self.device.find(work.key, work.content_of)
         if entry is not None and work.source == "none":
-            work.source = "device"
+            work.source = "dram" if entry.is_reloaded else "device"
+            entry.is_reloaded = entry.is_reloaded and not work.is_rank  # what a signal had brought back, ranking reads
         return entry
 
     def reserve(self, work: Work, entry: Entry | None, num_tokens: int) -> tuple[Entry | None, int]:
@@ -208,6 +209,7 @@ class PrefixTiers:
             self.dram.drop_entry(kept)
         if is_good and not entry.is_dropped:
             self.device.commit(entry, kept.length, kept.content)
+            entry.is_reloaded = not any(work.is_rank for work in self._reloading[kept.key])
         elif not entry.is_dropped:
             self.device.drop(entry.key)
         self.device.unpin(entry)
