@@ -38,7 +38,8 @@ _OPTIONS = {
 _ALONE = 20
 _BEGIN = 550.0
 """requests a second, times milliseconds of one alone, at which the search for full inference begins"""
-_Sizes = list[tuple[tuple[int, ...], int]]
+_Size = tuple[tuple[int, ...], int]
+"""events of users, and candidates"""
 
 
 def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
@@ -47,16 +48,21 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
     if unknown := [mode for mode in modes if mode not in _OPTIONS]:
         raise UserError("is not measured over HTTP", field="modes", value=unknown, remedy="choose of full,relay")
     mixed = [bench.lengths] if bench.lengths else [(history,) for history in bench.history]
-    sizes: _Sizes = [(lengths, asked) for lengths in mixed for asked in bench.candidates]
+    sizes: list[_Size] = [(lengths, asked) for lengths in mixed for asked in bench.candidates]
     starts = bench.starts or tuple(2.5 * (1 + returning) for returning in bench.returning)
     longest = _Longest(bench, sizes[0])
-    with _Bed(bench, "full", 0.0) as bed:
-        alone_ms = {size: bed.unloaded_ms(*size) for size in sizes}
-        slo_ms = {size: bench.slo_ms[0] if bench.slo_ms else bench.slo_factor * alone_ms[size] for size in sizes}
-        # Whoever keeps nothing does not mind who returns.
-        full = {size: bed.row(*size, bench.returning[0], slo_ms[size], start=_BEGIN * bench.instances / alone_ms[size])
-                for size in sizes if "full" in modes}  # fmt: skip
-        yield from longest.rows(bed, slo_ms[sizes[0]], full.get(sizes[0], {}).get("max_qps", 0.0))
+    full: dict[_Size, dict[str, Any]] = {}
+    if "full" not in modes and bench.slo_ms:  # nothing is to be learned of it
+        slo_ms = dict.fromkeys(sizes, bench.slo_ms[0])
+        alone_ms = {size: slo_ms[size] / bench.slo_factor for size in sizes}
+    else:
+        with _Bed(bench, "full", 0.0) as bed:
+            alone_ms = {size: bed.unloaded_ms(*size) for size in sizes}
+            slo_ms = {size: bench.slo_ms[0] if bench.slo_ms else bench.slo_factor * alone_ms[size] for size in sizes}
+            for size in sizes if "full" in modes else ():  # whoever keeps nothing does not mind who returns
+                start = _BEGIN * bench.instances / alone_ms[size]
+                full[size] = bed.row(*size, bench.returning[0], slo_ms[size], start=start)
+            yield from longest.rows(bed, slo_ms[sizes[0]], full.get(sizes[0], {}).get("max_qps", 0.0))
     for size in sizes:
         for returning in bench.returning if "full" in modes else ():
             yield {**full[size], "returning": returning, "full_p50_ms": round(alone_ms[size], 3), "speedup": 1.0}
@@ -80,7 +86,7 @@ class _Longest:
     """The longest history at half the largest rate of full inference, within the SLO of the first size."""
 
     bench: RelayBench
-    size: tuple[tuple[int, ...], int]
+    size: _Size
     _of_first: int = 0
 
     def rows(self, bed: "_Bed", slo_ms: float, largest_rate: float) -> Iterator[dict[str, Any]]:
