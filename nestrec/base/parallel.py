@@ -1,4 +1,5 @@
-"""Host loops split over threads: the loops are numba and release the GIL.
+"""Host loops split over threads, and calls that run ahead on some: what they do is numba, files and digests, without
+the GIL.
 
 Plain threads and not numba's own: its default thread layers may not be entered from two threads at once, and the
 lanes of a pipeline are threads.
@@ -6,11 +7,15 @@ lanes of a pipeline are threads.
 
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _MIN_WORK_A_THREAD = 1024
 
@@ -40,6 +45,28 @@ def for_parts(size: int, work: int, call: Callable[[int, int], None], num_thread
 @lru_cache(maxsize=8)
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="nestrec-host")
+
+
+def in_order(calls: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
+    """What each call returns, in order. Up to so many run at once and one waits, ahead of who asks; 0: none does."""
+    if num_threads <= 0:
+        yield from (call() for call in calls)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="nestrec-ahead") as threads:
+        ahead = deque[Future[T]]()
+        for call in calls:
+            ahead.append(threads.submit(call))
+            del call  # what it holds is not needed while the next one is made
+            if len(ahead) > num_threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def cores_of_rank() -> int:
+    """Cores of this host for each rank on it, or of those that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def niceness(thread: int) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from nestrec.base.parallel import cores_of_rank, in_order
 from nestrec.checkpoint.content import Chunk
 from nestrec.checkpoint.manifest import FileEntry, Kind, Manifest
 from nestrec.checkpoint.reading import read_tensors
@@ -18,6 +19,8 @@ from nestrec.embedding.hashing import range_of_shard
 
 Owned = Callable[[torch.Tensor], torch.Tensor]
 """(n,) keys to (n,) bool: which of them the reader owns."""
+MOST_THREADS = 2
+"""That read files ahead of who takes their rows; each holds one in memory."""
 _NO_KEYS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
@@ -87,19 +90,21 @@ class Restored:
         for depth, (path, manifest) in enumerate(self._chain):
             is_last = depth == len(self._chain) - 1
             newer = [superseded]
-            for entry in _of_table(manifest, "rows", table, shard):
-                chunk = self._read(path, entry)
+            for chunk in self._read(path, _of_table(manifest, "rows", table, shard)):
                 if not is_last:
                     newer.append(chunk["keys"].numpy())
                 yield from _kept(chunk, superseded, owned)
             if not is_last:
                 removed = _of_table(manifest, "removed", table, shard)
-                newer += [self._read(path, entry)["keys"].numpy() for entry in removed]
+                newer += [chunk["keys"].numpy() for chunk in self._read(path, removed)]
                 superseded = np.unique(np.concatenate(newer))
 
-    def _read(self, path: Path, entry: FileEntry) -> Chunk:
-        self.bytes_read += entry.bytes
-        return read_tensors(path, entry)
+    def _read(self, path: Path, entries: list[FileEntry]) -> Iterator[Chunk]:
+        """What files hold; where there are cores for it, some are read ahead."""
+        calls = (partial(read_tensors, path, entry) for entry in entries)
+        for entry, chunk in zip(entries, in_order(calls, min(MOST_THREADS, cores_of_rank() - 1)), strict=True):
+            self.bytes_read += entry.bytes
+            yield chunk
 
 
 def _of_kind(manifest: Manifest, kind: Kind) -> list[FileEntry]:

@@ -1,14 +1,16 @@
 """Writes one rank's files of a checkpoint."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import torch
 
 from nestrec.base.failpoints import fail_point
-from nestrec.checkpoint.content import Content, check_chunk, check_finite, chunks_of, parts_of
+from nestrec.base.parallel import cores_of_rank, in_order
+from nestrec.checkpoint.content import Chunk, Content, check_chunk, check_finite, chunks_of, parts_of
 from nestrec.checkpoint.durable import safetensors_content, write_file
 from nestrec.checkpoint.manifest import FileEntry, Kind
 from nestrec.checkpoint.peers import Peers
@@ -16,6 +18,8 @@ from nestrec.embedding.hashing import hash_of
 
 PART_BYTES = 256 << 20
 """Dense tensors are split into files of about this size."""
+MOST_THREADS = 2
+"""That write rows beside the one that reads them; each holds a chunk of them in memory."""
 
 
 def write_files(folder: Path, content: Content, peers: Peers) -> list[FileEntry]:
@@ -39,14 +43,22 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
         name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
         written = write_file(folder / name, safetensors_content({"keys": keys}))
         yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world), _bounds(keys))
-    parts = dict.fromkeys(content.tables, 0)
+    # One core trains, one reads rows. Where there are no more, rows are read and written in turn.
+    yield from in_order(_rows(folder, content, peers), min(MOST_THREADS, cores_of_rank() - 2))
+
+
+def _rows(folder: Path, content: Content, peers: Peers) -> Iterator[Callable[[], FileEntry]]:
+    parts, shard = dict.fromkeys(content.tables, 0), content.shard or (peers.rank, peers.world)
     for table, chunk in chunks_of(content.tables):
-        check_chunk(table, chunk)
-        check_finite(f"table {table!r}", chunk)
         name = f"rows-{_safe(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
         parts[table] += 1
-        written = write_file(folder / name, safetensors_content(chunk))
-        yield _entry(name, written, "rows", table, content.shard or (peers.rank, peers.world), _bounds(chunk["keys"]))
+        yield partial(_write_rows, folder / name, table, chunk, shard)
+
+
+def _write_rows(path: Path, table: str, chunk: Chunk, shard: tuple[int, int]) -> FileEntry:
+    check_chunk(table, chunk)
+    check_finite(f"table {table!r}", chunk)
+    return _entry(path.name, write_file(path, safetensors_content(chunk)), "rows", table, shard, _bounds(chunk["keys"]))
 
 
 def _write_state(folder: Path, content: Content) -> FileEntry:

@@ -21,13 +21,12 @@ ranks), and the files on the disk, some of them in memory where it has no room f
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from nestrec.base.parallel import cores_of_rank, in_order
 from nestrec.bench.harness.frame import write_frame
 from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, writer
 from nestrec.checkpoint.durable import write_file
@@ -45,7 +45,7 @@ from nestrec.embedding.table import StoreConfig, TableConfig, layout_of
 from nestrec.testing.ranks import RankPool
 
 DIM, STEP_ROWS, PART_ROWS = 128, 8192, 1 << 17
-WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE = 8192, 16
+WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE = 2048, 16
 """Of the products of a step on a GPU, which take about as long there as those of a CPU."""
 SHARDS: dict[int, TableShard] = {}
 """The rows of this process, from job to job."""
@@ -111,18 +111,22 @@ def _digest(keys, words):  # type: ignore[no-untyped-def]
     return total
 
 
-def digest_of(shard: TableShard, world: int) -> int:
+def of_parts(num_rows: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` gives for the start of each part, on all cores of this rank."""
+    calls = (partial(work, start) for start in range(0, num_rows, PART_ROWS))
+    return list(in_order(calls, cores_of_rank()))
+
+
+def digest_of(shard: TableShard) -> int:
     """The same for the same rows, whoever holds which of them."""
     keys = shard.keys()
 
-    def of_part(start: int) -> int:
+    def digest_part(start: int) -> int:
         part = keys[start : start + PART_ROWS]
         words = shard.read(part).cpu().numpy()[:, : DIM + 1]  # without what fills a row up to 16 bytes
         return int(_digest(part, words))
 
-    cores = len(os.sched_getaffinity(0)) // world
-    with ThreadPoolExecutor(max(1, cores)) as threads:
-        return sum(threads.map(of_part, range(0, len(keys), PART_ROWS))) % 2**64
+    return sum(of_parts(len(keys), digest_part)) % 2**64
 
 
 def fill(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -131,11 +135,15 @@ def fill(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict
     shard = TableShard(table_of(num_rows, device), topology.rank, topology.world, device)
     keys, words = shard.keys(), torch.arange(shard.layout.num_words, dtype=torch.int32, device=device) * 7919
     shard.store.reserve(len(keys))
-    for start in range(0, len(keys), PART_ROWS):
+    slots = shard.residency.restore(keys, None, None)
+
+    def fill_part(start: int) -> None:
         part = keys[start : start + PART_ROWS]
         rows = torch.from_numpy((part * 40503).astype(np.int32)).to(device)[:, None] + words
         rows.bitwise_and_(0x7FFFFF).bitwise_or_(0x3F800000)  # numbers between 1 and 2
-        shard.store.scatter(shard.residency.restore(part, None, None), rows)
+        shard.store.scatter(slots[start : start + PART_ROWS], rows)
+
+    of_parts(len(keys), fill_part)
     SHARDS[0] = shard
     return {"seconds": time.perf_counter() - start_s, "is_on_device": device.type == "cuda"}
 
@@ -206,7 +214,7 @@ def _save_once(
     training.run(options.alone_s)
     alone, alone_cpu = training.seconds, training.cpu_seconds
     training.forget()
-    digest, before_mib = digest_of(shard, peers.world), forget_peak()
+    digest, before_mib = digest_of(shard), forget_peak()
     peers.gather(None)
     start_s, start_cpu_s, of_thread_s = time.perf_counter(), time.process_time(), time.thread_time()
     frozen = shard.freeze(max_bytes=options.aside_mib << 20)
@@ -260,7 +268,7 @@ def load(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict
         "bytes_read": restored.bytes_read,
         "beyond_mib": beyond_mib,
         "keys_mib": keys_mib - before_mib,
-        "digest": digest_of(shard, topology.world),
+        "digest": digest_of(shard),
         "is_on_device": device.type == "cuda",
     }
 

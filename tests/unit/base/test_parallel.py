@@ -1,8 +1,9 @@
 import threading
+from functools import partial
 
 import pytest
 
-from nestrec.base.parallel import for_parts
+from nestrec.base.parallel import for_parts, in_order
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -26,3 +27,31 @@ def test_an_error_in_a_thread_reaches_the_caller():
 
     with pytest.raises(ValueError, match="in a thread"):
         for_parts(100, 100_000, work, 3)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_calls_that_run_ahead_return_in_order(threads):
+    assert list(in_order((partial(pow, i, 2) for i in range(20)), threads)) == [i * i for i in range(20)]
+
+
+def test_calls_run_while_the_next_one_is_made_and_few_are_made_ahead():
+    made, ran = [], threading.Event()
+
+    def calls():
+        yield ran.set
+        assert ran.wait(60), "the first call runs while the second is being made"
+        for number in range(10):
+            made.append(number)
+            yield partial(int, number)
+
+    found = in_order(calls(), 2)
+    next(found)
+    assert len(made) == 2, "two run or wait, the first has returned"
+    assert list(found) == list(range(10))
+
+
+def test_an_error_of_a_call_is_raised_in_its_turn():
+    found = in_order([partial(int, "1"), partial(int, "one"), partial(int, "2")], 2)
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="one"):
+        next(found)

@@ -1,3 +1,5 @@
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -6,8 +8,9 @@ from safetensors.torch import load_file
 
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
-from nestrec.checkpoint import Checkpoints, Content, SaveError, join, split, verify
-from nestrec.checkpoint.durable import DTYPE_NAMES
+from nestrec.checkpoint import Checkpoints, Content, SaveError, join, split, verify, writer
+from nestrec.checkpoint import restored as reader
+from nestrec.checkpoint.durable import DTYPE_NAMES, write_file
 from nestrec.testing.contents import assert_same, make_content
 
 
@@ -15,7 +18,14 @@ def full_disk() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def has_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    for module in (writer, reader):
+        monkeypatch.setattr(module, "cores_of_rank", lambda: number)
+
+
+@pytest.mark.parametrize("cores", [1, 8])
+def test_what_is_saved_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    has_cores(monkeypatch, cores)
     checkpoints = Checkpoints(tmp_path)
     content = make_content(100)
     path = checkpoints.save(100, content)
@@ -25,6 +35,28 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert restored is not None
     assert restored.step == 100
     assert_same(restored, content)
+
+
+def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_cores(monkeypatch, 4)
+    is_second_read, keys = threading.Event(), torch.arange(4)
+
+    def write_late(path: Path, content: Iterator[memoryview]) -> tuple[int, str]:
+        assert not path.name.startswith("rows-") or is_second_read.wait(30), "the first file waits for the second chunk"
+        return write_file(path, content)
+
+    def chunks() -> Iterator[dict[str, torch.Tensor]]:
+        yield {"keys": keys[:2]}
+        is_second_read.set()
+        yield {"keys": keys[2:]}
+
+    monkeypatch.setattr(writer, "write_file", write_late)
+    Checkpoints(tmp_path).save(1, Content(tables={"t": chunks()}))
+    found = Checkpoints(tmp_path).restore_latest()
+    assert found is not None
+    assert torch.equal(torch.cat([chunk["keys"] for chunk in found.rows("t")]), keys)
 
 
 def test_nothing_saved_restores_none(tmp_path: Path) -> None:
