@@ -116,8 +116,8 @@ def test_requests_that_arrive_whole_are_asked_without_asgi_and_answered_alike(se
 
 @pytest.mark.parametrize("budget_ms", [50.0, 0.0])
 def test_users_with_short_histories_are_never_signalled_and_nothing_of_them_is_shipped(budget_ms):
-    """With no time at all to rank, nobody is short: the signals go out and are admitted."""
-    trigger = TriggerConfig(budget_ms=budget_ms, compute_share=100.0, burst_s=100.0)
+    """With no time at all to rank, nobody is short: the signals go out and are admitted, however little they gain."""
+    trigger = TriggerConfig(budget_ms=budget_ms, compute_share=100.0, burst_s=100.0, least_gain=0.0)
     cfg = ServiceConfig(engine=EngineConfig(trigger=trigger))
     service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, cfg)
     signal = {"user": "7", "history": EVENTS, "num_candidates": 8}

@@ -176,6 +176,7 @@ class Engine:
                 wait_s=self._device_wait_s,
                 preinfer_s=self.costs.share_s(*self.costs.work(there, cached - there, 0)),
                 full_rank_s=self._full_rank_s(length, num_candidates),
+                rank_s=self._rank_s(length, cached, num_candidates),
                 num_bytes=cached * self.tiers.bytes_a_token,
             )
             self._count(f"signal_{decision.reason}")
@@ -192,7 +193,10 @@ class Engine:
         length, cached = lengths_of(self.form, num_events)
         with self._condition:
             decision = self.trigger.foresee(
-                full_rank_s=self._full_rank_s(length, num_candidates), tail=self.costs.tail, wait_s=self._device_wait_s
+                full_rank_s=self._full_rank_s(length, num_candidates),
+                rank_s=self._rank_s(length, cached, num_candidates),
+                tail=self.costs.tail,
+                wait_s=self._device_wait_s,
             )
         return decision if cached and self.cfg.tiers.keeps_prefix else Decision(False, "never")
 
@@ -271,6 +275,10 @@ class Engine:
 
     def _full_rank_s(self, length: int, num_candidates: int) -> float:
         return self.costs.predict_s(*self.costs.work(0, length, num_candidates))
+
+    def _rank_s(self, length: int, cached: int, num_candidates: int) -> float:
+        """Against a prefix of so many tokens."""
+        return self.costs.predict_s(*self.costs.work(cached, length - cached, num_candidates))
 
     def _check_warm(self) -> None:
         if self._failure is not None:

@@ -1,6 +1,7 @@
 """Which requests are worth computing ahead: those whose full ranking would miss its budget, within two bounds.
 
     short      tail * t_full(n, m) <= short_share * budget        never computed ahead, whatever the load
+               or t_full(n, m) - t_rank(n, m) < least_gain * t_full(n, m)
     at risk    wait + tail * t_full(n, m) + w99 > budget          w99 = t_full ln(100 load) / (2 (1 - load))
     live cap   bytes of admitted prefixes that ranking has not consumed yet   <= rho * bytes of the device cache
     rate cap   device seconds of pre-inference, as a token bucket filled with u_pre a second
@@ -44,6 +45,8 @@ class TriggerConfig:
     """share of the device's time that may go into computing ahead (u_pre)"""
     short_share: Share = 0.05
     """of the budget: who takes no more of it is never computed ahead (at_risk)"""
+    least_gain: Share = 0.2
+    """of the time of ranking in full, that a prefix must save: who gains less is never computed ahead (at_risk)"""
     burst_s: NonNegative = 1.0
     """device seconds of pre-inference that may be saved up"""
     first_life_s: NonNegative = 1.0
@@ -75,11 +78,19 @@ class Trigger:
         self._offered_s = 0.0
 
     def decide(
-        self, key: CacheKey, *, full_rank_s: float, tail: float, wait_s: float, preinfer_s: float, num_bytes: int
+        self,
+        key: CacheKey,
+        *,
+        full_rank_s: float,
+        rank_s: float,
+        tail: float,
+        wait_s: float,
+        preinfer_s: float,
+        num_bytes: int,
     ) -> Decision:
-        """Whether to compute ahead; an admission is charged at once."""
+        """Whether to compute ahead; an admission is charged at once. rank_s: of ranking against a prefix."""
         self._advance()
-        foreseen = self.foresee(full_rank_s=full_rank_s, tail=tail, wait_s=wait_s)
+        foreseen = self.foresee(full_rank_s=full_rank_s, rank_s=rank_s, tail=tail, wait_s=wait_s)
         if foreseen.reason != "wanted":
             return foreseen
         if self._live_bytes + num_bytes > self.cfg.cache_share * self._cache_bytes:
@@ -92,12 +103,13 @@ class Trigger:
         self._live_bytes += num_bytes
         return Decision(True, "admitted")
 
-    def foresee(self, *, full_rank_s: float, tail: float, wait_s: float) -> Decision:
+    def foresee(self, *, full_rank_s: float, rank_s: float, tail: float, wait_s: float) -> Decision:
         """Whether a signal would be of use, from what is known without a history; nothing is charged."""
         if self.cfg.policy == "never":
             return Decision(False, "never")
         if self.cfg.policy == "at_risk":
-            if full_rank_s * tail * 1e3 <= self.cfg.short_share * self.cfg.budget_ms:
+            is_quick = full_rank_s * tail * 1e3 <= self.cfg.short_share * self.cfg.budget_ms
+            if is_quick or full_rank_s - rank_s < self.cfg.least_gain * full_rank_s:
                 return Decision(False, "short")
             late_s = wait_s + full_rank_s * tail + self._queue_tail_s(full_rank_s)
             if late_s * 1e3 <= self.cfg.budget_ms:

@@ -17,10 +17,11 @@ def key_of(user):
     return CacheKey(str(user), "1", "c")
 
 
-def decide(trigger, user, *, full_rank_s=0.1, preinfer_s=0.05, num_bytes=10, wait_s=0.0):
+def decide(trigger, user, *, full_rank_s=0.1, rank_s=0.0, preinfer_s=0.05, num_bytes=10, wait_s=0.0):
     return trigger.decide(
-        key_of(user), full_rank_s=full_rank_s, tail=1.2, wait_s=wait_s, preinfer_s=preinfer_s, num_bytes=num_bytes
-    )
+        key_of(user), full_rank_s=full_rank_s, rank_s=rank_s, tail=1.2, wait_s=wait_s, preinfer_s=preinfer_s,
+        num_bytes=num_bytes,
+    )  # fmt: skip
 
 
 def make(**changes):
@@ -57,13 +58,20 @@ def test_short_requests_are_never_computed_ahead_whatever_waits():
     assert decide(trigger, 2, full_rank_s=0.0022, wait_s=10.0).is_admitted
 
 
+def test_who_gains_little_by_a_prefix_is_never_computed_ahead_whatever_waits():
+    """Many candidates after a short history: to compute that ahead costs a batch more and saves next to nothing."""
+    trigger, _ = make(budget_ms=50.0, least_gain=0.2)
+    assert decide(trigger, 1, full_rank_s=0.1, rank_s=0.085, wait_s=10.0).reason == "short"
+    assert decide(trigger, 2, full_rank_s=0.1, rank_s=0.075, wait_s=10.0).is_admitted
+
+
 def test_what_is_foreseen_is_what_is_decided_and_charges_nothing():
     trigger, _ = make(budget_ms=50.0)
     for full_rank_s in (0.001, 0.04, 0.042):
-        told = trigger.foresee(full_rank_s=full_rank_s, tail=1.2, wait_s=0.0).reason
+        told = trigger.foresee(full_rank_s=full_rank_s, rank_s=0.0, tail=1.2, wait_s=0.0).reason
         assert told == {"admitted": "wanted"}.get(reason := decide(trigger, 1, full_rank_s=full_rank_s).reason, reason)
     live = trigger.live_bytes
-    trigger.foresee(full_rank_s=0.042, tail=1.2, wait_s=0.0)
+    trigger.foresee(full_rank_s=0.042, rank_s=0.0, tail=1.2, wait_s=0.0)
     assert trigger.live_bytes == live
 
 
