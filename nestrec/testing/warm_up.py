@@ -10,25 +10,40 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from nestrec.balance import POLICIES, partition
 from nestrec.distributed import Topology
 from nestrec.serving.api.protocol import long_lists
-from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
+from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.trainer import Trainer
 
-SCHEDULES = ("nested", "priority", "serial")
 STEPS = {"training.max_steps": 3, "training.checkpoint_every_steps": 2}
+RUNS = (
+    ("hstu", {"pipeline.schedule": "nested", "pipeline.window_cache": True}),
+    ("sasrec", {"pipeline.schedule": "priority", "tables.*.dtype": "bfloat16"}),
+    ("ranking", {"pipeline.schedule": "serial", "training.dtype": "float64", "tables.item_topic.optimizer": "sgd"}),
+    ("rows", {"pipeline.schedule": "nested", "training.dtype": "float64"}),
+    ("rows", {"pipeline.schedule": "nested", "task.table_store.kind": "disk", "task.table_store.cache_rows": 16}),
+)
+"""All families, under schedules that differ in what they compute on rows, in the types and places that rows have."""
 
 
 def compile_loops() -> None:
-    """Runs of all families, under schedules that differ in what they compute on rows, and what servers read with."""
+    """Small runs, what ranks deal samples with, and what servers read with."""
     long_lists.warm_up()
+    for policy in POLICIES:
+        partition(policy, np.arange(1.0, 8.0), 2, lengths=np.arange(1, 8))
     with tempfile.TemporaryDirectory(prefix="nestrec-warm-") as folder:
         make_datasets(Path(folder))
-        for number, family in enumerate(FAMILIES):
-            options = {**STEPS, "pipeline.schedule": SCHEDULES[number % len(SCHEDULES)]}
-            Trainer(config_of(family, Path(folder), options), Path(folder) / family, Topology.single()).train()
+        rows = {"task.table_store.folder": folder}
+        for number, (family, options) in enumerate(RUNS):
+            cfg = config_of(family, Path(folder), {**STEPS, **options, **(rows if family == "rows" else {})})
+            trainer = Trainer(cfg, Path(folder) / str(number), Topology.single())
+            for name in trainer.session.engine.tables:
+                trainer.session.engine.digest(name)
+            trainer.train()
 
 
 def compile_tests(folders: list[str]) -> None:
