@@ -14,7 +14,7 @@ import nestrec
 from nestrec.base import exit_codes
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError, did_you_mean
 from nestrec.base.leaving import leave
-from nestrec.base.memory import ask_for_huge_pages
+from nestrec.base.memory import ask_for_huge_pages, loading
 from nestrec.base.overrides import PASSED_ON, parse_overrides
 from nestrec.base.paths import check_file, check_folder
 from nestrec.bench.app import app as bench_app
@@ -69,8 +69,9 @@ def train(  # noqa: PLR0917
     the card of a dataset and chooses task, model, sizes, loss, split and rates, with reasons. On several ranks of this
     machine: [bold]nestrec launch -n 2 train demo[/bold]; under torchrun the same command trains on all ranks.
     """
-    from nestrec.cli.training import train_run
-    from nestrec.library.configured import configured
+    with loading():
+        from nestrec.cli.training import train_run
+        from nestrec.library.configured import configured
 
     cfg = configured(recipe, parse_overrides(context.args, ("output", "from", "cluster", "plan-only")))
     if plan_only:
@@ -132,7 +133,8 @@ def launch(
     finite, 75 saved and stopped by a signal, 76 a rank was lost; a line says which. Several machines and restarts:
     docs/many-machines.md.
     """
-    from nestrec.cli.launch import launch as run_ranks
+    with loading():
+        from nestrec.cli.launch import launch as run_ranks
 
     if not context.args:
         raise UserError("has nothing to run", field="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
@@ -195,7 +197,8 @@ def demo(context: typer.Context, output: Annotated[Path, typer.Option(help="Run 
     Synthetic logs, no download, at most three minutes on two cores. Ends with the path of a report. Fields of the
     recipe can be changed as in `train`.
     """
-    from nestrec.cli.demo import run_demo
+    with loading():
+        from nestrec.cli.demo import run_demo
 
     run_demo(output, parse_overrides(context.args, ("output",)))
 
@@ -382,8 +385,9 @@ def serve(
 
     signals = Signals.installed()  # before what takes its time: a signal that comes meanwhile is not lost
     try:
-        from nestrec.serving.api.server import ServeConfig
-        from nestrec.serving.api.server import serve as serve_models
+        with loading():
+            from nestrec.serving.api.server import ServeConfig
+            from nestrec.serving.api.server import serve as serve_models
     except ModuleNotFoundError as error:
         remedy = "install it with: pip install 'nestrec[serve]'"
         raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from nestrec.base.memory import loading
 from nestrec.base.overrides import PASSED_ON, parse_overrides
 
 app = typer.Typer()
@@ -105,7 +106,8 @@ def follow(
     saved. Killed at any moment and started again, it comes to the same bits. Fields of the run can be changed with
     [bold]--run.NAME[/bold], such as --run.publish.address; [bold]nestrec options follow[/bold] lists the others.
     """
-    from nestrec.cli.training import follow_run
+    with loading():
+        from nestrec.cli.training import follow_run
 
     follow_run(source, run, parse_overrides(context.args, ("run",)))
 

@@ -26,7 +26,7 @@ def rank_context(*loaded: str) -> ForkServerContext | SpawnContext:
     if os.environ.get("NESTREC_RANKS_START") == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "nestrec.distributed.loaded_ahead", *loaded])
+    context.set_forkserver_preload(["torch.distributed", *loaded, "nestrec.distributed.loaded_ahead"])
     return context
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import psutil
 
 from nestrec.base.failpoints import arm_from_environment
-from nestrec.distributed.local_ranks import rank_context
+from nestrec.testing.ranks import loaded_context
 
 
 class Started(Protocol):
@@ -61,7 +61,7 @@ def start(
     command: Sequence[str], *, is_forked: bool, env: Mapping[str, str], cwd: Path | None, output: Path
 ) -> Started:
     """is_forked: of a command of Python, unless ranks are interpreters of their own."""
-    if is_forked and isinstance(context := rank_context("nestrec.training.trainer"), ForkServerContext):
+    if is_forked and isinstance(context := loaded_context(), ForkServerContext):
         return ForkedCommand(command, context, env, cwd, output)
     with output.open("wb") as sink:
         started: Started = psutil.Popen(command, env=dict(env), cwd=cwd, stdout=sink, stderr=subprocess.STDOUT)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.topology import Topology
 
 _START_TIMEOUT_S = 100.0
+
+
+def loaded_context() -> ForkServerContext | SpawnContext:
+    """How tests start processes: forked from one server, which has loaded torch, the trainer and compiled loops."""
+    return rank_context("nestrec.training.trainer", "nestrec.testing.loaded_loops")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class RankPool:
     ) -> None:
         """device: `cuda` where the ranks share the GPUs of this machine."""
         self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
-        context = rank_context("nestrec.training.trainer")
+        context = loaded_context()
         threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
         self._pipes: list[Connection] = []
         self._processes = []

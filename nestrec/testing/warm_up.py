@@ -20,7 +20,7 @@ from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.trainer import Trainer
 
 STEPS = {"training.max_steps": 3, "training.checkpoint_every_steps": 2}
-RUNS = (
+RUNS: tuple[tuple[str, dict[str, object]], ...] = (
     ("hstu", {"pipeline.schedule": "nested", "pipeline.window_cache": True}),
     ("sasrec", {"pipeline.schedule": "priority", "tables.*.dtype": "bfloat16"}),
     ("ranking", {"pipeline.schedule": "serial", "training.dtype": "float64", "tables.item_topic.optimizer": "sgd"}),
@@ -34,7 +34,7 @@ def compile_loops() -> None:
     """Small runs, what ranks deal samples with, and what servers read with."""
     long_lists.warm_up()
     for policy in POLICIES:
-        partition(policy, np.arange(1.0, 8.0), 2, lengths=np.arange(1, 8))
+        partition(policy, np.arange(1, 8, dtype=np.float64), 2, lengths=np.arange(1, 8))
     with tempfile.TemporaryDirectory(prefix="nestrec-warm-") as folder:
         make_datasets(Path(folder))
         rows = {"task.table_store.folder": folder}

@@ -10,9 +10,9 @@ import pytest
 
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, verify
-from nestrec.distributed.local_ranks import rank_context
 from nestrec.testing.contents import assert_same, make_content, save_steps
 from nestrec.testing.faults import FailPoint, random_kills, run_with_faults
+from nestrec.testing.ranks import loaded_context
 
 PLACES = ["before_first_file", "between_files", "before_manifest", "before_rename", "after_rename", "during_retention"]
 
@@ -29,9 +29,7 @@ def save_until_killed(folder: str, way: str, place: str, hit: int) -> None:
 def test_kill_during_a_save_leaves_the_previous_or_the_new_one(tmp_path: Path, place: str, way: str) -> None:
     """Killed during the save of step 3 (`between_files`: after its second file), with only one checkpoint kept."""
     hit = {"between_files": 5 * 2 + 2, "during_retention": 2}.get(place, 3)
-    process = rank_context("nestrec.training.trainer").Process(
-        target=save_until_killed, args=(str(tmp_path), way, place, hit)
-    )
+    process = loaded_context().Process(target=save_until_killed, args=(str(tmp_path), way, place, hit))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

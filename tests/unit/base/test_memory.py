@@ -1,9 +1,12 @@
+import gc
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from nestrec.base.memory import loading
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TENSOR_BYTES = 1 << 26
@@ -32,3 +35,12 @@ def test_large_tensors_come_on_huge_pages_unless_the_user_says_no() -> None:
     path = {"PYTHONPATH": ":".join(sys.path)}
     assert _faults(**path) < small_pages / 4
     assert _faults(**path, THP_MEM_ALLOC_ENABLE="0") >= small_pages
+
+
+def test_what_is_made_while_modules_load_is_not_looked_through_for_garbage() -> None:
+    before = gc.get_freeze_count()
+    with loading():
+        assert not gc.isenabled()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(made)

@@ -82,6 +82,12 @@ def test_a_command_has_its_environment_its_folder_and_its_arguments(tmp_path: Pa
     assert (tmp_path / "here").exists()
 
 
+def test_what_forked_commands_have_loaded_is_not_looked_through_for_garbage() -> None:
+    tell = "import gc, sys; print('torch' in sys.modules, gc.get_freeze_count() > 100_000)"
+    (attempt,) = run_with_faults([sys.executable, "-c", tell], [], is_forked=True)
+    assert attempt.output == "True True\n"
+
+
 LAUNCHER = """
 import os, subprocess, sys
 for attempt in range(3):

@@ -1,0 +1,15 @@
+import numpy as np
+from numba import njit
+
+from nestrec.balance.ordering import descending
+from nestrec.testing.loaded_loops import load_compiled
+
+
+def test_a_loop_is_loaded_for_the_types_that_it_was_compiled_for() -> None:
+    costs = np.array([1.0, 3.0, 2.0])
+    expected = descending(costs).tolist()
+    loop = njit(cache=True, nogil=True)(descending.py_func)
+    load_compiled(loop)
+    assert loop.overloads
+    assert loop(costs).tolist() == expected == [1, 2, 0]
+    assert sum(loop.stats.cache_misses.values()) == 0
