@@ -9,6 +9,7 @@ import re
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ class SocketLoad:
         self._port, self._polls, self._timeout_s = port, polls, timeout_s
         self._epoll = select.epoll()
         self._open: dict[int, _Connection] = {}
-        self._idle: list[_Connection] = []
+        self._idle: deque[_Connection] = deque()  # in turn: a server may have a process for some of them each
         self._num_under_way = 0
 
     def run(
@@ -101,7 +102,7 @@ class SocketLoad:
         if number >= 0:
             self._outcome.sent_s[number] = time.perf_counter() - self._start_s
         try:
-            connection = self._idle.pop() if self._idle else self._opened()
+            connection = self._idle.popleft() if self._idle else self._opened()
             connection.number = number
             self._num_under_way += 1
             connection.socket.sendall(data)

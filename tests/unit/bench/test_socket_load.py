@@ -105,3 +105,19 @@ def test_what_an_answer_wants_is_sent_after_it_and_counts_as_no_request():
         outcome = SocketLoad(port).run([0.0, 0.2], [post("/", b"{}")] * 2, more)
     assert (outcome.status == 200).all()
     assert next(bodies, None) is None
+
+
+def test_connections_are_used_in_turn():
+    """The one that has been idle longest: a server may have a process for some of them each."""
+    asked = []
+
+    def answer(connection, _):
+        asked.append(connection.getpeername())
+        reply(connection)
+
+    with serving(answer) as port:
+        load = SocketLoad(port)
+        load._idle.extend(idle := [load._opened() for _ in range(3)])
+        first = idle[0].socket.getsockname()
+        assert (load.run([0.0], [post("/", b"{}")]).status == 200).all()
+    assert asked == [first]
