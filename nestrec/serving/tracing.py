@@ -100,13 +100,17 @@ def note(**attributes: str | int | float) -> None:
 
 @contextlib.contextmanager
 def sending(slot_port: int) -> Iterator[bytes]:
-    """A span around what a front asks of an instance; the header that hands it on, with the end of its line."""
+    """A span around what a front asks of an instance for a request; the header that hands it on, with the end of its
+    line. What a front asks by itself, or for somebody who watches, belongs to no trace."""
     if _Tracing.tracer is None:
         yield b""
         return
-    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace import SpanKind, get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+    if not get_current_span().get_span_context().is_valid:
+        yield b""
+        return
     attributes = {"server.port": slot_port}
     with _Tracing.tracer.start_as_current_span(
         "serve.front.send", kind=SpanKind.CLIENT, attributes=attributes, record_exception=False

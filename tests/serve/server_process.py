@@ -14,10 +14,10 @@ from nestrec.serving.many.ports import free_port
 
 
 @contextlib.contextmanager
-def running_server(folder, *options):
+def running_server(folder, *options, **environment):
     """Yields (port, process); the process is ended afterwards."""
     port = free_port()
-    with starting_server(folder, "--port", str(port), *options) as process:
+    with starting_server(folder, "--port", str(port), *options, **environment) as process:
         wait_until_ready(port, process)
         yield port, process
 

@@ -8,13 +8,12 @@ import json
 import random
 import re
 import signal
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from front_processes import NUM_FRONTS, children_of, fronts_of, is_asked, wait_for
 from rolling_load import ASKED, Load
 from server_process import post, running_server, status_once_sent
 
@@ -29,7 +28,6 @@ from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64)
-NUM_FRONTS = 2
 OPTIONS = (
     "--front_processes", str(NUM_FRONTS), "--limits.default_timeout_ms", "10000", "--limits.tells_prefix", "true",
     "--service.engine.trigger.policy", "never", "--service.engine.max_queue_s", "1000",
@@ -65,44 +63,6 @@ def one_process(models):
     service = Service.load([models / "ranking1", models / "retrieval"], ServiceConfig(engine=engine))
     yield App(service, LimitsConfig(default_timeout_ms=10_000, tells_prefix=True))
     service.close()
-
-
-def fronts_of(process):
-    """All of them, once they listen: forked by the one child that has been started."""
-    found = []
-
-    def do_listen():
-        found[:] = [one for child in children_of(process) for one in children_of(child)]
-        return len(found) == NUM_FRONTS and all(listens(one) for one in found)
-
-    wait_for(do_listen)
-    return found
-
-
-def children_of(process):
-    """As the system lists them: psutil looks through all processes of the machine, of which one may end meanwhile."""
-    found = []
-    for listed in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError, psutil.Error):
-            found += [psutil.Process(int(pid)) for pid in listed.read_text().split()]
-    return found
-
-
-def listens(process):
-    with contextlib.suppress(psutil.Error):
-        return any(one.status == psutil.CONN_LISTEN for one in process.net_connections("tcp"))
-    return False
-
-
-def is_asked(process):
-    return any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("tcp"))
-
-
-def wait_for(condition, timeout_s=120.0):
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)  # another process changes: there is no clock to inject
 
 
 def ranked(rng, **changed):

@@ -9,11 +9,11 @@ import logging
 import random
 import shutil
 import ssl
-import subprocess
 import time
 
 import httpx
 import pytest
+from certificates import make_certificate
 from listening_app import listening
 from server_process import exchange, status_of
 
@@ -342,36 +342,6 @@ def test_admin_endpoints_of_an_open_server_are_for_its_own_machine(service):
 
 
 # Certificates.
-
-
-def make_certificate(folder, name):
-    """(certificate, key) for this machine; openssl makes it, so that no private key lies in the repository."""
-    paths = folder / f"{name}.pem", folder / f"{name}.key"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-            "-keyout",
-            paths[1],
-            "-out",
-            paths[0],
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return paths
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

@@ -3,19 +3,18 @@
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from nestrec.serving.api.answered_http import answer_http
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
-from nestrec.serving.api.posts import Posts, explained, handled
+from nestrec.serving.api.posts import Posts, handled
 from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
-    DisconnectedError,
     Receive,
     Scope,
     Send,
@@ -70,20 +69,15 @@ class App:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._http(scope, receive, send)
-
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start_s = time.perf_counter()
-        route, body = scope["path"], Body(scope, receive, self._limits)
-        try:
-            route, answered = await self._answer(scope, receive, body)
-        except DisconnectedError:
-            self.metrics.observe(self._known(route), 499, time.perf_counter() - start_s)
-            return
-        except Exception as error:
-            answered = explained(error)
-        await answered.send(send, is_last=body.is_unread)
-        self.metrics.observe(self._known(route), answered.status, time.perf_counter() - start_s)
+            await answer_http(
+                scope,
+                receive,
+                send,
+                limits=self._limits,
+                routes=self._routes,
+                answer=self._answer,
+                observe=self.metrics.observe,
+            )
 
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         """Answer a request without ASGI in between."""
@@ -172,9 +166,6 @@ class App:
             return True
         known = parse_user(user, self._limits)
         return (await self._service.foresee(known, events, candidates))[1].reason == "wanted"
-
-    def _known(self, route: str) -> str:
-        return route if route in self._routes else "other"
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         sampling = asyncio.create_task(self.metrics.sample())

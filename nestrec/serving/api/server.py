@@ -41,6 +41,7 @@ from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.exposure import check_exposure
+from nestrec.serving.safety.rates import Rates
 from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.tracing import TracingConfig
@@ -77,7 +78,7 @@ class ServeConfig:
     """what stands before several instances; none: this process answers by itself"""
     front_processes: Natural | None = None
     """processes that read requests and write answers, beside the one that computes; 0 or 1: that one does it itself;
-    none: one for every four cores beside a GPU, four at most, where no keys are asked for and no front stands before"""
+    none: one for every four cores beside a GPU, four at most, where no front stands before"""
     ray_gpus: NonNegative | None = None
     """GPUs that each instance asks Ray for, a part of one where several share it; none: one where it runs on a GPU"""
     threads: Count = 1
@@ -154,7 +155,7 @@ def num_fronts(cfg: ServeConfig, device: str) -> int:
     """Processes that take requests."""
     if cfg.front_processes is not None:
         return max(1, cfg.front_processes)
-    if torch.device(device).type != "cuda" or cfg.safety.keys or SLOT_VARIABLE in os.environ:
+    if torch.device(device).type != "cuda" or SLOT_VARIABLE in os.environ:
         return 1
     return max(1, min(_MOST_FRONTS, len(os.sched_getaffinity(0)) // _CORES_A_FRONT))
 
@@ -172,10 +173,10 @@ def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, coun
     )
 
 
-def safety_of(cfg: ServeConfig) -> Safety:
-    """Refuses where other machines could ask without being asked who they are."""
+def safety_of(cfg: ServeConfig, rates: Rates | None = None) -> Safety:
+    """Refuses where other machines could ask without being asked who they are. rates: see `Safety`."""
     check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
-    return Safety(cfg.safety, cfg.host)
+    return Safety(cfg.safety, cfg.host, rates)
 
 
 def uvicorn_config(

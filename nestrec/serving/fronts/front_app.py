@@ -1,16 +1,15 @@
 """The application of a front: hot routes are read and answered here, everything else goes on as it came."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nestrec.serving.api.answered_http import answer_http
 from nestrec.serving.api.endpoint import Endpoint
-from nestrec.serving.api.posts import Posts, explained
+from nestrec.serving.api.posts import Posts
 from nestrec.serving.api.protocol.http import (
     Answered,
     Body,
-    DisconnectedError,
     Receive,
     Scope,
     Send,
@@ -77,7 +76,15 @@ class FrontApp:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._http(scope, receive, send)
+            await answer_http(
+                scope,
+                receive,
+                send,
+                limits=self._limits,
+                routes=self._routes,
+                answer=self._answer,
+                observe=self._observed.observe,
+            )
 
     # A request that arrives whole.
 
@@ -108,21 +115,7 @@ class FrontApp:
 
     # Any other.
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start_s, path, body = time.perf_counter(), scope["path"], Body(scope, receive, self._limits)
-        route = path if path in self._routes else "other"
-        try:
-            answered = await self._answer(scope, receive, body)
-        except DisconnectedError:
-            self._observed.observe(route, 499, time.perf_counter() - start_s)
-            return
-        except Exception as error:
-            answered = explained(error)
-        await answered.send(send, is_last=body.is_unread)
-        if not answered.is_counted:
-            self._observed.observe(route, answered.status, time.perf_counter() - start_s)
-
-    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> Answered:
+    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, Answered]:
         method, path, client = scope["method"], scope["path"], client_in(scope)
         check_head(scope, self._limits)
         body = await unread.read() if method == "POST" and path in self._posts else b""
@@ -131,9 +124,9 @@ class FrontApp:
             current_sender.set(sender)
             if path in self._hot and (refusal := self._hot.refusal(path, sender)) is not None:
                 raise refusal
-            return await unless_disconnected(self._posted(path, client, body), receive)
+            return path, await unless_disconnected(self._posted(path, client, body), receive)
         raw_path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
-        return await self._service.forward(method, path, raw_path=raw_path, query=query, client=client)
+        return path, await self._service.forward(method, path, raw_path=raw_path, query=query, client=client)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:

@@ -23,12 +23,13 @@ from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
 from nestrec.serving.fronts.frames import FrameKind
 from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
 from nestrec.serving.fronts.remote import RemoteService
+from nestrec.serving.safety.rates import Rates
 
 _HEAD = struct.Struct("<IBI")
 
 
-def run_front(channel: socket.socket, sockets: list[socket.socket]) -> None:
-    """Serve until it is told to stop. channel: to the process that computes."""
+def run_front(channel: socket.socket, sockets: list[socket.socket], rates: Rates) -> None:
+    """Serve until it is told to stop. channel: to the process that computes. rates: of keys, of all fronts together."""
     signals = Signals.installed()
     signals.when_reloaded(lambda: None)  # models are loaded by the process that computes
     cfg = _share_of(*pickle.loads(_first_frame(channel)))
@@ -36,7 +37,7 @@ def run_front(channel: socket.socket, sockets: list[socket.socket]) -> None:
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     sys.setswitchinterval(5e-5)
-    safety, observed = safety_of(cfg), FrontCounts()
+    safety, observed = safety_of(cfg, rates), FrontCounts()
 
     def tell() -> Mapping[str, Any]:
         unread, service.unread = service.unread, {}

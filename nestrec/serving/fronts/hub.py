@@ -1,28 +1,22 @@
 """The side of the process that computes: what its fronts ask goes to the engines, and answers go back, many at a time.
 
 Of a ranking request this process has the arrays alone: nothing is parsed, looked up or written as JSON here, so that
-the interpreter is free for the thread that launches batches. A front that dies is replaced, and costs the requests that
-it was answering.
+the interpreter is free for the thread that launches batches. A front that dies is replaced (`processes`), and costs the
+requests that it was answering.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import orjson
 import uvicorn
 
-from nestrec.base.errors import UserError
 from nestrec.serving import tracing
 from nestrec.serving.api.app import App
 from nestrec.serving.api.process.listening import Server, close_all
@@ -31,51 +25,26 @@ from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send
 from nestrec.serving.api.protocol.incoming import Incoming
 from nestrec.serving.client import Sender
 from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError, UnavailableError, Work
-from nestrec.serving.fronts.frames import Channel, FrameKind, frame
+from nestrec.serving.fronts.frames import FrameKind, frame
 from nestrec.serving.fronts.layouts import FAILED, OK, OVERLOADED, SWAPPED, UNAVAILABLE, Asking, Replied
 from nestrec.serving.fronts.names import FleetNumbers, TellNames
+from nestrec.serving.fronts.processes import Front, FrontProcesses, Spawner
+from nestrec.serving.safety.access import Access
 from nestrec.serving.safety.request_id import current_request_id
 from nestrec.serving.service import Fleet, Service, SwappedError
 from nestrec.serving.tracing import EngineTimes
 
 _LOG = logging.getLogger(__name__)
-_SOCKET_BYTES = 4 << 20
 _TELL_S = 1.0
 _HANG_S = 15.0
 """without a word: an interpreter may be busy for seconds, but not for so long"""
-_SHORT_LIFE_S, _LONGEST_PAUSE_S = 10.0, 30.0
-_MOST_FAILURES = 3
-"""of a front that has never listened"""
-
-
-class Spawner(Protocol):
-    """Starts fronts."""
-
-    def spawn(self, channel: socket.socket, sockets: list[socket.socket]) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Front:
-    """One process."""
-
-    slot: int
-    names: TellNames
-    channel: Channel
-    started_s: float = field(default_factory=time.monotonic)
-    heard_s: float = field(default_factory=time.monotonic)
-    pid: int = 0
-    """0 until it listens"""
-    works: dict[int, Work] = field(default_factory=dict)
-    forwarded: dict[int, asyncio.Event] = field(default_factory=dict)
-    """set when nobody waits any more"""
-    tells: dict[int, "asyncio.Future[bytes]"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
     """A ranking request whose work has ended."""
 
-    front: _Front
+    front: Front
     number: int
     slot: int
     fleet: Fleet
@@ -99,19 +68,13 @@ class FrontHub:
     ):
         """sockets: that one more front is to listen on. config: what a front is told first. refusals: counts of the
         gates are added to them."""
-        self._app, self._service, self._spawner, self._sockets = app, app.front.service, spawner, sockets
-        self._count, self._config, self._drain_s, self._refusals = count, config, drain_s, refusals
-        self._announce: Callable[[], None] = lambda: None
-        self._end: Callable[[bool], None] = lambda _: None
-        self._failure: UserError | None = None
+        self._app, self._service, self._refusals = app, app.front.service, refusals
+        self._access = Access(app.front.endpoints.values())
+        self._processes = FrontProcesses(spawner, sockets, self, count=count, config=config, drain_s=drain_s)
         self._numbers = FleetNumbers()
-        self._fronts: dict[int, _Front] = {}
-        self._failures: dict[int, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._ended: deque[_Ended] = deque()
-        self._is_woken = self._is_announced = self._is_stopping = False
+        self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
         self._tell_number = 0
         app.metrics.gather = self._gather
 
@@ -121,14 +84,15 @@ class FrontHub:
         """Serve until a signal. config: of this application. sockets: hold the port, and nobody listens on them.
         announce: called when all fronts listen."""
         server = Server(config, lambda: None)
-        self._announce, self._end = announce, server.end
-        signals.when_stopped(self.stop)
+        processes = self._processes
+        processes.announce, processes.end = announce, server.end
+        signals.when_stopped(processes.stop)
         try:
             server.run([])
         finally:
             close_all(sockets)
-        if self._failure is not None:
-            raise self._failure
+        if processes.failure is not None:
+            raise processes.failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -137,125 +101,34 @@ class FrontHub:
 
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                self._start()
+                self._loop = asyncio.get_running_loop()
+                self._processes.start()
             await send(message)
 
         await self._app(scope, receive, told)
 
-    # Fronts come and go.
-
-    def _start(self) -> None:
-        with self._lock:
-            self._loop = asyncio.get_running_loop()
-            is_stopping = self._is_stopping
-        if is_stopping:
-            self._end(False)
-            return
-        for slot in range(self._count):
-            self._spawn(slot)
-
-    def stop(self, is_impatient: bool) -> None:
-        """Have fronts answer what they have accepted, and end; from any thread."""
-        with self._lock:
-            loop, self._is_stopping = self._loop, True
-        if loop is not None:
-            loop.call_soon_threadsafe(self._stop_fronts, is_impatient)
-
-    def _stop_fronts(self, is_impatient: bool) -> None:
-        if not self._fronts:
-            self._end(is_impatient)
-            return
-        for front in self._fronts.values():
-            if is_impatient or not front.pid:
-                self._kill(front)
-            else:
-                front.channel.send(FrameKind.STOP, 0)
-        assert self._loop is not None
-        self._loop.call_later(self._drain_s + 5.0, self._kill_all)
-
-    def _kill_all(self) -> None:
-        for front in list(self._fronts.values()):
-            self._kill(front)
-
-    @staticmethod
-    def _kill(front: _Front) -> None:
-        if front.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(front.pid, signal.SIGKILL)
-        front.channel.close()  # one that does not listen yet ends by this
-
-    def _spawn(self, slot: int) -> None:
-        if self._is_stopping:
-            return
-        ours, theirs = socket.socketpair()
-        sockets = self._sockets()
-        try:
-            for one in (ours, theirs):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            ours.setblocking(False)
-            self._spawner.spawn(theirs, sockets)
-        finally:
-            for one in (theirs, *sockets):
-                one.close()
-        front = _Front(slot, TellNames(self._numbers), Channel(lambda *_: None, lambda: None))
-        front.channel = Channel(partial(self._received, front), partial(self._lost, front))
-        self._fronts[slot] = front
-        self._run(self._opened(front, ours))
-
-    async def _opened(self, front: _Front, ours: socket.socket) -> None:
-        await asyncio.get_running_loop().create_connection(lambda: front.channel, sock=ours)
-        if self._is_stopping:
-            front.channel.close()
-            return
-        front.channel.send(FrameKind.CONFIG, 0, self._config)
-        self._tell_names(front)
-
-    def _lost(self, front: _Front) -> None:
-        """Its process has ended."""
-        for work in list(front.works.values()):
-            work.future.cancel()
-        for gone in front.forwarded.values():
-            gone.set()
-        for waiter in front.tells.values():
-            waiter.cancel()
-        del self._fronts[front.slot]
-        if self._is_stopping:
-            if not self._fronts:
-                self._end(False)
-            return
-        is_short = time.monotonic() - front.started_s < _SHORT_LIFE_S
-        failures = self._failures[front.slot] = self._failures.get(front.slot, 0) + 1 if is_short else 0
-        if failures >= _MOST_FAILURES and not self._is_announced:
-            remedy = "see what it wrote above"
-            self._failure = UserError("did not start", field="front process", value=front.slot, remedy=remedy)
-            self.stop(False)
-            return
-        pause_s = min(_LONGEST_PAUSE_S, 0.02 * 4**failures) if is_short else 0.0
-        _LOG.warning("front process %d has ended; starting it again in %.1f s", front.slot, pause_s)
-        assert self._loop is not None
-        self._loop.call_later(pause_s, self._spawn, front.slot)
-
     # What fronts say.
 
-    def _received(self, front: _Front, kind: int, number: int, payload: bytes) -> None:
+    def names(self) -> TellNames:
+        return TellNames(self._numbers)
+
+    def opened(self, front: Front) -> None:
+        self._tell_names(front)
+
+    def received(self, front: Front, kind: int, number: int, payload: bytes) -> None:
         match kind:
             case FrameKind.RANK | FrameKind.SIGNAL:
                 self._asked(front, kind, number, payload)
             case FrameKind.CANCEL:
                 self._cancelled(front, number)
             case FrameKind.FORWARD:
-                self._run(self._forwarded(front, number, payload))
+                self._processes.run(self._forwarded(front, number, payload))
             case FrameKind.TELL:
-                waiter = front.tells.pop(number, None)
-                if waiter is not None and not waiter.done():
-                    waiter.set_result(payload)
+                self._told(front, number, payload)
             case FrameKind.LISTENING:
-                front.pid = number
-                if not self._is_announced and all(f.pid for f in self._fronts.values()):
-                    self._is_announced = True
-                    self._announce()
+                self._processes.listens(front, number)
 
-    def _asked(self, front: _Front, kind: int, number: int, payload: bytes) -> None:
+    def _asked(self, front: Front, kind: int, number: int, payload: bytes) -> None:
         try:
             asking = Asking.unpacked(payload)
             fleet = self._fleet_of(asking, is_signal=kind == FrameKind.SIGNAL)
@@ -280,7 +153,7 @@ class FrontHub:
             raise _OtherFleetError(right)
         return right
 
-    def _begin(self, front: _Front, number: int, fleet: Fleet, asking: Asking) -> None:
+    def _begin(self, front: Front, number: int, fleet: Fleet, asking: Asking) -> None:
         sender = asking.sender
         try:
             slot, work = self._service.begin_rank(
@@ -310,7 +183,7 @@ class FrontHub:
             raise _OtherFleetError(_newest(self._service, self._numbers)) from None
         return Replied(outcome=OK, reason=decision.reason)
 
-    def _cancelled(self, front: _Front, number: int) -> None:
+    def _cancelled(self, front: Front, number: int) -> None:
         work, gone = front.works.get(number), front.forwarded.get(number)
         if work is not None:
             work.future.cancel()
@@ -330,7 +203,7 @@ class FrontHub:
 
     def _answer_ended(self) -> None:
         self._is_woken = False
-        frames: dict[_Front, list[bytes]] = {}
+        frames: dict[Front, list[bytes]] = {}
         while self._ended:
             ended = self._ended.popleft()
             self._service.end_rank(ended.slot)
@@ -361,26 +234,32 @@ class FrontHub:
             times=EngineTimes.of(ended.work),
         )
 
-    def _reply(self, front: _Front, number: int, replied: Replied) -> None:
+    def _reply(self, front: Front, number: int, replied: Replied) -> None:
         front.channel.send(FrameKind.ANSWER, number, replied.packed())
 
-    def _tell_names(self, front: _Front, *others: Fleet) -> None:
+    def _tell_names(self, front: Front, *others: Fleet) -> None:
         front.channel.send(FrameKind.NAMES, 0, front.names.message(self._service.fleets, others))
 
     # Everything else.
 
-    async def _forwarded(self, front: _Front, number: int, payload: bytes) -> None:
+    async def _forwarded(self, front: Front, number: int, payload: bytes) -> None:
         """A request that the application answers as if it had come here."""
         size = int.from_bytes(payload[:4], "little")
         head, body = orjson.loads(payload[4 : 4 + size]), payload[4 + size :]
         gone = front.forwarded[number] = asyncio.Event()
         answer = _Collected()
         current_request_id.set(head["id"])
-        served = self._app(_scope(head, body), _receiver(body, gone), answer.send)
-        if tracing.is_on() and head["trace"]:
-            served = tracing.traced(served, head["trace"].encode(), head["path"], head["id"])
+        incoming = Incoming(
+            head["id"],
+            head["client"],
+            None,
+            route=self._access.route_of(head["path"], head["raw_path"]),
+            traceparent=head["trace"].encode(),
+            is_forwarded=True,
+        )
+        served = self._app(_scope(head, body, incoming), _receiver(body, gone), answer.send)
         try:
-            await served
+            await (incoming.traced(served) if incoming.is_traced else served)
         finally:
             del front.forwarded[number]
         if not gone.is_set():
@@ -390,35 +269,33 @@ class FrontHub:
 
     async def _gather(self) -> None:
         """Have all fronts tell what they have counted, and end those that say nothing any more."""
-        loop, fronts = asyncio.get_running_loop(), [front for front in self._fronts.values() if front.pid]
         waiting = {}
-        for front in fronts:
+        for front in self._processes.listening:
             self._tell_number += 1
-            waiting[front] = front.tells[self._tell_number] = loop.create_future()
+            waiting[front] = front.tells[self._tell_number] = asyncio.get_running_loop().create_future()
             front.channel.send(FrameKind.TELL, self._tell_number)
         if waiting:
             await asyncio.wait(waiting.values(), timeout=_TELL_S)
         for front, waiter in waiting.items():
-            if waiter.done() and not waiter.cancelled():
-                front.heard_s = time.monotonic()
-                self._take_counts(orjson.loads(waiter.result()))
-            elif time.monotonic() - front.heard_s > _HANG_S:
+            if not waiter.done() and time.monotonic() - front.heard_s > _HANG_S:
                 _LOG.error("front process %d does not answer", front.slot)
-                self._kill(front)
+                front.kill()
 
-    def _take_counts(self, told: Mapping[str, Any]) -> None:
+    def _told(self, front: Front, number: int, payload: bytes) -> None:
+        """What a front has counted since it told it last; taken also where nobody waits for it any more."""
+        front.heard_s = time.monotonic()
+        waiter = front.tells.pop(number, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        told = orjson.loads(payload)
         for route, status, times in told["answers"]:
             for seconds in times:
                 self._app.metrics.observe(route, status, seconds)
         for reason, count in told["refusals"].items():
             self._refusals[reason] = self._refusals.get(reason, 0) + count
         for role, count in told["unread"].items():
-            self._service.fleets[role].engines[0].refused_unread(count)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            if (fleet := self._service.fleets.get(role)) is not None:
+                fleet.engines[0].refused_unread(count)
 
 
 class _OtherFleetError(Exception):
@@ -438,12 +315,13 @@ class _Collected:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            tracing.note(http__response__status_code=self.status)
             self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
         else:
             self.body.append(message.get("body", b""))
 
 
-def _scope(head: Mapping[str, str], body: bytes) -> Scope:
+def _scope(head: Mapping[str, str], body: bytes, incoming: Incoming) -> Scope:
     """A request that a front has let in, with its body already read."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope: Scope = {
@@ -454,7 +332,7 @@ def _scope(head: Mapping[str, str], body: bytes) -> Scope:
         "query_string": head["query"].encode("latin-1"),
         "headers": headers,
     }
-    Incoming(head["id"], head["client"], None).put_into(scope)
+    incoming.put_into(scope)
     return scope
 
 

@@ -54,17 +54,20 @@ class Template:
 def _run(control: socket.socket) -> None:
     from nestrec.serving.api.protocol.long_lists import warm_up
     from nestrec.serving.fronts.front_process import run_front
+    from nestrec.serving.safety.shared_rates import SharedKeyRates
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a front has ended: its sockets tell that it has
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     front_secret.front_secret()
     warm_up()
+    rates = SharedKeyRates()
     gc.collect()
     gc.freeze()
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, _MOST_SOCKETS)
         if not data:
+            rates.close()
             return
         if os.fork() == 0:
             code = 1
@@ -72,7 +75,7 @@ def _run(control: socket.socket) -> None:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 channel, *sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-                run_front(channel, sockets)
+                run_front(channel, sockets, rates)
                 code = 0
             except EOFError:
                 code = 0

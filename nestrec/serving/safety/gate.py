@@ -10,7 +10,7 @@ from nestrec.serving.client import client_of
 from nestrec.serving.safety import front_secret
 from nestrec.serving.safety.access import Access, Audience, may
 from nestrec.serving.safety.keys import Key, KeyRing
-from nestrec.serving.safety.rates import KeyRates
+from nestrec.serving.safety.rates import KeyRates, Rates
 
 _LONGEST_KEY = 512
 _BEARER = b"bearer "
@@ -42,12 +42,13 @@ class SafetyGate:
         takes_admin: bool = True,
         refusals: dict[str, int] | None = None,
         clock: Clock | None = None,
+        rates: Rates | None = None,
         unix_s: Callable[[], float] = time.time,
     ):
         """takes_admin: admin endpoints may be asked at all; without keys whoever reaches the server may ask them.
-        refusals: counted here by reason."""
+        refusals: counted here by reason. rates: of keys; none: of this gate alone."""
         self._access, self._keys, self._front_only, self._takes_admin = access, keys, front_only, takes_admin
-        self._rates, self._unix_s = KeyRates(clock or RealClock()), unix_s
+        self._rates, self._unix_s = rates or KeyRates(clock or RealClock()), unix_s
         self.refusals = {} if refusals is None else refusals
 
     def admit(self, path: str, raw_path: str, headers: list[Header], address: str) -> Admission:

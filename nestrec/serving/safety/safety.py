@@ -8,6 +8,7 @@ from nestrec.serving.safety.access import Access, Guarded
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.gate import SafetyGate
 from nestrec.serving.safety.keys import KeyRing
+from nestrec.serving.safety.rates import Rates
 from nestrec.serving.safety.tls import Certificates
 from nestrec.serving.safety.watched_files import Watcher
 
@@ -18,9 +19,9 @@ _WATCHED = ("/v1/gateway",)
 class Safety:
     """Whoever makes one closes it, or its process ends."""
 
-    def __init__(self, cfg: SafetyConfig, host: str):
-        """host: what the server listens on."""
-        self.cfg = cfg
+    def __init__(self, cfg: SafetyConfig, host: str, rates: Rates | None = None):
+        """host: what the server listens on. rates: of keys, where other processes listen there as well."""
+        self.cfg, self._rates = cfg, rates
         self.keys = KeyRing(Path(cfg.keys)) if cfg.keys else None
         self.certificates = Certificates.of(cfg)
         self.refusals: dict[str, int] = {}
@@ -39,6 +40,7 @@ class Safety:
             front_only=self.cfg.behind == "gateway",
             takes_admin=is_admin_port and self._knows_admins,
             refusals=self.refusals,
+            rates=self._rates,
         )
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ class Incoming:
     """as it is declared"""
     traceparent: bytes = b""
     """the trace that it belongs to, as the client names it"""
+    is_forwarded: bool = False
+    """from a process that listens for this one, and counts it where its client goes away"""
     came_s: float = field(default_factory=time.perf_counter)
     """`perf_counter`"""
 

@@ -1,0 +1,70 @@
+"""What the process that computes makes of what fronts tell it, without processes."""
+
+import asyncio
+
+import orjson
+import pytest
+
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.fronts.frames import Channel, FrameKind
+from nestrec.serving.fronts.hub import FrontHub
+from nestrec.serving.fronts.processes import Front
+from nestrec.serving.histories.memory import MemoryHistoryStore
+from nestrec.serving.histories.store import HistoryStoreConfig
+from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.service import Service, ServiceConfig
+
+HEAD = {"raw_path": "/v1/rank", "query": "", "client": "c", "id": "one", "trace": ""}
+
+
+class BusyStore(MemoryHistoryStore):
+    """Does not answer."""
+
+    def __init__(self):
+        super().__init__(HistoryStoreConfig())
+        self.was_asked = asyncio.Event()
+
+    async def get(self, user, timeout_s):
+        self.was_asked.set()
+        await asyncio.Event().wait()
+
+
+@pytest.fixture(scope="module")
+def service():
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()
+
+
+def hub_of(app):
+    """(hub, a front of it)"""
+    hub = FrontHub(app, None, list, count=1, config=b"", drain_s=1.0, refusals={})
+    return hub, Front(0, hub.names(), Channel(lambda *_: None, lambda: None))
+
+
+def test_what_a_front_tells_late_is_counted_all_the_same(service):
+    app = App(service, LimitsConfig())
+    hub, front = hub_of(app)
+    told = {"answers": [["/v1/rank", 200, [0.1, 0.2]]], "refusals": {}, "unread": {"gone": 1}}
+    hub.received(front, FrameKind.TELL, 7, orjson.dumps(told))  # nobody waits for it any more
+    assert b'nestrec_requests_total{route="/v1/rank",status="200"} 2.0' in app.metrics.exposition()
+
+
+def test_a_forwarded_request_whose_client_goes_away_is_counted_by_the_front_alone(service):
+    async def run():
+        store = BusyStore()
+        app = App(service, LimitsConfig(), store)
+        hub, front = hub_of(app)
+        about = orjson.dumps({"method": "POST", "path": "/v1/rank", **HEAD})
+        body = orjson.dumps({"user": "u", "candidates": ["1"]})
+        hub.received(front, FrameKind.FORWARD, 1, len(about).to_bytes(4, "little") + about + body)
+        await store.was_asked.wait()
+        hub.received(front, FrameKind.CANCEL, 1, b"")
+        while front.forwarded:
+            await asyncio.sleep(0)
+        return app.metrics.exposition()
+
+    assert b"nestrec_requests_total{route" not in asyncio.run(run())

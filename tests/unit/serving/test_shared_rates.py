@@ -1,0 +1,56 @@
+"""Rates of keys that several processes keep together."""
+
+import os
+
+import pytest
+
+from nestrec.base.clock import SimulatedClock
+from nestrec.serving.safety import shared_rates
+from nestrec.serving.safety.keys import Key
+from nestrec.serving.safety.rates import KeyRates
+from nestrec.serving.safety.shared_rates import SharedKeyRates
+
+
+def key(name, rate=2.0, burst=3.0):
+    return Key(name, "public", b"", float("inf"), rate, burst)
+
+
+@pytest.fixture
+def clock():
+    return SimulatedClock(100.0)
+
+
+@pytest.fixture
+def rates(clock):
+    rates = SharedKeyRates(clock)
+    yield rates
+    rates.close()
+
+
+def test_it_says_what_the_rates_of_one_process_say(rates, clock):
+    alone = KeyRates(clock)
+    keys = [key("a"), key("b", rate=0.5, burst=1.0), key("c", rate=float("inf"))]
+    for step in range(60):
+        clock.sleep(0.1 * (step % 4))
+        for one in keys:
+            assert rates.wait_s(one) == alone.wait_s(one)
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # has threads, which the child has no use for
+def test_what_a_forked_process_takes_is_taken_from_all(clock, rates):
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(rates.wait_s(key("a")) == 0.0 for _ in range(2)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert [rates.wait_s(key("a")) == 0.0 for _ in range(3)] == [True, False, False]
+
+
+def test_keys_that_come_take_the_places_of_those_that_went(monkeypatch, clock):
+    monkeypatch.setattr(shared_rates, "_NUM_ENTRIES", 2)
+    rates = SharedKeyRates(clock)
+    for name in "abc":
+        assert [rates.wait_s(key(name, burst=1.0)) == 0.0 for _ in range(2)] == [True, False], name
+        clock.sleep(0.01)
+    assert rates.wait_s(key("b", burst=1.0)) > 0.0, "the oldest one went"
+    assert rates.wait_s(key("a", burst=1.0)) == 0.0
+    rates.close()
