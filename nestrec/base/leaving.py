@@ -27,7 +27,7 @@ def leave(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if code in _BY_AGREEMENT:
-        _take_leave_of_ranks()
+        take_leave_of_ranks()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -36,15 +36,16 @@ def leave(code: int) -> NoReturn:
 def _is_at_work() -> bool:
     """Whether this process has met other ranks or used a device; torch is not loaded to find out."""
     torch = sys.modules.get("torch")
-    return torch is not None and (_has_met_ranks() or bool(torch.cuda.is_initialized()))
+    return torch is not None and (has_met_ranks() or bool(torch.cuda.is_initialized()))
 
 
-def _has_met_ranks() -> bool:
+def has_met_ranks() -> bool:
+    """Whether there are process groups; torch must be loaded."""
     distributed = sys.modules["torch"].distributed
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
-def _take_leave_of_ranks() -> None:
+def take_leave_of_ranks() -> None:
     """Give back what process groups hold, of devices above all. The work is done: no failure, and no rank that is gone
     and keeps us waiting, changes the code."""
 
@@ -52,7 +53,7 @@ def _take_leave_of_ranks() -> None:
         with contextlib.suppress(Exception):
             sys.modules["torch"].distributed.destroy_process_group()
 
-    if _has_met_ranks():
+    if has_met_ranks():
         thread = threading.Thread(target=destroy, daemon=True)
         thread.start()
         thread.join(_LIMIT_S)

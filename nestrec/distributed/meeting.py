@@ -12,6 +12,8 @@ A hello that a dead rank left behind gets a reply that nobody reads.
 """
 
 import contextlib
+import functools
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from nestrec.base.errors import PeerLostError
 
 _POLL_S = 0.005
+_OF_STORE = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 @contextlib.contextmanager
@@ -74,5 +77,13 @@ def _wait_a_little(deadline_s: float, problem: str) -> None:
 
 def open_store(timeout_s: float) -> tuple[Store, int, int]:
     """The store that the launcher's environment names, narrowed to this start; rank and number of ranks."""
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store, rank, world = _store_at(tuple(os.environ.get(name, "") for name in _OF_STORE), timeout_s)
     return store_of_this_start(store, rank, world, timeout_s), rank, world
+
+
+@functools.cache
+def _store_at(_place: tuple[str, ...], timeout_s: float) -> tuple[Store, int, int]:
+    """Kept by a process that meets its peers more than once: where no launcher holds the store the first rank does, and
+    one that is ahead would meet the others in a store that is about to end."""
+    found: tuple[Store, int, int] = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return found

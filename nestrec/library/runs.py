@@ -3,17 +3,19 @@
     run = nestrec.train("demo", {"training.epochs": 2})
     print(run.evaluation.score, run.evaluation.metrics["model"])
 
-Under torchrun every rank makes the same call, and all of them share the work.
+Under torchrun every rank makes the same call, and all of them share the work. Process groups that a call makes are gone
+after it; where the caller has made one before, it is used and stays.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nestrec.base.config import with_overrides
 from nestrec.base.devices import chosen_device
+from nestrec.base.leaving import has_met_ranks, take_leave_of_ranks
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
@@ -23,6 +25,7 @@ from nestrec.training.config import RunConfig
 from nestrec.training.following import StreamConfig, StreamFollower
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
+from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 from nestrec.training.windows import WindowHook
 
@@ -69,9 +72,10 @@ def train(
     cfg = configured(recipe, overrides)
     folder = Path("runs") / cfg.name if output is None else Path(output)
     begun = None if start_from is None else _folder_of(start_from)
-    topology = topology_of(cfg, cfg.ranks)
-    made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
-    with contextlib.closing(made) as trainer:
+    with contextlib.ExitStack() as held:
+        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
+        made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
+        trainer = held.enter_context(contextlib.closing(made))
         trainer.train()
         evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
         return Run(folder=folder, steps=trainer.state.step, evaluation=evaluation)
@@ -84,8 +88,9 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     """
     folder = _folder_of(run)
     cfg = RunFolder(folder).config()
-    # To read tables, one group of any number of ranks will do.
-    with contextlib.closing(Trainer(cfg, folder, topology_of(cfg, RanksConfig()))) as trainer:
+    with contextlib.ExitStack() as held:
+        topology = held.enter_context(_ranks_of(cfg, RanksConfig()))  # to read tables, any number of them will do
+        trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
 
 
@@ -106,15 +111,35 @@ def follow(
     cfg = RunFolder(folder).config()
     texts = {name: override_text(value) for name, value in (overrides or {}).items()}
     options = with_overrides(StreamConfig(), texts)
-    topology = topology_of(cfg, cfg.ranks)
-    follower = StreamFollower(source, folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks)
-    with contextlib.closing(follower.trainer):
+    with contextlib.ExitStack() as held:
+        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
+        follower = StreamFollower(
+            source, folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
+        )
+        held.enter_context(contextlib.closing(follower.trainer))
         return Run(folder=folder, steps=follower.follow().step, evaluation=None)
 
 
 def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
     """The ranks that torchrun has started, or this process alone, on the device that the config wants."""
     return Topology.from_environment(chosen_device(cfg.training.device), ranks)
+
+
+@contextlib.contextmanager
+def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
+    """`topology_of`. Process groups that are made for it are given back when all ranks have done their work, or have
+    stopped together; after any other end this rank may be the only one that knows, and others may still use theirs."""
+    had_met, topology = has_met_ranks(), topology_of(cfg, ranks)
+    is_agreed = False
+    try:
+        yield topology
+        is_agreed = True
+    except Interrupted:
+        is_agreed = True
+        raise
+    finally:
+        if is_agreed and not had_met:
+            take_leave_of_ranks()
 
 
 def _folder_of(run: Run | Path | str) -> Path:

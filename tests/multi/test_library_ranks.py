@@ -1,0 +1,45 @@
+"""Runs from Python on several ranks: what a call leaves behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import nestrec
+from nestrec.serving.many.ports import free_port
+from nestrec.testing.ranks import loaded_context
+from nestrec.testing.tiny_runs import config_of, make_datasets
+
+WORLD, LIMIT_S = 2, 200.0
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+def train_twice(rank: int, port: int, folder: Path, pipe) -> None:
+    """As a script does that torchrun has started."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)})
+    seen, cfg = [dist.is_initialized()], config_of("hstu", folder)
+    for name in ("first", "second"):
+        run = nestrec.train(cfg, {"training.epochs": 1, "training.max_steps": 2}, output=folder / name)
+        seen += [dist.is_initialized(), run.steps]
+    seen.append(nestrec.evaluate(run).part)
+    pipe.send([*seen, dist.is_initialized()])
+
+
+def test_a_call_gives_its_process_groups_back_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
+    make_datasets(tmp_path)
+    context, port, pipes, processes = loaded_context(), free_port(), [], []
+    for rank in range(WORLD):
+        mine, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=train_twice, args=(rank, port, tmp_path, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(mine)
+    for pipe in pipes:
+        assert pipe.poll(LIMIT_S)
+        assert pipe.recv() == [False, False, 2, False, 2, "test", False]
+    for process in processes:
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
