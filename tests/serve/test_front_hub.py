@@ -10,7 +10,7 @@ from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.fronts.frames import Channel, FrameKind
 from nestrec.serving.fronts.hub import FrontHub
-from nestrec.serving.fronts.processes import Front
+from nestrec.serving.fronts.processes import FrontProcess
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.model.random_model import random_retrieval
@@ -42,7 +42,7 @@ def service():
 def hub_of(app):
     """(hub, a front of it)"""
     hub = FrontHub(app, None, list, count=1, config=b"", drain_s=1.0, refusals={})
-    return hub, Front(0, hub.names(), Channel(lambda *_: None, lambda: None))
+    return hub, FrontProcess(0, hub.names(), Channel(lambda *_: None, lambda: None))
 
 
 def test_what_a_front_tells_late_is_counted_all_the_same(service):

@@ -41,7 +41,7 @@ from nestrec.serving.many.tie import end_with_front
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.exposure import check_exposure
-from nestrec.serving.safety.rates import Rates
+from nestrec.serving.safety.rates import RatesOfKeys
 from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.tracing import TracingConfig
@@ -173,7 +173,7 @@ def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, coun
     )
 
 
-def safety_of(cfg: ServeConfig, rates: Rates | None = None) -> Safety:
+def safety_of(cfg: ServeConfig, rates: RatesOfKeys | None = None) -> Safety:
     """Refuses where other machines could ask without being asked who they are. rates: see `Safety`."""
     check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
     return Safety(cfg.safety, cfg.host, rates)

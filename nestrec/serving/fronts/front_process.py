@@ -23,12 +23,12 @@ from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
 from nestrec.serving.fronts.frames import FrameKind
 from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
 from nestrec.serving.fronts.remote import RemoteService
-from nestrec.serving.safety.rates import Rates
+from nestrec.serving.safety.rates import RatesOfKeys
 
 _HEAD = struct.Struct("<IBI")
 
 
-def run_front(channel: socket.socket, sockets: list[socket.socket], rates: Rates) -> None:
+def run_front(channel: socket.socket, sockets: list[socket.socket], rates: RatesOfKeys) -> None:
     """Serve until it is told to stop. channel: to the process that computes. rates: of keys, of all fronts together."""
     signals = Signals.installed()
     signals.when_reloaded(lambda: None)  # models are loaded by the process that computes

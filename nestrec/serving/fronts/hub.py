@@ -28,7 +28,7 @@ from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError, U
 from nestrec.serving.fronts.frames import FrameKind, frame
 from nestrec.serving.fronts.layouts import FAILED, OK, OVERLOADED, SWAPPED, UNAVAILABLE, Asking, Replied
 from nestrec.serving.fronts.names import FleetNumbers, TellNames
-from nestrec.serving.fronts.processes import Front, FrontProcesses, Spawner
+from nestrec.serving.fronts.processes import FrontProcess, FrontProcesses, Spawner
 from nestrec.serving.safety.access import Access
 from nestrec.serving.safety.request_id import current_request_id
 from nestrec.serving.service import Fleet, Service, SwappedError
@@ -44,7 +44,7 @@ _HANG_S = 15.0
 class _Ended:
     """A ranking request whose work has ended."""
 
-    front: Front
+    front: FrontProcess
     number: int
     slot: int
     fleet: Fleet
@@ -112,10 +112,10 @@ class FrontHub:
     def names(self) -> TellNames:
         return TellNames(self._numbers)
 
-    def opened(self, front: Front) -> None:
+    def opened(self, front: FrontProcess) -> None:
         self._tell_names(front)
 
-    def received(self, front: Front, kind: int, number: int, payload: bytes) -> None:
+    def received(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
         match kind:
             case FrameKind.RANK | FrameKind.SIGNAL:
                 self._asked(front, kind, number, payload)
@@ -128,7 +128,7 @@ class FrontHub:
             case FrameKind.LISTENING:
                 self._processes.listens(front, number)
 
-    def _asked(self, front: Front, kind: int, number: int, payload: bytes) -> None:
+    def _asked(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
         try:
             asking = Asking.unpacked(payload)
             fleet = self._fleet_of(asking, is_signal=kind == FrameKind.SIGNAL)
@@ -153,7 +153,7 @@ class FrontHub:
             raise _OtherFleetError(right)
         return right
 
-    def _begin(self, front: Front, number: int, fleet: Fleet, asking: Asking) -> None:
+    def _begin(self, front: FrontProcess, number: int, fleet: Fleet, asking: Asking) -> None:
         sender = asking.sender
         try:
             slot, work = self._service.begin_rank(
@@ -183,7 +183,7 @@ class FrontHub:
             raise _OtherFleetError(_newest(self._service, self._numbers)) from None
         return Replied(outcome=OK, reason=decision.reason)
 
-    def _cancelled(self, front: Front, number: int) -> None:
+    def _cancelled(self, front: FrontProcess, number: int) -> None:
         work, gone = front.works.get(number), front.forwarded.get(number)
         if work is not None:
             work.future.cancel()
@@ -203,7 +203,7 @@ class FrontHub:
 
     def _answer_ended(self) -> None:
         self._is_woken = False
-        frames: dict[Front, list[bytes]] = {}
+        frames: dict[FrontProcess, list[bytes]] = {}
         while self._ended:
             ended = self._ended.popleft()
             self._service.end_rank(ended.slot)
@@ -234,15 +234,15 @@ class FrontHub:
             times=EngineTimes.of(ended.work),
         )
 
-    def _reply(self, front: Front, number: int, replied: Replied) -> None:
+    def _reply(self, front: FrontProcess, number: int, replied: Replied) -> None:
         front.channel.send(FrameKind.ANSWER, number, replied.packed())
 
-    def _tell_names(self, front: Front, *others: Fleet) -> None:
+    def _tell_names(self, front: FrontProcess, *others: Fleet) -> None:
         front.channel.send(FrameKind.NAMES, 0, front.names.message(self._service.fleets, others))
 
     # Everything else.
 
-    async def _forwarded(self, front: Front, number: int, payload: bytes) -> None:
+    async def _forwarded(self, front: FrontProcess, number: int, payload: bytes) -> None:
         """A request that the application answers as if it had come here."""
         size = int.from_bytes(payload[:4], "little")
         head, body = orjson.loads(payload[4 : 4 + size]), payload[4 + size :]
@@ -281,7 +281,7 @@ class FrontHub:
                 _LOG.error("front process %d does not answer", front.slot)
                 front.kill()
 
-    def _told(self, front: Front, number: int, payload: bytes) -> None:
+    def _told(self, front: FrontProcess, number: int, payload: bytes) -> None:
         """What a front has counted since it told it last; taken also where nobody waits for it any more."""
         front.heard_s = time.monotonic()
         waiter = front.tells.pop(number, None)

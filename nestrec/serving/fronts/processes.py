@@ -32,7 +32,7 @@ class Spawner(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Front:
+class FrontProcess:
     """One process, and what it waits for."""
 
     slot: int
@@ -64,18 +64,18 @@ class Front:
         self.channel.close()  # one that does not listen yet ends by this
 
 
-class Listener(Protocol):
+class FrontListener(Protocol):
     """Whoever talks to fronts."""
 
     def names(self) -> TellNames:
         """For a front that has been told nothing yet."""
         ...
 
-    def opened(self, front: Front) -> None:
+    def opened(self, front: FrontProcess) -> None:
         """It can be told things."""
         ...
 
-    def received(self, front: Front, kind: int, number: int, payload: bytes) -> None: ...
+    def received(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None: ...
 
 
 class FrontProcesses:
@@ -85,7 +85,7 @@ class FrontProcesses:
         self,
         spawner: Spawner,
         sockets: Callable[[], list[socket.socket]],
-        listener: Listener,
+        listener: FrontListener,
         *,
         count: int,
         config: bytes,
@@ -100,7 +100,7 @@ class FrontProcesses:
         """called when they have ended after `stop`, or where nobody is to wait for that"""
         self.failure: UserError | None = None
         """why they were stopped"""
-        self._fronts: dict[int, Front] = {}
+        self._fronts: dict[int, FrontProcess] = {}
         self._failures: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = self._is_stopping = False
@@ -108,7 +108,7 @@ class FrontProcesses:
         self._lock = threading.Lock()
 
     @property
-    def listening(self) -> list[Front]:
+    def listening(self) -> list[FrontProcess]:
         return [front for front in self._fronts.values() if front.pid]
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class FrontProcesses:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def listens(self, front: Front, pid: int) -> None:
+    def listens(self, front: FrontProcess, pid: int) -> None:
         """It has said so."""
         front.pid = pid
         if not self._is_announced and all(f.pid for f in self._fronts.values()):
@@ -170,12 +170,12 @@ class FrontProcesses:
         finally:
             for one in (theirs, *sockets):
                 one.close()
-        front = Front(slot, self._listener.names(), Channel(lambda *_: None, lambda: None))
+        front = FrontProcess(slot, self._listener.names(), Channel(lambda *_: None, lambda: None))
         front.channel = Channel(partial(self._listener.received, front), partial(self._lost, front))
         self._fronts[slot] = front
         self.run(self._opened(front, ours))
 
-    async def _opened(self, front: Front, ours: socket.socket) -> None:
+    async def _opened(self, front: FrontProcess, ours: socket.socket) -> None:
         await asyncio.get_running_loop().create_connection(lambda: front.channel, sock=ours)
         if self._is_stopping:
             front.channel.close()
@@ -183,7 +183,7 @@ class FrontProcesses:
         front.channel.send(FrameKind.CONFIG, 0, self._config)
         self._listener.opened(front)
 
-    def _lost(self, front: Front) -> None:
+    def _lost(self, front: FrontProcess) -> None:
         """Its process has ended."""
         front.give_up()
         del self._fronts[front.slot]

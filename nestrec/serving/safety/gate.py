@@ -10,7 +10,7 @@ from nestrec.serving.client import client_of
 from nestrec.serving.safety import front_secret
 from nestrec.serving.safety.access import Access, Audience, may
 from nestrec.serving.safety.keys import Key, KeyRing
-from nestrec.serving.safety.rates import KeyRates, Rates
+from nestrec.serving.safety.rates import KeyRates, RatesOfKeys
 
 _LONGEST_KEY = 512
 _BEARER = b"bearer "
@@ -42,7 +42,7 @@ class SafetyGate:
         takes_admin: bool = True,
         refusals: dict[str, int] | None = None,
         clock: Clock | None = None,
-        rates: Rates | None = None,
+        rates: RatesOfKeys | None = None,
         unix_s: Callable[[], float] = time.time,
     ):
         """takes_admin: admin endpoints may be asked at all; without keys whoever reaches the server may ask them.

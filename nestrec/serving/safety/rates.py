@@ -7,7 +7,7 @@ from nestrec.base.clock import Clock
 from nestrec.serving.safety.keys import Key
 
 
-class Rates(Protocol):
+class RatesOfKeys(Protocol):
     """Of all keys of a server."""
 
     def wait_s(self, key: Key) -> float:
@@ -21,7 +21,7 @@ class Bucket:
     filled_s: float
 
     def wait_s(self, key: Key, now_s: float) -> float:
-        """See `Rates`."""
+        """See `RatesOfKeys`."""
         gained = (now_s - self.filled_s) * key.requests_per_s
         self.tokens, self.filled_s = min(key.burst, self.tokens + gained), now_s
         if self.tokens >= 1.0:

@@ -8,7 +8,7 @@ from nestrec.serving.safety.access import Access, Guarded
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.gate import SafetyGate
 from nestrec.serving.safety.keys import KeyRing
-from nestrec.serving.safety.rates import Rates
+from nestrec.serving.safety.rates import RatesOfKeys
 from nestrec.serving.safety.tls import Certificates
 from nestrec.serving.safety.watched_files import Watcher
 
@@ -19,7 +19,7 @@ _WATCHED = ("/v1/gateway",)
 class Safety:
     """Whoever makes one closes it, or its process ends."""
 
-    def __init__(self, cfg: SafetyConfig, host: str, rates: Rates | None = None):
+    def __init__(self, cfg: SafetyConfig, host: str, rates: RatesOfKeys | None = None):
         """host: what the server listens on. rates: of keys, where other processes listen there as well."""
         self.cfg, self._rates = cfg, rates
         self.keys = KeyRing(Path(cfg.keys)) if cfg.keys else None

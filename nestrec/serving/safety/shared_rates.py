@@ -31,7 +31,7 @@ class SharedKeyRates:
         self._places: dict[str, int] = {}
 
     def wait_s(self, key: Key) -> float:
-        """See `Rates`."""
+        """See `RatesOfKeys`."""
         if key.requests_per_s == float("inf"):
             return 0.0
         fcntl.lockf(self._file, fcntl.LOCK_EX)
