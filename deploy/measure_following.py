@@ -138,9 +138,9 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 found[way] = (trial, metric(url, "nestrec_version_number") - before)
                 trials[way].append(trial)
             rows.append(row_of(found, chosen, number))
-            keep(chosen, rows)
-        rows.append(over_all(trials, chosen, sum(row["versions_taken"] for row in rows)))
-        keep(chosen, rows)
+            in_all = over_all(trials, chosen, sum(row["versions_taken"] for row in rows))
+            keep(chosen, [*rows, in_all])
+        rows.append(in_all)
     finally:
         writer.terminate()
         process.terminate()
@@ -150,7 +150,8 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def keep(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """What is known by now."""
-    print(json.dumps(rows[-1]), flush=True)
+    for row in rows[-2:]:
+        print(json.dumps(row), flush=True)
     if chosen.json:
         write_frame(chosen.json, bench="fresh", command=" ".join(["python", *map(shlex.quote, sys.argv)]), rows=rows)
 
@@ -180,13 +181,14 @@ def over_all(trials: dict[str, list[Trial]], chosen: argparse.Namespace, taken: 
     parts = {way: [trial.latency_ms for trial in found] for way, found in trials.items()}
     pooled = {way: np.concatenate(found) for way, found in parts.items()}
     drawn = []
-    for numbers in np.random.default_rng(0).integers(0, chosen.rounds, (1000, chosen.rounds)):
+    rounds = len(parts["still"])
+    for numbers in np.random.default_rng(0).integers(0, rounds, (1000, rounds)):
         still, deltas = (p99(np.concatenate([parts[way][number] for number in numbers])) for way in ("still", "deltas"))
         drawn.append(deltas / still if math.isfinite(still) and math.isfinite(deltas) else math.inf)
     return {
         "what": "p99_while_deltas_arrive_in_all",
         "device": DEVICE,
-        "rounds": chosen.rounds,
+        "rounds": rounds,
         "seconds": chosen.seconds,
         "requests": len(pooled["still"]),
         "rate": chosen.rate,
