@@ -186,7 +186,8 @@ class WaysToKeepFresh:
     def _row(self, way: str, window: TimeWindow, found: dict[str, Interval], took_s: float, trained: int) -> Row:
         value = found[self._bench.metric]
         return {
-            **{"what": "quality", "recipe": self._bench.recipe, "way": way, "seed": self._seed},
+            **{"what": "quality", "recipe": self._bench.recipe, "replay_share": self._bench.replay_share},
+            **{"way": way, "seed": self._seed},
             **{"window": window.number, "from": iso_moment(window.from_ms), "events": window.num_events},
             **{"metric": self._bench.metric, "value": value.mean, "low": value.low, "high": value.high},
             **{"train_s": took_s, "events_trained": trained, "metrics": {name: v.mean for name, v in found.items()}},

@@ -21,7 +21,7 @@ def summary(rows: Iterable[Row]) -> Iterator[Row]:
     for (window, way), group in groupby(found, key=lambda row: (row["window"], row["way"])):
         of_window = list(group)
         means = {name: float(np.mean([row[name] for row in of_window])) for name in ("value", "low", "high", "train_s")}
-        same = {name: of_window[0][name] for name in ("recipe", "metric", "from", "events")}
+        same = {name: of_window[0][name] for name in ("recipe", "replay_share", "metric", "from", "events")}
         yield {"what": "quality_of_window", **same, "way": way, "window": window, "seeds": len(of_window), **means}
     for way in WAYS if any(row["window"] > 0 for row in found) else ():
         yield _of_way(found, way, len(seeds))
@@ -37,7 +37,7 @@ def _of_way(rows: list[Row], way: str, num_seeds: int) -> Row:
     totals = {name: sum(row[name] for row in (*mine, *first)) / num_seeds for name in ("train_s", "events_trained")}
     return {
         "what": "quality_in_all",
-        **{name: mine[0][name] for name in ("recipe", "metric")},
+        **{name: mine[0][name] for name in ("recipe", "replay_share", "metric")},
         **{"way": way, "windows": len(pairs) // num_seeds, "seeds": num_seeds, "value": float(values.mean())},
         **{"ahead": ahead.mean, "ahead_low": ahead.low, "ahead_high": ahead.high, **totals},
     }

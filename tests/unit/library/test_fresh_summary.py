@@ -11,7 +11,7 @@ from nestrec.library.fresh_summary import summary
 
 
 def row(way: str, seed: int, window: int, *, value: float, events: int) -> dict[str, Any]:
-    same = {"recipe": "mine", "metric": "auc", "from": f"day {window}", "events": 10}
+    same = {"recipe": "mine", "replay_share": 0.2, "metric": "auc", "from": f"day {window}", "events": 10}
     bounds = {"low": value - 0.1, "high": value + 0.1}
     return {**same, **bounds, "way": way, "seed": seed, "window": window, "value": value, "train_s": events / 10,
             "events_trained": events}  # fmt: skip
