@@ -36,7 +36,7 @@ class Nodes:
         self.running: list[subprocess.Popen[bytes]] = []
 
     def join(self) -> None:
-        conf = "is_host=0,last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
+        conf = "is_host=0,last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=10"
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{MOST_NODES}", "--nproc-per-node=1"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._store.port}", "--rdzv-id=elastic"]
         launcher += [f"--rdzv-conf={conf}", "--max-restarts=1000", "--monitor-interval=0.2", *self._command[1:]]

@@ -4,14 +4,18 @@
     python tests/multi/large_checkpoint.py --gib 93.2 --on_device 0.5 --in_memory 0.42 --worlds 4,3,8 --folder ...
 
 Each number of ranks loads what the one before it saved, checks every bit of it, and saves it for the next one, several
-times (`--saves`). While it saves, a rank trains on random rows, drawn evenly or not (`--skew`); a step is a read and a
-write of rows with products of matrices between them. Steps beside a save alternate with steps alone, before and after:
+times (`--saves`). While it saves, a rank trains on random rows, drawn evenly or not (`--skews`, one for each number of
+ranks); a step is a read and a write of rows with products of matrices between them. Steps beside a save alternate with
+steps alone, before and after:
 
 - stall_share: the part of training that the save has cost, 1 - (mean step alone) / (mean step beside, the freeze among
   them); the mean of all ranks, of all saves the median, with the lowest and the highest.
 - cpu_share: the same of the processor time of the training thread, which other programs on the machine disturb less.
 - waited_share: of the save's time, what the training spent in putting rows aside and in waiting for room.
 - writer_cpu_s_per_gb: processor time of everything else in the process while it saved.
+
+Where a rank has two whole cores or more, training has one of them to itself (`--pinned`): two threads on one core slow
+each other down whatever they do.
 
 Memory is what all ranks had at the most beyond what they had before the save, or beyond their rows where they load.
 
@@ -21,6 +25,7 @@ ranks), and the files on the disk, some of them in memory where it has no room f
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -83,6 +88,15 @@ def files_in_memory(options: argparse.Namespace) -> None:
     writer.write_file = write  # type: ignore[attr-defined]
 
 
+def cores_of(rank: int, world: int) -> tuple[list[int], list[int]]:
+    """For the training thread of a rank and for what else it does; none where there is not a whole core for each."""
+    usable = sorted(os.sched_getaffinity(0))  # pairs: a virtual machine may not say which of them share a core
+    cores = [usable[first : first + 2] for first in range(0, len(usable) - 1, 2)]
+    share = len(cores) // world
+    mine = cores[rank * share : (rank + 1) * share]
+    return (mine[0][:1], [processor for core in mine[1:] for processor in core]) if share > 1 else ([], [])
+
+
 def remove_files(options: argparse.Namespace) -> None:
     shutil.rmtree(options.folder, ignore_errors=True)
     shutil.rmtree(options.memory_folder, ignore_errors=True)
@@ -126,7 +140,7 @@ def digest_of(shard: TableShard) -> int:
         words = shard.read(part).cpu().numpy()[:, : DIM + 1]  # without what fills a row up to 16 bytes
         return int(_digest(part, words))
 
-    return sum(of_parts(len(keys), digest_part)) % 2**64
+    return int(sum(of_parts(len(keys), digest_part)) % 2**64)
 
 
 def fill(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -194,19 +208,25 @@ class Training:
 def save(topology: Topology, step: int, options: argparse.Namespace) -> dict[str, Any]:
     shard, peers = SHARDS[0], Peers.of_topology(topology)
     files_in_memory(options)
-    training = Training(shard, 10 * step + topology.rank, options.skew)
+    skew = options.skews[(step - 1) % len(options.skews)]
+    training = Training(shard, 10 * step + topology.rank, skew)
     training()
     found = [
         _save_once(shard, Checkpoints(str(options.folder), peers=peers), step + 100 * number, training, options)
         for number in range(options.saves)
     ]
-    return {"saves": found, "digest": found[-1]["digest"], "is_on_device": shard._device.type == "cuda"}
+    return {"saves": found, "digest": found[-1]["digest"], "skew": skew, "is_on_device": shard._device.type == "cuda"}
 
 
 def _save_once(
     shard: TableShard, checkpoints: Checkpoints, step: int, training: Training, options: argparse.Namespace
 ) -> dict[str, Any]:
     peers = checkpoints._peers
+    own, others = cores_of(peers.rank, peers.world) if options.pinned else ([], [])
+    everywhere = os.sched_getaffinity(0)
+    if own:
+        writer.cores_of_rank = lambda: 1 + len(others)  # type: ignore[attr-defined]
+    os.sched_setaffinity(0, own or everywhere)
     if peers.is_first:
         remove_files(options)  # a disk may not hold two of them
     training.forget()
@@ -214,13 +234,17 @@ def _save_once(
     training.run(options.alone_s)
     alone, alone_cpu = training.seconds, training.cpu_seconds
     training.forget()
+    os.sched_setaffinity(0, everywhere)
     digest, before_mib = digest_of(shard), forget_peak()
+    os.sched_setaffinity(0, own or everywhere)
     peers.gather(None)
     start_s, start_cpu_s, of_thread_s = time.perf_counter(), time.process_time(), time.thread_time()
     frozen = shard.freeze(max_bytes=options.aside_mib << 20)
     frozen_s = time.perf_counter() - start_s
     content = Content(state={"step": step}, tables={"items": frozen}, close=frozen.close)
+    os.sched_setaffinity(0, others or everywhere)  # what it begins stays there
     checkpoints.save_async(step, content, is_copied=True)
+    os.sched_setaffinity(0, own or everywhere)
     while checkpoints._background._thread is not None and checkpoints._background._thread.is_alive():
         training()
     seconds = time.perf_counter() - start_s
@@ -231,6 +255,7 @@ def _save_once(
     training.forget()
     peers.gather(None)
     training.run(options.alone_s)
+    os.sched_setaffinity(0, everywhere)
     alone_ms, beside_ms = 1e3 * float(np.mean(alone + training.seconds)), 1e3 * seconds / len(beside)
     alone_cpu_ms, beside_cpu_ms = (1e3 * float(np.mean(e)) for e in (alone_cpu + training.cpu_seconds, beside_cpu))
     return {
@@ -278,6 +303,7 @@ def summary(what: str, world: int, table_bytes: int, found: list[dict[str, Any]]
     row: dict[str, Any] = {"what": what, "ranks": world, "rows_gib": round(table_bytes / 2**30, 2)}
     row["on_device"] = sum(each["is_on_device"] for each in found)
     if what == "save":
+        row["skew"] = found[0]["skew"]
         row |= _summary_of_saves(table_bytes, [each["saves"] for each in found])
         for kind, is_on_device in (("host", False), ("device", True)):
             of_kind = [save["stall_share"] for e in found if e["is_on_device"] == is_on_device for save in e["saves"]]
@@ -321,7 +347,8 @@ def main() -> None:
     parser.add_argument("--worlds", default="4,3,8")
     parser.add_argument("--aside_mib", type=int, default=256)
     parser.add_argument("--saves", type=int, default=1)
-    parser.add_argument("--skew", type=float, default=1.0)
+    parser.add_argument("--skews", type=lambda text: [float(each) for each in text.split(",")], default=[1.0])
+    parser.add_argument("--pinned", action="store_true")
     parser.add_argument("--alone_s", type=float, default=3.0)
     parser.add_argument("--on_device", type=float, default=0.0)
     parser.add_argument("--in_memory", type=float, default=0.0)

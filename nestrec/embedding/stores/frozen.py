@@ -23,6 +23,7 @@ from nestrec.embedding.stores.aside import Aside
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
 from nestrec.ops.rows.atomic import exchange_if
+from nestrec.ops.rows.prefetch import AHEAD, prefetch_row
 
 Words = NDArray[np.int32]
 State = NDArray[np.uint8]
@@ -44,7 +45,7 @@ class FrozenRows(ABC):
     def changing(self, slots: Slots | None = None) -> Iterator[None]:
         """The caller is about to write to these slots of the store; none: to change the store itself."""
         start_s = time.perf_counter()
-        left = np.empty(0, np.int64) if slots is None else slots[(slots >= 0) & (slots < len(self._state))]
+        left = np.empty(0, np.int64) if slots is None else slots
         while True:
             with self._turn(is_whole=slots is None):
                 left = self._put_aside(left)
@@ -72,7 +73,8 @@ class FrozenRows(ABC):
 
     def _put_aside(self, slots: Slots) -> Slots:
         """Those for which there was no room."""
-        waiting = np.asarray(slots[self._state[slots] == WAITS])
+        waiting = np.empty(len(slots), np.int64)
+        waiting = waiting[: _waiting(slots, self._state, waiting)]
         while len(waiting) and len(room := self.aside.room(len(waiting))):
             part, waiting = waiting[: len(room)], waiting[len(room) :]
             self.aside.put(self._claim(part, room))
@@ -202,9 +204,22 @@ def host_memory(num_rows: int, num_words: int) -> Words:
 
 
 @njit(cache=True, nogil=True)
+def _waiting(slots, state, found):  # type: ignore[no-untyped-def]
+    """Those of the slots, some of which may be of no row or of one that came later, whose rows wait."""
+    num_found = 0
+    for slot in slots:
+        if 0 <= slot < len(state) and state[slot] == WAITS:
+            found[num_found] = slot
+            num_found += 1
+    return num_found
+
+
+@njit(cache=True, nogil=True)
 def _take(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
     num_kept, width = 0, out.shape[1]
     for i in range(len(slots)):
+        if i + AHEAD < len(slots):
+            prefetch_row(rows, slots[i + AHEAD], width)
         slot = slots[i]
         if state[slot] == WAITS:
             for j in range(width):
@@ -218,11 +233,14 @@ def _take(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def _claim(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
     num_kept, width = 0, out.shape[1]
-    for i in range(len(slots)):
-        slot = slots[i]
+    for slot in slots:  # first: a claim waits until what was written before it has arrived
         if exchange_if(state, slot, np.uint8(WAITS), np.uint8(GONE)):
-            for j in range(width):
-                out[num_kept, j] = rows[slot, j]
             kept[num_kept] = slot
             num_kept += 1
+    for i in range(num_kept):
+        if i + AHEAD < num_kept:
+            prefetch_row(rows, kept[i + AHEAD], width)
+        slot = kept[i]
+        for j in range(width):
+            out[i, j] = rows[slot, j]
     return num_kept

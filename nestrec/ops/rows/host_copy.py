@@ -5,6 +5,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.parallel import for_parts
+from nestrec.ops.rows.prefetch import AHEAD, prefetch_row
 
 Words = NDArray[np.int32]
 
@@ -23,6 +24,8 @@ def scatter_rows_host(slab: Words, slots: NDArray[np.int64], rows: Words, num_th
 def _gather(slab, slots, out):  # type: ignore[no-untyped-def]
     width = out.shape[1]
     for i in range(len(slots)):
+        if i + AHEAD < len(slots):
+            prefetch_row(slab, slots[i + AHEAD], width)
         slot = slots[i]
         if slot >= 0:
             for j in range(width):
@@ -33,6 +36,8 @@ def _gather(slab, slots, out):  # type: ignore[no-untyped-def]
 def _scatter(slab, slots, rows):  # type: ignore[no-untyped-def]
     width = rows.shape[1]
     for i in range(len(slots)):
+        if i + AHEAD < len(slots):
+            prefetch_row(slab, slots[i + AHEAD], width)
         slot = slots[i]
         if slot >= 0:
             for j in range(width):
