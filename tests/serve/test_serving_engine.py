@@ -395,6 +395,18 @@ def test_what_a_signal_has_brought_back_from_dram_counts_as_found_there_by_the_f
     engine.close()
 
 
+def test_a_few_more_events_do_not_have_the_whole_prefix_copied_to_dram_again():
+    rng, servable = np.random.default_rng(19), random_ranking(ENCODER, num_items=200)
+    engine, history, kept = make_engine(servable), draw_history(rng, 0), []
+    for num_new in (9, 1, 4):
+        history = appended(rng, history, num_new)
+        engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
+        wait_for_copies(engine)
+        kept += [entry.length for entry in engine.tiers.dram.entries()]
+    assert kept == [18, 18, 28]
+    engine.close()
+
+
 def wait_for_copies(engine):
     """Until everything that was begun has ended and been told to the engine."""
     end_s = time.perf_counter() + TIMEOUT_S

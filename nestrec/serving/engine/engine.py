@@ -468,7 +468,7 @@ class Engine:
         if step.entry is not None:
             self.tiers.device.hold(step.entry, float("-inf"))
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
-                self.tiers.spill(step.entry, ahead_s=self.queued_s)
+                self.tiers.spill(step.entry, work, ahead_s=self.queued_s)
         self._release(step)
         ended_s = time.perf_counter()
         if self.answered_s is None:

@@ -21,6 +21,8 @@ from nestrec.serving.prefix.page_pool import PagePool, PrefixDtype, pool_for
 
 _MOST_SPILL_WAIT_S = 0.1
 _LEARNED_PAGES = 32
+_FEW_NEW = 0.125
+"""of a prefix: so much of it is sooner computed after a reload than copied with everything else at each visit"""
 Post = Callable[[Callable[[], None]], None]
 
 
@@ -131,18 +133,20 @@ class PrefixTiers:
         dropped = self.device.drop_oldest(lambda key: key.version != version, most)
         return dropped + self.dram.drop_oldest(lambda key: key.version != version, most) > 0
 
-    def spill(self, entry: Entry, *, ahead_s: float) -> None:
-        """Copy a prefix to DRAM where the device is getting full, or keeps nothing by itself.
+    def spill(self, entry: Entry, work: Work, *, ahead_s: float) -> None:
+        """Copy the prefix of a work to DRAM where the device is getting full, or keeps nothing by itself.
 
-        Only what would be worth a reload now, and not where the link is behind: what waits for it could not leave the
-        device.
+        Only what would be worth a reload now and DRAM lacks a good part of, and not where the link is behind: what
+        waits for it could not leave the device.
         """
         used = 1.0 - self.device.num_free_pages / self.device.num_pages
         stays = self.cfg.keeps_on_device
         if self.dram.max_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
             return
         num_bytes, kept = self._host.bytes_of(entry.length), None
-        is_worth = self._is_copy_worth(entry.length, ahead_s, behind=0)
+        known = self.dram.find(entry.key, work.content_of)
+        is_new = known is None or entry.length - known.length > _FEW_NEW * entry.length
+        is_worth = is_new and self._is_copy_worth(entry.length, ahead_s, behind=0)
         if is_worth and self._out.wait_s <= _MOST_SPILL_WAIT_S:
             kept = self.dram.begin_spill(entry.key, length=entry.length, content=entry.content, num_bytes=num_bytes)
         if kept is not None:
