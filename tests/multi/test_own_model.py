@@ -1,6 +1,9 @@
 """Models of users' own on several ranks."""
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +13,42 @@ import pytest
 import torch
 
 import nestrec
+from nestrec.distributed import Topology
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model.py"
 
 
-@pytest.mark.timeout(400)
-def test_the_example_trains_on_two_ranks_and_nested_equals_serial():
+SAID = re.compile(r"loss ([\d.]+) -> ([\d.]+); tables and weights equal to the bit: (\w{16})")
+
+
+def _run_example(topology: Topology) -> str:
+    """What it says on a rank whose process group is there already."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(topology.world))
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return said.getvalue()
+
+
+def check_lines(said: str) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
+    lines = SAID.findall(said)
+    assert len(lines) == 2, "of each rank; their lines may run into each other"
+    assert lines[0] == lines[1], "the ranks agree"
+    assert float(lines[0][1]) < 0.9 * float(lines[0][0])
+
+
+def test_the_example_trains_on_two_ranks_and_nested_equals_serial(pools):
+    check_lines("\n".join(pools[2].run(_run_example)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_example_runs_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = re.findall(r"loss ([\d.]+) -> ([\d.]+); tables and weights equal to the bit: (\w{16})", ended.stdout)
-    assert len(said) == 2, "of each rank; their lines may run into each other"
-    assert said[0] == said[1], "the ranks agree"
-    assert float(said[0][1]) < 0.9 * float(said[0][0])
+    check_lines(ended.stdout)
 
 
 class Sum(torch.nn.Module):
