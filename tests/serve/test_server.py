@@ -24,8 +24,10 @@ BODY = {"user": "u", "history": {"items": ["1", "2", "3"], "times_ms": [1, 2, 3]
 
 @pytest.fixture(scope="module")
 def server(retrieval):
-    with running_server(retrieval.folder) as (port, process):
-        yield port, process
+    """(port, process); the last test of this file stops it."""
+    patient = ("--service.engine.max_queue_s", "1000", "--limits.default_timeout_ms", "10000")
+    with running_server(retrieval.folder, *patient) as found:
+        yield found
 
 
 def test_an_exported_run_answers(server):
@@ -160,24 +162,23 @@ def test_sighup_swaps_the_model_and_refuses_a_damaged_one(tmp_path):
         assert version() == second
 
 
-def test_sigterm_loses_nothing_of_what_is_in_flight(retrieval):
+def test_sigterm_loses_nothing_of_what_is_in_flight(server):
     """500 connections whose requests have all been sent before the signal."""
-    patient = ("--service.engine.max_queue_s", "1000", "--limits.default_timeout_ms", "10000")
-    with running_server(retrieval.folder, *patient) as (port, process):
+    port, process = server
 
-        def request(number):
-            return post("/v1/recommend", {**BODY, "user": f"u{number}"})
+    def request(number):
+        return post("/v1/recommend", {**BODY, "user": f"u{number}"})
 
-        async def run():
-            sent = asyncio.Semaphore(0)
-            asked = [asyncio.create_task(status_once_sent(port, request(i), sent)) for i in range(500)]
-            for _ in range(500):
-                await sent.acquire()
-            # All bytes are with the kernel; the server has accepted a connection once it answers on it.
-            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            process.send_signal(signal.SIGTERM)
-            return await asyncio.gather(*asked, return_exceptions=True)
+    async def run():
+        sent = asyncio.Semaphore(0)
+        asked = [asyncio.create_task(status_once_sent(port, request(i), sent)) for i in range(500)]
+        for _ in range(500):
+            await sent.acquire()
+        # All bytes are with the kernel; the server has accepted a connection once it answers on it.
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        process.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*asked, return_exceptions=True)
 
-        answers = asyncio.run(run())
-        assert process.wait(timeout=100) == 0
+    answers = asyncio.run(run())
+    assert process.wait(timeout=100) == 0
     assert answers.count(200) == 500, {str(a): answers.count(a) for a in set(map(str, answers))}
