@@ -14,8 +14,8 @@ steps alone, before and after:
 - waited_share: of the save's time, what the training spent in putting rows aside and in waiting for room.
 - writer_cpu_s_per_gb: processor time of everything else in the process while it saved.
 
-Where a rank has two whole cores or more, training has one of them to itself (`--pinned`): two threads on one core slow
-each other down whatever they do.
+Where there are enough cores, training threads have theirs to themselves (`--pinned`): two threads on one core slow each
+other down whatever they do.
 
 Memory is what all ranks had at the most beyond what they had before the save, or beyond their rows where they load.
 
@@ -89,12 +89,11 @@ def files_in_memory(options: argparse.Namespace) -> None:
 
 
 def cores_of(rank: int, world: int) -> tuple[list[int], list[int]]:
-    """For the training thread of a rank and for what else it does; none where there is not a whole core for each."""
+    """For the training thread of a rank, and for what else the ranks do; none where there are too few."""
     usable = sorted(os.sched_getaffinity(0))  # pairs: a virtual machine may not say which of them share a core
     cores = [usable[first : first + 2] for first in range(0, len(usable) - 1, 2)]
-    share = len(cores) // world
-    mine = cores[rank * share : (rank + 1) * share]
-    return (mine[0][:1], [processor for core in mine[1:] for processor in core]) if share > 1 else ([], [])
+    rest = [processor for core in cores[world:] for processor in core]
+    return (cores[rank][:1], rest) if len(rest) >= world else ([], [])
 
 
 def remove_files(options: argparse.Namespace) -> None:
@@ -225,7 +224,7 @@ def _save_once(
     own, others = cores_of(peers.rank, peers.world) if options.pinned else ([], [])
     everywhere = os.sched_getaffinity(0)
     if own:
-        writer.cores_of_rank = lambda: 1 + len(others)  # type: ignore[attr-defined]
+        writer.cores_of_rank = lambda: 1 + len(others) // peers.world  # type: ignore[attr-defined]
     os.sched_setaffinity(0, own or everywhere)
     if peers.is_first:
         remove_files(options)  # a disk may not hold two of them

@@ -92,16 +92,16 @@ def main() -> None:
     found = [one_pass(Topology.single(options.device), options.tokens, options.layers)]
     alone = found[0]["sums"].double()
     rows = [row_of(1, options.tokens, found, alone)]
+    print(json.dumps(rows[-1]), flush=True)
     for world in map(int, options.worlds.split(",")):
         pool = RankPool(world, timeout_s=600, device=options.device)
         found = pool.outcomes(one_pass, options.tokens, options.layers, timeout_s=600)
         assert all(isinstance(each, dict) for each in found), found
         rows.append(row_of(world, options.tokens, found, alone))
+        print(json.dumps(rows[-1]), flush=True)
         pool.close()
-    for row in rows:
-        print(json.dumps(row))
-    if options.json:
-        write_frame(options.json, bench="context", command=f"python {' '.join(sys.argv)}", rows=rows)
+        if options.json:
+            write_frame(options.json, bench="context", command=f"python {' '.join(sys.argv)}", rows=rows)
 
 
 if __name__ == "__main__":
