@@ -7,13 +7,13 @@ events of its item and user; the hour of the day. HistGradientBoostingClassifier
 """
 
 import importlib.util
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.base.parallel import cores_of_rank
 from nestrec.base.random import mix64_array
 
 Floats = NDArray[np.float64]
@@ -115,10 +115,15 @@ class _Sums:
 
 
 def _fewer_threads() -> AbstractContextManager[object]:
-    """Half of the cores: threads that wait for each other on a machine that is busy made it ten times as slow."""
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped,unused-ignore]
+    """Half of the cores that the process may use, and no more than it was given (OMP_NUM_THREADS).
 
-    return threadpool_limits(limits=max(1, (os.cpu_count() or 2) // 2), user_api="openmp")  # type: ignore[no-any-return,unused-ignore]
+    Threads that wait for each other on a machine that is busy made it ten times as slow.
+    """
+    from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped,unused-ignore]
+
+    pools = ThreadpoolController().select(user_api="openmp")
+    most = min([cores_of_rank() // 2, *(pool["num_threads"] for pool in pools.info())])
+    return pools.limit(limits=max(1, most))  # type: ignore[no-any-return,unused-ignore]
 
 
 def fold_of(num_events: int) -> Ints:

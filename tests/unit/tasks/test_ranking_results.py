@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from nestrec.data.dataset import Dataset
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.split import SplitConfig, split_of
 from nestrec.distributed import Topology
 from nestrec.tasks import ranking_results
-from nestrec.tasks.boosted import NUM_FOLDS, _Sums, fold_of
+from nestrec.tasks.boosted import NUM_FOLDS, _fewer_threads, _Sums, fold_of
 from nestrec.tasks.ranking_results import RankingResults
 from nestrec.tasks.task import Evaluation
 
@@ -93,3 +94,17 @@ def test_rates_of_training_events_come_from_other_folds() -> None:
         assert (positive[i], total[i]) == (sum(label[j] for j in others), len(others))
     assert [x.tolist() for x in sums.of_others(np.array([1, 9]), None)] == [[2, 0], [3, 0]]
     assert set(fold_of(100).tolist()) == set(range(NUM_FOLDS))
+
+
+@pytest.mark.parametrize(("given", "cores", "taken"), [(1, 16, 1), (6, 16, 6), (12, 16, 8), (12, 1, 1)])
+def test_trees_take_half_of_the_cores_and_no_more_threads_than_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, given: int, cores: int, taken: int
+) -> None:
+    import sklearn.ensemble  # noqa: F401  # its OpenMP
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    with threadpool_limits(given, user_api="openmp"), _fewer_threads():
+        found = {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"}
+    assert found == {taken}
