@@ -166,6 +166,14 @@ def test_what_the_long_tests_gave_is_joined_with_what_is_known() -> None:
     assert found["rows"][0]["what"] == "a grid", "of what it is stays known"
 
 
+def test_a_report_that_was_cut_short_tells_what_ran_and_files_that_could_not_be_read() -> None:
+    xml = """<testsuite><testcase classname="tests.multi.test_a" name="test_x" time="1"/><testcase time="0.1"/>
+        <testcase classname="" name="tests.serve.test_b" time="0"><error/></testcase>
+        <testcase classname="" name="tests.serve.test_c" time="0"><skipped/></testcase></testsuite>"""
+    rows = [(row["file"], row["passed"], row["failed"]) for row in slow_tests.rows_of(xml, by_test=True)]
+    assert rows == [("tests/multi/test_a.py::test_x", 1, 0), ("tests/serve/test_b.py", 0, 1)]
+
+
 def test_some_tests_of_a_file_have_rows_of_their_own_until_the_whole_file_runs() -> None:
     xml = """<testsuite><testcase classname="tests.multi.test_a" name="test_x[1]" time="1"/>
         <testcase classname="tests.multi.test_a" name="test_x[2]" time="1"/></testsuite>"""
