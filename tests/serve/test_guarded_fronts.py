@@ -26,7 +26,12 @@ from nestrec.serving.safety.digests import digest_of, new_key
 from nestrec.serving.safety.keys import KeyEntry, add_entry
 from nestrec.testing.tiny_runs import make_datasets
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+LIMIT_S = 300.0
+"""for processes to start and answer, on a machine that others share"""
+pytestmark = [
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
+    pytest.mark.timeout(2 * LIMIT_S),
+]
 HISTORY = {"items": ["1", "2", "3"], "times_ms": [1, 2, 3], "actions": [1, 0, 1]}
 ASKED = {"user": "user-4711", "history": HISTORY, "candidates": ["4", "5", "6"], "now_ms": 4, "timeout_ms": 10_000}
 BURST = 5
@@ -213,7 +218,7 @@ def test_every_answer_is_that_of_one_version_while_deltas_come(served, keys, pub
             is_over.set()
             return await asyncio.gather(*asking)
 
-    for met in asyncio.run(asyncio.wait_for(run(), 100)):
+    for met in asyncio.run(asyncio.wait_for(run(), LIMIT_S)):
         assert met == sorted(met, key=list(exported).index), "nobody goes back"
     expected = {
         version: Recommender(servable).rank({**HISTORY, "now_ms": 4}, ASKED["candidates"]).scores
