@@ -3,11 +3,17 @@
 Each of hundreds of ranks would read them from the cache beside the modules, a third of a second of its own.
 """
 
+import importlib
+import pkgutil
 import sys
 from collections.abc import Iterator
 
 from numba.core.dispatcher import Dispatcher
 
+import nestrec.embedding.optimizers
+import nestrec.pipeline.schedules
+
+CHOSEN_BY_NAME = (nestrec.embedding.optimizers, nestrec.pipeline.schedules)
 FOLDERS = ("balance", "data.samples", "data.gather", "embedding", "ops.rows", "ops.losses", "pipeline", "tasks")
 
 
@@ -26,5 +32,8 @@ def load_compiled(loop: Dispatcher) -> None:
         loop.compile(arguments)
 
 
+for _folder in CHOSEN_BY_NAME:
+    for _module in pkgutil.iter_modules(_folder.__path__, f"{_folder.__name__}."):
+        importlib.import_module(_module.name)
 for _loop in compiled_loops():
     load_compiled(_loop)
