@@ -7,12 +7,14 @@ and waited for as others are. With NESTREC_RANKS_START=spawn they are interprete
 import faulthandler
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import psutil
 
@@ -36,14 +38,20 @@ class ForkedCommand:
     """`python -m MODULE ...` or `python -c CODE ...`."""
 
     def __init__(
-        self, command: Sequence[str], context: ForkServerContext, env: Mapping[str, str], cwd: Path | None, output: Path
+        self,
+        command: Sequence[str],
+        context: ForkServerContext,
+        env: Mapping[str, str],
+        cwd: Path | None,
+        output: Path | Connection,
     ) -> None:
-        """output: file that takes what it says, on both streams."""
+        """output: file or pipe that takes what it says, on both streams."""
         assert command[0] == sys.executable
-        self._process = context.Process(target=_run, args=(list(command[1:]), dict(env), cwd, str(output)))
+        self._process = context.Process(target=_run, args=(list(command[1:]), dict(env), cwd, output))
         self._process.start()
         self.pid = int(self._process.pid or 0)
         self.returncode: int | None = None
+        self.stdout: IO[bytes] | None = None
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, negative for a signal; psutil.TimeoutExpired where it is not over in time."""
@@ -52,6 +60,18 @@ class ForkedCommand:
             raise psutil.TimeoutExpired(timeout, self.pid)
         self.returncode = self._process.exitcode
         return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit code, where it has ended."""
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def children(self, *, recursive: bool = False) -> list[psutil.Process]:
         return list(psutil.Process(self.pid).children(recursive=recursive))
@@ -68,9 +88,25 @@ def start(
     return started
 
 
-def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, output: str) -> None:
-    """As the interpreter would: the caller's environment, folder, path and arguments; one file for both streams."""
-    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+def piped(command: Sequence[str], env: Mapping[str, str]) -> "ForkedCommand | subprocess.Popen[bytes]":
+    """A command of Python, forked as in `start`; what it says can be read from its `stdout`."""
+    context = loaded_context()
+    if not isinstance(context, ForkServerContext):
+        return subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    reading, writing = os.pipe()
+    with Connection(writing, readable=False) as theirs:
+        process = ForkedCommand(command, context, env, None, theirs)
+    process.stdout = os.fdopen(reading, "rb")
+    return process
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, output: Path | Connection) -> None:
+    """As the interpreter would: the caller's environment, folder, path and arguments; one sink for both streams."""
+    if isinstance(output, Path):
+        sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    else:
+        sink = os.dup(output.fileno())
+        output.close()
     for stream in (1, 2):
         os.dup2(sink, stream)
     os.close(sink)

@@ -21,8 +21,8 @@ _START_TIMEOUT_S = 100.0
 
 
 def loaded_context() -> ForkServerContext | SpawnContext:
-    """How tests start processes: forked from one server, which has loaded torch, the trainer and compiled loops."""
-    return rank_context("nestrec.training.trainer", "nestrec.testing.loaded_loops")
+    """How tests start processes: forked from one that has loaded torch, trainer, server and compiled loops."""
+    return rank_context("nestrec.training.trainer", "nestrec.serving.api.server", "nestrec.testing.loaded_loops")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import select
@@ -11,23 +12,29 @@ import sys
 import time
 
 from nestrec.serving.many.ports import free_port
+from nestrec.testing.commands import piped
 
 
 @contextlib.contextmanager
 def running_server(folder, *options, **environment):
-    """Yields (port, process); the process is ended afterwards."""
+    """Yields (port, process); the process, forked from one that has loaded torch, is ended afterwards."""
     port = free_port()
-    with starting_server(folder, "--port", str(port), *options, **environment) as process:
+    with started(piped, folder, "--port", str(port), *options, **environment) as process:
         wait_until_ready(port, process)
         yield port, process
 
 
-@contextlib.contextmanager
 def starting_server(folder, *options, **environment):
-    """Yields a process that is not ready yet, with all that it writes on `stdout`; it is ended afterwards."""
+    """A process that is not ready yet and loads all that it needs."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return started(functools.partial(subprocess.Popen, **pipes), folder, *options, **environment)
+
+
+@contextlib.contextmanager
+def started(start, folder, *options, **environment):
+    """Yields a process, with all that it writes on `stdout`; it is ended afterwards."""
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = start(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     try:
         yield process
     finally:

@@ -25,7 +25,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(exported):
-    with running_server(exported[0].folder) as (port, _):
+    with running_server(exported[0].folder, "--limits.default_timeout_ms", "10000") as (port, _):
         yield port
 
 

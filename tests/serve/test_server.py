@@ -19,14 +19,15 @@ from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
 
+PATIENT = ("--limits.default_timeout_ms", "10000")
+"""on a machine that others share"""
 BODY = {"user": "u", "history": {"items": ["1", "2", "3"], "times_ms": [1, 2, 3]}, "k": 5}
 
 
 @pytest.fixture(scope="module")
 def server(retrieval):
     """(port, process); the last test of this file stops it."""
-    patient = ("--service.engine.max_queue_s", "1000", "--limits.default_timeout_ms", "10000")
-    with running_server(retrieval.folder, *patient) as found:
+    with running_server(retrieval.folder, "--service.engine.max_queue_s", "1000", *PATIENT) as found:
         yield found
 
 
@@ -100,7 +101,7 @@ def test_raw_malformed_requests_never_crash_hang_or_blame_the_server(server, cou
 
 def test_slow_heads_and_bodies_are_cut_off_and_connections_are_bounded(retrieval):
     limits = ("--limits.head_timeout_s", "0.5", "--limits.body_timeout_s", "0.5", "--limits.max_connections", "3")
-    with running_server(retrieval.folder, *limits) as (port, _):
+    with running_server(retrieval.folder, *limits, *PATIENT) as (port, _):
         whole = post("/v1/recommend", BODY)
         with contextlib.ExitStack() as others:
             kept = [others.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
@@ -132,7 +133,7 @@ def test_sighup_swaps_the_model_and_refuses_a_damaged_one(tmp_path):
         write_servable(random_retrieval(encoder, num_items=20, seed=seed), tmp_path / str(seed))
     current.symlink_to(tmp_path / "1")
     first, second = (Servable.load(tmp_path / name).version[:12] for name in ("1", "2"))
-    with running_server(current, "--tables.store", "disk", "--tables.cache_rows", "8") as (port, process):
+    with running_server(current, "--tables.store", "disk", "--tables.cache_rows", "8", *PATIENT) as (port, process):
 
         def version():
             response = exchange(port, post("/v1/recommend", BODY))
