@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -92,6 +93,12 @@ def losses_of(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records_of(run) if record["kind"] == "step"}
 
 
+def reached_of(run: Path) -> int:
+    """The last step that is over, as the run itself keeps it for the start that follows a crash; 0: not known now."""
+    content = (run / "progress").read_bytes()
+    return int(struct.unpack_from("<q", content)[0]) if len(content) >= 8 else 0
+
+
 def resumed_on(run: Path) -> list[int]:
     """Ranks of each start that went on from a checkpoint."""
     return [r["ranks"] for r in records_of(run) if str(r.get("text", "")).startswith("resumed from")]
@@ -99,7 +106,7 @@ def resumed_on(run: Path) -> list[int]:
 
 def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed: int, limit_s: float) -> list[str]:
     """Lose and add nodes at random, each time when the last change has been made up for, and stop; what was done."""
-    draw, done, mark = random.Random(seed), list[str](), 0
+    draw, done, mark, lost_steps = random.Random(seed), list[str](), 0, None
     nodes, deadline_s = Nodes(command, folder), time.monotonic() + limit_s
     try:
         for _ in range(2):
@@ -112,14 +119,17 @@ def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed
             if is_settled and newest >= mark + SAVED_STEPS:
                 if len(done) == changes:
                     break
-                is_loss = len(nodes.running) == MOST_NODES or (len(nodes.running) > 1 and draw.random() < 0.5)
-                if is_loss:
-                    nodes.lose(draw.randrange(len(nodes.running)))
-                else:
-                    nodes.join()
-                mark = newest
-                done.append(f"{'loss' if is_loss else 'join'} at step {newest}, then {len(nodes.running)} nodes")
-                print(f"{time.strftime('%X')} {done[-1]}", flush=True)
+                if lost_steps is None:
+                    is_loss = len(nodes.running) == MOST_NODES or (len(nodes.running) > 1 and draw.random() < 0.5)
+                    lost_steps = draw.randrange(1, SAVED_STEPS) if is_loss else 0
+                if reached_of(run) >= newest + lost_steps:
+                    if lost_steps:
+                        nodes.lose(draw.randrange(len(nodes.running)))
+                    else:
+                        nodes.join()
+                    done.append(f"{'loss' if lost_steps else 'join'} at step {newest}, then {len(nodes.running)} nodes")
+                    print(f"{time.strftime('%X')} {done[-1]}", flush=True)
+                    mark, lost_steps = newest, None
             time.sleep(0.05)
         nodes.stop()
     finally:
