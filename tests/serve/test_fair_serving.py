@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from front_processes import wait_for
 from serving_oracle import oracle_scores
 from serving_sequences import draw_candidates, draw_history
 
@@ -216,7 +217,8 @@ def test_a_long_request_that_is_given_up_leaves_nothing_behind(servable):
         work = engine.rank("a", history, draw_candidates(rng, history, 8), timeout_s=TIMEOUT_S)
     assert engine.wait_until_idle(TIMEOUT_S)
     assert sum(map(sum, runner.rows)) == 32, "two pieces, and then nobody wanted the rest"
-    assert all(entry.held_until_s == float("-inf") and entry.pins == 0 for entry in engine.tiers.device.entries())
+    entries = engine.tiers.device.entries  # the second piece may still be on its way
+    wait_for(lambda: all(entry.held_until_s == float("-inf") and entry.pins == 0 for entry in entries()))
     assert engine.counts["cancelled"] == 1
     candidates = draw_candidates(rng, history, 8)
     answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)

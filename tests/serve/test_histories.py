@@ -215,7 +215,8 @@ def test_without_the_store_requests_are_refused_in_time_or_served_from_what_they
         fallen = {"user": 1, "history": events(3), "prefer_kept": True, **short}
         assert (await client.post("/v1/rank", json=fallen)).json()["scores"] == brought
         server.start() if end == "kill" else server.resume()
-        await _until(client, {"user": 1, "candidates": ["4"]})
+        for instance in (client, patient):
+            await _until(instance, {"user": 1, "candidates": ["4"]})
         again = (await patient.post("/v1/rank", json={"user": 1, **short})).json()["scores"]
         added = {"user": 3, "history": events(1, 2, 3, 4), **short}
         assert again in (before, (await patient.post("/v1/rank", json=added)).json()["scores"])
