@@ -24,7 +24,7 @@ def _prefetch(typing_context, array, row, word):  # type: ignore[no-untyped-def]
         kind = signature.args[0]
         memory = make_array(kind)(context, builder, values[0])
         place = cgutils.get_item_pointer(context, builder, kind, memory, list(values[1:]), wraparound=False)
-        ir, number = cgutils.ir, cgutils.int32_t  # type: ignore[attr-defined]
+        ir, number = cgutils.ir, cgutils.int32_t
         pointer = builder.bitcast(place, cgutils.voidptr_t)
         function_type = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), function_type)
