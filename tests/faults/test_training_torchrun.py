@@ -55,7 +55,7 @@ def check_kills(
     pools[WORLD].run(train, family, str(data), str(folder / "whole"), more)
     kills = kills_of_random_ranks(folder / "cut", seed=seed, num_kills=num_kills, num_steps=num_steps)
     command = under_torchrun(command_of(family, data, folder / "cut", more), num_kills)
-    history = run_with_faults(command, kills, env=ENV, limit_s=limit_s)
+    history = run_with_faults(command, kills, env=ENV, limit_s=limit_s, is_forked=True)
     assert len(history) == 1, f"the launcher gave up, a rank has failed by itself:\n{history[0].output}"
     assert history[0].num_fired == num_kills
     assert run_digest(folder / "cut") == run_digest(folder / "whole")

@@ -24,10 +24,15 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
-    tree = tree_of(path)
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
-    found = set()
+    nodes = tree_of(path).body if top_level_only else nodes_of(path)
+    found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -125,7 +130,7 @@ def test_no_module_is_imported_by_tests_alone():
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     used: set[str] = set()
     for path in modules.values():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module:
                 used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Import):
@@ -151,7 +156,7 @@ def test_only_schedules_drive_the_engine():
     """Everything else trains by `TrainingPipeline`: a step that is driven by hand is not the one in use."""
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).parts[0] not in {"embedding", "pipeline"}:
-            calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+            calls = [node.func for node in nodes_of(path) if isinstance(node, ast.Call)]
             called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
             assert not called & {"write_back", "exchange_gradients"}, path
 

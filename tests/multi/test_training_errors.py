@@ -3,10 +3,10 @@
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from training_jobs import fill_disk_of_one_rank, no_data, other_width_on_last_rank, train
 
@@ -14,6 +14,7 @@ from nestrec.base import exit_codes
 from nestrec.checkpoint import Checkpoints, verify
 from nestrec.checkpoint.folders import committed_steps
 from nestrec.serving.many.ports import free_port
+from nestrec.testing.commands import Started, start
 from nestrec.testing.ranks import RankFailure
 from nestrec.testing.tiny_runs import command_of, make_datasets
 from nestrec.training.run_digest import run_digest
@@ -70,15 +71,14 @@ def test_a_run_folder_on_a_full_disk_is_said_by_every_rank(pools, data: str, tmp
     assert f"RUN = '{tmp_path}" in outcomes[1].text
 
 
-def start_ranks(command: list[str], world: int, log: Path) -> list[subprocess.Popen]:
+def start_ranks(command: list[str], world: int, log: Path) -> list[Started]:
     """The ranks of a run without a launcher, which would end the survivors itself."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = []
-    for rank in range(world):
-        env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        with (log / f"{rank}.txt").open("wb") as output:
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
-    return ranks
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+    return [
+        start(command, is_forked=True, env={**common, **place}, cwd=None, output=log / f"{place['RANK']}.txt")
+        for place in places
+    ]
 
 
 def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tm
     try:
         deadline_s = time.monotonic() + LIMIT_S
         while not committed_steps(run / "checkpoints") and time.monotonic() < deadline_s:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(psutil.TimeoutExpired):
                 ranks[0].wait(timeout=0.01)  # asking without a pause would take a core from the ranks
             assert all(rank.poll() is None for rank in ranks), (tmp_path / "0.txt").read_text()
         ranks[1].send_signal(signal.SIGKILL)
