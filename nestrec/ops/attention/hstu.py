@@ -53,9 +53,11 @@ def hstu_attention(
         return hstu_attention_kernel(
             q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
         )
-    is_small = (offsets.numel() - 1) * max_length**2 <= BLOCK_PAIRS
-    on_blocks = hstu_attention_padded if q_THD.is_cuda or is_small else hstu_attention_by_length
-    return on_blocks(q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules)
+    if not q_THD.is_cuda and (offsets.numel() - 1) * max_length**2 > BLOCK_PAIRS:
+        return hstu_attention_by_length(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
+    return hstu_attention_padded(
+        q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+    )
 
 
 def hstu_attention_reference(
@@ -111,15 +113,11 @@ def hstu_attention_by_length(
     v_THD: torch.Tensor,
     offsets: torch.Tensor,
     *,
-    max_length: int,
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionRules = PLAIN,
 ) -> torch.Tensor:
-    """The same on blocks of at most `BLOCK_PAIRS`, each padded to its own longest sequence; on a CPU.
-
-    max_length: not needed; blocks are as long as their sequences.
-    """
+    """The same on blocks of at most `BLOCK_PAIRS`, each padded to its own longest sequence; on a CPU."""
     order_B = offsets.diff().argsort(stable=True)
     lengths_B = offsets.diff()[order_B]
     sorted_offsets = offsets_of(lengths_B)

@@ -150,7 +150,7 @@ def test_blocks_by_length_equal_the_definition(data, lengths, has_position, time
     bias = random_bias(sum(lengths), longest, has_position, time)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nestrec.ops.attention.hstu.BLOCK_PAIRS", pairs)
-        fast = hstu_attention_by_length(*inputs, offsets, max_length=longest, normaliser=7.0, bias=bias, rules=rules)
+        fast = hstu_attention_by_length(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
     slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
     tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
     same_values_and_gradients(fast, slow, [*inputs, *tables] if sum(lengths) else inputs)
