@@ -218,7 +218,7 @@ def check_bias_attention(lengths, times, width, dtype, num_buckets=40, rules=PLA
     sizes = {"table": [(num_buckets + 1,)], "function": [(3,)], "none": []}
     buckets = None
     if times == "found before":
-        plan = plan_tiles(offsets, tokens, longest, is_square=False)
+        plan, _ = plan_tiles(offsets, tokens, longest, is_square=False)
         times, buckets = "table", pair_buckets(time, time + 10.0, offsets, plan, num_buckets)
     leaves = drawn((tokens, width + 32), (2 * longest + 21,), *sizes[times])
 

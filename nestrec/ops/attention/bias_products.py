@@ -142,7 +142,8 @@ class _Times(NamedTuple):
 
         if buckets is None or time is None:
             return cls(query_time, time, None, None)
-        return cls(query_time, time, buckets, plan_tiles(offsets, len(time), max_length, is_square=False).first_B)
+        plan, _ = plan_tiles(offsets, len(time), max_length, is_square=False)
+        return cls(query_time, time, buckets, plan.first_B)
 
 
 def _fill(

@@ -93,7 +93,7 @@ def _pair_buckets(
     from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
 
     with torch.cuda.device_of(time_T):
-        plan = plan_tiles(offsets, time_T.numel(), max_length, is_square=False)
+        plan, _ = plan_tiles(offsets, time_T.numel(), max_length, is_square=False)
         return pair_buckets(time_T, query_time_T, offsets, plan, num_buckets)
 
 

@@ -32,7 +32,7 @@ import triton.language as tl
 from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges
 from nestrec.ops.attention.time_buckets import time_bucket
 from nestrec.ops.attention.time_function_triton import time_function
-from nestrec.ops.attention.work_order import make_schedule
+from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 from nestrec.ops.registry import IS_INTERPRETED
 
 SIDE = 64
@@ -66,28 +66,15 @@ def most_tiles(num_tokens: int, num_sequences: int, max_length: int, *, is_squar
     return (rows * longest if is_square else rows * (longest + 1) // 2) + 4
 
 
-def plan_tiles(offsets: torch.Tensor, num_tokens: int, max_length: int, *, is_square: bool) -> TilePlan:
-    """Without waiting for the device."""
+def plan_tiles(
+    offsets: torch.Tensor, num_tokens: int, max_length: int, *, is_square: bool, block: int = SIDE
+) -> tuple[TilePlan, WorkOrder]:
+    """And a schedule of blocks of `block` rows, by the same launch; without waiting for the device."""
     num_sequences = offsets.numel() - 1
     first_B = torch.empty(max(num_sequences, 1), dtype=torch.int32, device=offsets.device)
-    _first_kernel[(1,)](offsets, first_B, num_sequences, IS_SQUARE=is_square, SIDE=SIDE, CHUNK=1024, num_warps=4)
-    return TilePlan(first_B, most_tiles(num_tokens, num_sequences, max_length, is_square=is_square), is_square)
-
-
-@triton.jit(do_not_specialize=["num_sequences"])
-def _first_kernel(offsets, first_tile, num_sequences, IS_SQUARE: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
-    before = 0
-    for first in range(0, num_sequences, CHUNK):
-        b = first + tl.arange(0, CHUNK)
-        is_inside = b < num_sequences
-        low = tl.load(offsets + b, mask=is_inside, other=0)
-        blocks = ((tl.load(offsets + b + 1, mask=is_inside, other=0) - low).to(tl.int32) + SIDE - 1) // SIDE
-        if IS_SQUARE:
-            tiles = blocks * blocks
-        else:
-            tiles = blocks * (blocks + 1) // 2
-        tl.store(first_tile + b, before + tl.cumsum(tiles, 0) - tiles, mask=is_inside)
-        before += tl.sum(tiles, 0)
+    schedule = make_schedule(offsets, num_tokens, block, first_B, side=SIDE, is_square=is_square)
+    most = most_tiles(num_tokens, num_sequences, max_length, is_square=is_square)
+    return TilePlan(first_B, most, is_square), schedule
 
 
 def fits(bias: RelativeBias, offsets: torch.Tensor, num_tokens: int, max_length: int, *, is_square: bool) -> bool:

@@ -9,12 +9,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _log2(x, FAST: tl.constexpr):
-    """By one special-function instruction, or as the language has it."""
+def log2(x, FAST: tl.constexpr):
+    """By one special-function instruction without a branch for the smallest numbers, or as the language has it."""
     if FAST:
-        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
         return tl.log2(x)
+
+
+@triton.jit
+def exp2(x, FAST: tl.constexpr):
+    """The same, of powers of two."""
+    if FAST:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -37,8 +46,8 @@ def time_function_of(scalars, seconds, FAST: tl.constexpr):
     """The same of time differences."""
     log2_scale = tl.load(scalars + 1).to(tl.float32) * LOG2_E
     power = tl.exp(tl.load(scalars + 2).to(tl.float32))
-    exponent = power * (_log2(tl.maximum(seconds, 1.0), FAST) - log2_scale)
-    inner = tl.exp2(tl.minimum(exponent, 20.0 * LOG2_E))
-    value = tl.exp2(-LOG2_E * inner)
+    exponent = power * (log2(tl.maximum(seconds, 1.0), FAST) - log2_scale)
+    inner = exp2(tl.minimum(exponent, 20.0 * LOG2_E), FAST)
+    value = exp2(-LOG2_E * inner, FAST)
     # Behind its bound the exponent is a constant; nothing is left of the value there.
     return value, tl.where(exponent < 20.0 * LOG2_E, value * inner, 0.0), exponent / LOG2_E

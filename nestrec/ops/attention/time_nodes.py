@@ -27,11 +27,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.attention.pair_tiles import SIDE, WORDS, TilePlan, row_of_tiles, write_tile
+from nestrec.ops.attention.pair_tiles import SIDE, WORDS, TilePlan, write_tile
 from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.time_function import function_gradient
-from nestrec.ops.attention.time_function_triton import time_function, time_function_of
-from nestrec.ops.attention.work_order import WorkOrder, make_schedule
+from nestrec.ops.attention.time_function_triton import exp2, log2, time_function, time_function_of
+from nestrec.ops.attention.work_order import WorkOrder
 from nestrec.ops.registry import IS_INTERPRETED
 
 BLOCK = 128
@@ -48,6 +47,8 @@ REGISTERS = 96
 """of a thread that sums them, at most: programs that wait for memory should be many at a time"""
 SLAB = 8
 """keys of a tile whose gradients one program sums"""
+PARTS = 128
+"""programs that add up such sums, in a fixed order"""
 
 
 class TimeNodes(NamedTuple):
@@ -55,8 +56,6 @@ class TimeNodes(NamedTuple):
 
     blocks: WorkOrder
     """of 128 tokens"""
-    rows: WorkOrder
-    """of 64 tokens"""
     near_from: torch.Tensor
     """int32, by block of queries: the first block of keys that is near"""
     far_from: torch.Tensor
@@ -76,18 +75,20 @@ class TimeNodes(NamedTuple):
 
 
 def find_nodes(
-    bias: RelativeBias, offsets: torch.Tensor, plan: TilePlan, dtype: torch.dtype, *, is_reversed: bool
+    bias: RelativeBias, plan: TilePlan, blocks: WorkOrder, dtype: torch.dtype, *, is_reversed: bool
 ) -> TimeNodes:
-    """dtype: of queries and keys. is_reversed: whether rows of words are keys. Nothing waits for the device."""
+    """Nothing waits for the device.
+
+    blocks: of 128 tokens. dtype: of queries and keys. is_reversed: whether rows of words are keys.
+    """
     time, asked, scalars, position = bias.time_T, bias.query_time_T, bias.time_function, bias.position_table
     assert time is not None
     assert asked is not None
     assert scalars is not None
     assert not plan.is_square
-    num_tokens, device = time.numel(), offsets.device
-    blocks, rows = make_schedule(offsets, num_tokens, BLOCK), make_schedule(offsets, num_tokens, SIDE)
+    num_tokens, device = time.numel(), time.device
     near_from, far_from = (
-        torch.empty(num_tokens // BLOCK + offsets.numel(), dtype=torch.int32, device=device) for _ in range(2)
+        torch.empty(num_tokens // BLOCK + len(plan.first_B) + 1, dtype=torch.int32, device=device) for _ in range(2)
     )
     nodes = torch.empty(len(near_from), 4, dtype=torch.float64, device=device)
     words = torch.empty(plan.most, WORDS, dtype=torch.int32, device=device)
@@ -109,12 +110,12 @@ def find_nodes(
         LARGEST=LARGEST_AMPLITUDE,
         num_warps=1,
     )
-    _values_kernel[rows.table.shape[0], NEAR_SPLITS + FAR_SPLITS](
+    _values_kernel[blocks.table.shape[0], (NEAR_SPLITS + FAR_SPLITS) * (BLOCK // SIDE)](
         values,
         words,
         basis,
         product_basis,
-        *rows,
+        *blocks,
         plan.first_B,
         near_from,
         nodes,
@@ -134,7 +135,7 @@ def find_nodes(
         FAST=not IS_INTERPRETED,
         num_warps=4,
     )
-    return TimeNodes(blocks, rows, near_from, far_from, nodes, words, values, zero_tile, basis, product_basis)
+    return TimeNodes(blocks, near_from, far_from, nodes, words, values, zero_tile, basis, product_basis)
 
 
 @triton.jit
@@ -227,34 +228,75 @@ def _bounds_kernel(
 
 
 @triton.jit
-def node_angles(NODES: tl.constexpr):
-    """Whose cosines are Chebyshev's nodes, in (-1, 1)."""
-    return (2 * tl.arange(0, NODES) + 1).to(tl.float32) * (3.141592653589793 / (2 * NODES))
+def _node_places(NODES: tl.constexpr, FAST: tl.constexpr):
+    """Chebyshev's nodes, in (-1, 1)."""
+    angle = (2 * tl.arange(0, NODES) + 1).to(tl.float32) * (3.141592653589793 / (2 * NODES))
+    if FAST:
+        # As hopper/product.py finds them; of angles so small nothing has to be taken off first.
+        return tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, True, 1)
+    else:
+        return tl.cos(angle)
 
 
 @triton.constexpr_function
-def node_place(number, num_nodes):
+def _node_place(number, num_nodes):
     return math.cos((2 * number + 1) * math.pi / (2 * num_nodes))
 
 
+@triton.constexpr_function
+def _node_weight(number, num_nodes):
+    """The inverse of the product of the differences between a node and the others."""
+    return (-1) ** number * math.sin((2 * number + 1) * math.pi / (2 * num_nodes)) * 2.0 ** (num_nodes - 1) / num_nodes
+
+
 @triton.jit
-def _logarithm(nodes, slot):
-    """(last time, gap, log(1 + span / gap)) of a block of keys."""
+def _logarithm(nodes, slot, FAST: tl.constexpr):
+    """(last time, gap, log2(1 + span / gap)) of a block of keys."""
     last, span, gap = tl.load(nodes + 4 * slot), tl.load(nodes + 4 * slot + 1), tl.load(nodes + 4 * slot + 3)
     gap = gap.to(tl.float32)
-    return last, gap, tl.log(1.0 + tl.maximum(span.to(tl.float32) / gap, 1e-3))
+    return last, gap, log2(1.0 + tl.maximum(span.to(tl.float32) / gap, 1e-3), FAST)
 
 
 @triton.jit
-def _basis(age, gap, length, NODES: tl.constexpr):
-    """(keys, nodes) of Lagrange, for keys so much older than the last of their block."""
-    x = tl.minimum(2.0 * tl.log(1.0 + age / gap) / length - 1.0, 1.0)[:, None]
-    number = tl.arange(0, NODES)[None, :]
-    # The product of the differences between a node and the others is the inverse of this.
-    found = tl.sin(node_angles(NODES))[None, :] * tl.where(number % 2 == 0, 1.0, -1.0) * (2.0 ** (NODES - 1) / NODES)
-    for other in tl.static_range(NODES):
-        found *= tl.where(number == other, 1.0, x - node_place(other, NODES))
+def _differences(x, FIRST: tl.constexpr, STEP: tl.constexpr, NODES: tl.constexpr):
+    """The product of those between x and every STEP-th node."""
+    found = x - _node_place(FIRST, NODES)
+    for number in tl.static_range(FIRST + STEP, NODES, STEP):
+        found *= x - _node_place(number, NODES)
     return found
+
+
+@triton.jit
+def _without_each(x, others, FIRST: tl.constexpr, STEP: tl.constexpr, NODES: tl.constexpr):
+    """(keys, every STEP-th node) products of the differences to all nodes but one; others: to those not among them.
+
+    A tree: a half of the nodes has the differences to the other half in common, which are multiplied once.
+    """
+    if STEP == NODES:
+        return (others * _node_weight(FIRST, NODES))[:, None]
+    else:
+        even = others * _differences(x, FIRST + STEP, 2 * STEP, NODES)
+        odd = others * _differences(x, FIRST, 2 * STEP, NODES)
+        found = tl.join(
+            _without_each(x, even, FIRST, 2 * STEP, NODES), _without_each(x, odd, FIRST + STEP, 2 * STEP, NODES)
+        )
+        return found.reshape([x.shape[0], NODES // STEP])
+
+
+@triton.jit
+def _basis(age, gap, log_span, NODES: tl.constexpr, FAST: tl.constexpr):
+    """(keys, nodes) of Lagrange, for keys so much older than the last of their block."""
+    x = tl.minimum(2.0 * log2(1.0 + age / gap, FAST) / log_span - 1.0, 1.0)
+    return _without_each(x, x * 0.0 + 1.0, 0, 1, NODES)
+
+
+@triton.jit
+def _row_of_block(schedule, item, half, first_tile, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+    """`row_of_tiles` of a part of a block of queries; it may lie behind the end."""
+    entry = schedule + 4 * item
+    start, length, before, b = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    row = (item - before) * (BLOCK // SIDE) + half
+    return start, length, b, row, tl.load(first_tile + b) + row * (row + 1) // 2, row + 1
 
 
 @triton.jit(do_not_specialize=["centre", "zero_tile"])
@@ -284,11 +326,13 @@ def _values_kernel(
     FAST: tl.constexpr,
 ):
     """Of 64 queries: biases of near pairs, and values at the nodes of far blocks; and the basis of 64 keys."""
-    item, split = tl.program_id(0), tl.program_id(1)
+    item, half, split = tl.program_id(0), tl.program_id(1) % (BLOCK // SIDE), tl.program_id(1) // (BLOCK // SIDE)
     if item >= tl.load(state):
         return
-    row = row_of_tiles(schedule, item, first_tile, False, SIDE)
+    row = _row_of_block(schedule, item, half, first_tile, BLOCK, SIDE)
     start, length, b, block, first, count = row
+    if block * SIDE >= length:
+        return
     slot, own = start // BLOCK + b, block // (BLOCK // SIDE)
     bound = tl.load(near_from + slot + own)
     if split < NEAR_SPLITS:
@@ -315,18 +359,18 @@ def _values_kernel(
         place = start + tl.minimum(block * SIDE + one, length - 1)
         asked = tl.load(query_time + place)
         inside = one[:, None] * NODES + number
-        rise = 0.5 + 0.5 * tl.cos(node_angles(NODES))
+        rise = 0.5 + 0.5 * _node_places(NODES, FAST)
         amplitude = tl.load(scalars).to(tl.float32)
         for far in range(split - NEAR_SPLITS, bound, FAR_SPLITS):
-            last, gap, log_span = _logarithm(nodes, slot + far)
-            age = gap * (tl.exp(rise * log_span) - 1.0)
+            last, gap, log_span = _logarithm(nodes, slot + far, FAST)
+            age = gap * (exp2(rise * log_span, FAST) - 1.0)
             seconds = (asked - last).to(tl.float32)[:, None] + age[None, :]
             value, slope, exponent = time_function_of(scalars, seconds, FAST)
             tile = ((first + 2 * far + 1) // 2).to(tl.int64)
             tl.store(values + tile * (SIDE * NODES) + inside, (amplitude * value).to(tl.float16))
         if split == NEAR_SPLITS:
-            last, gap, log_span = _logarithm(nodes, slot + own)
-            found = _basis((last - tl.load(key_time + place)).to(tl.float32), gap, log_span, NODES)
+            last, gap, log_span = _logarithm(nodes, slot + own, FAST)
+            found = _basis((last - tl.load(key_time + place)).to(tl.float32), gap, log_span, NODES, FAST)
             is_own = (block * SIDE + one < length)[:, None]
             to = place[:, None] * NODES + number
             tl.store(basis + to, found.to(tl.float16), mask=is_own)
@@ -348,15 +392,15 @@ class FunctionSums:
         kept: (tiles, heads, keys, queries).
         """
         found, heads = self._found, kept.shape[1]
-        rows, splits = found.rows.table.shape[0], SIDE // SLAB
-        far = found.blocks.table.shape[0] * heads * (BLOCK // SIDE)
+        blocks, splits = found.blocks.table.shape[0], SIDE // SLAB
+        near, far = blocks * (BLOCK // SIDE), blocks * heads * (BLOCK // SIDE)
         # Rows of blocks that are not there stay zero.
-        sums = torch.zeros(far + rows, 3, SIDE, dtype=torch.float32, device=kept.device)
-        _near_kernel[rows, splits](
+        sums = torch.zeros(far + near, 3, SIDE, dtype=torch.float32, device=kept.device)
+        _near_kernel[blocks, splits * (BLOCK // SIDE)](
             kept,
             sums[far:],
             self._scale,
-            *found.rows,
+            *found.blocks,
             self._plan.first_B,
             found.near_from,
             self._bias.time_function,
@@ -374,10 +418,15 @@ class FunctionSums:
         return sums[:far]
 
     def gradient(self) -> torch.Tensor:
-        """(3,) of the scalars."""
-        scalars, first = self._bias.time_function, self._sums[0].sum((0, 2))
+        """(3,) of the scalars, as `function_gradient` has it."""
+        scalars = self._bias.time_function
         assert scalars is not None
-        return function_gradient(scalars, sum((x.sum((0, 2)) for x in self._sums[1:]), start=first))
+        parts = torch.empty(len(self._sums), PARTS, 4, dtype=torch.float32, device=scalars.device)
+        for sums, own in zip(self._sums, parts, strict=True):
+            _parts_kernel[(PARTS,)](sums, own, len(sums), PARTS, CHUNK=16, SIDE=SIDE, num_warps=4)
+        found = torch.empty_like(scalars)
+        _gradient_kernel[(1,)](parts, scalars, found, len(self._sums), PARTS=PARTS, num_warps=1)
+        return found
 
 
 @triton.jit
@@ -398,10 +447,12 @@ def _near_kernel(
     SLAB: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    item, slab = tl.program_id(0), tl.program_id(1)
+    item, half, slab = tl.program_id(0), tl.program_id(1) % (BLOCK // SIDE), tl.program_id(1) // (BLOCK // SIDE)
     if item >= tl.load(state):
         return
-    start, length, b, block, first, count = row_of_tiles(schedule, item, first_tile, False, SIDE)
+    start, length, b, block, first, count = _row_of_block(schedule, item, half, first_tile, BLOCK, SIDE)
+    if block * SIDE >= length:
+        return
     query, key = tl.arange(0, SIDE), slab * SLAB + tl.arange(0, SLAB)
     asked = tl.load(query_time + start + tl.minimum(block * SIDE + query, length - 1))
     inside = key[:, None] * SIDE + query[None, :]
@@ -419,7 +470,42 @@ def _near_kernel(
         by_value += tl.sum(g * value, 0)
         by_slope += tl.sum(g * slope, 0)
         by_exponent += tl.sum(g * slope * exponent, 0)
-    out = sums + item * (3 * SIDE) + slab * SLAB + tl.arange(0, SLAB)
+    out = sums + (item * (BLOCK // SIDE) + half) * (3 * SIDE) + slab * SLAB + tl.arange(0, SLAB)
     tl.store(out, tl.sum(by_value.reshape([SLAB, SIDE // SLAB]), 1) * scale)
     tl.store(out + SIDE, tl.sum(by_slope.reshape([SLAB, SIDE // SLAB]), 1) * scale)
     tl.store(out + 2 * SIDE, tl.sum(by_exponent.reshape([SLAB, SIDE // SLAB]), 1) * scale)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _parts_kernel(sums, parts, count, num_parts, CHUNK: tl.constexpr, SIDE: tl.constexpr):
+    """(rows, 3, SIDE) to (parts, 4), of which the last is unused."""
+    part = tl.program_id(0)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, SIDE)[None, :]
+    by_value = tl.zeros([CHUNK, SIDE], tl.float32)
+    by_slope = tl.zeros([CHUNK, SIDE], tl.float32)
+    by_exponent = tl.zeros([CHUNK, SIDE], tl.float32)
+    for first in range(part * CHUNK, count, num_parts * CHUNK):
+        is_there = first + row < count
+        place = sums + (first + row) * (3 * SIDE) + column
+        by_value += tl.load(place, mask=is_there, other=0.0)
+        by_slope += tl.load(place + SIDE, mask=is_there, other=0.0)
+        by_exponent += tl.load(place + 2 * SIDE, mask=is_there, other=0.0)
+    tl.store(parts + 4 * part, tl.sum(by_value))
+    tl.store(parts + 4 * part + 1, tl.sum(by_slope))
+    tl.store(parts + 4 * part + 2, tl.sum(by_exponent))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _gradient_kernel(parts, scalars, out, groups, PARTS: tl.constexpr):
+    place = parts + 4 * tl.arange(0, PARTS)
+    by_value = tl.zeros([PARTS], tl.float32)
+    by_slope = tl.zeros([PARTS], tl.float32)
+    by_exponent = tl.zeros([PARTS], tl.float32)
+    for group in range(groups):
+        by_value += tl.load(place + group * (4 * PARTS))
+        by_slope += tl.load(place + group * (4 * PARTS) + 1)
+        by_exponent += tl.load(place + group * (4 * PARTS) + 2)
+    amplitude, power = tl.load(scalars).to(tl.float32), tl.exp(tl.load(scalars + 2).to(tl.float32))
+    tl.store(out, tl.sum(by_value, 0))
+    tl.store(out + 1, amplitude * power * tl.sum(by_slope, 0))
+    tl.store(out + 2, -amplitude * tl.sum(by_exponent, 0))

@@ -29,19 +29,49 @@ class WorkOrder(NamedTuple):
     """int32: blocks of all sequences, then a counter for each kernel, from 0"""
 
 
-def make_schedule(offsets: torch.Tensor, num_tokens: int, block: int) -> WorkOrder:
-    """Blocks of `block` rows, sequences by length from the longest; without waiting for the device."""
+def make_schedule(
+    offsets: torch.Tensor,
+    num_tokens: int,
+    block: int,
+    first_tile_B: torch.Tensor | None = None,
+    *,
+    side: int = 64,
+    is_square: bool = False,
+) -> WorkOrder:
+    """Blocks of `block` rows, sequences by length from the longest; without waiting for the device.
+
+    first_tile_B: int32, where the same launch writes the first tile of each sequence, see `plan_tiles`.
+    """
     num_sequences = offsets.numel() - 1
     table = torch.empty(max(num_tokens // block + num_sequences, 1), 4, dtype=torch.int32, device=offsets.device)
     state = torch.empty(1 + COUNTERS, dtype=torch.int32, device=offsets.device)
     _schedule_kernel[(max(num_sequences, 1),)](
-        offsets, table, state, num_sequences, BLOCK=block, CHUNK=1024, num_warps=4
+        offsets,
+        table,
+        state,
+        first_tile_B,
+        num_sequences,
+        BLOCK=block,
+        SIDE=side,
+        IS_SQUARE=is_square,
+        CHUNK=1024,
+        num_warps=4,
     )
     return WorkOrder(table, state)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
-def _schedule_kernel(offsets, table, state, num_sequences, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _schedule_kernel(
+    offsets,
+    table,
+    state,
+    first_tile,
+    num_sequences,
+    BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
+    IS_SQUARE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """One program a sequence: its place is behind every longer one, and behind equal ones of a lower number."""
     b = tl.program_id(0)
     is_real = b < num_sequences
@@ -49,6 +79,7 @@ def _schedule_kernel(offsets, table, state, num_sequences, BLOCK: tl.constexpr, 
     length = tl.load(offsets + b + 1, mask=is_real, other=0).to(tl.int32) - start
     before = 0
     total = 0
+    tiles_before = 0
     for first in range(0, num_sequences, CHUNK):
         i = first + tl.arange(0, CHUNK)
         is_inside = i < num_sequences
@@ -58,9 +89,15 @@ def _schedule_kernel(offsets, table, state, num_sequences, BLOCK: tl.constexpr, 
         is_before = (high - low > length) | ((high - low == length) & (i < b))
         before += tl.sum(tl.where(is_before & is_inside, blocks, 0))
         total += tl.sum(blocks)
+        if first_tile is not None:
+            sides = (high - low + SIDE - 1) // SIDE
+            tiles = sides * sides if IS_SQUARE else sides * (sides + 1) // 2
+            tiles_before += tl.sum(tl.where(i < b, tiles, 0))
     if b == 0:
         tl.store(state + tl.arange(0, 8), tl.where(tl.arange(0, 8) == 0, total, 0))
     if is_real:
+        if first_tile is not None:
+            tl.store(first_tile + b, tiles_before)
         blocks = (length + BLOCK - 1) // BLOCK
         for first in range(0, blocks, 64):
             i = first + tl.arange(0, 64)

@@ -135,7 +135,7 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
     )
     targets = torch.tensor([3, 0, 70, 1])
     rules = AttentionRules(num_targets_B=targets, num_context=4 if is_square else 0)
-    plan = plan_tiles(offsets, sum(lengths), 129, is_square=is_square)
+    plan, _ = plan_tiles(offsets, sum(lengths), 129, is_square=is_square)
     buckets = pair_buckets(seen, asked, offsets, plan, 59) if kind == "buckets" else None
     found = write_bias(
         bias,
@@ -197,7 +197,7 @@ def test_sums_over_kept_gradients_are_those_of_the_definition(option):
     )
     learned = [torch.zeros(141), torch.zeros(60), torch.tensor([0.7, 10.0, -0.7])]
     learned[1 if option == "function" else 2] = None
-    plan = plan_tiles(offsets, sum(lengths), 70, is_square=is_square)
+    plan, _ = plan_tiles(offsets, sum(lengths), 70, is_square=is_square)
     kept = torch.full((plan.most, 2, 64, 64), float("nan"))
     grad_BNN = torch.from_numpy(draw.normal(0, 1.0, (3, 70, 70))) * seen_mask(offsets, 70, rules)
     for number, length, a, b, tile in tiles_of(lengths, plan, is_square=is_square):

@@ -40,8 +40,8 @@ def found_for(kind, power, amplitude=1.0):
     scalars = torch.tensor([amplitude, math.log(86400.0), math.log(power)])
     bias = RelativeBias(time_function=scalars, time_T=seen, query_time_T=seen + 5.0)
     offsets = offsets_of(torch.tensor(LENGTHS))
-    plan = plan_tiles(offsets, sum(LENGTHS), max(LENGTHS), is_square=False)
-    return find_nodes(bias, offsets, plan, torch.bfloat16, is_reversed=False), bias, offsets, plan
+    plan, blocks = plan_tiles(offsets, sum(LENGTHS), max(LENGTHS), is_square=False, block=128)
+    return find_nodes(bias, plan, blocks, torch.bfloat16, is_reversed=False), bias, offsets, plan
 
 
 def pairs_of_blocks(found, offsets, plan):

@@ -120,6 +120,19 @@ def load_words(
 
 
 @gluon.jit
+def staged_words(smem):
+    """A tile of words out of shared memory, (64, 32) in the order of pair_tiles.py: each thread its own."""
+    return smem.load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def staged_halves(s, words, FAST: gl.constexpr, LAYOUT: gl.constexpr):
+    """`halves` of words that `staged_words` has loaded."""
+    each = _values(words, FAST).reshape([4, 4, 4, 2, 4, 2, 2, 2])
+    return s * 0.5 + gl.convert_layout(each.permute((1, 6, 2, 3, 0, 5, 4, 7)).reshape([64, 64]), LAYOUT)
+
+
+@gluon.jit
 def _values(words, FAST: gl.constexpr):
     """(..., 2) values of bfloat16 (fast), or of float16."""
     if FAST:

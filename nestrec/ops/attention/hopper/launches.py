@@ -31,7 +31,7 @@ from nestrec.ops.attention.pair_tiles import (
     write_bias,
 )
 from nestrec.ops.attention.table_sums import TableSums
-from nestrec.ops.attention.time_nodes import NODES, FunctionSums, TimeNodes, find_nodes
+from nestrec.ops.attention.time_nodes import BLOCK, NODES, FunctionSums, TimeNodes, find_nodes
 from nestrec.ops.attention.work_order import WorkOrder, make_schedule
 
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -90,24 +90,18 @@ def forward_pass(
 ) -> torch.Tensor:
     """(T, H, D) attention."""
     q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
-    biases = _Pairs(inputs, q).biases(is_reversed=False)
+    pairs = _Pairs(inputs, q)
+    biases = pairs.biases(is_reversed=False)
     if biases.far is not None:
         shapes = FAR
     else:
         shapes = WEIGHTS if biases.words is None else BY_DISTANCE if biases.origin >= 0 else WITH_BIAS
     tiles = shapes[width_of(q)]
-    schedule = _schedule(q, inputs, tiles.consumers, biases)
+    schedule = pairs.schedule(tiles.consumers)
     out = launch_stream(
         (q, q), (k, v), schedule, tiles, inputs, biases, is_gradient=False, is_reversed=False, counter=0
     )
     return _own_columns(out, q_THD)
-
-
-def _schedule(q: torch.Tensor, inputs: AttentionInputs, consumers: int, biases: "_Biases | None") -> WorkOrder:
-    """That of the blocks of far pairs, which is the one of two warp groups, if it has not been used."""
-    if biases is not None and biases.far is not None and consumers == 2:
-        return biases.far.blocks
-    return make_schedule(inputs.offsets, q.shape[0], ROWS.value * consumers)
 
 
 def backward_pass(
@@ -152,7 +146,7 @@ def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs",
     for first in range(0, q.shape[1], group):
         heads = slice(first, min(first + group, q.shape[1]))
         kept = torch.empty((pairs.plan.most, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device)
-        schedule = _schedule(q, inputs, 2, biases if first == 0 else None)
+        schedule = pairs.schedule(2)
         own = [x[:, heads] for x in (q, k, v, grad, dq, dk, dv)]
         launch_pair((own[1], own[2]), (own[0], own[3]), (own[5], own[6]), kept, schedule, inputs, biases, counter=0)
         far_sums = None if by_function is None else by_function.add_near(kept)
@@ -221,14 +215,24 @@ class _Pairs:
     def __init__(self, inputs: AttentionInputs, x_THD: torch.Tensor):
         self._inputs, self._num_tokens, self._dtype = inputs, x_THD.shape[0], x_THD.dtype
         self._plan: TilePlan | None = None
+        self._blocks: WorkOrder | None = None
         self._buckets = inputs.bias.buckets
 
     @property
     def plan(self) -> TilePlan:
         if self._plan is None:
             inputs = self._inputs
-            self._plan = plan_tiles(inputs.offsets, self._num_tokens, inputs.max_length, is_square=inputs.is_square)
+            self._plan, self._blocks = plan_tiles(
+                inputs.offsets, self._num_tokens, inputs.max_length, is_square=inputs.is_square, block=BLOCK
+            )
         return self._plan
+
+    def schedule(self, consumers: int) -> WorkOrder:
+        """Of blocks of so many warp groups, with counters at zero: once the one that came with the plan."""
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None and ROWS.value * consumers == BLOCK:
+            return blocks
+        return make_schedule(self._inputs.offsets, self._num_tokens, ROWS.value * consumers)
 
     @property
     def buckets(self) -> torch.Tensor | None:
@@ -248,7 +252,9 @@ class _Pairs:
         if bias.is_empty:
             return _Biases(None, -1, self.plan.first_B if has_tiles else None)
         if bias.time_function is not None and rules.is_plain:
-            far = find_nodes(bias, self._inputs.offsets, self.plan, self._dtype, is_reversed=is_reversed)
+            plan, blocks = self.plan, self._blocks
+            assert blocks is not None
+            far = find_nodes(bias, plan, blocks, self._dtype, is_reversed=is_reversed)
             has_lines = bias.position_table is not None
             lines = self._written(is_reversed=is_reversed, is_by_pair=False) if has_lines else NO_WORDS
             return _Biases(far.words, -1, self.plan.first_B, far, lines)
@@ -344,6 +350,7 @@ def launch_pair(
         *schedule,
         *inputs.scalars(x[0]),
         *biases.arguments(is_reversed=True, keys=ROWS.value),
+        _words_of(biases, inputs),
         COUNTER=counter,
         BY_DISTANCE=biases.origin >= 0,
         BY_BLOCK=biases.words is not None and biases.origin < 0,
@@ -395,6 +402,15 @@ def _columns_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Of few columns, so many rows at a time."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, NODES], _GL_TYPES[x.dtype])
     return TensorDescriptor(x, [len(x), NODES], [NODES, 1], [rows, NODES], layout)
+
+
+def _words_of(biases: _Biases, inputs: AttentionInputs) -> TensorDescriptor | None:
+    """Biases by pair, a tile at a time, where no rules say which tiles a block meets."""
+    words = biases.words
+    if words is None or biases.origin >= 0 or not inputs.rules.is_plain:
+        return None
+    layout = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE // 2], gl.int32)
+    return TensorDescriptor(words, [words.numel() * 2 // SIDE, SIDE // 2], [SIDE // 2, 1], [SIDE, SIDE // 2], layout)
 
 
 def _tiles_of(kept: torch.Tensor) -> TensorDescriptor:

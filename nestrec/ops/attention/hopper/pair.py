@@ -9,7 +9,7 @@ G can be kept, tile by tile (pair_tiles.py): d q is then one product instead of 
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0915, PLR0917, RUF059
+# ruff: noqa: PLR0912, PLR0915, PLR0917, RUF059
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nestrec.ops.attention.hopper.bias import halves, load_words, tile_of
+from nestrec.ops.attention.hopper.bias import halves, load_words, staged_halves, staged_words, tile_of
 from nestrec.ops.attention.hopper.pieces import (
     FIELDS,
     ROWS,
@@ -55,10 +55,15 @@ def _elements(
     LAYOUT: gl.constexpr,
     YB: gl.constexpr,
     DTYPE: gl.constexpr,
+    STAGED: gl.constexpr,
 ):
     """Weights and their gradients."""
     i, j = places(x0, y0, LAYOUT, True, YB)
-    w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB, BY_DISTANCE), FAST)
+    if STAGED:
+        half = staged_halves(s, words, FAST, LAYOUT)
+    else:
+        half = halves(s, words, bias, FAST, LAYOUT, YB, BY_DISTANCE)
+    w, g = silu_and_gradient(half, FAST)
     g *= dp
     if not is_whole(x0, y0, history, rules, True, HAS_RULES, YB):
         seen = seen_pairs(i, j, history, rules, HAS_RULES)
@@ -108,6 +113,19 @@ def _scores(k_tile, ys, smem, far, C: gl.constexpr, YB: gl.constexpr, D: gl.cons
 
 
 @gluon.jit
+def _take_words(words, staged, STAGED: gl.constexpr, C: gl.constexpr):
+    """Biases of a tile: what was loaded, or out of shared memory, where `words` is the phase of its barriers."""
+    if STAGED:
+        words_desc, words_smem, words_full, words_empty = staged
+        mbarrier.wait(words_full.index(C), words)
+        found = staged_words(words_smem.index(C))
+        mbarrier.arrive(words_empty.index(C), count=1)
+        return found
+    else:
+        return words
+
+
+@gluon.jit
 def _next_block(
     n,
     end,
@@ -129,6 +147,7 @@ def _next_block(
     rules,
     bias,
     far,
+    staged,
     IS_NEAR: gl.constexpr,
     C: gl.constexpr,
     HAS_RULES: gl.constexpr,
@@ -152,14 +171,14 @@ def _next_block(
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     own_bias = bias if IS_NEAR else far[5]
     OWN: gl.constexpr = BY_DISTANCE or not IS_NEAR
-    w, g = _elements(s, dp, words, x0, y0, history, rules, own_bias, HAS_RULES, OWN, FAST, S_LAYOUT, YB, DTYPE)
+    STAGED: gl.constexpr = staged[0] is not None
+    own_words = _take_words(words, staged, STAGED, C)
+    w, g = _elements(
+        s, dp, own_words, x0, y0, history, rules, own_bias, HAS_RULES, OWN, FAST, S_LAYOUT, YB, DTYPE, STAGED
+    )
     tile = tile_of(first_tile, x0, y0, length, True, IS_SQUARE)
     is_kept = is_tile(x0, y0, IS_SQUARE)
-    # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
-    # Behind the last near block it is fetched again, out of the cache: far ones have none.
     y0 = row_of_block(n + 1, low, high, prefix, True, HAS_RULES, YB)
-    ahead = row_of_block(gl.minimum(n + 1, end - 1), low, high, prefix, True, HAS_RULES, YB)
-    words = load_words(first_tile, x0, ahead, length, own_bias, True, IS_SQUARE, YB, OWN)
     q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
@@ -170,6 +189,13 @@ def _next_block(
     mbarrier.wait(q_full.index(ys), yp)
     s = _scores(k_tile, ys, smem, far, C, YB, D)
     buffer = _keep(g, kept, buffer, is_kept, tile, head, C)
+    if STAGED:
+        words = words ^ 1
+    else:
+        # Biases are fetched one block ahead, behind the fence of what is kept, which waits for every load before it.
+        # Behind the last near block it is fetched again, out of the cache: far ones have none.
+        ahead = row_of_block(gl.minimum(n + 1, end - 1), low, high, prefix, True, HAS_RULES, YB)
+        words = load_words(first_tile, x0, ahead, length, own_bias, True, IS_SQUARE, YB, OWN)
     dv, dk = warpgroup_mma_wait(1 if far[0] is None else 2, deps=(dv, dk))
     mbarrier.arrive(q_empty.index(last), count=1)
     mbarrier.arrive(do_empty.index(last), count=1)
@@ -196,6 +222,7 @@ def _last_block(
     bars,
     rules,
     bias,
+    staged,
     C: gl.constexpr,
     HAS_RULES: gl.constexpr,
     IS_SQUARE: gl.constexpr,
@@ -215,7 +242,11 @@ def _last_block(
     W_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     YTILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([YB, D], DTYPE)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-    w, g = _elements(s, dp, words, x0, y0, history, rules, bias, HAS_RULES, BY_DISTANCE, FAST, S_LAYOUT, YB, DTYPE)
+    STAGED: gl.constexpr = staged[0] is not None
+    own_words = _take_words(words, staged, STAGED, C)
+    w, g = _elements(
+        s, dp, own_words, x0, y0, history, rules, bias, HAS_RULES, BY_DISTANCE, FAST, S_LAYOUT, YB, DTYPE, STAGED
+    )
     q_tile = q_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
@@ -240,6 +271,7 @@ def _consumer(
     rules,
     bias,
     far,
+    staged,
     C: gl.constexpr,
     HAS_RULES: gl.constexpr,
     IS_SQUARE: gl.constexpr,
@@ -249,6 +281,8 @@ def _consumer(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
+    STAGED: gl.constexpr = staged[0] is not None
+    NOT_STAGED: gl.constexpr = (None, None, None, None)
     HAS_FAR: gl.constexpr = far[0] is not None
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
@@ -261,6 +295,7 @@ def _consumer(
     ys, yp = 0, 0
     its, itp = 0, 0
     buffer = 0
+    phase = 0
     zeros = gl.zeros([ROWS, YB], gl.float32, S_LAYOUT)
     k_tile = k_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
     v_tile = v_smem.index(C)._reinterpret(DTYPE, [ROWS, D], XTILE)
@@ -281,7 +316,10 @@ def _consumer(
         # The first biases are on their way while keys and queries are.
         y0 = row_of_block(gl.minimum(skipped, count - 1), low, high, prefix, True, HAS_RULES, YB)
         inside = gl.minimum(x0, (length - 1) // ROWS * ROWS)
-        words = load_words(first_tile, inside, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
+        if STAGED:
+            words = phase
+        else:
+            words = load_words(first_tile, inside, y0, length, bias, True, IS_SQUARE, YB, BY_DISTANCE)
         mbarrier.wait(x_full.index(0), xp)
         if skipped < count:
             dk = gl.zeros([ROWS, D], gl.float32, OUT_LAYOUT)
@@ -298,8 +336,10 @@ def _consumer(
             for n in range(skipped, gl.minimum(near, count - 1)):
                 dk, dv, s, dp, words, y0, buffer, ys, yp = _next_block(
                     n, near, k_tile, v_tile, dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules,
-                    bias, far, True, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                    bias, far, staged, True, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
                 )  # fmt: skip
+            if STAGED:
+                phase = words
             if HAS_FAR:
                 # Without words on their way in the registers of the loop.
                 if row_of_block(count - 1, low, high, prefix, True, HAS_RULES, YB) >= 128 * bound:
@@ -307,22 +347,27 @@ def _consumer(
                     for n in range(near, count - 1):
                         dk, dv, s, dp, far_words, y0, buffer, ys, yp = _next_block(
                             n, count, k_tile, v_tile, dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem,
-                            bars, rules, bias, far, False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
+                            bars, rules, bias, far, NOT_STAGED, False, C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D,
+                            STAGES, FAST,
                         )  # fmt: skip
                     dk, dv, buffer, ys, yp = _last_block(
-                        dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem, bars, rules, far[5],
+                        dk, dv, s, dp, far_words, y0, buffer, ys, yp, item, kept, smem, bars, rules, far[5], NOT_STAGED,
                         C, HAS_RULES, IS_SQUARE, True, YB, D, STAGES, FAST,
                     )  # fmt: skip
                 else:
                     dk, dv, buffer, ys, yp = _last_block(
-                        dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules, bias,
+                        dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules, bias, staged,
                         C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
                     )  # fmt: skip
+                    if STAGED:
+                        phase ^= 1
             else:
                 dk, dv, buffer, ys, yp = _last_block(
-                    dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules, bias,
+                    dk, dv, s, dp, words, y0, buffer, ys, yp, item, kept, smem, bars, rules, bias, staged,
                     C, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST,
                 )  # fmt: skip
+                if STAGED:
+                    phase ^= 1
             k_tile.store((dk * scale).to(DTYPE))
             v_tile.store((dv * scale).to(DTYPE))
             fence_async_shared()
@@ -364,6 +409,7 @@ def pair_kernel(
     zero_tile,
     lines,
     lines_origin,
+    words_desc,
     COUNTER: gl.constexpr,
     BY_DISTANCE: gl.constexpr,
     BY_BLOCK: gl.constexpr,
@@ -395,6 +441,11 @@ def pair_kernel(
         barriers(2, 1),
         barriers(2, 2),
     )
+    if words_desc is None:
+        staged = (None, None, None, None)
+    else:
+        words_smem = gl.allocate_shared_memory(gl.int32, [2, 64, 32], words_desc.layout)
+        staged = (words_desc, words_smem, barriers(2, 1), barriers(2, 1))
     fence_async_shared()
     gl.thread_barrier()
     kept = (g_desc, g_smem, heads)
@@ -410,11 +461,11 @@ def pair_kernel(
     descs = (k_desc, v_desc, q_desc, do_desc)
     # fmt: off
     gl.warp_specialize([
-        (_consumer, (dk_desc, dv_desc, kept, smem, bars, scale, rules, bias, far,
+        (_consumer, (dk_desc, dv_desc, kept, smem, bars, scale, rules, bias, far, staged,
                      0, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST)),
-        (_consumer, (dk_desc, dv_desc, kept, smem, bars, scale, rules, bias, far,
+        (_consumer, (dk_desc, dv_desc, kept, smem, bars, scale, rules, bias, far, staged,
                      1, HAS_RULES, IS_SQUARE, BY_DISTANCE, YB, D, STAGES, FAST)),
-        (producer, (descs, smem, bars, table, state, heads, rules, bias, far,
+        (producer, (descs, smem, bars, table, state, heads, rules, bias, far, staged,
                     COUNTER, BY_BLOCK, HAS_RULES, True, True, 2, YB, D, STAGES, 1)),
     ], [4, 1], [240, 24])
     # fmt: on

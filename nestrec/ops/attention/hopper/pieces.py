@@ -242,6 +242,7 @@ def producer(
     rules,
     bias,
     far,
+    staged,
     COUNTER: gl.constexpr,
     BY_BLOCK: gl.constexpr,
     HAS_RULES: gl.constexpr,
@@ -270,6 +271,8 @@ def producer(
     xs, xp = 0, 1
     ys, yp = 0, 1
     its, itp = 0, 1
+    words_desc, words_smem, words_full, words_empty = staged  # None, where no biases come by the copy engine
+    words_phase = 3  # a bit for each consumer
     while index < total:
         start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, BY_BLOCK)
         low, high, prefix = range_of_y(x0, length, history, rules, REVERSED, HAS_RULES, XB, YB)
@@ -313,6 +316,17 @@ def producer(
             mbarrier.wait(y1_empty.index(ys), yp)
             mbarrier.expect(y1_full.index(ys), YB * D * 2)
             load_rows(y1_desc, start, length, row, head, y1_full.index(ys), y1_smem.index(ys))
+            if words_desc is not None:
+                # Biases of near pairs, of what each consumer meets, behind the block that they belong to.
+                for c in gl.static_range(CONSUMERS):
+                    asks, sees = row // 64, x0 // 64 + c
+                    is_near = (row // 128 < bound) if HAS_FAR else True
+                    if is_near & (sees <= asks) & (sees * 64 < length):
+                        bar, tile = words_full.index(c), first_tile + asks * (asks + 1) // 2 + sees
+                        mbarrier.wait(words_empty.index(c), (words_phase >> c) & 1)
+                        mbarrier.expect(bar, 64 * 64 * 2)
+                        tma.async_copy_global_to_shared(words_desc, [tile * 64, 0], bar, words_smem.index(c))
+                        words_phase = words_phase ^ (1 << c)
             ys, yp = next_stage(ys, yp, STAGES)
     mbarrier.wait(item_empty.index(its), itp)
     put_end(item_smem, its)

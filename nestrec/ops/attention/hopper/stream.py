@@ -400,7 +400,7 @@ def stream_kernel(
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias, far,
                          1, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
-            (producer, (descs, smem, bars, table, state, heads, rules, bias, far,
+            (producer, (descs, smem, bars, table, state, heads, rules, bias, far, (None, None, None, None),
                          COUNTER, BY_BLOCK, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
         ], [4, 1], [240 if values_desc is None else 232, 24 if values_desc is None else 40])
     else:
@@ -414,7 +414,7 @@ def stream_kernel(
             (_consumer, (out_desc, smem, out_smem, bars, scale, rules, bias, far,
                          2, HAS_RULES, IS_SQUARE, BY_DISTANCE, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES,
                          FAST, OWN_OUT)),
-            (producer, (descs, smem, bars, table, state, heads, rules, bias, far,
+            (producer, (descs, smem, bars, table, state, heads, rules, bias, far, (None, None, None, None),
                          COUNTER, BY_BLOCK, HAS_RULES, GRADIENT, REVERSED, CONSUMERS, YB, D, STAGES, XSTAGES)),
         ], [4, 4, 1], [160, 160, 24])
     # fmt: on
