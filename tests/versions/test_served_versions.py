@@ -106,6 +106,31 @@ def test_prefixes_of_older_versions_are_not_used(data, tmp_path):
         assert {entry.key.version for entry in engine.tiers.device.entries()} == {served.servable.version}
 
 
+def test_prefixes_of_older_versions_leave_when_the_change_is_over(data, tmp_path, monkeypatch):
+    """Requests wait for a change, and there may be many prefixes."""
+
+    async def run(served, engine):
+        async with served.client() as client:
+            for user in ("ann", "bob"):
+                assert (await client.post("/v1/rank", json={**ASKED, "user": user})).status_code == 200
+            served.publish()
+            assert served.follower.look()
+            assert kept == [2]
+            await client.post("/v1/rank", json={**ASKED, "user": "eve"})
+            assert len(engine.tiers.device.entries()) == 1
+
+    with serving(data, tmp_path, "ranking") as served:
+        (engine,) = served.service.fleet("ranking").engines
+        change, kept = engine._change, []
+
+        def watched(*given):
+            change(*given)
+            kept.append(len(engine.tiers.device.entries()))
+
+        monkeypatch.setattr(engine, "_change", watched)
+        asyncio.run(run(served, engine))
+
+
 def test_damage_keeps_the_version_in_service_until_a_full_one_heals_it(data, tmp_path):
     with serving(data, tmp_path, "hstu") as served:
         before = served.servable.version

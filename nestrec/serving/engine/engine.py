@@ -41,7 +41,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
 _SMOOTH = 0.05
-_STALE_A_TURN = 256
+_STALE_A_TURN = 32
 _BUSY = 0.5
 """share of its time that a device works where work waits for it rather than for the host"""
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
@@ -339,8 +339,8 @@ class Engine:
         self._planner.begin_again(version)
         for work in self.tiers.waiting():
             work.begin_again(version)
-        self._drop_stale()
         done.set_result(None)
+        self._post(self._drop_stale)  # with the next turns: requests wait while the version changes
 
     def _drop_stale(self) -> None:
         """Prefixes of other versions, a few between two batches: there may be many."""
