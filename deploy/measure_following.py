@@ -9,6 +9,7 @@ write theirs with, in a process of its own.
 
 import argparse
 import functools
+import gc
 import json
 import math
 import shlex
@@ -108,6 +109,17 @@ def load_of(url: str, cfg: ReplayConfig, seed: int) -> Load:
     return replace(load, at_s=at_s, paths=load.paths[: len(at_s)], bodies=load.bodies[: len(at_s)])
 
 
+def sent(url: str, load: Load) -> Trial:
+    """What became of a load. Nothing is collected meanwhile: over all that is loaded here that takes a tenth of a
+    second, which would be felt as latency."""
+    gc.collect()
+    gc.disable()
+    try:
+        return run_punctually(send_load(url, load, 0.0))
+    finally:
+        gc.enable()
+
+
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     address, port, began_s = str(folder / "published"), free_port(), time.monotonic()
     encoder = encoder_of(chosen)
@@ -124,7 +136,8 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=chosen.items
         )
         ask_for_delta(writer)  # the first of its kind makes what all others use
-        run_punctually(send_load(url, load_of(url, replace(cfg, duration_s=3.0), 0), 0.0))
+        sent(url, load_of(url, replace(cfg, duration_s=3.0), 0))
+        sent(url, load_of(url, replace(cfg, duration_s=2.0, rate=1.5 * cfg.rate), 2**31))
         trials: dict[str, list[Trial]] = {"still": [], "deltas": []}
         for number in range(chosen.rounds):
             found = {}
@@ -134,7 +147,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 if way == "deltas":  # while the load lasts: each has time to be written and taken
                     moments = np.arange(0.2 * chosen.every, chosen.seconds - 0.5 * chosen.every, chosen.every)
                     threading.Thread(target=ask_for_deltas, args=(writer, moments.tolist())).start()
-                trial = run_punctually(send_load(url, load, 0.0))
+                trial = sent(url, load)
                 found[way] = (trial, metric(url, "nestrec_version_number") - before)
                 trials[way].append(trial)
             rows.append(row_of(found, chosen, number))
