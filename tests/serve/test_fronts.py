@@ -17,6 +17,7 @@ from front_processes import NUM_FRONTS, children_of, fronts_of, is_asked, wait_f
 from rolling_load import ASKED, Load
 from server_process import post, running_server, status_once_sent
 
+from nestrec.base.devices import chosen_device
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
@@ -60,7 +61,8 @@ def served(models):
 def one_process(models):
     """The application of a server of the same models, without any process."""
     engine = EngineConfig(max_queue_s=1000.0, trigger=TriggerConfig(policy="never"))
-    service = Service.load([models / "ranking1", models / "retrieval"], ServiceConfig(engine=engine))
+    folders = [models / "ranking1", models / "retrieval"]
+    service = Service.load(folders, ServiceConfig(engine=engine), chosen_device("auto"))
     yield App(service, LimitsConfig(default_timeout_ms=10_000, tells_prefix=True))
     service.close()
 

@@ -39,6 +39,9 @@ class RelayBench:
     """servers behind a gateway (over HTTP)"""
     front_processes: int | None = None
     """of each server (over HTTP); none: as it chooses"""
+    asks_first: bool = True
+    """users tell the number of their events, and send them where they are wanted (over HTTP); false: they are sent at
+    once, and the server decides"""
     history: tuple[int, ...] = (512,)
     """events of a user; two tokens each"""
     lengths: tuple[int, ...] = ()

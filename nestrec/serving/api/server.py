@@ -50,7 +50,7 @@ from nestrec.serving.versions.follower import VersionFollowConfig
 _LOG = logging.getLogger(__name__)
 SLOT_VARIABLE = "NESTREC_SLOT"
 """of the environment of an instance: its number behind a front"""
-_CORES_A_FRONT, _MOST_FRONTS = 4, 4
+_CORES_A_FRONT, _MOST_FRONTS, _AWAKE_MS = 4, 4, 20.0
 _COLLECT_EVERY = 20_000
 """objects made and not yet freed between two looks for garbage: requests leave next to none that must be looked for"""
 
@@ -79,6 +79,9 @@ class ServeConfig:
     front_processes: Natural | None = None
     """processes that read requests and write answers, beside the one that computes; 0 or 1: that one does it itself;
     none: one for every four cores beside a GPU, four at most, where no front stands before"""
+    front_awake_ms: NonNegative | None = None
+    """for which a front process keeps its core awake after a request, since one that slept is slow for the next; none:
+    20 beside a GPU, else 0"""
     ray_gpus: NonNegative | None = None
     """GPUs that each instance asks Ray for, a part of one where several share it; none: one where it runs on a GPU"""
     threads: Count = 1
@@ -138,6 +141,8 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
         if template is None:
             run_server(uvicorn_config(app, cfg, app, safety), sockets, signals, lambda: announce(url))
         else:
+            if cfg.front_awake_ms is None:
+                cfg = replace(cfg, front_awake_ms=_AWAKE_MS if torch.device(device).type == "cuda" else 0.0)
             hub = _hub(app, cfg, safety, template, count=count, port=port_of(sockets))
             hub.run(uvicorn_config(hub, cfg, safety=safety), sockets, signals, lambda: announce(url))
     finally:

@@ -13,7 +13,7 @@ _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
 _SHORTEST_SPIN_S, _LOOKED_FOR = 3e-5, 0.75
 """how a thread that spins looks for the end of a batch: after so much of the time that is left. Each look takes the
 interpreter from whoever reads requests"""
-_AWAKE_S = 2e-3
+_AWAKE_S = 1e-2
 """for which a thread that spins waits for the next request before it sleeps: whoever wakes it pays for that, with the
 interpreter in its hands"""
 _SMOOTH = 0.05
@@ -95,6 +95,7 @@ class EnginePace:
         """A moment before sleeping: requests come in bursts, and a core that slept is slow for the first of them."""
         if self._spin is None:
             return
-        seen = self._calls.count
+        seen, end_s = self._calls.count, time.perf_counter() + _AWAKE_S
         if not has_something_to_do():
-            self._spin.wait_for_call(_AWAKE_S, self._calls, seen)
+            while self._calls.count == seen and (left_s := end_s - time.perf_counter()) > 0:
+                self._spin.wait_for_call(left_s, self._calls, seen)

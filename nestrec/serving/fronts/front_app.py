@@ -63,9 +63,11 @@ class FrontApp:
         observed: FrontCounts,
         *,
         connect: Callable[[], Any],
+        called: Callable[[], None],
     ):
-        """connect: awaited before the first request."""
+        """connect: awaited before the first request. called: told of each."""
         self._service, self._limits, self._observed, self._connect = service, limits, observed, connect
+        self._called = called
         hot = [endpoint for endpoint in endpoints.values() if endpoint.runs_in_fronts]
         self._hot = Posts(_Hot(service, limits), hot, observed.observe)
         self._routes = {endpoint.path for endpoint in endpoints.values()}
@@ -98,6 +100,7 @@ class FrontApp:
         self._observed.refusals = refusals
 
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+        self._called()
         await self._hot.serve(route, Sender(client, len(body)), self._posted(route, client, body), reply)
 
     async def _posted(self, route: str, client: str, body: bytes) -> Answered:

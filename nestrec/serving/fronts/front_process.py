@@ -20,6 +20,7 @@ from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.fronts.awake import Awake
 from nestrec.serving.fronts.frames import FrameKind
 from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
 from nestrec.serving.fronts.remote import RemoteService
@@ -51,7 +52,8 @@ def run_front(channel: socket.socket, sockets: list[socket.socket], rates: Rates
         service.channel.send(FrameKind.LISTENING, os.getpid())
 
     service = RemoteService(cfg.service, tell, signals.stop)
-    app = FrontApp(service, cfg.limits, all_endpoints(), observed, connect=connect)
+    awake = Awake((cfg.front_awake_ms or 0.0) / 1e3)
+    app = FrontApp(service, cfg.limits, all_endpoints(), observed, connect=connect, called=awake.called)
     try:
         run_server(uvicorn_config(app, cfg, app, safety), sockets, signals, announce)
     finally:
