@@ -48,6 +48,7 @@ TOPICS = (
     {"quality.json", "negatives-quality.json", "nested-quality.json"},
     {"demo.json", "ranking.json"},
     {"front.json", "front-processes.json"},
+    {"relay.json", "serving.json"},
 )
 """Files of one bench and machine that are different experiments: other runs, other data, other papers."""
 
