@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -16,6 +15,7 @@ from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
+from nestrec.testing.commands import piped
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 PATIENCE_S = 200.0
@@ -34,16 +34,14 @@ def link(tmp_path):
 
 @pytest.fixture
 def start(link):
-    """Starts a gateway and its instances: (port, process)."""
+    """Starts a gateway and its instances: (port, process). The gateway is forked from one that has loaded torch."""
     started = []
 
     def start(num_instances, **environment):
         port = free_port()
         command = [sys.executable, "-m", "nestrec", "serve", "--model", str(link), "--port", str(port)]
         command += ["--instances", str(num_instances), "--front", "gateway"]
-        process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stderr=subprocess.PIPE
-        )
+        process = piped(command, {**os.environ, "OMP_NUM_THREADS": "1", **environment})
         started.append(process)
         return port, process
 
@@ -53,7 +51,7 @@ def start(link):
             child.kill()
         process.kill()
         process.wait()
-        process.stderr.close()
+        process.stdout.close()
 
 
 def children(process):
@@ -71,7 +69,7 @@ def wait_until(is_so, what):
 
 
 def wait_for_line(process, text):
-    for line in process.stderr:
+    for line in process.stdout:
         if text in line:
             return
     raise AssertionError(f"it ended without {text}")
@@ -121,8 +119,8 @@ def test_sigterm_while_instances_start_ends_all_of_them(start):
     wait_until(lambda: len(children(process)) == 2, "instances begin")
     instances = children(process)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode == 0
+    output = process.stdout.read()
+    assert process.wait(PATIENCE_S) == 0
     assert b"serving on" not in output
     assert not any(child.is_running() for child in instances)
 

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -21,6 +20,7 @@ from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.forms import make_form
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.random_model import random_retrieval
+from nestrec.testing.commands import start
 
 PATIENCE_S = 200.0
 """for processes to start, on a machine that others share"""
@@ -43,8 +43,9 @@ def served(tmp_path_factory):
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     command += ["--instances", "2", "--front", "nginx", "--service.engine.trigger.policy", "all"]
     log = folder.parent / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=file)
+    log.touch()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = start(command, is_forked=True, env=environment, cwd=None, output=log)
     end_s = time.monotonic() + PATIENCE_S
     while b"serving on" not in log.read_bytes():
         assert process.poll() is None, log.read_text()
