@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -20,15 +21,16 @@ def ask_for_huge_pages() -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Around the import of many modules, none of which is ever garbage: looked through neither now nor later.
+    """Around the import of torch and many modules, none of which is ever garbage: looked through neither now nor later.
 
-    Beside torch that is a fifth of the time of loading them.
+    That is a fifth of the time of loading them. Where torch is there already, what was made since may be garbage.
     """
-    was_enabled = gc.isenabled()
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if was_enabled:
-            gc.enable()
+        gc.enable()

@@ -37,8 +37,13 @@ def test_large_tensors_come_on_huge_pages_unless_the_user_says_no() -> None:
     assert _faults(**path, THP_MEM_ALLOC_ENABLE="0") >= small_pages
 
 
-def test_what_is_made_while_modules_load_is_not_looked_through_for_garbage() -> None:
+def test_what_is_made_while_modules_load_is_not_looked_through_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)
     before = gc.get_freeze_count()
+    with loading():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() <= before, "torch is there already"
+    monkeypatch.delitem(sys.modules, "torch")
     with loading():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
