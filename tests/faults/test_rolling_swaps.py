@@ -29,6 +29,7 @@ def running_front(front, folder, num_instances):
     words = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     words += ["--instances", str(num_instances), "--front", front]
     words += ["--service.session_s", "20"]  # requests of this test wait for the machine, not for a user
+    words += ["--service.engine.trigger.policy", "all"]  # else the gateway answers signals of short histories itself
     process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     try:
         assert any(b"serving on" in line for line in process.stderr)
