@@ -14,24 +14,13 @@ from test_gateway import listening
 
 from nestrec.client import AskError, AsyncClient, BusyError, Client
 from nestrec.client.attempts import Attempts
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.routes import ENDPOINTS
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.ports import free_port
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 HISTORY = {"items": ["1", "2"], "times_ms": [1, 2]}
-
-
-@pytest.fixture(scope="module")
-def service():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()
 
 
 def test_both_clients_ask_a_server(service):

@@ -3,9 +3,7 @@
 import asyncio
 
 import orjson
-import pytest
 
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.fronts.frames import Channel, FrameKind
@@ -13,8 +11,6 @@ from nestrec.serving.fronts.hub import FrontHub
 from nestrec.serving.fronts.processes import FrontProcess
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
 
 HEAD = {"raw_path": "/v1/rank", "query": "", "client": "c", "id": "one", "trace": ""}
 
@@ -29,14 +25,6 @@ class BusyStore(MemoryHistoryStore):
     async def get(self, user, timeout_s):
         self.was_asked.set()
         await asyncio.Event().wait()
-
-
-@pytest.fixture(scope="module")
-def service():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()
 
 
 def hub_of(app):

@@ -9,15 +9,12 @@ import pytest
 from redis_server import running_redis
 
 from nestrec.base.errors import UserError
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.redis_store import RedisHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig, StoreAwayError, make_store
 from nestrec.serving.histories.trips import Trips
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
 
 PATIENCE_S = 5.0
 LIMITS = LimitsConfig(default_timeout_ms=5000)
@@ -33,14 +30,6 @@ def server(tmp_path_factory):
 def cfg(server):
     server.command("FLUSHALL")
     return HistoryStoreConfig(url=server.url, timeout_ms=2000.0)
-
-
-@pytest.fixture(scope="module")
-def service():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()
 
 
 def events(*times):

@@ -19,7 +19,6 @@ from server_process import exchange, status_of
 
 from nestrec.base.errors import UserError
 from nestrec.cli.health import check_health
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.endpoint import Endpoint
 from nestrec.serving.api.process.log_lines import JsonLogLines, LogConfig, TextLogLines
@@ -31,11 +30,9 @@ from nestrec.serving.load.replay import ReplayConfig, replay
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.ports import free_port
 from nestrec.serving.many.start import instance_arguments, serve_many
-from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.digests import digest_of, new_key
 from nestrec.serving.safety.keys import KeyEntry, add_entry
-from nestrec.serving.service import Service, ServiceConfig
 
 LIMITS = LimitsConfig(default_timeout_ms=5000)
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
@@ -69,14 +66,6 @@ ENDPOINTS = {
     "quiet": Endpoint(method="GET", path="/v1/probe", summary="-", handle=_say_done, admin=True),
     "fails": Endpoint(method="GET", path="/v1/fails", summary="-", handle=_fail),
 }
-
-
-@pytest.fixture(scope="module")
-def service():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()
 
 
 @pytest.fixture

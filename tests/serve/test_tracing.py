@@ -11,26 +11,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nestrec.base.errors import UserError
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving import tracing
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig
 from nestrec.serving.many.gateway import Gateway
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
 
 LIMITS = LimitsConfig(default_timeout_ms=5000)
 BODY = {"user": "user-4711", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-@pytest.fixture(scope="module")
-def service():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()
 
 
 @pytest.fixture
