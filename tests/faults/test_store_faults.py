@@ -19,7 +19,7 @@ from nestrec.serving.model.random_model import random_retrieval
 
 NUM_USERS, NUM_ITEMS = 24, 200
 EPSILON = 1e-5
-TIMEOUT_S, GRACE_S = 2.0, 1.0
+TIMEOUT_S, GRACE_S = 2.0, 5.0
 """grace: what this process and the machine may add"""
 
 
