@@ -9,7 +9,6 @@ write theirs with, in a process of its own.
 
 import argparse
 import functools
-import gc
 import json
 import math
 import shlex
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.memory import uncollected
 from nestrec.bench.harness.frame import write_frame
 from nestrec.checkpoint import Peers
 from nestrec.checkpoint.places import place_of
@@ -110,14 +110,9 @@ def load_of(url: str, cfg: ReplayConfig, seed: int) -> Load:
 
 
 def sent(url: str, load: Load) -> Trial:
-    """What became of a load. Nothing is collected meanwhile: over all that is loaded here that takes a tenth of a
-    second, which would be felt as latency."""
-    gc.collect()
-    gc.disable()
-    try:
+    """What became of a load."""
+    with uncollected():  # it would take a tenth of a second here
         return run_punctually(send_load(url, load, 0.0))
-    finally:
-        gc.enable()
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

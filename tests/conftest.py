@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from nestrec.serving.service import Service
     from nestrec.testing.ranks import RankPool
 
 
@@ -85,3 +86,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 settings.register_profile("nestrec", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("nestrec")
+
+
+@pytest.fixture(scope="module")
+def service() -> "Iterator[Service]":
+    """The smallest one: it retrieves from 50 items."""
+    from nestrec.models.hstu import HSTUConfig  # torch is not loaded for tests that need none
+    from nestrec.serving.model.random_model import random_retrieval
+    from nestrec.serving.service import Service, ServiceConfig
+
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    yield service
+    service.close()

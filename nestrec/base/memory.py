@@ -20,6 +20,17 @@ def ask_for_huge_pages() -> None:
 
 
 @contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Around a measurement of latencies: a collection of garbage over all that is there would be felt as one."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Around the import of torch and many modules, none of which is ever garbage: looked through neither now nor later.
 

@@ -63,10 +63,14 @@ def in_order(calls: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
             yield ahead.popleft().result()
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cores_of_rank() -> int:
-    """Cores of this host for each rank on it, or of those that this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Those for each rank on this host."""
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def niceness(thread: int) -> int:

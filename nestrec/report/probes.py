@@ -39,10 +39,11 @@ def pytorch() -> str:
 def cpu() -> str:
     import psutil
 
+    from nestrec.base.parallel import usable_cores
+
     memory = psutil.virtual_memory()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     free_gib, total_gib = memory.available / _GIB, memory.total / _GIB
-    return f"{usable} cores usable of {os.cpu_count()}, {free_gib:.1f} of {total_gib:.1f} GiB memory free"
+    return f"{usable_cores()} cores usable of {os.cpu_count()}, {free_gib:.1f} of {total_gib:.1f} GiB memory free"
 
 
 def disk() -> str:

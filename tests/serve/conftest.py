@@ -8,10 +8,7 @@ from small_recipes import LENGTH, ranking_recipe
 
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.model.export import export_run
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
 from nestrec.tasks.table_options import TableOptions
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes import recipe
@@ -60,12 +57,3 @@ def half_ranking(tmp_path_factory, dataset_folder) -> Exported:
     tables = {"items": TableOptions(dtype="bfloat16"), "item_topic": TableOptions(dtype="float16")}
     cfg = replace(ranking_recipe(dataset_folder), tables=tables)
     return train_and_export(cfg, tmp_path_factory.mktemp("half_ranking"))
-
-
-@pytest.fixture(scope="module")
-def service():
-    """The smallest one: it retrieves from 50 items."""
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()

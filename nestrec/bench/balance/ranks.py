@@ -6,7 +6,6 @@ to enter. Where ranks share cores, wall times say little of waiting: a rank that
 processor time of forward and backward passes is reported too, which does not depend on who else runs.
 """
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from nestrec.balance.measured import waiting
 from nestrec.balance.metrics import imbalance, straggler
 from nestrec.base.config import to_plain
+from nestrec.base.parallel import usable_cores
 from nestrec.bench.balance.job import COMMUNICATORS, MeasuredBench, measure_rank
 from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed.local_ranks import run_on_ranks
@@ -65,7 +65,7 @@ def _row(bench: MeasuredBench, policy: str, ranks: Sequence[Mapping[str, Any]], 
         "batch": bench.batch,
         "measured": True,
         "noise": "real",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "mode": bench.mode,
         "rounds": bench.rounds,
         "cost": first["cost"],

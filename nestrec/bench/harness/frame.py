@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import psutil
 import torch
 
 from nestrec.base.errors import UserError
+from nestrec.base.parallel import usable_cores
 from nestrec.base.paths import check_file
 
 
@@ -20,7 +20,7 @@ def hardware() -> dict[str, Any]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": devices,
         "python": platform.python_version(),

@@ -9,7 +9,6 @@ configuration is that of its own rounds.
 """
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError
+from nestrec.base.parallel import usable_cores
 from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.bench.harness.frame import load_frame
 from nestrec.bench.planning.calibrate import token_flops
@@ -169,14 +169,16 @@ def predict(bench: PredictionBench, measured: Measured) -> tuple[list[dict[str, 
 
 def fit_model(cases: Sequence[_Case], steps: int) -> Model:
     """From serial runs: lines from ranks with a core each, exchanges by number of ranks, crowding from whole steps."""
-    plain = [_observed(case) for case in cases if case.bed.ranks <= _cores()]
+    plain = [_observed(case) for case in cases if case.bed.ranks <= usable_cores()]
     if not plain:
-        raise UserError("has no bed with a core for each rank", field="ranks", value=_cores(), remedy="add one")
+        raise UserError("has no bed with a core for each rank", field="ranks", value=usable_cores(), remedy="add one")
     profiles: dict[int, Profile] = {}
     spreads: dict[int, Spreads] = {}
     worlds: dict[int, WorldFit] = {}
     for ranks in sorted({case.bed.ranks for case in cases}):
-        worlds[ranks] = world = fit_world([_observed(case) for case in cases if case.bed.ranks == ranks], _cores())
+        worlds[ranks] = world = fit_world(
+            [_observed(case) for case in cases if case.bed.ranks == ranks], usable_cores()
+        )
         profiles[ranks] = profile = profile_of(plain, world)
         spreads[ranks] = {"forward_backward": compute_spread(plain, profile), "exchange_vectors": world.spread,
                           "exchange_gradients": world.spread}  # fmt: skip
@@ -194,7 +196,7 @@ def _observed(case: _Case) -> Observed:
 
 def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
     """What explains the steps best of ranks that share cores."""
-    crowded = [case for case in cases if case.bed.ranks > _cores()]
+    crowded = [case for case in cases if case.bed.ranks > usable_cores()]
 
     def error(crowding: float) -> float:
         tried = replace(model, crowding=crowding)
@@ -229,7 +231,7 @@ def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
     hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
     loads = case.loads.starting_at(first - 1)
     costs = StepCosts(loads, model.profiles[ranks], links, mesh, store="dram", hands_over=hands_over)
-    hosts = Hosts(ranks=ranks, cores=_cores(), crowding=model.crowding)
+    hosts = Hosts(ranks=ranks, cores=usable_cores(), crowding=model.crowding)
     speed = case.bed.link_mbit / 8e3 * 1e9
     varied = Varied(costs, model.spreads[ranks], ranks, wire_speed=speed, seed=first)
     return float(replay_shared(program, varied, mesh, hosts).step_s().max()) * 1e3
@@ -268,10 +270,6 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         "measured_ms": float, "predicted_ms": float, "error": float, "spread": float,
     }  # fmt: skip
     return [{name: of(row[name]) for name, of in names.items()} for row in rows]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rows_of(bench: PredictionBench) -> Generator[Row, None, More]:

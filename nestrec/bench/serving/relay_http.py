@@ -5,10 +5,8 @@ and a few more. The budget of ranking is the SLO, as a user would set it; nothin
 what a mode is (`full` keeps no prefix and gets no signals).
 """
 
-import gc
 import itertools
 import json
-import os
 import statistics
 import time
 import urllib.request
@@ -21,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from nestrec.base.errors import UserError
+from nestrec.base.memory import uncollected
+from nestrec.base.parallel import usable_cores
 from nestrec.bench.serving.relay_bed import RelayBench
 from nestrec.bench.serving.relay_modes import MODES
 from nestrec.serving.load.engine_load import RelayLoad, arrivals
@@ -148,7 +148,7 @@ class _Bed:
     @property
     def _client(self) -> SocketLoad:
         """That never sleeps where there are cores for it: what its own takes to wake is not the server's."""
-        return SocketLoad(self.port, timeout_s=10.0, polls=len(os.sched_getaffinity(0)) >= _MANY_CORES)
+        return SocketLoad(self.port, timeout_s=10.0, polls=usable_cores() >= _MANY_CORES)
 
     def row(
         self, lengths: tuple[int, ...], asked: int, returning: float, slo_ms: float, *, start: float
@@ -206,12 +206,8 @@ class _Bed:
                   for place, i in enumerate(order) if i >= len(pairs) and bench.asks_first}  # fmt: skip
         sent = [sent[i] for i in order]
         moments = np.array([moment for moment, *_ in sent])
-        gc.collect()
-        gc.disable()  # a collection over all those requests would be felt as latency
-        try:
+        with uncollected():
             outcome = self._client.run(moments, [request for _, request, *_ in sent], wanted)
-        finally:
-            gc.enable()
         latency_ms = np.where(outcome.status == 200, (outcome.ended_s - moments) * 1e3, np.inf)
         counted = np.array([is_rank and at >= load.warm_s for *_, is_rank, at in sent])
         late_ms = float(np.quantile((outcome.sent_s - moments)[counted], 0.99)) * 1e3

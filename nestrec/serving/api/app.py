@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from nestrec.serving.api.answered_http import answer_http
+from nestrec.serving.api.answered_http import HttpAnswers
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.kept_history import fitted
 from nestrec.serving.api.metrics import Metrics
@@ -62,22 +62,19 @@ class App:
         self._others = {endpoint.path: endpoint for endpoint in whole if endpoint.method != "POST"}
         self._patterns = [(_pattern(one.path), one) for one in found.values() if "{" in one.path]
         self._takes_kept_history = {endpoint.path for endpoint in whole if endpoint.takes_kept_history}
-        self._routes = {endpoint.path for endpoint in found.values()}
+        self._http = HttpAnswers(
+            limits=limits,
+            routes={endpoint.path for endpoint in found.values()},
+            answer=self._answer,
+            observe=self.metrics.observe,
+        )
         self.plain_routes: Mapping[bytes, str] = self._posts.plain_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await answer_http(
-                scope,
-                receive,
-                send,
-                limits=self._limits,
-                routes=self._routes,
-                answer=self._answer,
-                observe=self.metrics.observe,
-            )
+            await self._http(scope, receive, send)
 
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         """Answer a request without ASGI in between."""

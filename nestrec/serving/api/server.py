@@ -18,6 +18,7 @@ import uvicorn
 from nestrec.base.bounds import Count, Natural, NonNegative, Port
 from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice, chosen_device
+from nestrec.base.parallel import usable_cores
 from nestrec.distributed.topology import check_device
 from nestrec.serving import tracing
 from nestrec.serving.api.app import App
@@ -162,7 +163,7 @@ def num_fronts(cfg: ServeConfig, device: str) -> int:
         return max(1, cfg.front_processes)
     if torch.device(device).type != "cuda" or SLOT_VARIABLE in os.environ:
         return 1
-    return max(1, min(_MOST_FRONTS, len(os.sched_getaffinity(0)) // _CORES_A_FRONT))
+    return max(1, min(_MOST_FRONTS, usable_cores() // _CORES_A_FRONT))
 
 
 def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, count: int, port: int) -> FrontHub:

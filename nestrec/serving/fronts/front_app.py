@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nestrec.serving.api.answered_http import answer_http
+from nestrec.serving.api.answered_http import HttpAnswers
 from nestrec.serving.api.endpoint import Endpoint
 from nestrec.serving.api.posts import Posts
 from nestrec.serving.api.protocol.http import (
@@ -70,7 +70,12 @@ class FrontApp:
         self._called = called
         hot = [endpoint for endpoint in endpoints.values() if endpoint.runs_in_fronts]
         self._hot = Posts(_Hot(service, limits), hot, observed.observe)
-        self._routes = {endpoint.path for endpoint in endpoints.values()}
+        self._http = HttpAnswers(
+            limits=limits,
+            routes={endpoint.path for endpoint in endpoints.values()},
+            answer=self._answer,
+            observe=observed.observe,
+        )
         self._posts = {endpoint.path for endpoint in endpoints.values() if endpoint.method == "POST"}
         self.plain_routes: Mapping[bytes, str] = {route.encode(): route for route in self._posts}
 
@@ -78,15 +83,7 @@ class FrontApp:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await answer_http(
-                scope,
-                receive,
-                send,
-                limits=self._limits,
-                routes=self._routes,
-                answer=self._answer,
-                observe=self._observed.observe,
-            )
+            await self._http(scope, receive, send)
 
     # A request that arrives whole.
 

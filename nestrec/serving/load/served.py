@@ -1,7 +1,6 @@
 """A server in a process of its own under open-loop load: what became of each request, and what the server used."""
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
+from nestrec.base.memory import uncollected
 from nestrec.serving.load.open_loop import Trial, nearest_rank, poisson_arrivals
 from nestrec.serving.load.replay import Reads, ReplayConfig, made_up_request
 from nestrec.serving.load.socket_load import LoadOutcome, SocketLoad, post
@@ -83,12 +83,8 @@ def serve_load(
     """Send requests at their moments and wait for all answers. polls: with a client that never sleeps."""
     requests = [post(path, body) for body in bodies]
     before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
-    gc.collect()
-    gc.disable()  # a collection over all those bodies would be felt as latency
-    try:
+    with uncollected():
         outcome = SocketLoad(port, polls=polls).run(at_s, requests)
-    finally:
-        gc.enable()
     cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)
     is_refused = np.isin(outcome.status, (429, 503))
     return Served(

@@ -5,22 +5,11 @@ import asyncio
 import httpx
 import pytest
 
-from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.timeline import ServingTimeline
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
 
 EVENTS = {"items": [str(i) for i in range(1, 13)], "times_ms": list(range(12))}
-
-
-@pytest.fixture(scope="module")
-def service():
-    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
-    yield service
-    service.close()
 
 
 def asked(app, *requests):
