@@ -67,7 +67,7 @@ def a_round(bench, bed, entry, cores, first):
 
 
 def test_schedules_are_predicted_from_serial_runs_alone(monkeypatch):
-    monkeypatch.setattr(prediction, "_cores", lambda: 8)
+    monkeypatch.setattr(prediction, "usable_cores", lambda: 8)
     rows, summary = predict(BENCH, made_up(BENCH, 8))
     assert {row["schedule"] for row in rows if row["used_to_fit"]} == {"serial"}
     assert summary["tested"] == 8
@@ -76,7 +76,7 @@ def test_schedules_are_predicted_from_serial_runs_alone(monkeypatch):
 
 
 def test_ranks_without_a_core_each_cannot_fit(monkeypatch):
-    monkeypatch.setattr(prediction, "_cores", lambda: 1)
+    monkeypatch.setattr(prediction, "usable_cores", lambda: 1)
     with pytest.raises(UserError, match="core for each rank"):
         predict(BENCH, made_up(BENCH, 8))
 
