@@ -226,9 +226,15 @@ def _check_table(table: TableConfig) -> None:
         raise UserError(
             "is required by the disk store", field=f"{where}.store.folder", value="", remedy="name a folder"
         )
-    if table.num_rows is not None and (store.eviction != "none" or store.admission_count > 1 or store.max_rows):
-        remedy = "set num_rows to none, or leave admission_count, eviction and max_rows at their defaults"
-        raise UserError("a static table keeps every row", field=f"{where}.store", value=store.eviction, remedy=remedy)
+    kept = {"eviction": store.eviction, "admission_count": store.admission_count, "max_rows": store.max_rows}
+    given = [name for name, value in kept.items() if value not in ("none", 1, None)]
+    if table.num_rows is not None and given:
+        raise UserError(
+            f"a table of {table.num_rows} rows keeps every row",
+            field=f"{where}.{given[0]}",
+            value=kept[given[0]],
+            remedy="leave it out, of the task's store too, or let ids be dynamic (tables.NAME.ids, num_rows=None)",
+        )
     if store.eviction in ("lru", "lfu") and store.max_rows is None:
         field_name = f"{where}.store.max_rows"
         raise UserError(f"is required by {store.eviction}", field=field_name, value=None, remedy="give a bound")

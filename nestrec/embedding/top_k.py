@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from nestrec.distributed.exchange import all_gather_rows, all_to_all_rows
 from nestrec.distributed.topology import Topology
-from nestrec.embedding.hashing import owner_of
+from nestrec.embedding.hashing import hashed_rows, owner_of
 from nestrec.embedding.residency import StaticResidency
 from nestrec.embedding.shard import TableShard
+from nestrec.embedding.table import TableConfig
 from nestrec.jagged import Jagged
 from nestrec.ops.rows.round import whole
 
@@ -81,7 +82,7 @@ def _best_of_shard(
     for start in range(0, len(owned), _CHUNK_ROWS):
         keys = owned[start : start + _CHUNK_ROWS]
         keys_C = torch.from_numpy(keys).to(device)
-        vectors_CD = whole(shard.layout.view(shard.read(keys), "weight").to(device))
+        vectors_CD = whole(shard.layout.view(shard.read(stored_keys(shard.table, keys)), "weight").to(device))
         if question.row_transform is not None:
             vectors_CD = question.row_transform(vectors_CD, keys_C)
         hidden = _places_of_excluded(excluded, keys, device)
@@ -95,11 +96,21 @@ def _best_of_shard(
     return best_scores, best_keys
 
 
+def owned_keys(table: TableConfig, topology: Topology, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those whose rows this rank owns, in their order."""
+    owned: NDArray[np.int64] = keys[owner_of(stored_keys(table, keys), topology.num_shards) == topology.shard]
+    return owned
+
+
+def stored_keys(table: TableConfig, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Under which the rows of keys are stored: that of several keys is the same in a hashed table."""
+    return hashed_rows(keys, table.num_rows or 1) if table.is_hashed else keys
+
+
 def _owned_candidates(shard: TableShard, topology: Topology, question: Question) -> NDArray[np.int64]:
     if question.candidates is None:
         return shard.keys()
-    keys: NDArray[np.int64] = np.asarray(question.candidates, np.int64)
-    keys = keys[owner_of(keys, topology.num_shards) == topology.shard]
+    keys = owned_keys(shard.table, topology, np.asarray(question.candidates, np.int64))
     if question.needs_rows and not isinstance(shard.residency, StaticResidency):
         keys = keys[shard.residency.find(keys) >= 0]
     return keys

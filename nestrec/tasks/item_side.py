@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from nestrec.data.batches import MicroBatch
 from nestrec.data.samples.retrieval_inputs import AT, RetrievalInputs
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.hashing import owner_of
-from nestrec.embedding.top_k import RowTransform
+from nestrec.embedding.top_k import RowTransform, owned_keys
 from nestrec.models.features import summed
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.ops.rows.gather import gather_rows
@@ -111,7 +110,7 @@ class ItemSide:
         topology, owned, parts = engine.topology, list[NDArray[np.int64]](), list[torch.Tensor]()
         for start in range(1, self.num_items + 1, _CHUNK_ITEMS * topology.num_shards):
             keys = np.arange(start, min(start + _CHUNK_ITEMS * topology.num_shards, self.num_items + 1))
-            mine = keys[owner_of(keys, topology.num_shards) == topology.shard]
+            mine = owned_keys(engine.tables["items"], topology, keys)
             owned.append(mine)
             parts.append(self._model.item_vectors(self.content(engine, mine)).detach())
         keys_O, vectors_OD = torch.from_numpy(np.concatenate(owned)).to(engine.device), torch.cat(parts)

@@ -188,6 +188,15 @@ def top_k(topology: Topology, with_exclusion: bool) -> tuple[torch.Tensor, torch
     return found
 
 
+def top_k_of_hashed(topology: Topology, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best ids for one query, and the scores of all ids by the vectors that lookups find."""
+    engine = EmbeddingEngine([TableConfig(name="t", dim=3, num_rows=num_rows, is_hashed=True)], topology)
+    query = torch.tensor([[1.0, -2.0, 0.5]])
+    scores, ids = engine.top_k("t", query, 5, candidates=np.arange(1, 40))
+    vectors = engine.lookup_readonly({"t": np.arange(1, 40)})["t"]
+    return scores[0], ids[0], (vectors.double() @ query[0].double()).float()
+
+
 def other_config_on_last_rank(topology: Topology) -> None:
     config = tables("sgd" if topology.rank + 1 < topology.world else "adam")
     EmbeddingEngine(config, topology)

@@ -1,6 +1,7 @@
 """A mistake or a loss on one rank is a clear error on every rank."""
 
 import pytest
+import torch
 from engine_jobs import (
     bad_key_on_last_rank,
     dense_sums,
@@ -9,6 +10,7 @@ from engine_jobs import (
     other_config_on_last_rank,
     own_error,
     top_k,
+    top_k_of_hashed,
     train,
 )
 
@@ -39,6 +41,16 @@ def test_a_dead_peer_is_a_peer_lost_error_on_every_survivor():
     outcomes = pool.outcomes(die_in_step, timeout_s=40)
     pool.close()
     assert [o.kind for o in outcomes] == ["PeerLostError", "died", "PeerLostError"]
+
+
+@pytest.mark.parametrize("num_rows", [1000, 17])
+def test_top_k_of_hashed_ids_scores_the_rows_that_training_reads(pools, num_rows):
+    """17: several ids share a row, and there are more ids than rows."""
+    for found in [top_k_of_hashed(Topology.single(), num_rows), *pools[2].run(top_k_of_hashed, num_rows)]:
+        scores, ids, every = found
+        expected, order = every.sort(descending=True, stable=True)
+        assert torch.equal(scores, expected[:5])
+        assert torch.equal(ids, order[:5] + 1)
 
 
 @pytest.mark.parametrize("with_exclusion", [False, True])

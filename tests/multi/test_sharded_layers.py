@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dense_jobs import die_in_pass
-from training_jobs import train
+from training_jobs import train, train_without_warnings
 
 from nestrec.distributed import Topology
 from nestrec.serving.model.export import servable_of_run
@@ -57,7 +57,7 @@ def test_sharded_layers_equal_replicated_ones_to_rounding(  # noqa: PLR0917
     runs = {}
     for dense in ("replicated", "fsdp"):
         options = {**ALL, **more, "ranks.dense": dense}
-        runs[dense] = pools[world].run(train, family, data, str(tmp_path / dense), options)
+        runs[dense] = pools[world].run(train_without_warnings, family, data, str(tmp_path / dense), options)
     check_same(runs["fsdp"], runs["replicated"])
     held, whole = (sum(rank["held_dense"] for rank in runs[dense]) for dense in ("fsdp", "replicated"))
     assert held < 0.8 * whole, "positions and heads are on every rank, slices of layers on one"

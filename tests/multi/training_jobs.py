@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def train(  # noqa: PLR0917
         "state": trainer.state,
         "held_dense": sum(weight.numel() for weight in trainer.session.dense.held.values()),
     }
+
+
+def train_without_warnings(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:
+    """The same where what libraries are to lose is an error: users would read of it at every start."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        return train(topology, family, data, run, more)
 
 
 def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:

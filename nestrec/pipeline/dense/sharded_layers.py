@@ -20,6 +20,10 @@ from nestrec.distributed.exchange import all_gather_equal, broadcast, losses_nam
 from nestrec.distributed.topology import Communicator
 from nestrec.models.sequence import SequenceInfo
 
+# torch 2.13 has these names for them, and warns at every call by the old ones, the only ones before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Watched:
     """What torch calls inside a pass in the place of its own collectives: the same ones, with a lost peer named."""
@@ -40,7 +44,7 @@ class _AllGather(_Watched):
         async_op: bool = False,
     ) -> dist.Work | None:
         with losses_named(self._communicator, "layer_all_gather"):
-            work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return cast(dist.Work | None, work)
 
 
@@ -54,7 +58,7 @@ class _ReduceScatter(_Watched):
         async_op: bool = False,
     ) -> dist.Work | None:
         with losses_named(self._communicator, "layer_reduce_scatter"):
-            work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+            work = _reduce_scatter(output_tensor, input_tensor, op, group=group, async_op=async_op)
         return cast(dist.Work | None, work)
 
 

@@ -149,7 +149,7 @@ def test_training_must_give_every_feature_and_no_other():
         ([TableConfig(name="t", dim=1)] * 2, "is used twice"),
         ([TableConfig(name="t", dim=1), TableConfig(name="u", dim=1, features=("t",))], "features"),
         ([TableConfig(name="t", dim=1, store=StoreConfig(kind="disk"))], "store.folder"),
-        ([TableConfig(name="t", dim=1, num_rows=4, store=StoreConfig(admission_count=2))], "keeps every row"),
+        ([TableConfig(name="t", dim=1, num_rows=4, store=StoreConfig(admission_count=2))], "t.admission_count = 2"),
         ([TableConfig(name="t", dim=1, store=StoreConfig(eviction="lru"))], "max_rows"),
         ([TableConfig(name="t", dim=1, store=StoreConfig(eviction="ttl"))], "ttl_steps"),
         ([TableConfig(name="t", dim=1, store=StoreConfig(ttl_steps=4))], "ttl_steps"),
