@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from nestrec.base.paths import sync_folder
+from nestrec.checkpoint.uncached import Uncached, in_whole_pieces, write_fully
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -26,13 +28,17 @@ DTYPE_NAMES = {
 _PIECE_BYTES = 16 << 20
 
 
-def write_file(path: Path, content: Iterator[memoryview]) -> tuple[int, str]:
-    """Write a new file and flush it to the disk; its size and SHA-256 (of what was meant to be written)."""
+def write_file(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
+    """Write a new file and flush it to the disk; its size and SHA-256 (of what was meant to be written).
+
+    past_cache: of a large file nothing stays in the system's memory, where the file system can do that.
+    """
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for piece in content:
+        write = Uncached(file.fileno()).write if past_cache else partial(write_fully, file.fileno())
+        for piece in in_whole_pieces(content) if past_cache else content:
             digest.update(piece)
-            _write_fully(file.fileno(), piece)
+            write(piece)
             size += len(piece)
         os.fsync(file.fileno())
     return size, digest.hexdigest()
@@ -93,8 +99,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     view = flat.numpy().data
     for start in range(0, len(view), _PIECE_BYTES):
         yield view[start : start + _PIECE_BYTES]
-
-
-def _write_fully(descriptor: int, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[os.write(descriptor, piece) :]

@@ -38,7 +38,7 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
         for part, tensors in enumerate(parts_of(content.tensors, PART_BYTES)):
             check_finite("the dense weights and their optimiser state", tensors)
             name = f"tensors-{part:05d}.safetensors"
-            yield _entry(name, write_file(folder / name, safetensors_content(tensors)), "tensors")
+            yield _entry(name, write_file(folder / name, safetensors_content(tensors), past_cache=True), "tensors")
     for table, keys in content.removed.items():
         name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
         written = write_file(folder / name, safetensors_content({"keys": keys}))
@@ -58,7 +58,8 @@ def _rows(folder: Path, content: Content, peers: Peers) -> Iterator[Callable[[],
 def _write_rows(path: Path, table: str, chunk: Chunk, shard: tuple[int, int]) -> FileEntry:
     check_chunk(table, chunk)
     check_finite(f"table {table!r}", chunk)
-    return _entry(path.name, write_file(path, safetensors_content(chunk)), "rows", table, shard, _bounds(chunk["keys"]))
+    written = write_file(path, safetensors_content(chunk), past_cache=True)
+    return _entry(path.name, written, "rows", table, shard, _bounds(chunk["keys"]))
 
 
 def _write_state(folder: Path, content: Content) -> FileEntry:

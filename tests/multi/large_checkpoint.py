@@ -75,10 +75,10 @@ def device_of(topology: Topology, options: argparse.Namespace) -> torch.device:
 def files_in_memory(options: argparse.Namespace) -> None:
     """From here on this process writes a share of the rows' files to a folder in memory, with links to them."""
 
-    def write(path: Path, content: Iterator[memoryview]) -> tuple[int, str]:
+    def write(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
         number = zlib.crc32(path.name.encode()) % 1000
         if not path.name.startswith("rows-") or number >= 1000 * options.in_memory:
-            return write_file(path, content)
+            return write_file(path, content, past_cache=past_cache)
         options.memory_folder.mkdir(parents=True, exist_ok=True)
         place = options.memory_folder / path.name
         written = write_file(place, content)

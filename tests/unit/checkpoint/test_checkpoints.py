@@ -43,9 +43,9 @@ def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
     has_cores(monkeypatch, 4)
     is_second_read, keys = threading.Event(), torch.arange(4)
 
-    def write_late(path: Path, content: Iterator[memoryview]) -> tuple[int, str]:
+    def write_late(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
         assert not path.name.startswith("rows-") or is_second_read.wait(30), "the first file waits for the second chunk"
-        return write_file(path, content)
+        return write_file(path, content, past_cache=past_cache)
 
     def chunks() -> Iterator[dict[str, torch.Tensor]]:
         yield {"keys": keys[:2]}
