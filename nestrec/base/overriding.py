@@ -1,8 +1,10 @@
 """Dotted overrides of a config (`{"model.num_layers": "4"}`): values as typed, and all mistakes told at once."""
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from nestrec.base.conversion import built, convert, join, parse
@@ -17,6 +19,20 @@ def with_overrides(base: ConfigT, overrides: Mapping[str, str]) -> ConfigT:
     """A copy of `base` with dotted overrides applied, all at once; values are text as typed on a command line."""
     given = {tuple(path.split(".")): text for path, text in overrides.items()}
     return cast(ConfigT, _Overriding(base).of_fields(base, given, ""))
+
+
+def override_text(value: Any) -> str:
+    """A value, which may be a config, as it would be typed."""
+    return str(value) if isinstance(value, str | Path) else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """JSON-like data of what JSON does not know."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "tolist"):  # numbers and arrays of numpy
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 class _Overriding:

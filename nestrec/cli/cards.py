@@ -8,6 +8,9 @@ from nestrec.data.dataset import Dataset
 from nestrec.report.description import describe
 from nestrec.report.tables import print_rows
 
+_EARLY_MS = 315_532_800_000
+"""1980, before which no log was kept that anybody trains on."""
+
 
 def show_card(card: Card, folder: Path) -> None:
     """Print what was read and kept: counts, features, what was set aside."""
@@ -33,6 +36,15 @@ def show_card(card: Card, folder: Path) -> None:
         lengths = card.lengths
         spread = f"median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"
         print(f"events a user: mean {lengths.mean:.1f}, {spread}")
+    if card.has_timestamps:
+        _show_times(Dataset.open(folder))
+
+
+def _show_times(dataset: Dataset) -> None:
+    first_ms, last_ms = dataset.first_ms(), dataset.last_ms()
+    print(f"times: {iso_moment(first_ms)} to {iso_moment(last_ms)}")
+    if first_ms < _EARLY_MS:
+        print("WARNING: some times lie before 1980, as seconds read as milliseconds do: check --log.time_unit")
 
 
 def show_dataset(folder: Path) -> None:

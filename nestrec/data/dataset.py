@@ -229,7 +229,14 @@ class Dataset:
 
     def last_ms(self) -> int:
         """The time of the latest event, by the statistics of the files; 0 where events have no times."""
-        return max((part.largest(TIMESTAMPS_MS) for layer in self._layers for part in layer.parts), default=0)
+        return max(self._bounds_ms(), default=0)
+
+    def first_ms(self) -> int:
+        """The time of the earliest event, likewise."""
+        return min(self._bounds_ms(), default=0)
+
+    def _bounds_ms(self) -> list[int]:
+        return [time_ms for layer in self._layers for part in layer.parts for time_ms in part.bounds(TIMESTAMPS_MS)]
 
     def schema(self) -> pa.Schema:
         """Columns of the users table with their types."""

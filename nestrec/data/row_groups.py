@@ -82,16 +82,16 @@ class UsersFile:
             return pa.concat_arrays(joined.chunks) if joined.num_chunks else pa.array([], column.type)
         return joined
 
-    def largest(self, name: str) -> int:
-        """The largest value of a column of whole numbers, by the statistics of its row groups; 0 without any."""
-        found = 0
+    def bounds(self, name: str) -> list[int]:
+        """Values of a column of whole numbers that enclose all others, by the statistics of its row groups."""
+        found: list[int] = []
         for group in range(self.metadata.num_row_groups):
             row_group = self.metadata.row_group(group)
             for index in range(row_group.num_columns):
                 column = row_group.column(index)
                 is_named = column.path_in_schema.partition(".")[0] == name
                 if is_named and column.statistics is not None and column.statistics.has_min_max:
-                    found = max(found, int(column.statistics.max))
+                    found += [int(column.statistics.min), int(column.statistics.max)]
         return found
 
     def read_group(self, group: int, columns: list[str]) -> RowGroup:

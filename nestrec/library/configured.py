@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from nestrec.base.config import from_plain, with_overrides
 from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.overriding import override_text
 from nestrec.data.dataset import Dataset
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import auto
@@ -41,11 +42,6 @@ def _automatic(texts: dict[str, str]) -> RunConfig:
     base = auto.auto(Dataset.open(texts["data.folder"]), kind)  # type: ignore[arg-type]
     reasons = {name: why for name, why in base.reasons.items() if name not in given}
     return replace(with_overrides(base, given), reasons=reasons)
-
-
-def override_text(value: Any) -> str:
-    """A value as it would be typed."""
-    return str(value) if isinstance(value, str | Path) else json.dumps(value)
 
 
 def _named(name: str) -> RunConfig:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from nestrec.base.config import with_overrides
 from nestrec.base.devices import chosen_device
 from nestrec.base.leaving import has_met_ranks, take_leave_of_ranks
+from nestrec.base.overriding import override_text
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
-from nestrec.library.configured import configured, override_text
+from nestrec.library.configured import configured
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
 from nestrec.training.following import StreamConfig, StreamFollower

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nestrec.base.config import from_plain, with_overrides
+from nestrec.base.config import with_overrides
 from nestrec.base.errors import Mistakes, UserError
+from nestrec.base.overriding import override_text
 from nestrec.base.seam import Seam
 from nestrec.data.formats.format import Format
 
@@ -33,12 +34,11 @@ def typed_options(name: str, overrides: Mapping[str, str]) -> Any:
 
 
 def given_options(name: str, given: Mapping[str, Any]) -> Any:
-    """The options of a format from named values."""
-    _check_names(name, given)
-    return from_plain(FORMATS.find(name).options, given)
+    """The options of a format from values by name, whole (`log=LogColumns(...)`) or dotted (`log.user`)."""
+    return typed_options(name, {path: override_text(value) for path, value in given.items()})
 
 
-def _check_names(name: str, given: Mapping[str, Any]) -> None:
+def _check_names(name: str, given: Mapping[str, str]) -> None:
     """Options of other formats are refused: ignored in silence they would look obeyed."""
     known = _names_of(FORMATS.find(name))
     mistakes = Mistakes()

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
 from nestrec.data.card import Feature, FeatureKind
-from nestrec.data.prepare.features.cells import encode_lists, joined
+from nestrec.data.prepare.features.cells import MARK as LIST_MARK
+from nestrec.data.prepare.features.cells import encode_lists, has_marks, joined
 from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
 from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.options import LogColumns
@@ -26,7 +27,7 @@ from nestrec.data.prepare.parse import (
     parse_numbers,
     parse_times_ms,
 )
-from nestrec.data.prepare.raw import BadRow, RawBatch
+from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch
 from nestrec.data.prepare.signature import row_signatures
 from nestrec.data.prepare.spill import Records
 from nestrec.data.schema import COUNTS_SUFFIX, EVENT_PREFIX
@@ -34,6 +35,7 @@ from nestrec.data.transform import Transform
 
 POSITIVE = "positive"
 RATING = "rating"
+_VALUES_TOLD = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ class EventParser:
         """Of the numbers, as soon as they are fitted."""
         self._ngrams = columns.log.hashing.transform()
         self.num_below_rating = 0
+        self._actions_met: set[str] = set()
+        self._values: dict[str, dict[str, None]] = {}
 
     def parse(self, batch: RawBatch) -> tuple[Records, list[BadRow]]:
         """Records of the good rows in order, and the bad rows."""
@@ -141,6 +145,11 @@ class EventParser:
         log = self.columns.log
         for name, what in ((log.user, "user"), (log.item, "item")):
             verdict.reject(is_missing(batch.columns[name]), f"missing {what}")
+            if WHOLE_LINE in batch.columns and has_marks(batch.columns[name]):
+                verdict.reject(
+                    pc.match_substring(batch.columns[name], LIST_MARK).to_numpy(zero_copy_only=False),
+                    f"{what} is a list",
+                )
         self._parse_order(batch, records, verdict)
         self._parse_numbers(batch, records, verdict)
         if self.columns.action_bits:
@@ -236,15 +245,43 @@ class EventParser:
             if value is not None:
                 is_set = pc.equal(batch.columns[column].cast(pa.string()), value).fill_null(False)
                 is_done = is_set.to_numpy(zero_copy_only=False)
+                if name not in self._actions_met:
+                    self._note_values(column, batch.columns[column])
             else:
                 numbers, states = parse_integers(batch.columns[column])
                 verdict.reject(states == BAD, f"{column} is not a whole number")
                 is_done = (numbers != 0) & (states == GOOD)
             mask |= is_done * np.int32(self.columns.action_bits[name])
+            if is_done.any():
+                self._actions_met.add(name)
         if POSITIVE in self.columns.action_bits:
             is_positive = records[f"event_{RATING}"] >= np.float32(self.columns.positive_rating)
             mask |= is_positive * np.int32(self.columns.action_bits[POSITIVE])
         return mask
+
+    def _note_values(self, column: str, cells: pa.Array) -> None:
+        """Some values of a column that tells actions, for people who mistyped one."""
+        seen = self._values.setdefault(column, {})
+        if len(seen) < _VALUES_TOLD:
+            seen |= dict.fromkeys(map(str, cells.drop_null().unique().to_pylist()[:_VALUES_TOLD]))
+
+    def check_actions(self) -> None:
+        """After a whole log: refuse an action by a value that no row of it has, which nothing else would tell from a
+        rare one."""
+        mistakes = Mistakes()
+        for name, text in self.columns.log.actions.items():
+            column = next((column for column in self._values if text.startswith((f"{column}:", f"{column}="))), None)
+            with mistakes.noted():
+                if column is not None and name not in self._actions_met:
+                    value = text[len(column) + 1 :]
+                    remedy = did_you_mean(value, [*self._values[column]][:_VALUES_TOLD])
+                    raise DataError(
+                        f"no row has {value!r} in the column {column}",
+                        field="log.actions",
+                        value=f"{name}={text}",
+                        remedy=f"{remedy} (or leave the action out)",
+                    )
+        mistakes.raise_all()
 
     def _is_rated_enough(self, records: NDArray[Any], good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         if self.columns.min_rating is None or not self.columns.log.rating:
@@ -279,7 +316,7 @@ class EventParser:
 def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
     """Refuse columns of a typed file whose values are no ids, numbers or times."""
     kind = batch.columns[name].type
-    if pa.types.is_nested(kind) or (is_time and pa.types.is_boolean(kind)):
+    if pa.types.is_nested(kind) or (is_time and (pa.types.is_boolean(kind) or pa.types.is_time(kind))):
         raise DataError(
             f"is of type {kind} in {batch.file}",
             field="column",

@@ -1,5 +1,6 @@
 """The files of a log or a table of one's own: found by name, folder or pattern, and read by their kind."""
 
+import codecs
 import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,7 @@ def find_files(path: Path) -> tuple[str, list[Path]]:
     if path.is_file():
         return plain_name(path), [path]
     if path.is_dir():
-        files = sorted(f for f in path.iterdir() if f.is_file() and plain_name(f).endswith(SUFFIXES))
-        return path.resolve().name, _some(path, files, f"files end in {', '.join(SUFFIXES)}, also with .gz")
+        return path.resolve().name, _some(path, sorted(_in_folder(path)), _remedy_of_folder(path))
     if not glob.has_magic(str(path)):
         require_input(path)
     files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
@@ -27,15 +27,62 @@ def find_files(path: Path) -> tuple[str, list[Path]]:
     return (fixed[-1] if fixed else path.name), _some(path, files, "check the pattern; ** goes through folders")
 
 
+def _in_folder(folder: Path) -> Iterator[Path]:
+    """Files of a folder, and those of its partitions: folders called `column=value`, as Spark writes them."""
+    for inner in folder.iterdir():
+        if inner.is_dir() and "=" in inner.name:
+            yield from _in_folder(inner)
+        elif inner.is_file() and plain_name(inner).endswith(SUFFIXES) and not inner.name.startswith((".", "_")):
+            yield inner
+
+
+def _remedy_of_folder(folder: Path) -> str:
+    below = next((f for f in sorted(folder.rglob("*")) if f.is_file() and plain_name(f).endswith(SUFFIXES)), None)
+    if below is None:
+        return f"files end in {', '.join(SUFFIXES)}, also with .gz"
+    return f"they lie in folders below it: name them with a pattern, such as '{folder}/**/*{below.suffix}'"
+
+
+_SIGNATURES = {
+    b"\x1f\x8b": "is compressed by gzip",
+    b"BZh": "is compressed by bzip2",
+    b"PK\x03\x04": "is a zip archive or a spreadsheet",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd",
+    b"\xfd7zXZ": "is compressed by xz",
+    b"PAR1": "is a Parquet file",
+    b"\xff\xfe": "is text of 16 bits a character",
+    b"\xfe\xff": "is text of 16 bits a character",
+}
+_REMEDIES = {
+    b"\x1f\x8b": "give it a name that ends in .gz",
+    b"PAR1": "give it a name that ends in .parquet",
+    b"\xff\xfe": "say so: --log.encoding utf-16",
+    b"\xfe\xff": "say so: --log.encoding utf-16",
+}
+
+
+def check_text(file: Path, encoding: str) -> None:
+    """Refuse a file that its name calls text, plain or gzip, and its first bytes do not."""
+    if file.suffix == ".gz" or codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")):
+        return
+    with require_input(file).open("rb") as stream:
+        start = stream.read(8)
+    for signature, what in _SIGNATURES.items():
+        if start.startswith(signature):
+            remedy = _REMEDIES.get(signature, "unpack it, or pack it with gzip")
+            raise DataError(f"{what}, not a log as text", field="input", value=str(file), remedy=remedy)
+
+
 class LogFiles:
     """Reads files of any kind; JSON lines give the wanted columns, the others all that they have."""
 
     def __init__(self, how: Delimited, wanted: Sequence[str]):
-        self._how, self._json = how, JsonLines(wanted, how.encoding)
+        self._how, self._wanted, self._json = how, tuple(wanted), JsonLines(wanted, how.encoding)
 
     def read(self, file: Path) -> Iterator[RawBatch]:
         if file.suffix == ".parquet":
-            return read_parquet(file)
+            return read_parquet(file, self._wanted)
+        check_text(file, self._how.encoding)
         if json_lines.is_json(file, self._how.encoding):
             return self._json.read(file)
         return read_delimited(file, delimited(file, self._how))
@@ -49,6 +96,7 @@ def column_names(file: Path, how: Delimited) -> tuple[str, ...]:
     """Of a file of any kind."""
     if file.suffix == ".parquet":
         return tuple(next((batch.columns for batch in read_parquet(file)), {}))
+    check_text(file, how.encoding)
     if json_lines.is_json(file, how.encoding):
         return json_lines.field_names(file, how.encoding)
     return how.names or header_names(first_line(file, how.encoding), delimited(file, how))

@@ -1,8 +1,7 @@
 """JSON lines, plain or gzip: one object a line. Fields of objects inside are named with dots (`user.id`).
 
-Every value becomes text, as in a delimited file; a list has a mark before each of its values.
- Lines need not have the same fields, so the reader is told which
-columns are wanted: where a line lacks one, it is blank there.
+Every value becomes text, as in a delimited file; a list has a mark before each of its values. Lines need not have the
+same fields, so the reader is told which columns are wanted: where a line lacks one, it is blank there.
 """
 
 import json
@@ -119,4 +118,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         plain = not any(isinstance(part, dict | list) for part in value)
         return "".join(MARK + _text(part) for part in value) if plain else json.dumps(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))  # JSON does not tell 3.0 from 3, and ids of typed files are alike too
     return value if isinstance(value, str) else json.dumps(value)

@@ -58,8 +58,6 @@ def parse_times_ms(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDAr
     """
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type) or unit == "iso":
         times_ms, states = _parse_dates(column)
-    elif unit == "ms":
-        times_ms, states = parse_integers(column)
     else:
         times_ms, states = _parse_scaled(column, unit)
     out_of_range = (states == GOOD) & ((times_ms < 0) | (times_ms >= LATEST_TIME_MS))
@@ -89,12 +87,21 @@ def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]
         times = pa.array([_iso(cell) for cell in text.to_pylist()], pa.timestamp("ms", tz="UTC"))
         is_blank = pc.is_in(text, _BLANK_WORDS).to_numpy(zero_copy_only=False)
     else:
-        times = column.cast(pa.timestamp("ms", tz=getattr(column.type, "tz", None)))
-        is_blank = times.is_null().to_numpy(zero_copy_only=False)
+        times, is_blank = column, column.is_null().to_numpy(zero_copy_only=False)
     is_null = times.is_null().to_numpy(zero_copy_only=False)
-    values = times.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
     states = np.where(is_blank, BLANK, np.where(is_null, BAD, GOOD)).astype(np.uint8)
-    return values, states
+    return _whole_ms(times), states
+
+
+def _whole_ms(times: pa.Array) -> NDArray[np.int64]:
+    """Milliseconds of timestamps and dates, rounded down: a cast refuses the microseconds that most writers keep."""
+    if pa.types.is_date32(times.type):
+        times = times.cast(pa.date64())
+    counts = times.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+    unit = "ms" if pa.types.is_date64(times.type) else times.type.unit
+    if unit == "s":
+        return np.asarray(np.clip(counts, -1, LATEST_TIME_MS) * 1000)
+    return np.asarray(counts // round(1 / _MS_OF_UNIT[unit]))
 
 
 def _iso(cell: str) -> Any:

@@ -20,7 +20,8 @@ def prepare(
 ) -> Card:
     """Write the dataset of `input` (for `synthetic`, a preset's name) to the folder `output`; its card.
 
-    Options are given by name (`user_core=5`), or all of them as the format's own config, `FORMATS[format].options`.
+    Options are given by name (`user_core=5`, `log={"user": "uid"}`, `**{"log.user": "uid"}` as on the command line), or
+    all of them as the format's own config, `FORMATS[format].options`.
     The folder appears whole or not at all.
     """
     found = FORMATS.find(format)

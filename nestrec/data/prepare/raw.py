@@ -3,7 +3,7 @@
 import csv
 import gzip
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError
 from nestrec.data.prepare.encoding import MARK, MARKING, Utf8Stream
+from nestrec.data.prepare.features.cells import is_bytes, is_readable
 
 BLOCK_BYTES = 8 << 20
 ROWS_A_BATCH = 1 << 17
@@ -138,8 +139,8 @@ def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
         yield RawBatch(path.name, np.zeros(0, np.int64), {n: pa.array([], pa.string()) for n in names}, tuple(rejected))
 
 
-def read_parquet(path: Path) -> Iterator[RawBatch]:
-    """Rows of a Parquet file; lines are row numbers from 1."""
+def read_parquet(path: Path, wanted: Collection[str] = ()) -> Iterator[RawBatch]:
+    """Rows of a Parquet file; lines are row numbers from 1. Wanted columns hold values, or lists of them."""
     try:
         with pq.ParquetFile(path) as file:
             _check_unique(path, file.schema_arrow.names)
@@ -148,6 +149,7 @@ def read_parquet(path: Path) -> Iterator[RawBatch]:
                 lines = np.arange(start + 1, start + 1 + batch.num_rows, dtype=np.int64)
                 start += batch.num_rows
                 columns = {n: _plain(c) for n, c in zip(batch.schema.names, batch.columns, strict=True)}
+                _check_types(path, columns, wanted)
                 yield RawBatch(path.name, lines, columns, done=start / max(1, file.metadata.num_rows))
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from error
@@ -233,6 +235,7 @@ def _csv_batches(
                 delimiter=how.separator,
                 quote_char='"' if how.has_quotes else False,
                 ignore_empty_lines=False,
+                newlines_in_values=how.has_quotes,
                 invalid_row_handler=reject,
             ),
             convert_options=pyarrow.csv.ConvertOptions(
@@ -257,11 +260,26 @@ def _without_blank_lines(
 
 
 def _plain(column: pa.Array) -> pa.Array:
-    """Text of any Arrow type as plain strings."""
+    """Text of any Arrow type as plain strings, UUIDs as they are written; bytes that are no text stay what they are."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    is_text = pa.types.is_large_string(column.type) or pa.types.is_string_view(column.type)
-    return column.cast(pa.string()) if is_text or pa.types.is_binary(column.type) else column
+    if column.type == pa.uuid():
+        return pa.array([None if value is None else str(value) for value in column.to_pylist()], pa.string())
+    kind = column.type
+    if not (is_bytes(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        return column
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        return column
+
+
+def _check_types(path: Path, columns: dict[str, pa.Array], wanted: Collection[str]) -> None:
+    for name in wanted:
+        kind = columns[name].type if name in columns else pa.null()
+        if is_bytes(kind) or not is_readable(kind):
+            remedy = "write its values as text or numbers, or lists of them; of a table it can be left out (left_out)"
+            raise DataError(f"is of type {kind} in {path.name}", field="column", value=name, remedy=remedy)
 
 
 def _offsets(column: pa.Array) -> NDArray[np.int32]:

@@ -81,6 +81,7 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     if not len(parser.users):
         remedy = "check the columns and filters"
         raise DataError("has no usable events", field="input", value=source.name, remedy=remedy)
+    parser.check_actions()
     partitions = split_events(work, spilled, user_counts)
     fail_point("data.after_split")
     sort_events(work, partitions)

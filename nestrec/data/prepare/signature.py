@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.compiled_random import mix64 as compiled_mix64
 from nestrec.base.random import mix64
-from nestrec.data.prepare.features.cells import joined
+from nestrec.data.prepare.features.cells import is_bytes, joined
 
 
 def row_signatures(columns: list[pa.Array], num_rows: int) -> NDArray[np.uint64]:
@@ -28,10 +28,12 @@ def cell_hashes(column: pa.Array, key: int) -> NDArray[np.uint64]:
 def _bytes_of(column: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     if pa.types.is_nested(column.type):
         column = joined(column)
-    if not pa.types.is_string(column.type):
+    if is_bytes(column.type):
+        column = column.cast(pa.binary())
+    elif not pa.types.is_string(column.type):
         column = column.cast(pa.string())
     if column.null_count:
-        column = column.fill_null("\0")
+        column = column.fill_null(pa.scalar("\0", column.type))
     _, offsets, data = column.buffers()
     bounds = np.frombuffer(offsets, dtype=np.int32)[column.offset : column.offset + len(column) + 1]
     return (np.frombuffer(data, dtype=np.uint8) if data else np.zeros(0, np.uint8)), bounds

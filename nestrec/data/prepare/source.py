@@ -1,6 +1,7 @@
 """What a format gives to `write_dataset`: raw rows, the meaning of their columns, and side tables."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,9 @@ class LogSource:
     """That hold the events."""
 
     def digests(self) -> dict[str, str]:
-        """Of the files that hold the events, by name."""
-        return {path.name: sha256_of_file(path) for path in self.files}
+        """Of the files that hold the events, by name: below the folder of all, where files of several have one name."""
+        folder = os.path.commonpath([path.absolute().parent for path in self.files]) if self.files else ""
+        return {str(path.absolute().relative_to(folder)): sha256_of_file(path) for path in self.files}
 
 
 def sha256_of_file(path: Path) -> str:

@@ -38,13 +38,27 @@ def encode_lists(table: KeyTable, column: pa.Array, separator: str) -> tuple[NDA
     return ids.astype(np.int32), counts
 
 
+def is_readable(kind: pa.DataType) -> bool:
+    """Whether cells of a type are a value, or a list of values: no records, maps, lists of lists or lists of bytes."""
+    if not pa.types.is_nested(kind):
+        return True
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return False
+    return not (pa.types.is_nested(kind.value_type) or is_bytes(kind.value_type))
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether cells are bytes of which nothing says that they are text."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+
+
 def joined(column: pa.Array) -> pa.Array:
     """Cells with several values as text for people; cells of one value as they are."""
     if not pa.types.is_nested(column.type):
         if not pa.types.is_string(column.type):
             return column
         return pc.replace_substring(pc.utf8_ltrim(column, MARK), MARK, ",") if has_marks(column) else column
-    if pa.types.is_struct(column.type) or column.flatten().null_count or pa.types.is_nested(column.type.value_type):
+    if not is_readable(column.type) or column.flatten().null_count:
         return pa.array([str(cell) for cell in column.to_pylist()], pa.string())
     return pc.binary_join(column.cast(pa.list_(pa.string())), ",").fill_null("")
 

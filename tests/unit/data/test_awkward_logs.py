@@ -1,0 +1,162 @@
+"""Logs as people have them: fine times, odd types, broken lines, packed files, partitions, names that are mistyped."""
+
+import bz2
+import gzip
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nestrec.base.errors import DataError, UserError
+from nestrec.cli.cards import show_card
+from nestrec.data.dataset import Dataset
+from nestrec.data.growth.append import append
+from nestrec.data.prepare import raw
+from nestrec.data.prepare.preparation import prepare
+
+MOMENT = 1_704_067_200_123
+
+
+def write_typed(file: Path, **columns: Any) -> Path:
+    """A Parquet log of one event; columns replace or join the usual ones."""
+    pq.write_table(pa.table({"user": ["ann"], "item": [7], "time": [100], **columns}), file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [
+        (pa.timestamp("us"), MOMENT * 1000 + 456, MOMENT),
+        (pa.timestamp("ns", tz="Europe/Berlin"), MOMENT * 10**6 + 456_789, MOMENT),
+        (pa.timestamp("s"), MOMENT // 1000, MOMENT // 1000 * 1000),
+        (pa.date64(), 86_400_000, 86_400_000),
+    ],
+    ids=str,
+)
+def test_times_of_typed_files_may_be_finer_than_milliseconds(
+    tmp_path: Path, kind: pa.DataType, count: int, expected: int
+) -> None:
+    file = write_typed(tmp_path / "log.parquet", time=pa.array([count]).cast(kind))
+    prepare("log", file, tmp_path / "out", **{"log.time": "time"})
+    assert Dataset.open(tmp_path / "out").first_ms() == Dataset.open(tmp_path / "out").last_ms() == expected
+
+
+def test_parts_of_milliseconds_are_cut_off_and_times_of_a_day_refused(tmp_path: Path) -> None:
+    file = write_typed(tmp_path / "log.parquet", time=pa.array([MOMENT + 0.75]))
+    prepare("log", file, tmp_path / "out", log={"time": "time", "time_unit": "ms"})
+    assert Dataset.open(tmp_path / "out").last_ms() == MOMENT
+    write_typed(file, time=pa.array([5]).cast(pa.time64("us")))
+    with pytest.raises(DataError, match=r"(?s)column = 'time': is of type time64.*or of times"):
+        prepare("log", file, tmp_path / "other", log={"time": "time"})
+
+
+def test_quoted_fields_may_go_over_lines_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)
+    rows = "".join(f'ann,{i},{i},"first\nsecond, {"x" * i}\n\n""third"""\n' for i in range(40))
+    (tmp_path / "log.csv").write_text("user,item,time,title\n" + rows)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"time": "time"})
+    assert (card.counts.events, card.counts.items, card.counts.quarantined) == (40, 40, {})
+
+
+def test_typed_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    odd = {
+        "bytes": pa.array([b"\xff"]),
+        "digest": pa.array([b"\xff" * 16], pa.binary(16)),
+        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+        "blobs": pa.array([[b"\xff"]]),
+        "record": pa.array([{"a": [1], "b": None}]),
+    }
+    file = write_typed(tmp_path / "log.parquet", **odd)
+    assert prepare("log", file, tmp_path / "out").counts.events == 1
+    for name, column in odd.items():
+        table = write_typed(tmp_path / "items.parquet", **{name: column})
+        for options in ({"log": {"lists": (name,)}}, {"items": str(table)}):
+            with pytest.raises(DataError, match=rf"(?s)column = '{name}': is of type .*remedy: .*left_out"):
+                prepare("log", file, tmp_path / "other", **options)
+
+
+def test_uuids_are_ids_as_they_are_written(tmp_path: Path) -> None:
+    key = uuid.UUID(int=2**127)
+    file = write_typed(tmp_path / "log.parquet", user=pa.array([key.bytes], pa.uuid()))
+    prepare("log", file, tmp_path / "out")
+    assert Dataset.open(tmp_path / "out").user_keys(np.zeros(1, np.int64)) == [str(key)]
+
+
+@pytest.mark.parametrize(
+    ("name", "pack", "remedy"),
+    [
+        ("log.csv", gzip.compress, ".gz"),
+        ("log.csv.bz2", bz2.compress, "unpack"),
+        ("log.csv", lambda text: b"PAR1" + text, ".parquet"),
+        ("log.csv", lambda text: text.decode().encode("utf-16"), "--log.encoding utf-16"),
+    ],
+    ids=["gzip", "bzip2", "parquet", "utf-16"],
+)
+def test_files_whose_names_do_not_say_what_they_hold_are_refused(
+    tmp_path: Path, name: str, pack: Callable[[bytes], bytes], remedy: str
+) -> None:
+    (tmp_path / name).write_bytes(pack(b"user,item\nann,7\n"))
+    with pytest.raises(DataError, match=rf"(?s)input = .*{name}': is .*remedy: .*{remedy}"):
+        prepare("log", tmp_path / name, tmp_path / "out")
+
+
+def test_partitions_of_a_folder_are_read_and_known_by_their_folders(tmp_path: Path) -> None:
+    for day in ("1", "2"):
+        (tmp_path / "log" / f"day={day}").mkdir(parents=True)
+        write_typed(tmp_path / "log" / f"day={day}" / "part-0.parquet", user=[f"user {day}"])
+    (tmp_path / "log" / "_SUCCESS").touch()
+    card = prepare("log", tmp_path / "log", tmp_path / "out")
+    assert (card.counts.users, sorted(card.inputs)) == (2, ["day=1/part-0.parquet", "day=2/part-0.parquet"])
+    for day in ("1", "2"):  # one name must not hide the other: its events would come in twice
+        with pytest.raises(DataError, match="is in the dataset already"):
+            append(tmp_path / "log" / f"day={day}", tmp_path / "out")
+
+
+def test_files_in_folders_below_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "log" / "2024").mkdir(parents=True)
+    write_typed(tmp_path / "log" / "2024" / "log.parquet")
+    with pytest.raises(DataError, match=r"(?s)holds no log files.*folders below.*\*\*/\*\.parquet"):
+        prepare("log", tmp_path / "log", tmp_path / "out")
+
+
+def test_an_action_by_a_value_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,event\nann,7,click\nann,9,buy\n")
+    with pytest.raises(DataError, match=r"(?s)log.actions = 'order=event:bui': no row has 'bui'.*did you mean 'buy'"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"actions": {"order": "event:bui"}})
+    assert not (tmp_path / "out").exists()
+
+
+def test_ids_of_json_are_alike_as_3_and_3_0_and_never_lists(tmp_path: Path) -> None:
+    events = [{"user": "ann", "item": item} for item in (3, 3.0, "3", [3, 4])]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    card = prepare("log", tmp_path / "log.jsonl", tmp_path / "out", max_bad_share=1)
+    assert (card.counts.items, card.counts.events) == (1, 3)
+    assert card.counts.quarantined == {"item is a list": 1}
+
+
+def test_options_are_given_by_dotted_names_or_whole(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("uid,iid,stars\nann,7,1\nann,9,5\n")
+    dotted = {"log.user": "uid", "log.item": "iid", "log.rating": "stars", "min_rating": np.float64(2)}
+    for name, options in {"a": dotted, "b": {"log": {"user": "uid"}, "log.item": "iid"}}.items():
+        card = prepare("log", tmp_path / "log.csv", tmp_path / name, **options)
+        assert card.counts.events == (1 if name == "a" else 2)
+    with pytest.raises(UserError, match=r"(?s)log.usr = 'uid'.*did you mean 'user'"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "c", **{"log.usr": "uid"})
+
+
+def test_times_that_look_like_seconds_read_as_milliseconds_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_typed(tmp_path / "log.parquet", time=[MOMENT // 1000])
+    for unit, first, is_early in (("s", "2024-01-01T00:00:00+00:00", False), ("ms", "1970-01-20T17:21:07.2", True)):
+        card = prepare("log", file, tmp_path / unit, log={"time": "time", "time_unit": unit})
+        show_card(card, tmp_path / unit)
+        printed = capsys.readouterr().out
+        assert f"times: {first}" in printed
+        assert ("WARNING" in printed and "--log.time_unit" in printed) == is_early
