@@ -243,13 +243,21 @@ def _fill_records(parts: Sequence[PartRows], to: Sections) -> None:
 
 
 def _fill_times(parts: Sequence[PartRows], to: Sections) -> None:
-    asked = [part.asked for part in parts if part.asked is not None]
-    for seconds, times_of, shown in (
-        (to.time_T, Tokens.token_times_ms, [np.full(one.count, one.time_ms) for one in asked]),
-        (to.query_time_T, Tokens.token_asked_ms, [np.full(one.count, one.asked_ms) for one in asked]),
-    ):
-        _fill(seconds, *(times_of(part.tokens, part.first, part.end) for part in parts), *shown)
-        np.divide(seconds, 1000.0, out=seconds)
+    row = 0
+    for part in parts:
+        tokens, rows = part.tokens, slice(row, row + part.end - part.first)
+        tokens.write_seconds(tokens.times_ms, part.first, part.end, to.time_T[rows])
+        if tokens.asked_ms is tokens.times_ms:
+            to.query_time_T[rows] = to.time_T[rows]
+        else:
+            tokens.write_seconds(tokens.asked_ms, part.first, part.end, to.query_time_T[rows])
+        row = rows.stop
+    for part in parts:
+        if part.asked is not None:
+            rows = slice(row, row + part.num_asked)
+            to.time_T[rows], to.query_time_T[rows] = part.asked.time_ms / 1000.0, part.asked.asked_ms / 1000.0
+            row = rows.stop
+    to.time_T[row:] = to.query_time_T[row:] = 0.0
 
 
 def _fill(to: NDArray[np.generic], *values: NDArray[np.integer]) -> None:
@@ -281,13 +289,26 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
     row, page, record = 0, 0, 0
     for i in range(len(parts)):
         first, end, stored, _, first_page, num_pages, before = parts[i]
+        for token in range(first, min(end, before)):
+            token_T[row + token - first] = 2 * record
+            record += 1
+        place = row + max(0, before - first)
+        for _ in range((end - max(first, before)) // tokens_an_event):
+            for second in range(tokens_an_event):
+                token_T[place] = 2 * record + second
+                place += 1
+            record += 1
         for token in range(first, end):
-            second = token >= before and (token - before) % tokens_an_event == 1
-            token_T[row], position_T[row], slot_T[row] = 2 * record + second, token, -1
-            record += second or token < before or tokens_an_event == 1
-            if token < stored:
-                slot_T[row] = pages[first_page + token // page_tokens] * page_tokens + token % page_tokens
-            row += 1
+            position_T[row + token - first] = token
+        slot_T[row + max(0, stored - first) : row + end - first] = -1
+        token = first
+        while token < stored:  # page by page: a division takes longer than all the rest
+            until = min(stored, (token // page_tokens + 1) * page_tokens)
+            slot = pages[first_page + token // page_tokens] * page_tokens + token % page_tokens
+            for _ in range(token, until):
+                slot_T[row + token - first] = slot
+                token, slot = token + 1, slot + 1
+        row += end - first
         used_pages[page : page + num_pages] = pages[first_page : first_page + num_pages]
         page += num_pages
     num_history, asked = row, 0

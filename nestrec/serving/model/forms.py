@@ -67,6 +67,16 @@ class Tokens:
         """When some tokens ask."""
         return self._of_tokens(self.asked_ms, first, end)
 
+    def write_seconds(self, of_events_ms: NDArray[np.int64], first: int, end: int, to: NDArray[np.float64]) -> None:
+        """Of some tokens, from times of events: `token_times_ms` or `token_asked_ms`, without arrays in between."""
+        if first < len(self.before):
+            np.divide(self._of_tokens(of_events_ms, first, end), 1000.0, out=to)
+            return
+        events = of_events_ms[self.events_within(first) : self.events_within(end)]
+        np.divide(events, 1000.0, out=to[:: self.tokens_an_event])
+        for token in range(1, self.tokens_an_event):
+            to[token :: self.tokens_an_event] = to[:: self.tokens_an_event]
+
     @property
     def time_T(self) -> torch.Tensor:
         """float64 seconds"""

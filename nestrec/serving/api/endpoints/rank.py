@@ -36,7 +36,7 @@ class Wanted:
 class _Scored:
     """Candidates with their scores."""
 
-    keys: list[ItemId]
+    keys: Sequence[ItemId]
     scores: NDArray[np.float32]
     """(keys, outputs)"""
     prefix: Prefix
@@ -63,7 +63,7 @@ async def rank(front: HotFront, request: RankRequest) -> RankAnswer:
     if front.limits.tells_prefix:
         answer["prefix"] = scored.prefix
     if notes.policy == "drop":
-        answer["items"] = scored.keys
+        answer["items"] = list(scored.keys)
     return answer
 
 
@@ -87,7 +87,7 @@ async def score(front: HotFront, fleet: Fleet, asked: Asked, wanted: Wanted, not
     if done == "dropped":
         kept = [key for key, keeps in zip(keys, is_scored, strict=True) if keeps]
         return _Scored(kept, scores[is_scored], prefix, version)
-    return _Scored(list(keys), scores, prefix, version)
+    return _Scored(keys, scores, prefix, version)
 
 
 def columns(fleet: Fleet, scores: NDArray[np.float32]) -> dict[str, list[float]]:

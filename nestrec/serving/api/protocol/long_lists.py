@@ -21,6 +21,9 @@ from numba import njit
 
 from nestrec.serving.plain_list import KINDS, PlainList
 
+_inlined = njit(nogil=True, inline="always")
+"""A call of a compiled function counts references to each array that it is given: for a character or two, that takes
+longer than the call."""
 _NUMBERS, _TEXTS, _WORDS = 0, 1, 2
 _LEAST_BYTES = 2048
 """of a body: what is shorter is parsed sooner than looked through"""
@@ -112,7 +115,7 @@ def _taken_out(text, mark, rest, values, lists):  # type: ignore[no-untyped-def]
     return num_rest + size, num_lists
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _read(text, place, values, words):  # type: ignore[no-untyped-def]
     """(kind, number of values, number of words, where the text goes on) of a list; 0 values where it is not plain."""
     end, count, num_words = len(text), 0, 0
@@ -136,7 +139,7 @@ def _read(text, place, values, words):  # type: ignore[no-untyped-def]
     return 0, 0, 0, 0
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _kind_at(text, place):  # type: ignore[no-untyped-def]
     """By the first value."""
     if place + 1 >= len(text) or (text[place] != _QUOTE and text[place] != _N):
@@ -146,7 +149,7 @@ def _kind_at(text, place):  # type: ignore[no-untyped-def]
     return _TEXTS if is_number else _WORDS
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _coded(text, place, words, num_words):  # type: ignore[no-untyped-def]
     """(place among the words, number of words, where it ends) of a word, which may be a new one; 0 for the end where
     there is none, or no room for it."""
@@ -162,7 +165,7 @@ def _coded(text, place, words, num_words):  # type: ignore[no-untyped-def]
     return num_words, num_words + 1, place
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _number_at(text, place, is_text):  # type: ignore[no-untyped-def]
     """(whole number, where it ends); is_text: between quotes. 0 for the end where there is none."""
     if not is_text:
@@ -175,7 +178,7 @@ def _number_at(text, place, is_text):  # type: ignore[no-untyped-def]
     return number, place + 1
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _after_space(text, place):  # type: ignore[no-untyped-def]
     if place == 0:  # nothing was found
         return 0
@@ -184,7 +187,7 @@ def _after_space(text, place):  # type: ignore[no-untyped-def]
     return place
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _number(text, place):  # type: ignore[no-untyped-def]
     """(a whole number as `str` writes it, where it ends); 0 for the end where there is none."""
     end, is_negative, number = len(text), False, np.int64(0)
@@ -200,7 +203,7 @@ def _number(text, place):  # type: ignore[no-untyped-def]
     return -number if is_negative else number, place
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _word(text, place):  # type: ignore[no-untyped-def]
     """(start, size, where it ends) of a short text without anything special in it, or of null, whose size is -1."""
     end = len(text)
@@ -221,7 +224,7 @@ def _word(text, place):  # type: ignore[no-untyped-def]
     return start, place - start, place + 1
 
 
-@njit(cache=True, nogil=True)
+@_inlined
 def _is_same(text, first, second, size):  # type: ignore[no-untyped-def]
     for i in range(size):  # noqa: SIM110 (numba knows no generators)
         if text[first + i] != text[second + i]:
