@@ -7,10 +7,14 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
+
+from nestrec.ops.rows.atomic import exchange_if
 
 Memory = Callable[[int, int], NDArray[np.int32]]
 """(rows, words) to an array of so many."""
+_PAGE_WORDS = 1024
 
 
 class Aside:
@@ -33,6 +37,14 @@ class Aside:
     def is_crowded(self) -> bool:
         """Half of the room is taken: time to take rows out."""
         return 2 * (self._num_put - self._num_taken) >= len(self._slots)
+
+    def touch(self) -> None:
+        """Have all of the memory, whoever puts rows into it meanwhile.
+
+        The system gives memory when it is first written, and clears it then: for rows, many times what their copy
+        takes, in a training that puts them there.
+        """
+        _touch(self.rows.reshape(-1))
 
     def room(self, num_rows: int) -> NDArray[np.int32]:
         """Memory for the next rows, at most so many, side by side; less, or none, where there is no room."""
@@ -74,3 +86,9 @@ class Aside:
     def close(self) -> None:
         self._is_closed = True
         self._has_room.set()
+
+
+@njit(cache=True, nogil=True)
+def _touch(words):  # type: ignore[no-untyped-def]
+    for place in range(0, len(words), _PAGE_WORDS):
+        exchange_if(words, place, np.int32(0), np.int32(0))

@@ -34,6 +34,9 @@ WAITS, GONE = 1, 2
 class FrozenRows(ABC):
     """The rows of some slots of a store. One thread takes them, others write to the store meanwhile."""
 
+    _has_memory_aside = False
+    """The system has given what is kept for rows aside; else it does when that is first written."""
+
     def __init__(self, state: State, aside: Aside) -> None:
         """state: by slot, `WAITS` where its row is wanted; it is changed here."""
         self._state, self.aside = state, aside
@@ -60,6 +63,8 @@ class FrozenRows(ABC):
         """Called by the thread that reads."""
         if not self._reader:
             self._reader, self._niceness = threading.get_native_id(), niceness(threading.get_native_id())
+            if not self._has_memory_aside:
+                self.aside.touch()
 
     def hurry(self) -> None:
         """The reader may be nicer than those who write; where they wait for it, it is not."""
@@ -182,7 +187,7 @@ class Freezable(ABC):
         state: see `FrozenRows`. max_bytes: of rows that are put aside.
         """
         assert self._frozen is None, "one reader at a time"
-        self._frozen = self._freeze(state, num_words, max_bytes)
+        self._frozen = self._freeze(state, num_words, min(max_bytes, 4 * num_words * int(np.count_nonzero(state))))
         self._changing = self._frozen.changing
         return self._frozen
 

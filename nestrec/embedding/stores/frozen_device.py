@@ -21,6 +21,8 @@ from nestrec.embedding.stores.store import Slots
 class DeviceRows(FrozenRows):
     """Of a store in the memory of a device; on a CPU, where launched is done, the same without streams."""
 
+    _has_memory_aside = True  # pinned
+
     def __init__(
         self, gather: Callable[[Slots, torch.Tensor], None], device: torch.device, state: State, aside: Aside
     ) -> None:

@@ -1,5 +1,6 @@
 """Rows of a table as they were at a moment, while training writes on: equal to a copy of that moment."""
 
+import resource
 import sys
 import threading
 import time
@@ -216,6 +217,37 @@ def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
     assert frozen.rows.aside.num_put > 512, "more than once what makes it crowded"
     assert frozen.rows.aside.rows.nbytes <= CHUNK_BYTES
     assert peak < 100_000 + 16 * CHUNK_BYTES, peak
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="faults of a thread are not told")
+def test_who_reads_has_the_memory_for_rows_aside_made_so_that_training_need_not():
+    def faults_of_writing(aside: Aside) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        aside.rows[1:] = 1
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    table = TableConfig(name="t", dim=252, num_rows=32 << 10, store=StoreConfig(kind="dram"))
+    shard = TableShard(table, 0, 1, torch.device("cpu"))
+    train(shard, np.arange(32 << 10), 1)
+    late = shard.freeze(max_bytes=32 << 20)
+    faults_late = faults_of_writing(late.rows.aside)
+    late.close()
+    early = shard.freeze(max_bytes=32 << 20)
+    early.rows.aside.rows[0] = 7
+    reader = on_thread(early.rows.begin)
+    reader.join()
+    assert (early.rows.aside.rows[0] == 7).all(), "what was put there before stays"
+    assert faults_of_writing(early.rows.aside) * 4 < faults_late
+    early.close()
+
+
+def test_no_more_memory_is_kept_for_rows_aside_than_there_are_rows_to_read(tmp_path):
+    shard = make_shard(tmp_path, "dram", 4000)
+    train(shard, OWNED, 1)
+    train(shard, OWNED[:20], 2)
+    frozen = shard.freeze(since=1, max_bytes=1 << 20)
+    assert frozen.rows.aside.rows.nbytes == 20 * shard.layout.row_bytes
+    frozen.close()
 
 
 def test_keys_of_equal_hashes_come_in_the_order_of_keys():
