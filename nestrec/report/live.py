@@ -43,7 +43,9 @@ class LiveProgress(Listener):
     ):
         self._num_epochs, self._line_every_s = num_epochs, line_every_s
         self._console, self._clock = console or Console(), clock or RealClock()
-        self._total = self._first = self._step = 0
+        self._total: int | None = 0
+        """steps of the whole run; none: it has no end"""
+        self._first = self._step = 0
         self._epoch: int | None = None
         self._values: Mapping[str, Any] = {}
         self._start_s = self._clock.now_s()
@@ -63,7 +65,7 @@ class LiveProgress(Listener):
         if self._is_line_pending:
             self._print_line()
 
-    def started(self, total_steps: int, first_step: int) -> None:
+    def started(self, total_steps: int | None, first_step: int) -> None:
         self._total, self._first, self._step = total_steps, first_step, first_step
         self._start_s = self._clock.now_s()
         if first_step:
@@ -102,14 +104,17 @@ class LiveProgress(Listener):
 
     def _print_line(self) -> None:
         self._next_line_s, self._is_line_pending = self._clock.now_s() + self._line_every_s, False
-        self._print(f"{self._place()}step {self._step}/{self._total}  {self._figures()}")
+        of_all = "" if self._total is None else f"/{self._total}"
+        self._print(f"{self._place()}step {self._step}{of_all}  {self._figures()}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _picture(self) -> RenderableType:
-        if not self._total:
+        if self._total == 0:
             return Text("loading", style="dim")
+        if self._total is None:
+            return Text(f"step {self._step:,}  {self._figures()}", style="dim", no_wrap=True, overflow="ellipsis")
         row = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=max(self._total, 1), completed=self._step, width=40)
         row.add_row(f"{self._place()}step {self._step:,}/{self._total:,}", bar)
@@ -117,7 +122,7 @@ class LiveProgress(Listener):
 
     def _place(self) -> str:
         """The epoch that is being made, counted from 1."""
-        if self._epoch is None:
+        if self._epoch is None or self._total is None:
             return ""
         if self._num_epochs is None:
             return f"epoch {self._epoch + 1}  "
@@ -125,10 +130,11 @@ class LiveProgress(Listener):
 
     def _figures(self) -> str:
         shown = [show(as_number(self._values[name])) for name, show in _SHOWN.items() if name in self._values]
-        return "  ".join([*shown, f"ETA {duration(self._left_s())}"])
+        left = [] if self._total is None else [f"ETA {duration(self._left_s(self._total))}"]
+        return "  ".join([*shown, *left])
 
-    def _left_s(self) -> float:
+    def _left_s(self, total: int) -> float:
         made = self._step - self._first
         if made <= 0:
             return math.nan
-        return (self._clock.now_s() - self._start_s) / made * max(0, self._total - self._step)
+        return (self._clock.now_s() - self._start_s) / made * max(0, total - self._step)

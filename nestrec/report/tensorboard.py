@@ -49,7 +49,7 @@ class TensorBoardWriter(Listener):
         if writer is not None:
             self._write(writer.close)
 
-    def started(self, total_steps: int, first_step: int) -> None:
+    def started(self, total_steps: int | None, first_step: int) -> None:
         """Steps after `first_step` that an earlier process wrote are hidden, so that a resumed run shows none twice."""
 
         def start() -> None:

@@ -23,7 +23,7 @@ from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
-from nestrec.data.samples.windows import TimeWindow, window_of_events
+from nestrec.data.samples.windows import ReplayShare, TimeWindow, window_of_events
 from nestrec.data.sources.closing import WindowRule
 from nestrec.data.sources.source import open_source
 from nestrec.data.sources.stream import Stream, WindowTimes
@@ -48,7 +48,7 @@ class StreamConfig:
     """when a window closes"""
     log: LogColumns | None = None
     """what the fields of an event mean; none: as the data of the run was prepared from a log"""
-    replay_share: Share = 0.0
+    replay_share: ReplayShare = 0.0
     """share of the samples of a window that are drawn from older events instead"""
     max_bad_share: Share = 1.0
     """more bad rows in a window than this share is an error; they are set aside in any case"""

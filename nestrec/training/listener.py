@@ -11,7 +11,7 @@ from nestrec.tasks.task import Evaluation
 class Listener:
     """Hears everything and says nothing."""
 
-    def started(self, total_steps: int, first_step: int) -> None:
+    def started(self, total_steps: int | None, first_step: int) -> None:
         """The loop begins."""
 
     def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Listeners(Listener):
     def __init__(self, listeners: Sequence[Listener]):
         self._listeners = listeners
 
-    def started(self, total_steps: int, first_step: int) -> None:
+    def started(self, total_steps: int | None, first_step: int) -> None:
         for listener in self._listeners:
             listener.started(total_steps, first_step)
 

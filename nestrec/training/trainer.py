@@ -238,7 +238,7 @@ class Trainer:
             self.cfg.publish, self.session, self.folder.identity(), self.state.step, self._listener.warned
         )
         self.folder.reached(self.state.step, is_mark=True)
-        self._listener.started(self._total_steps(), self.state.step)
+        self._listener.started(None if self._follows else self._total_steps(), self.state.step)
         if self.windows and self.state.windows_done and self.state.window_step == self.state.step:
             self._call_hooks(is_restart=True)
         self._start_watching()

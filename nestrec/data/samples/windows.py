@@ -25,6 +25,9 @@ _REPLAYED_USER, _REPLAYED_END = 0x71, 0x72
 """Tell apart the draws that are made for one replayed sample."""
 
 
+ReplayShare = Annotated[float, Bound(0, 0.9)]
+
+
 @config
 class WindowsConfig:
     """What a window is, where batch.order is chronological."""
@@ -36,7 +39,7 @@ class WindowsConfig:
     start: str | None = None
     """a date or moment in ISO form: earlier events are history alone, neither predicted nor trained on; none begins
     with the first event, or with the first after those that the run named by --from has seen"""
-    replay_share: Annotated[float, Bound(0, 0.9)] = 0.0
+    replay_share: ReplayShare = 0.0
     """share of the samples of a window that are drawn from older events instead"""
 
     def __post_init__(self) -> None:
@@ -62,6 +65,8 @@ class TimeWindow:
     """time of its last event"""
     runs: Ints
     """(R, 3) rows (user, first, end): these events of the user are in it"""
+    is_newest: bool = False
+    """the dataset holds nothing that came after it, though events of it may be late: older than others that came"""
 
     @property
     def num_events(self) -> int:
@@ -148,10 +153,11 @@ def _runs(user: Ints, place: Ints) -> Ints:
 
 
 def window_of_events(number: int, user: Ints, place: Ints, times_ms: Ints) -> TimeWindow:
-    """A window of any events, given by user and place in the user's sequence."""
+    """A window of the events that came last, given by user and place in the user's sequence."""
     order = np.lexsort((place, user))
     runs = _runs(user[order], place[order]) if len(user) else np.zeros((0, 3), np.int64)
-    return TimeWindow(number, int(times_ms.min(initial=0)), int(times_ms.max(initial=0)), runs)
+    from_ms, to_ms = (int(times_ms.min()), int(times_ms.max())) if len(times_ms) else (0, 0)
+    return TimeWindow(number, from_ms, to_ms, runs, is_newest=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,10 @@ def past_of(times_ms: Ints, offsets: Ints) -> Past:
     """Of a dataset whose times are all in memory, sorted inside a user."""
 
     def older_than(window: TimeWindow) -> Ints:
+        if window.is_newest:  # not by its times: one late event would leave hardly any that is older
+            known: Ints = np.diff(offsets)
+            np.minimum.at(known, window.runs[:, 0], window.runs[:, 1])
+            return known
         before = np.concatenate([[0], np.cumsum(times_ms < window.from_ms)])
         counts: Ints = before[offsets[1:]] - before[offsets[:-1]]
         return counts

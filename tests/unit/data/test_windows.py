@@ -17,6 +17,7 @@ from nestrec.data.samples.windows import (
     past_of,
     slices_of_runs,
     training_slices,
+    window_of_events,
     windows_by_time,
 )
 
@@ -98,6 +99,22 @@ def test_replayed_samples_are_older_than_their_window_and_the_share_that_was_ask
     other = training_slices(windows, reach, past, seed=4, replay_share=0.5)
     assert np.array_equal(mixed.rows, again.rows)
     assert not np.array_equal(mixed.rows, other.rows)
+
+
+def test_windows_of_a_stream_replay_what_came_before_them_late_events_or_not() -> None:
+    """Two users of forty events; the last five of one came last, and with them a very late one of the other."""
+    times, offsets = np.tile(np.arange(1, 41) * HOUR_MS, 2), np.arange(3) * 40
+    user, place = np.array([0, 0, 0, 0, 0, 1]), np.array([35, 36, 37, 38, 39, 3])
+    window = window_of_events(7, user, place, times[offsets[user] + place])
+    assert (window.from_ms, window.to_ms) == (4 * HOUR_MS, 40 * HOUR_MS)
+    own, mixed = (
+        training_slices([window], Reach(8, 1), past_of(times, offsets), seed=3, replay_share=share).rows.tolist()
+        for share in (0.0, 0.9)
+    )
+    old = [row for row in mixed if row not in own]
+    assert len(mixed) == 10 * len(own)
+    assert len(old) == 9 * len(own)
+    assert {(user, end <= (35, 3)[user]) for user, _, end, _ in old} == {(0, True), (1, True)}
 
 
 @pytest.mark.parametrize("size", [{"batch_samples": 3}, {"batch_tokens": 5}])

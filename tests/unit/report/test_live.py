@@ -49,6 +49,16 @@ def test_the_time_left_of_a_resumed_run_counts_new_steps_only() -> None:
     assert "ETA 10s" in file.getvalue()
 
 
+def test_a_run_without_an_end_tells_steps_alone() -> None:
+    for console, file in (plain_console(), terminal()):
+        with LiveProgress(console=console, clock=SimulatedClock()) as progress:
+            progress.started(None, 3)
+            progress.stepped(60, 25, VALUES)
+        assert "step 60  loss 3.2100" in file.getvalue()
+        assert "ETA" not in file.getvalue()
+        assert "epoch" not in file.getvalue()
+
+
 def test_evaluations_and_warnings_are_lines_of_their_own() -> None:
     console, file = plain_console()
     with LiveProgress(console=console, clock=SimulatedClock()) as progress:

@@ -14,6 +14,7 @@ from nestrec.checkpoint import SaveError
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
+from nestrec.data.samples.windows import slices_of_runs
 from nestrec.data.sources.kafka import KafkaSource
 from nestrec.distributed import Topology
 from nestrec.report.run_folder import load_run
@@ -100,9 +101,14 @@ def test_windows_of_a_stream_are_told_with_their_times_and_hold_every_event_once
     drop_files(tmp_path / "events", stream_events(50), events_a_file=17)
     run = copied(*base, tmp_path)
     told: list[WindowEnd] = []
-    follow(str(tmp_path / "events"), run, {**BY_COUNT, "window.events": 25}, window_hooks=[told.append])
+    follower = follow(str(tmp_path / "events"), run, {**BY_COUNT, "window.events": 25}, window_hooks=[told.append])
     assert [end.number for end in told] == [0, 1]
     assert sum(end.num_events for end in told) == 50
+    times_ms = Dataset.open(tmp_path / "data").newest_events()[2]
+    assert (told[-1].from_ms, told[-1].to_ms) == (times_ms.min(), times_ms.max())
+    trainer = follower.trainer
+    num_own = len(slices_of_runs(trainer.windows[0].runs, trainer.cfg.task.inputs.max_events))
+    assert len(trainer.session.task.assembler.tokens) == round(num_own / 0.8), "a fifth of the samples is replayed"
     for end in told:
         assert end.first_at_s is not None
         assert end.read_at_s is not None
