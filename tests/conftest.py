@@ -92,10 +92,12 @@ settings.load_profile("nestrec")
 def service() -> "Iterator[Service]":
     """The smallest one: it retrieves from 50 items."""
     from nestrec.models.hstu import HSTUConfig  # torch is not loaded for tests that need none
+    from nestrec.serving.engine.config import EngineConfig
     from nestrec.serving.model.random_model import random_retrieval
     from nestrec.serving.service import Service, ServiceConfig
 
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
+    cfg = ServiceConfig(engine=EngineConfig(max_queue_s=1e9))  # nobody is refused where the machine is busy
+    service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, cfg)
     yield service
     service.close()

@@ -3,12 +3,13 @@
 In the same process a test arms a point with `armed("checkpoint.before_rename", raise_error)`. In another process it
 sets `NESTREC_FAIL_POINTS="name@3=kill,other=raise"`: the third time `name` is reached the process kills itself with
 SIGKILL. Each point that fires appends its name to the file named by `NESTREC_FAIL_LOG`, so that a fault test can assert
-that it fired.
+that it fired; but for one that only waits (`name=wait`) for whoever is to kill the process from outside.
 """
 
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 Action = Callable[[], None]
@@ -23,7 +24,8 @@ def fail_point(name: str) -> None:
     at, action = _armed[name]
     _hits[name] = _hits.get(name, 0) + 1
     if at in (0, _hits[name]):
-        _log(name)
+        if action is not _wait:
+            _log(name)
         action()
 
 
@@ -50,7 +52,12 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-_ACTIONS: dict[str, Action] = {"kill": _kill, "raise": _raise, "terminate": _terminate}
+def _wait() -> None:
+    while True:
+        time.sleep(60.0)
+
+
+_ACTIONS: dict[str, Action] = {"kill": _kill, "raise": _raise, "terminate": _terminate, "wait": _wait}
 
 
 def _log(name: str) -> None:

@@ -102,7 +102,10 @@ def bootstrap_auc(
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_groups, num_groups), minlength=num_groups)
         draws[i] = auc(label, score, times_drawn[member].astype(np.float64))
-    low, high = np.nanquantile(draws, [0.025, 0.975])
+    known = draws[~np.isnan(draws)]  # a draw may have users of one label alone
+    if len(known) == 0:
+        return Interval(whole, float("nan"), float("nan"))
+    low, high = np.quantile(known, [0.025, 0.975])
     return Interval(whole, float(low), float(high))
 
 

@@ -49,6 +49,8 @@ class KillWhen:
     """Which process; the started one by default, `rank_of(k)` for a rank under a launcher."""
     signal: int = signal.SIGKILL
     """What to send."""
+    held_at: str = ""
+    """`name@3` of a fail point: the process waits there, so that it cannot end before who watches it has looked."""
 
 
 Fault = FailPoint | KillWhen
@@ -72,7 +74,7 @@ def run_with_faults(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    limit_s: float = 60.0,
+    limit_s: float = 100.0,
     is_forked: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Attempt]:
@@ -123,13 +125,16 @@ def delayed(is_reached: Callable[[], bool], delay_s: float) -> Callable[[], bool
 
 
 def random_kills(
-    path: Path, *, seed: int, num_kills: int, num_lines: int, delay_s: float, victim: Victim | None = None
+    path: Path, *, seed: int, num_kills: int, num_lines: int, delay_s: float, held_at: str
 ) -> list[KillWhen]:
-    """Kills at random moments of a run that writes `num_lines` lines: after one of them and up to `delay_s` more."""
+    """Kills at random moments of a run that writes `num_lines` lines: after one of them and up to `delay_s` more.
+
+    held_at: a fail point of the program behind these lines.
+    """
     random_ = random.Random(seed)
     lines = sorted(random_.sample(range(1, num_lines), num_kills))
     conditions = [lines_reach(path, line, delay_s=random_.uniform(0, delay_s)) for line in lines]
-    return [KillWhen(condition, victim) if victim else KillWhen(condition) for condition in conditions]
+    return [KillWhen(condition, held_at=held_at) for condition in conditions]
 
 
 def rank_of(rank: int) -> Victim:
@@ -155,7 +160,7 @@ def _attempt(
 ) -> Attempt:
     fail_log, output = scratch / "fired.txt", scratch / "output.txt"
     fail_log.write_text("")
-    points = faults[0].points if faults and isinstance(faults[0], FailPoint) else ""
+    points = _points_of(faults[0]) if faults else ""
     armed = {**env, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(fail_log)}
     start_s = time.monotonic()
     process = starting(env=armed, output=output)
@@ -172,6 +177,12 @@ def _attempt(
     return Attempt(
         process.returncode, time.monotonic() - start_s, said[-_TAIL_CHARACTERS:], num_sent + bool(fail_log.read_text())
     )
+
+
+def _points_of(fault: Fault) -> str:
+    if isinstance(fault, FailPoint):
+        return fault.points
+    return f"{fault.held_at}=wait" if fault.held_at else ""
 
 
 def _watch(process: Started, faults: Sequence[Fault], deadline_s: float) -> int | None:

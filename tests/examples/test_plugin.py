@@ -212,7 +212,8 @@ def test_a_package_of_another_goes_the_whole_way(pools, installed: Path, tmp_pat
     assert {row["op"] for row in lion} == {"sgd", "lion"}
 
     history = {"items": ["i3", "i4", "i5", "i6"]}
-    with running_server(model, "--limits.tells_prefix", "true") as (port, _):
+    patient = ("--limits.default_timeout_ms", "10000")
+    with running_server(model, "--limits.tells_prefix", "true", *patient) as (port, _):
         first = asked(port, "/v1/recommend", {"user": "u", "history": history, "k": 5})
         again = asked(port, "/v1/recommend", {"user": "u", "history": history, "k": 5})
         similar = asked(port, "/v1/similar", {"item": "i3", "k": 4})

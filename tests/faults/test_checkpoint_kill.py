@@ -93,6 +93,7 @@ def test_a_file_beyond_the_size_limit_is_an_error_that_leaves_the_last_checkpoin
 SAVE_AND_LOG = """
 import sys
 import torch
+from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint import Checkpoints, Content
 checkpoints = Checkpoints(sys.argv[1] + "/checkpoints", keep=2, max_deltas=2)
 restored = checkpoints.restore_latest()
@@ -111,6 +112,7 @@ with open(sys.argv[1] + "/lines.txt", "a") as log:
         content = Content(tensors={"total": total, "ballast": ballast}, tables={"items": [chunk]}, base=base)
         checkpoints.save_async(step, content)
         print(step, file=log, flush=True)
+fail_point("all is logged")
 checkpoints.close()
 """
 
@@ -118,7 +120,8 @@ checkpoints.close()
 def check_random_kills(folder: Path, seed: int, num_kills: int) -> None:
     """Training by hand, killed at random moments: the end is that of an undisturbed run."""
     num_steps = 12 * num_kills
-    kills = random_kills(folder / "lines.txt", seed=seed, num_kills=num_kills, num_lines=num_steps - 6, delay_s=0.02)
+    lines, held_at = folder / "lines.txt", "all is logged"
+    kills = random_kills(lines, seed=seed, num_kills=num_kills, num_lines=num_steps - 6, delay_s=0.02, held_at=held_at)
     command = [sys.executable, "-c", SAVE_AND_LOG, str(folder), str(num_steps)]
     history = run_with_faults(command, kills, is_forked=True)
     assert len(history) == num_kills + 1

@@ -31,7 +31,7 @@ pytestmark = [
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_USERS, GAP_S = 40, 0.02
 SECRET = "carla-s-id"
-BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "now_ms": 5}
+BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "now_ms": 5, "timeout_ms": 10_000}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def served(tmp_path_factory):
     write_servable(model, folder)
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     command += ["--instances", "2", "--front", "nginx", "--service.engine.trigger.policy", "all"]
+    command += ["--limits.default_timeout_ms", "4000", "--service.engine.max_queue_s", "1000"]  # where nobody says
     log = folder.parent / "log"
     log.touch()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -62,7 +63,8 @@ def served(tmp_path_factory):
 
 async def post(client, path, user):
     body = {**BODY, "user": f"u{user}", **({} if path == "/v1/preinfer" else {"candidates": ["3", "4"]})}
-    response = await client.post(path, content=json.dumps(body), headers={"x-nestrec-user": f"u{user}"})
+    headers = {"x-nestrec-user": f"u{user}", "x-nestrec-timeout-ms": str(BODY["timeout_ms"])}
+    response = await client.post(path, content=json.dumps(body), headers=headers)
     return response.status_code, response.headers["x-nestrec-instance"].split(", ")[-1], response.content
 
 

@@ -28,11 +28,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def random_kills(run: Path, *, seed: int, num_kills: int, after_step: int, num_steps: int) -> list[Fault]:
-    """After a random checkpoint and up to some steps later; what is left of the run is long enough to be hit."""
+def random_kills(
+    run: Path, *, seed: int, num_kills: int, after_step: int, num_steps: int, held_at: str = ""
+) -> list[Fault]:
+    """After a random checkpoint and up to some steps later; what is left of the run is long enough to be hit, or it
+    waits at a fail point."""
     draw = random.Random(seed)
     steps = sorted(draw.sample(range(after_step + 1, num_steps - 4), num_kills))
-    return [KillWhen(saves_reach(run / "checkpoints", step, delay_s=draw.uniform(0, 0.03))) for step in steps]
+    due = [saves_reach(run / "checkpoints", step, delay_s=draw.uniform(0, 0.03)) for step in steps]
+    return [KillWhen(is_due, held_at=held_at) for is_due in due]
 
 
 def check_equal_to_undisturbed(
@@ -55,7 +59,8 @@ def test_2n_steps_equal_n_steps_a_kill_and_n_more(data: Path, tmp_path: Path, fa
     more = {**STEPS, **(BACKGROUND if family in ("sasrec", "rows") else {})}
 
     def faults(run: Path) -> list[Fault]:
-        return [FailPoint("train.step@13=kill"), *random_kills(run, seed=7, num_kills=1, after_step=12, num_steps=24)]
+        last = random_kills(run, seed=7, num_kills=1, after_step=12, num_steps=24, held_at="train.step@11")
+        return [FailPoint("train.step@13=kill"), *last]
 
     assert check_equal_to_undisturbed(family, data, tmp_path, more, faults) == 3
 

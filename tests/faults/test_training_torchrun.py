@@ -31,8 +31,15 @@ def under_torchrun(command: list[str], max_restarts: int) -> list[str]:
 def kills_of_random_ranks(run: Path, *, seed: int, num_kills: int, num_steps: int) -> list[Fault]:
     draw = random.Random(seed)
     steps = sorted(draw.sample(range(1, num_steps - 8), num_kills))
+    held_at = (
+        f"train.step@{num_steps - 3}"  # which only the first start comes to: the next has four steps less before it
+    )
     return [
-        KillWhen(saves_reach(run / "checkpoints", step, delay_s=draw.uniform(0, 0.1)), rank_of(draw.randrange(WORLD)))
+        KillWhen(
+            saves_reach(run / "checkpoints", step, delay_s=draw.uniform(0, 0.1)),
+            rank_of(draw.randrange(WORLD)),
+            held_at=held_at,
+        )
         for step in steps
     ]
 

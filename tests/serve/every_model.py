@@ -36,7 +36,7 @@ SERVICE = ServiceConfig(
     engine=EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9)), slide_events=4
 )
 FULL = replace(SERVICE, engine=replace(SERVICE.engine, tiers=replace(TIERS, keeps_prefix=False)))
-LIMITS = LimitsConfig(tells_prefix=True)
+LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
 FIRST_MS = 1_642_271_351_894
 
 

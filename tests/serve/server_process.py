@@ -55,7 +55,7 @@ def wait_until_ready(port, process, timeout_s=180.0):
     raise AssertionError("the server did not start")
 
 
-def exchange(port, data, timeout_s=10.0):
+def exchange(port, data, timeout_s=60.0):
     """Send bytes and read to the end."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         connection.sendall(data)

@@ -54,7 +54,7 @@ def test_everybody_gets_what_the_server_answers_item_by_item(retrieval, historie
     service = Service.load([retrieval.folder], ServiceConfig())
 
     async def answers():
-        transport = httpx.ASGITransport(App(service, LimitsConfig()))
+        transport = httpx.ASGITransport(App(service, LimitsConfig(default_timeout_ms=10_000)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for user, (items, times) in histories.items():
                 body = {"user": user, "history": {"items": items, "times_ms": times}, "now_ms": times[-1], "k": 7}

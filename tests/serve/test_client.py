@@ -25,7 +25,7 @@ HISTORY = {"items": ["1", "2"], "times_ms": [1, 2]}
 
 def test_both_clients_ask_a_server(service):
     async def run():
-        async with listening(App(service, LimitsConfig(default_timeout_ms=5000))) as port:
+        async with listening(App(service, LimitsConfig(default_timeout_ms=10_000))) as port:
             url = f"http://127.0.0.1:{port}"
             return await asyncio.to_thread(_ask, url), await _ask_without_waiting(url)
 
@@ -67,10 +67,10 @@ def test_examples_of_the_documents_are_answered(service):
     spec = importlib.util.spec_from_file_location("request_examples", DOCS / "request_examples.py")
     request_examples = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(request_examples)
-    app = App(service, LimitsConfig(default_timeout_ms=5000))
+    app = App(service, LimitsConfig(default_timeout_ms=10_000))
 
     async def run():
-        async with listening(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        async with listening(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as http:
             described, called = (await http.get("/openapi.json")).json(), []
             for title, _, curl, python in request_examples.examples(described, set(dir(Client))):
                 assert request_examples.URL in curl

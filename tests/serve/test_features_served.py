@@ -238,7 +238,7 @@ def told_of(log: Path, name: str) -> dict:
 
 def test_new_items_are_served_as_an_export_that_had_them(runs):
     log, service = runs.log, Service({role: Servable.load(runs.folder(role)) for role in ROLES}, ServiceConfig())
-    app = App(service, LimitsConfig(default_timeout_ms=60_000))
+    app = App(service, LimitsConfig(default_timeout_ms=10_000))
     history = {"items": ["i0", "i5"], "times_ms": [1_700_000_000_000, 1_700_000_060_000], "actions": ["click", []]}
     history["features"] = {"device": ["phone", "tv"], "place": [3, None]}
     asking = {"user": "u", "history": history, "now_ms": 1_700_000_120_000}

@@ -34,7 +34,7 @@ def hub_of(app):
 
 
 def test_what_a_front_tells_late_is_counted_all_the_same(service):
-    app = App(service, LimitsConfig())
+    app = App(service, LimitsConfig(default_timeout_ms=10_000))
     hub, front = hub_of(app)
     told = {"answers": [["/v1/rank", 200, [0.1, 0.2]]], "refusals": {}, "unread": {"gone": 1}}
     hub.received(front, FrameKind.TELL, 7, orjson.dumps(told))  # nobody waits for it any more
@@ -44,7 +44,7 @@ def test_what_a_front_tells_late_is_counted_all_the_same(service):
 def test_a_forwarded_request_whose_client_goes_away_is_counted_by_the_front_alone(service):
     async def run():
         store = BusyStore()
-        app = App(service, LimitsConfig(), store)
+        app = App(service, LimitsConfig(default_timeout_ms=10_000), store)
         hub, front = hub_of(app)
         about = orjson.dumps({"method": "POST", "path": "/v1/rank", **HEAD})
         body = orjson.dumps({"user": "u", "candidates": ["1"]})

@@ -114,7 +114,7 @@ def test_schema_fuzzed_requests_are_answered_or_refused(count, caplog):
         {"retrieval": random_retrieval(ENCODER, num_items=50), "ranking": random_ranking(ENCODER, num_items=50)},
         ServiceConfig(preranked=10),
     )
-    app = App(service, LimitsConfig(max_history=60, max_candidates=40))
+    app = App(service, LimitsConfig(max_history=60, max_candidates=40, default_timeout_ms=10_000))
     statuses = {}
 
     async def run():

@@ -23,9 +23,11 @@ from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-LIMITS = LimitsConfig(default_timeout_ms=20_000)
+LIMITS = LimitsConfig(default_timeout_ms=10_000)
 IMPATIENT = LimitsConfig(default_timeout_ms=1000)
 """where an instance hangs, which is waited for"""
+LENIENT_MS = 1e6
+"""to rank: nobody is at risk, however slow the machine was when the engine learned what requests cost"""
 UNUSUAL = "application/json; charset=utf-8"
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
 
@@ -36,7 +38,8 @@ def listening(app):
 
 @pytest.fixture(scope="module")
 def service():
-    service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, ServiceConfig())
+    cfg = ServiceConfig(engine=EngineConfig(trigger=TriggerConfig(budget_ms=LENIENT_MS)))
+    service = Service({"retrieval": random_retrieval(ENCODER, num_items=50)}, cfg)
     yield service
     service.close()
 
@@ -114,7 +117,7 @@ def test_requests_that_arrive_whole_are_asked_without_asgi_and_answered_alike(se
     assert [status for status, _, _ in found[::2]] == [200, 200, 400, 400]
 
 
-@pytest.mark.parametrize("budget_ms", [50.0, 0.0])
+@pytest.mark.parametrize("budget_ms", [LENIENT_MS, 0.0])
 def test_users_with_short_histories_are_never_signalled_and_nothing_of_them_is_shipped(budget_ms):
     """With no time at all to rank, nobody is short: the signals go out and are admitted, however little they gain."""
     trigger = TriggerConfig(budget_ms=budget_ms, compute_share=100.0, burst_s=100.0, least_gain=0.0)
@@ -162,7 +165,7 @@ def test_a_signal_that_tells_a_length_fetches_kept_events_only_where_they_are_of
 
 def test_head_is_answered_at_once_and_without_a_body(service):
     async def use(client, gateway):
-        head, full = await client.head("/v1/status", timeout=5.0), await client.get("/v1/status")
+        head, full = await client.head("/v1/status"), await client.get("/v1/status")
         assert (head.status_code, head.content) == (200, b"")
         assert int(head.headers["content-length"]) > 0
         assert full.status_code == 200

@@ -34,7 +34,7 @@ def asked_of_server(folder, path, body):
     try:
 
         async def ask():
-            transport = httpx.ASGITransport(App(service, LimitsConfig()))
+            transport = httpx.ASGITransport(App(service, LimitsConfig(default_timeout_ms=10_000)))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return (await (client.get(path) if body is None else client.post(path, json=body))).json()
 

@@ -69,7 +69,7 @@ def visit(port, keys):
     assert status_of(exchange(port, with_key(keys["public"], "/v1/rank", ranked))) == 200
 
 
-async def load(port, key, seconds, rate):
+async def load(port, key, num_visits, rate):
     """Signals and rankings of users who come back."""
 
     async def ask(path, body):
@@ -86,9 +86,9 @@ async def load(port, key, seconds, rate):
         candidates = [str(1 + i) for i in range(100)]
         await ask("/v1/rank", {**body, "candidates": candidates, "context": {"tab": "home"}})
 
-    end_s, visits = time.monotonic() + seconds, []
-    while time.monotonic() < end_s:
-        visits.append(asyncio.create_task(visit(len(visits) * 11 % 40)))
+    visits = []
+    for number in range(num_visits):
+        visits.append(asyncio.create_task(visit(number * 11 % 40)))
         await asyncio.sleep(1.0 / rate)
     await asyncio.gather(*visits, return_exceptions=True)
 
@@ -111,7 +111,7 @@ def test_the_page_shows_how_a_server_fares_and_lets_people_try_it(folders, tmp_p
     with running_server(folders / "retrieval", *options) as (port, _), browsing(tmp_path / "browser") as tab:
         asked = with_key(keys["public"], "/v1/recommend", {**body_of(1), "context": {"tab": "home"}, "k": 3})
         assert status_of(exchange(port, asked)) == 200
-        asyncio.run(load(port, keys["public"], 60.0 if KEPT else 0.3, 25.0 if KEPT else 20.0))
+        asyncio.run(load(port, keys["public"], 1500 if KEPT else 6, 25.0 if KEPT else 20.0))
         url = f"http://127.0.0.1:{port}/"
         visit(port, keys)
         tab.look(**LOOKS["desktop-light"])

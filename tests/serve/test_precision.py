@@ -53,7 +53,7 @@ def test_a_ranking_export_in_fewer_bits_tells_its_cost_and_is_served(ranking, tm
     behind_cache = Servable.load(folder, tables=TablesConfig(store="dram", cache_rows=2))
     assert torch.equal(behind_cache.tables["items"].rows(ids), near)
     with closing(Service({"ranking": servable}, ServiceConfig())) as service:
-        front = App(service, LimitsConfig())
+        front = App(service, LimitsConfig(default_timeout_ms=10_000))
         told = call(front, "GET", "/v1/models").json()["models"]["ranking"]["precision"]
         assert told == to_plain(cost)
         assert call(front, "GET", "/v1/status").json()["models"]["ranking"]["precision"] == told

@@ -34,7 +34,8 @@ from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.digests import digest_of, new_key
 from nestrec.serving.safety.keys import KeyEntry, add_entry
 
-LIMITS = LimitsConfig(default_timeout_ms=5000)
+LIMITS = LimitsConfig(default_timeout_ms=10_000)
+PATIENCE_S = 60.0
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
 BODIES = {
     "/v1/recommend": {"user": "u", "history": EVENTS, "k": 2},
@@ -106,7 +107,8 @@ async def behind_gateway(service, cfg):
 
 def asking(place, service, cfg, use):
     async def run():
-        async with place(service, cfg) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with place(service, cfg) as port, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            client.base_url = f"http://127.0.0.1:{port}"
             return await use(client, port)
 
     return asyncio.run(run())
@@ -222,16 +224,16 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
         fresh, before = new_key(), path.read_text()
         await until(fresh, 401)
         add_entry(path, KeyEntry(name="fresh", sha256=digest_of(fresh.encode()).hex()))
-        await asyncio.wait_for(until(fresh, 200), 20.0)
+        await asyncio.wait_for(until(fresh, 200), PATIENCE_S)
         path.write_text(before)
-        await asyncio.wait_for(until(fresh, 401), 20.0)
-        path.write_text("[[key]]\nname = 'no digest'")
+        await asyncio.wait_for(until(fresh, 401), PATIENCE_S)
         fresh_log = logging.getLogger("nestrec.serving.safety.keys")
         heard = asyncio.Event()
-        loop, handler = asyncio.get_running_loop(), logging.Handler()
-        handler.emit = lambda record: loop.call_soon_threadsafe(heard.set)
+        loop, handler = asyncio.get_running_loop(), logging.Handler(logging.ERROR)
+        handler.emit = lambda record: "sha256" in record.getMessage() and loop.call_soon_threadsafe(heard.set)
         fresh_log.addHandler(handler)
-        await asyncio.wait_for(heard.wait(), 20.0)
+        path.write_text("[[key]]\nname = 'no digest'")
+        await asyncio.wait_for(heard.wait(), PATIENCE_S)
         fresh_log.removeHandler(handler)
         await until(keys["public"], 200)
 
@@ -344,7 +346,7 @@ def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, s
 
     async def status_with(port, trusted):
         context = ssl.create_default_context(cafile=trusted)
-        async with httpx.AsyncClient(verify=context) as client:
+        async with httpx.AsyncClient(verify=context, timeout=PATIENCE_S) as client:
             try:
                 body = BODIES["/v1/rank"]
                 return (await client.post(f"https://127.0.0.1:{port}/v1/rank", json=body)).status_code
@@ -360,7 +362,7 @@ def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, s
                 assert await asyncio.to_thread(exchange, port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") == b"", "no plain"
             certificate.write_bytes(second[0].read_bytes())  # one half: nothing to be taken yet
             private_key.write_bytes(second[1].read_bytes())
-            end_s = time.monotonic() + 20.0
+            end_s = time.monotonic() + PATIENCE_S
             while await status_with(port, second[0]) != 200:
                 assert time.monotonic() < end_s
             assert await status_with(port, first[0]) is None

@@ -9,6 +9,7 @@ import torch
 
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.plain_runner import plain_runner
 from nestrec.serving.engine.runner import Part, Runner
 from nestrec.serving.model.forms import make_form
@@ -97,7 +98,8 @@ def test_instances_share_a_cache_whose_hits_are_counted(retrieval, ranking):
             found = [response.json() for response in await asyncio.gather(*asked)]
             return [(a["items"], a["scores"]) for a in found], (await client.get("/metrics")).text
 
-    services = [Service.load(folders, ServiceConfig(instances=2), tables=tables) for tables in (None, place)]
+    cfg = ServiceConfig(instances=2, engine=EngineConfig(max_queue_s=1e9))
+    services = [Service.load(folders, cfg, tables=tables) for tables in (None, place)]
     (expected, _), (found, metrics) = (asyncio.run(answers(service)) for service in services)
     for service in services:
         service.close()

@@ -104,10 +104,11 @@ def test_slow_heads_and_bodies_are_cut_off_and_connections_are_bounded(retrieval
     with running_server(retrieval.folder, *limits, *PATIENT) as (port, _):
         whole = post("/v1/recommend", BODY)
         with contextlib.ExitStack() as others:
-            kept = [others.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
-            for connection in kept:
-                connection.sendall(whole.replace(b"connection: close", b"connection: keep-alive"))
-                assert status_of(connection.recv(65536)) == 200
+            kept = []
+            for _ in range(3):  # each asks at once: half a second after it has come, who has not is cut off
+                kept.append(others.enter_context(socket.create_connection(("127.0.0.1", port))))
+                kept[-1].sendall(whole.replace(b"connection: close", b"connection: keep-alive"))
+                assert status_of(kept[-1].recv(65536)) == 200
             assert status_of(exchange(port, whole)) == 200
             with contextlib.suppress(ConnectionResetError):
                 assert kept[0].recv(1) == b"", "the longest idle gave way"

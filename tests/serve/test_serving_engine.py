@@ -156,7 +156,8 @@ def test_many_requests_at_once_are_batched_and_all_answered(servable):
     for _ in range(40):
         history = draw_history(rng, int(rng.integers(1, 40)))
         asked.append((history, draw_candidates(rng, history)))
-    works = [engine.rank(str(u % 7), *pair, timeout_s=TIMEOUT_S) for u, pair in enumerate(asked)]
+    with engine._condition:  # so that all of them are there at the first batch
+        works = [engine.rank(str(u % 7), *pair, timeout_s=TIMEOUT_S) for u, pair in enumerate(asked)]
     for work, (history, candidates) in zip(works, asked, strict=True):
         expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
         assert np.abs(work.future.result(TIMEOUT_S).scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
@@ -191,7 +192,7 @@ def test_an_answer_comes_when_its_batch_ends_however_late_it_was_expected(monkey
     start_s = time.perf_counter()
     works = [engine.rank(str(user), history, candidates, timeout_s=1e9) for user in range(3)]
     answers = [work.future.result(TIMEOUT_S) for work in works]
-    assert time.perf_counter() - start_s < 15.0
+    assert time.perf_counter() - start_s < 25.0
     expected = oracle_scores(form.servable, history, candidates, form.slide_events)
     assert max(np.abs(answer.scores - expected).max() for answer in answers) <= 1e-5
     assert all(work.planned_s >= start_s and work.launched_s >= work.planned_s for work in works)

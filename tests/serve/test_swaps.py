@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def serving(*folders, session_s=5.0):
+async def serving(*folders, session_s=60.0):
     """(client, service) of a server of these models."""
     service = Service.load(list(folders), ServiceConfig(engine=PATIENT, session_s=session_s))
     reloader = Reloader(service, "cpu", TablesConfig())

@@ -24,7 +24,7 @@ def test_titles_are_written_read_found_and_searched(tmp_path):
     write_servable(replace(made, item_titles=tuple(f"Title {i}" for i in range(1, 31))), tmp_path / "titled")
     loaded = Servable.load(tmp_path / "titled")
     service, keys = Service({"retrieval": loaded}, ServiceConfig()), loaded.item_keys
-    app = App(service, LimitsConfig())
+    app = App(service, LimitsConfig(default_timeout_ms=10_000))
 
     async def asked(body):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:

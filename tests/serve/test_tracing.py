@@ -17,7 +17,7 @@ from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig
 from nestrec.serving.many.gateway import Gateway
 
-LIMITS = LimitsConfig(default_timeout_ms=5000)
+LIMITS = LimitsConfig(default_timeout_ms=10_000)
 BODY = {"user": "user-4711", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -40,7 +40,9 @@ def asked(service, use):
             gateway = Gateway(ports, LIMITS)
             made.push_async_callback(gateway.close)
             port = await made.enter_async_context(listening(gateway, cfg))
-            client = await made.enter_async_context(httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}"))
+            client = await made.enter_async_context(
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0)
+            )
             return await use(client)
 
     return asyncio.run(run())

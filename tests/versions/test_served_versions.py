@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from front_processes import wait_for
 from served_run import serving
 
 from nestrec.base.failpoints import armed
@@ -44,12 +45,15 @@ def test_every_answer_is_that_of_the_version_it_names(data, tmp_path, family, in
         async def ask_on():
             async with served.client() as client:
                 users = [f"user {number}" for number in range(6)]
-                while not is_over.is_set() or len(answers) < 30:
+                is_last = False
+                while not is_last or len(answers) < 30:
+                    is_last = is_over.is_set()  # so that some ask when all is done
                     asked = [client.post("/v1/rank", json={**ASKED, "user": user}) for user in users]
                     answers.extend(await asyncio.gather(*asked))
 
         asking = threading.Thread(target=lambda: asyncio.run(ask_on()))
         asking.start()
+        wait_for(lambda: answers)
         for _ in range(9):
             served.publish()
             assert served.follower.look(), served.follower.counts.problem
@@ -229,7 +233,7 @@ def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
             parts = follow["parts_s"]
             assert list(parts) == ["window", "training", "publish", "fetch", "apply", "answer"]
             assert parts["window"] == pytest.approx(15.0)
-            assert 5.0 <= parts["training"] < 10.0
+            assert 5.0 <= parts["training"] <= time.time() - (now_s - 5)
             assert all(parts[name] >= 0 for name in ("publish", "fetch", "apply", "answer"))
             assert follow["fresh_s"] == pytest.approx(sum(parts.values()))
             await client.post("/v1/rank", json=ASKED)

@@ -128,7 +128,8 @@ class App:
         """A request without a history gets the one that the store has; so does one that prefers it, whose own stands in
         where the store has none or is away. What that took is taken off the deadline."""
         loop, user = asyncio.get_running_loop(), parse_user(data.get("user"), self._limits)
-        start_s, timeout_ms = loop.time(), data.get("timeout_ms", self._limits.default_timeout_ms)
+        start_s, timeout_ms = loop.time(), data.get("timeout_ms")
+        timeout_ms = self._limits.default_timeout_ms if timeout_ms is None else timeout_ms
         is_timely = type(timeout_ms) is int and 1 <= timeout_ms <= self._limits.max_timeout_ms  # else it is refused
         try:
             kept = await self._store.get(user, (timeout_ms if is_timely else 1) / 1000.0)

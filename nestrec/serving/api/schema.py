@@ -4,6 +4,7 @@ from typing import Any
 
 from nestrec.base.bounds import Count, Positive
 from nestrec.base.config import config
+from nestrec.base.errors import UserError
 
 
 @config
@@ -41,6 +42,15 @@ class LimitsConfig:
     """open at a time; those that ask nothing give way to new ones"""
     max_connections_an_address: Count = 1024
     """open at a time from one address (for IPv6, from one network of 64 bits)"""
+
+    def __post_init__(self) -> None:
+        if self.default_timeout_ms > self.max_timeout_ms:
+            raise UserError(
+                "is longer than a request may ask for",
+                field="limits.default_timeout_ms",
+                value=self.default_timeout_ms,
+                remedy=f"give --limits.max_timeout_ms {self.default_timeout_ms} as well",
+            )
 
 
 class BadRequestError(Exception):

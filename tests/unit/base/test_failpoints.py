@@ -51,3 +51,14 @@ def test_the_environment_arms_points_of_another_process_and_firing_is_logged(tmp
     assert (raised.returncode, raised.stdout) == (1, "0\n1\n")
     assert "a fail point fired" in raised.stderr
     assert in_another_process("b=kill", log).returncode == 0
+
+
+def test_a_process_that_waits_at_a_point_is_there_until_it_is_killed_and_says_nothing_of_it(tmp_path: Path) -> None:
+    code = "from nestrec.base.failpoints import fail_point as f\nprint(1, flush=True); f('a'); print(2, flush=True)"
+    env = {**os.environ, "NESTREC_FAIL_POINTS": "a=wait", "NESTREC_FAIL_LOG": str(tmp_path / "log")}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        process.kill()
+        assert process.stdout.read() == ""
+    assert not (tmp_path / "log").exists()

@@ -12,7 +12,6 @@ from nestrec.base.leaving import leave
 if JOINED:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 atexit.register(print, "registered for the end")
-threading.Timer(0.5, print, ["not forgotten"]).start()
 if JOINED:
     def compute():
         x = torch.rand(600, 600)
@@ -21,7 +20,8 @@ if JOINED:
     for _ in range(3):
         threading.Thread(target=compute, daemon=True).start()
     time.sleep(0.1)
-print("done", end=" ")
+print("done", end=" ", flush=True)
+threading.Timer(0.5, print, ["not forgotten"]).start()
 leave(7)
 """
 
@@ -30,7 +30,7 @@ leave(7)
 def test_a_rank_ends_with_its_code_though_threads_compute_and_after_all_that_waits_for_its_end(is_joined):
     """As interpreters end otherwise, threads inside torch end it with SIGABRT."""
     source = BUSY.replace("JOINED", str(is_joined))
-    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.split("\n") == ["done not forgotten", "registered for the end", ""]
 

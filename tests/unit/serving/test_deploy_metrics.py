@@ -51,7 +51,7 @@ def exported(tmp_path_factory):
     assert follower.look()
     (address / "newest.json").write_text("damaged")
     assert not follower.look()
-    app = App(service, LimitsConfig(default_timeout_ms=5000), reloader=reloader)
+    app = App(service, LimitsConfig(default_timeout_ms=10_000), reloader=reloader)
     app.count_refusals_of({"unknown": 1})
 
     async def ask():

@@ -39,7 +39,7 @@ def test_a_sample_has_what_happened_since_the_one_before_it(service):
 
 
 def test_the_relay_tells_where_prefixes_were_and_nothing_of_who_asked(service):
-    app = App(service, LimitsConfig(default_timeout_ms=5000))
+    app = App(service, LimitsConfig(default_timeout_ms=10_000))
     body = {"user": "someone-secret", "history": EVENTS}
     rank = ("POST", "/v1/rank", {**body, "candidates": ["3", "4"]})
     *_, live = asked(app, rank, rank, ("GET", "/v1/live", None))

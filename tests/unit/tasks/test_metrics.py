@@ -98,6 +98,9 @@ def test_nothing_to_measure_gives_nan_and_no_warning() -> None:
     only_positive = bootstrap_auc(np.ones(3, np.int64), np.arange(3.0), np.arange(3))
     assert np.isnan([only_positive.mean, only_positive.low, only_positive.high]).all()
     assert np.isnan(normalised_entropy(np.ones(3, np.int64), np.arange(3.0)))
+    one_label_a_draw = bootstrap_auc(np.array([0, 0, 1]), np.zeros(3), np.array([1, 2, 0]), num_draws=2)
+    assert one_label_a_draw.mean == 0.5
+    assert np.isnan([one_label_a_draw.low, one_label_a_draw.high]).all(), "no draw had users of both labels"
 
 
 def test_an_interval_reads_as_mean_and_bounds() -> None:

@@ -15,6 +15,8 @@ done = path.read_text().count("\\n") if path.exists() else 0
 with path.open("a") as log:
     for line in range(done, 50):
         fail_point("count")
+        if line == 46:
+            fail_point("nearly there")
         print(line, file=log, flush=True)
         time.sleep(0.002)
 """
@@ -27,7 +29,8 @@ def counting(path: Path) -> list[str]:
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_a_command_is_killed_and_started_again_until_it_ends(tmp_path: Path, is_forked: bool) -> None:
     path = tmp_path / "lines.txt"
-    faults = [FailPoint("count@10=kill"), *random_kills(path, seed=1, num_kills=2, num_lines=45, delay_s=0.005)]
+    kills = random_kills(path, seed=1, num_kills=2, num_lines=45, delay_s=0.005, held_at="nearly there")
+    faults = [FailPoint("count@10=kill"), *kills]
     history = run_with_faults(counting(path), faults, is_forked=is_forked)
     assert [attempt.exit_code for attempt in history] == [-signal.SIGKILL] * 3 + [0]
     assert [attempt.num_fired for attempt in history] == [1, 1, 1, 0]
@@ -92,8 +95,8 @@ LAUNCHER = """
 import os, subprocess, sys
 for attempt in range(3):
     codes = []
-    ranks = [subprocess.Popen(sys.argv[1:3] + [sys.argv[3] + str(rank)], env={**os.environ, "RANK": str(rank)})
-             for rank in range(2)]
+    places = {**os.environ, "RANK": "0", "NESTREC_FAIL_POINTS": ""}, {**os.environ, "RANK": "1"}
+    ranks = [subprocess.Popen(sys.argv[1:3] + [sys.argv[3] + place["RANK"]], env=place) for place in places]
     codes = [rank.wait() for rank in ranks]
     if codes == [0, 0]:
         sys.exit(0)
@@ -104,7 +107,9 @@ sys.exit(1)
 def test_a_rank_is_killed_below_a_launcher_that_restarts_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, sys.executable, str(tmp_path / "count.py"), str(tmp_path / "lines")]
     (tmp_path / "count.py").write_text(COUNT_TO_50)
-    fault = KillWhen(lines_reach(tmp_path / "lines1", 10), rank_of(1))
+    fault = KillWhen(
+        lines_reach(tmp_path / "lines1", 10), rank_of(1), held_at="count@45"
+    )  # when started again, it has fewer left
     (attempt,) = run_with_faults(command, [fault])
     assert (attempt.exit_code, attempt.num_fired) == (0, 1)
     assert (tmp_path / "lines1").read_text().count("\n") == 50
@@ -113,5 +118,6 @@ def test_a_rank_is_killed_below_a_launcher_that_restarts_it(tmp_path: Path) -> N
 def test_two_faults_that_are_due_at_once_hit_two_attempts(tmp_path: Path) -> None:
     """The second must not be spent on a process that the first has killed already."""
     path = tmp_path / "lines.txt"
-    history = run_with_faults(counting(path), [KillWhen(lines_reach(path, 5)), KillWhen(lines_reach(path, 6))])
+    faults = [KillWhen(lines_reach(path, count), held_at="nearly there") for count in (5, 6)]
+    history = run_with_faults(counting(path), faults)
     assert [attempt.num_fired for attempt in history] == [1, 1, 0]
