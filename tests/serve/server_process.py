@@ -43,7 +43,7 @@ def started(start, folder, *options, **environment):
         process.stdout.close()
 
 
-def wait_until_ready(port, process, timeout_s=180.0):
+def wait_until_ready(port, process, timeout_s=280.0):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         assert process.poll() is None, process.stdout.read().decode()

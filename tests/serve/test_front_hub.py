@@ -5,12 +5,16 @@ import asyncio
 import orjson
 
 from nestrec.serving.api.app import App
+from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.fronts.frames import Channel, FrameKind
+from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
 from nestrec.serving.fronts.hub import FrontHub
 from nestrec.serving.fronts.processes import FrontProcess
+from nestrec.serving.fronts.remote import RemoteService
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
+from nestrec.serving.service import ServiceConfig
 
 HEAD = {"raw_path": "/v1/rank", "query": "", "client": "c", "id": "one", "trace": ""}
 
@@ -56,3 +60,20 @@ def test_a_forwarded_request_whose_client_goes_away_is_counted_by_the_front_alon
         return app.metrics.exposition()
 
     assert b"nestrec_requests_total{route" not in asyncio.run(run())
+
+
+def test_a_front_is_told_of_each_request_that_comes():
+    """It keeps its core awake by that."""
+    called, replies = [], []
+
+    async def run():
+        remote = RemoteService(ServiceConfig(), dict, lambda: None)
+        app = FrontApp(
+            remote, LimitsConfig(), all_endpoints(), FrontCounts(), connect=None, called=lambda: called.append(True)
+        )
+        for body in (b"{", b"[]"):
+            await app.serve("/v1/rank", "c", body, replies.append)
+
+    asyncio.run(run())
+    assert [reply.status for reply in replies] == [400, 400]
+    assert len(called) == 2

@@ -51,6 +51,9 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
     mixed = [bench.lengths] if bench.lengths else [(history,) for history in bench.history]
     sizes: list[_Size] = [(lengths, asked) for lengths in mixed for asked in bench.candidates]
     starts = bench.starts or tuple(2.5 * (1 + returning) for returning in bench.returning)
+    if len(starts) != len(bench.returning):
+        raise UserError("is not one for each share of returning users", field="starts", value=starts,
+                        remedy=f"give {len(bench.returning)} of them, or none")  # fmt: skip
     longest = _Longest(bench, sizes[0])
     full: dict[_Size, dict[str, Any]] = {}
     if "full" not in modes and bench.slo_ms:  # nothing is to be learned of it

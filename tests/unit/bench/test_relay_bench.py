@@ -11,6 +11,7 @@ from nestrec.bench.harness.frame import make_frame
 from nestrec.bench.serving.relay import Sweep, measure_relay
 from nestrec.bench.serving.relay_bed import RelayBed, RelayBench
 from nestrec.bench.serving.relay_bound import RequestCosts
+from nestrec.bench.serving.relay_http import _Longest, measure_over_http
 from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
 from nestrec.models.hstu import HSTUConfig
 from nestrec.report.benches.relay_page import write_page
@@ -150,6 +151,34 @@ def test_a_sweep_asks_only_whether_a_mode_carries_what_the_first_one_does(carrie
     load = RelayLoad(history=10, candidates=3, returning=0.5)
     row = Sweep(SimpleNamespace(bench=bench, trial=trial), "relay", load, costs, 5.0).row(5.0, None, 100.0)
     assert ([one["rate"] for one in row["tried"]], row["max_qps"]) == (tried, found)
+
+
+def test_where_searches_begin_is_told_for_each_share_of_returning_users():
+    with pytest.raises(UserError, match=r"starts = \(1\.0, 2\.0\): is not one for each"):
+        list(measure_over_http(replace(BENCH, model="none", modes=("full",), starts=(1.0, 2.0))))
+
+
+def test_the_longest_history_is_looked_for_at_half_the_largest_rate_of_the_first_mode(tmp_path):
+    write_servable(random_ranking(replace(BENCH.encoder, max_length=1024), num_items=50), tmp_path / "model")
+    bench, rates = replace(BENCH, model=str(tmp_path / "model"), longest=True, rounds=1), []
+
+    def bed(mode, carried):
+        def trial(lengths, _candidates, rate, _returning):
+            rates.append(rate)
+            return Trial(rate, np.full(200, 1.0 if lengths[0] <= carried else 9.0), 0.0, 1.0), {}
+
+        return SimpleNamespace(mode=mode, trial=trial)
+
+    longest = _Longest(bench, ((24,), 4))
+    (full,), (relay,) = (
+        list(longest.rows(bed(mode, carried), 5.0, 80.0)) for mode, carried in (("full", 100), ("relay", 300))
+    )
+    assert set(rates) == {40.0}
+    assert 100 / 1.2 <= full["longest_history"] <= 100
+    assert 300 / 1.2 <= relay["longest_history"] <= 300
+    assert relay["of_first_mode"] == round(relay["longest_history"] / full["longest_history"], 3)
+    assert not list(longest.rows(bed("full", 100), 5.0, 0.0)), "where nothing is carried"
+    assert not list(_Longest(replace(bench, longest=False), ((24,), 4)).rows(bed("full", 100), 5.0, 80.0))
 
 
 @pytest.mark.slow

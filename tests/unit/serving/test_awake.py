@@ -38,6 +38,7 @@ def test_a_loop_stays_awake_until_a_while_after_the_last_request(monkeypatch):
         awake.called()
         awake.called()
         assert not asked_to_wait()
+        assert len(loop._ready) == 1, "one turn after the other, however many requests come"
         now_s[0] = 0.015
         awake.called()
         now_s[0] = 0.03

@@ -51,6 +51,26 @@ def test_keys_that_come_take_the_places_of_those_that_went(monkeypatch, clock):
     for name in "abc":
         assert [rates.wait_s(key(name, burst=1.0)) == 0.0 for _ in range(2)] == [True, False], name
         clock.sleep(0.01)
-    assert rates.wait_s(key("b", burst=1.0)) > 0.0, "the oldest one went"
+    for name in "bc":
+        assert rates.wait_s(key(name, burst=1.0)) > 0.0, "the oldest one went"
+        clock.sleep(0.01)
     assert rates.wait_s(key("a", burst=1.0)) == 0.0
+    assert rates.wait_s(key("c", burst=1.0)) > 0.0, "and it did not come back to the place that another has now"
     rates.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_processes_that_ask_at_once_get_no_more_than_one_would(clock, rates):
+    """Without a lock, two that read the same bucket would both take its last token."""
+    often, children, (told, tell) = key("a", rate=1e-9, burst=3000.0), [], os.pipe()
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            granted = sum(rates.wait_s(often) == 0.0 for _ in range(2000))
+            os.write(tell, granted.to_bytes(4, "little"))
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 3
+    assert sum(int.from_bytes(os.read(told, 4), "little") for _ in children) == 3000
+    os.close(told)
+    os.close(tell)
