@@ -19,6 +19,10 @@ class Sender:
     client: str = ""
     num_bytes: int = 0
     """of its body; 0 where nobody knows"""
+    began_s: float = 0.0
+    """`perf_counter` when all of it had come, which all processes share; 0 where nobody knows"""
+    back_s: float = 0.0
+    """for which the last answer that its front has got was on its way back from an engine"""
 
 
 NOBODY = Sender()

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +106,7 @@ class Service:
         self.reloads = Reloads()
         self.is_draining = False
         """whoever routes requests is told that this one is not ready; those that come all the same are served"""
+        self._back_s = 0.0
         self._expected: OrderedDict[str, tuple[Fleet, float]] = OrderedDict()
         self.fleets = {role: self._fleet(servable) for role, servable in models.items()}
         ring = Ring.make(cfg.instances, self._keyed)
@@ -181,10 +182,11 @@ class Service:
         self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
     ) -> Answer:
         """Scores of candidates by the user's instance; another one, with full inference, where that has died."""
-        sender = current_sender.get()
+        sender = replace(current_sender.get(), back_s=self._back_s)
         slot, work = self.begin_rank(fleet, user, history, candidates, timeout_s=timeout_s, sender=sender)
         try:
             answer = await _result(work, timeout_s)
+            self._back_s = time.perf_counter() - work.ended_s
             self.check_names(fleet, answer)
             tracing.note_engine(EngineTimes.of(work), answer, len(candidates))
             return answer

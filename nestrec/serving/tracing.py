@@ -128,11 +128,12 @@ class EngineTimes:
     planned_s: float
     computed_s: float
     """device seconds of the batches that it had a part in"""
+    ended_s: float
     num_tokens: int
 
     @staticmethod
     def of(work: "Work") -> "EngineTimes":
-        return EngineTimes(work.arrived_s, work.planned_s, work.computed_s, work.tokens.length)
+        return EngineTimes(work.arrived_s, work.planned_s, work.computed_s, work.ended_s, work.tokens.length)
 
 
 def note_engine(times: EngineTimes, answer: "Answer", num_candidates: int) -> None:

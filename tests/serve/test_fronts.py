@@ -247,6 +247,21 @@ def test_models_are_loaded_anew_under_load_and_no_answer_is_of_two_versions(serv
     assert {version: len(found) for version, found in scores.items()} == {old: 1, new: 1}
 
 
+def test_the_trigger_hears_how_long_requests_are_on_their_way_through_fronts(served):
+    """A server that was asked by nobody else may have measured none before."""
+    port, _ = served
+
+    async def run():
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
+            for number in range(16):
+                assert (await client.post("/v1/rank", json={**GOOD, "user": f"w{number}"})).status_code == 200
+            return (await client.get("/v1/status")).json()["models"]["ranking"]
+
+    status = asyncio.run(run())
+    assert status["way_s"] > 0
+    assert status["host_s"] > 0
+
+
 def test_sigterm_loses_nothing_and_leaves_nobody(served):
     port, process = served
     count, fronts = 200, fronts_of(process)

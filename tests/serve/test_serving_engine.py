@@ -1,5 +1,6 @@
 """The engine: cached scores are the scores of full inference, whatever happened to the cache."""
 
+import threading
 import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -13,6 +14,7 @@ from serving_sequences import Sequences, appended, draw_candidates, draw_history
 from nestrec.base.clock import SimulatedClock
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.reach import AttentionReach
+from nestrec.serving.client import Sender
 from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine, EngineConfig
 from nestrec.serving.engine.runner import Launched, Runner
@@ -405,6 +407,26 @@ def test_a_few_more_events_do_not_have_the_whole_prefix_copied_to_dram_again():
         wait_for_copies(engine)
         kept += [entry.length for entry in engine.tiers.dram.entries()]
     assert kept == [18, 18, 28]
+    engine.close()
+
+
+def test_the_trigger_hears_what_requests_take_beside_the_device(servable):
+    """The host's part of a batch, and the way of a request to the engine and of an answer back."""
+    engine, history = make_engine(servable), draw_history(np.random.default_rng(20), 9)
+    candidates = draw_candidates(np.random.default_rng(20), history)
+    for number in range(16):
+        sender = Sender("a", 1000, time.perf_counter() - 5.0, 2.0)
+        engine.rank(f"{number}", history, candidates, timeout_s=TIMEOUT_S, sender=sender).future.result(TIMEOUT_S)
+    is_quiet = threading.Event()
+    engine._post(is_quiet.set)  # all of the last batch is done before it
+    assert is_quiet.wait(TIMEOUT_S)
+    assert 7.0 <= engine.trigger.way_s <= 10.0
+    assert engine.host_s > 0
+    with engine._condition:  # nothing is computed meanwhile
+        work = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S)
+        alone_s = engine._full_rank_s(work.tokens.length, len(candidates))
+        assert engine.trigger._offered[-1][1] == pytest.approx(alone_s + engine.host_s)
+    work.future.result(TIMEOUT_S)
     engine.close()
 
 

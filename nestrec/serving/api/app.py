@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -78,7 +79,7 @@ class App:
 
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         """Answer a request without ASGI in between."""
-        await self._posts.serve(route, Sender(client, len(body)), self._posted(route, body), reply)
+        await self._posts.serve(route, Sender(client, len(body), time.perf_counter()), self._posted(route, body), reply)
 
     async def _posted(self, route: str, body: bytes) -> Answered:
         return await self._through_swaps(route, self._posts.parsed(route, body))
@@ -90,7 +91,7 @@ class App:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
             body = await unread.read()
-            sender = Sender(client_in(scope), len(body))
+            sender = Sender(client_in(scope), len(body), time.perf_counter())
             current_sender.set(sender)
             if (refusal := self._posts.refusal(path, sender)) is not None:
                 raise refusal

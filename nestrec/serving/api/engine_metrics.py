@@ -21,6 +21,8 @@ from nestrec.serving.service import Service
 
 _GAUGES = {
     "queued_s": ("nestrec_queued_seconds", "Device seconds of the work that waits"),
+    "way_s": ("nestrec_way_seconds", "From a request's arrival to its engine, and back (90th percentile)"),
+    "host_s": ("nestrec_batch_host_seconds", "The host's part of a batch"),
     "device_pages_used": ("nestrec_device_cache_used_pages", "Pages of the prefix cache that hold something"),
     "device_pages": ("nestrec_device_cache_pages", "Pages of the prefix cache"),
     "dram_bytes_used": ("nestrec_dram_cache_used_bytes", "Bytes of prefixes in host memory"),
@@ -44,6 +46,8 @@ def engine_status(service: Service, role: str) -> dict[str, Any]:
         "exported_at_s": fleet.servable.exported_at_s,
         "counts": counts,
         "queued_s": sum(engine.queued_s for engine in fleet.engines),
+        "way_s": max(engine.trigger.way_s for engine in fleet.engines),
+        "host_s": max(engine.host_s for engine in fleet.engines),
         "device_s": sum(engine.device_s for engine in fleet.engines),
         "device_pages_used": sum(t.device.num_pages - t.device.num_free_pages for t in tiers),
         "device_pages": sum(t.device.num_pages for t in tiers),

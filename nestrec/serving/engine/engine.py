@@ -53,6 +53,9 @@ class _Batch:
     launched: Launched
     work: tuple[int, int]
     """(tokens, pairs)"""
+    planned_s: float
+    is_alone: bool
+    """no other was on its way when it was planned"""
 
 
 class Engine:
@@ -132,7 +135,9 @@ class Engine:
             self._check_open()
             if sender.num_bytes:
                 self._byte_s += _SMOOTH * (work.estimate_s / sender.num_bytes - self._byte_s)
-            self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)))
+            if sender.began_s:
+                self.trigger.came(work.arrived_s - sender.began_s + sender.back_s)
+            self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)) + self._pace.host_s)
             expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, user, work.estimate_s)
             most_s = min(timeout_s, self.cfg.max_queue_s) if self._does_any_wait else timeout_s
             if self._backlog.num_works and expected_s > most_s:
@@ -174,6 +179,7 @@ class Engine:
                 key,
                 tail=self.costs.tail,
                 wait_s=self._device_wait_s,
+                host_s=self._pace.host_s,
                 preinfer_s=self.costs.share_s(*self.costs.work(there, cached - there, 0)),
                 full_rank_s=self._full_rank_s(length, num_candidates),
                 rank_s=self._rank_s(length, cached, num_candidates),
@@ -197,6 +203,7 @@ class Engine:
                 rank_s=self._rank_s(length, cached, num_candidates),
                 tail=self.costs.tail,
                 wait_s=self._device_wait_s,
+                host_s=self._pace.host_s,
             )
         return decision if cached and self.cfg.tiers.keeps_prefix else Decision(False, "never")
 
@@ -255,6 +262,11 @@ class Engine:
     def queued_s(self) -> float:
         """Estimated device seconds of the work that waits or runs."""
         return self._backlog.seconds
+
+    @property
+    def host_s(self) -> float:
+        """The host's part of a batch, of late."""
+        return self._pace.host_s
 
     @property
     def _does_any_wait(self) -> bool:
@@ -404,7 +416,7 @@ class Engine:
         return bool(self._in_flight or self._planner.has_work or self._inbox or self._messages or self._is_closed)
 
     def _launch_next(self) -> None:
-        planned_s = time.perf_counter()
+        planned_s, is_alone = time.perf_counter(), not self._in_flight
         steps = self._planner.plan()
         if not steps:
             return
@@ -422,7 +434,7 @@ class Engine:
             step.work.planned_s, step.work.launched_s = planned_s, launched_s
             self._keep(step)
             self._planner.launched(step)
-        self._in_flight.append(_Batch(steps, launched, work))
+        self._in_flight.append(_Batch(steps, launched, work, planned_s, is_alone))
 
     def _keep(self, step: EngineStep) -> None:
         """The new tokens are in the pages for every batch after this one."""
@@ -456,6 +468,8 @@ class Engine:
             else:  # a piece of it
                 self._release(step)
         answered_s = sum(step.work.estimate_s for step in batch.steps if step.work.is_finished)
+        if batch.is_alone and not self._in_flight:
+            self._pace.answered_alone(time.perf_counter() - batch.planned_s - seconds)
         self._pace.done(ended_s, answered_s, has_more=self._backlog.num_works > 0)
         self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
 
@@ -470,7 +484,7 @@ class Engine:
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
                 self.tiers.spill(step.entry, work, ahead_s=self.queued_s)
         self._release(step)
-        ended_s = time.perf_counter()
+        work.ended_s = ended_s = time.perf_counter()
         if self.answered_s is None:
             self.answered_s = time.time()
         self.compute_times.observe(work.computed_s)

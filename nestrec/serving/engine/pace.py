@@ -18,6 +18,8 @@ _AWAKE_S = 1e-2
 interpreter in its hands"""
 _SMOOTH = 0.05
 _WINDOW_S = 0.1
+_MOST_SURPRISE, _LEAST_SURPRISE_S = 4.0, 1e-3
+"""what one batch adds to what is taken for the host's part: a hiccup of the machine is no cost of batches"""
 _SLOWNESS_WINDOW_S, _SLOWNESS_SMOOTH, _MOST_SLOWNESS = 0.2, 0.3, 10.0
 
 
@@ -34,6 +36,8 @@ class EnginePace:
         self.busy_share = 1.0
         """of its time of late for which the device has worked"""
         self._window_began_s, self._window_worked_s = time.perf_counter(), 0.0
+        self.host_s = 0.0
+        """of a batch by itself, beside the device's: from its plan to its last answer, of late"""
         self.slowness = 1.0
         """seconds that go by for one of work, as it was estimated, while work waits: more than one where the host is
         what is slow, or estimates are too low"""
@@ -53,6 +57,11 @@ class EnginePace:
         if (span_s := ended_s - self._window_began_s) >= _WINDOW_S:
             self.busy_share = min(1.0, self._window_worked_s / span_s)
             self._window_began_s, self._window_worked_s = ended_s, 0.0
+
+    def answered_alone(self, host_s: float) -> None:
+        """A batch beside which there was no other took the host so long."""
+        host_s = min(host_s, _MOST_SURPRISE * self.host_s + _LEAST_SURPRISE_S)
+        self.host_s += _SMOOTH * (host_s - self.host_s)
 
     def done(self, ended_s: float, estimate_s: float, *, has_more: bool) -> None:
         """Works have been answered that were taken for so many seconds together. has_more: others wait."""

@@ -79,6 +79,8 @@ class Work:
     """`perf_counter` when its last batch began to be put together"""
     launched_s: float = 0.0
     """`perf_counter` when that batch had been given to the device"""
+    ended_s: float = 0.0
+    """`perf_counter` when it was answered"""
     _content: tuple[int, bytes] = (0, b"")
     """of how many tokens, and what it is: asked for at every chunk of a signal"""
 

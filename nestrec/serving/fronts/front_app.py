@@ -1,5 +1,6 @@
 """The application of a front: hot routes are read and answered here, everything else goes on as it came."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,9 @@ class FrontApp:
 
     async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
         self._called()
-        await self._hot.serve(route, Sender(client, len(body)), self._posted(route, client, body), reply)
+        await self._hot.serve(
+            route, Sender(client, len(body), time.perf_counter()), self._posted(route, client, body), reply
+        )
 
     async def _posted(self, route: str, client: str, body: bytes) -> Answered:
         """What is about events that are kept is for whoever keeps them."""
@@ -120,7 +123,7 @@ class FrontApp:
         check_head(scope, self._limits)
         body = await unread.read() if method == "POST" and path in self._posts else b""
         if method == "POST" and path in self._posts:
-            sender = Sender(client, len(body))
+            sender = Sender(client, len(body), time.perf_counter())
             current_sender.set(sender)
             if path in self._hot and (refusal := self._hot.refusal(path, sender)) is not None:
                 raise refusal

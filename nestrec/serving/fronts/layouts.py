@@ -20,9 +20,9 @@ from nestrec.serving.tracing import EngineTimes
 
 Ids = NDArray[np.int64]
 By = Literal["name", "session"]
-_ASK = struct.Struct("<IBdqIIiiiiiHHHHH")
+_ASK = struct.Struct("<IBdqIddIiiiiiHHHHH")
 _BY: tuple[By, ...] = ("name", "session")
-_ANSWER = struct.Struct("<BBdIIIBHdddIII")
+_ANSWER = struct.Struct("<BBdIIIBHddddIII")
 _SOURCES: tuple[Source, ...] = ("none", "device", "dram")
 _NOBODY = -1
 OK, SWAPPED, OVERLOADED, UNAVAILABLE, FAILED = range(5)
@@ -50,8 +50,9 @@ class Asking:
         allowed = candidates.allowed
         head = _ASK.pack(
             self.fleet, _BY.index(self.by), self.timeout_s, candidates.now_ms, self.sender.num_bytes,
-            candidates.num_best, len(history), len(candidates), len(candidates.excluded),
-            _NOBODY if allowed is None else len(allowed), len(history.asked), *map(len, texts),
+            self.sender.began_s, self.sender.back_s, candidates.num_best, len(history), len(candidates),
+            len(candidates.excluded), _NOBODY if allowed is None else len(allowed), len(history.asked),
+            *map(len, texts),
         )  # fmt: skip
         asked = np.array([*history.asked.values()], np.int64)
         arrays = (
@@ -63,7 +64,7 @@ class Asking:
     @staticmethod
     def unpacked(data: bytes) -> "Asking":
         """The arrays are views of the data, and are not to be changed."""
-        fleet, by, timeout_s, now_ms, num_bytes, num_best, *rest = _ASK.unpack_from(data)
+        fleet, by, timeout_s, now_ms, num_bytes, began_s, back_s, num_best, *rest = _ASK.unpack_from(data)
         num_events, num_candidates, num_excluded, num_allowed, num_asked, *sizes = rest
         place, texts = _ASK.size, []
         for size in sizes:
@@ -98,7 +99,7 @@ class Asking:
             fleet=fleet,
             by=_BY[by],
             user=user,
-            sender=Sender(client, num_bytes),
+            sender=Sender(client, num_bytes, began_s, back_s),
             timeout_s=timeout_s,
             history=history,
             candidates=candidates,
@@ -137,11 +138,12 @@ class Replied:
         arrays: tuple[NDArray[Any], ...] = ()
         if answer is None or times is None:
             version, source, num_cached, shape = self.reason.encode(), 0, 0, (0, 0, 0)
-            moments, num_tokens = (self.retry_after_s, 0.0, 0.0), 0
+            moments, num_tokens = (self.retry_after_s, 0.0, 0.0, 0.0), 0
         else:
             version, source, num_cached = answer.version.encode(), _SOURCES.index(answer.source), answer.num_cached
             shape = (len(answer.items), *answer.scores.shape)
-            moments, num_tokens = (times.arrived_s, times.planned_s, times.computed_s), times.num_tokens
+            moments = (times.arrived_s, times.planned_s, times.computed_s, times.ended_s)
+            num_tokens = times.num_tokens
             arrays = answer.items.astype(np.int64, copy=False), answer.scores.astype(np.float32, copy=False)
         head = _ANSWER.pack(
             self.outcome, self.is_full, self.queued_s, self.fleet, num_cached, num_tokens, source, len(version),
@@ -152,7 +154,7 @@ class Replied:
     @staticmethod
     def unpacked(data: bytes) -> "Replied":
         outcome, is_full, queued_s, fleet, num_cached, num_tokens, source, size, *rest = _ANSWER.unpack_from(data)
-        arrived_s, planned_s, computed_s, num_items, num_rows, num_outputs = rest
+        arrived_s, planned_s, computed_s, ended_s, num_items, num_rows, num_outputs = rest
         place = _ANSWER.size
         text = data[place : place + size].decode()
         if not num_outputs:
@@ -164,7 +166,7 @@ class Replied:
         items = np.frombuffer(data, np.int64, num_items, place)
         scores = np.frombuffer(data, np.float32, num_rows * num_outputs, place + items.nbytes)
         answer = Answer(items, scores.reshape(num_rows, num_outputs), text, _SOURCES[source], num_cached)
-        times = EngineTimes(arrived_s, planned_s, computed_s, num_tokens)
+        times = EngineTimes(arrived_s, planned_s, computed_s, ended_s, num_tokens)
         return Replied(
             outcome=outcome, is_full=bool(is_full), queued_s=queued_s, fleet=fleet, answer=answer, times=times
         )

@@ -52,6 +52,7 @@ class RemoteService:
         self._full: dict[tuple[str, str], _Full] = {}
         self._taking: asyncio.Task[None] | None = None
         self._untaken: list[bytes] = []
+        self._back_s = 0.0
 
     # What `Service` has.
 
@@ -84,6 +85,7 @@ class RemoteService:
         replied = await self._asked(FrameKind.RANK, fleet, user, history, candidates, timeout_s=timeout_s)
         assert replied.answer is not None
         assert replied.times is not None
+        self._back_s = time.perf_counter() - replied.times.ended_s
         tracing.note_engine(replied.times, replied.answer, len(candidates))
         return replied.answer
 
@@ -134,7 +136,7 @@ class RemoteService:
             fleet=fleet.number,
             by=fleet.by,
             user=user,
-            sender=sender,
+            sender=replace(sender, back_s=self._back_s),
             timeout_s=timeout_s,
             history=history,
             candidates=candidates,

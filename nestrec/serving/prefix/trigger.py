@@ -1,15 +1,18 @@
 """Which requests are worth computing ahead: those whose full ranking would miss its budget, within two bounds.
 
     short      tail * t_full(n, m) <= short_share * budget        never computed ahead, whatever the load
-               or t_full(n, m) - t_rank(n, m) < least_gain * t_full(n, m)
-    at risk    wait + tail * t_full(n, m) + w99 > budget          w99 = t_full ln(100 load) / (2 (1 - load))
+               or t_full(n, m) - t_rank(n, m) < least_gain * s
+    at risk    wait + tail * t_full(n, m) + t_host + t_way + w99 > budget
+               s = t_full(n, m) + t_host,   w99 = s ln(100 load) / (2 (1 - load))
     live cap   bytes of admitted prefixes that ranking has not consumed yet   <= rho * bytes of the device cache
     rate cap   device seconds of pre-inference, as a token bucket filled with u_pre a second
 
 A prefix counts as live until it is consumed or until T_life = P99(ready to consumed) + margin has passed. By Little's
-law the live cap is the bound on admissions a second of the formulas that this follows. `load` is the share of the
-device that ranking all requests of late in full would have taken, and w99 what one then waits at the 99th percentile (a
-queue with random arrivals and equal work).
+law the live cap is the bound on admissions a second of the formulas that this follows. The budget is what a user sees,
+so the device is not all of it: t_host is the host's part of a batch, for which the device waits, and t_way the time
+from a request's arrival to its engine and of the answer back, at the 90th percentile of late. `load` is the share of
+time that ranking all requests of late in full, each by itself, would have taken, and w99 what one then waits at the
+99th percentile (a queue with random arrivals and equal work).
 
 `foresee` is the first half alone, from numbers that whoever routes a request knows without its history. Computing ahead
 moves work and does not save any, so it is for those who would be late: who is short, or not at risk, sends no signal.
@@ -31,6 +34,8 @@ USUAL_CANDIDATES = 256
 """of a ranking request to come, where a signal does not say"""
 _LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
 _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
+_WAYS, _WAYS_EVERY, _WAY_QUANTILE, _LONGEST_WAY_S = 256, 16, 0.9, 10.0
+"""requests whose way is known, after how many it is looked at again, and what counts of them"""
 
 
 @config
@@ -46,7 +51,8 @@ class TriggerConfig:
     short_share: Share = 0.05
     """of the budget: who takes no more of it is never computed ahead (at_risk)"""
     least_gain: Share = 0.2
-    """of the time of ranking in full, that a prefix must save: who gains less is never computed ahead (at_risk)"""
+    """of the time of ranking in full, the host's part included, that a prefix must save: who gains less is never
+    computed ahead (at_risk)"""
     burst_s: NonNegative = 1.0
     """device seconds of pre-inference that may be saved up"""
     first_life_s: NonNegative = 1.0
@@ -74,8 +80,12 @@ class Trigger:
         self._lives: deque[float] = deque(maxlen=256)
         self._num_lives = 0
         self._life_s = cfg.first_life_s
-        self._offered: deque[tuple[float, float]] = deque()  # when, device seconds in full
+        self._offered: deque[tuple[float, float]] = deque()  # when, seconds in full
         self._offered_s = 0.0
+        self._ways: deque[float] = deque(maxlen=_WAYS)
+        self._num_ways = 0
+        self.way_s = 0.0
+        """t_way"""
 
     def decide(
         self,
@@ -87,10 +97,12 @@ class Trigger:
         wait_s: float,
         preinfer_s: float,
         num_bytes: int,
+        host_s: float = 0.0,
     ) -> Decision:
-        """Whether to compute ahead; an admission is charged at once. rank_s: of ranking against a prefix."""
+        """Whether to compute ahead; an admission is charged at once. rank_s: of ranking against a prefix. host_s: of a
+        batch, beside the device's."""
         self._advance()
-        foreseen = self.foresee(full_rank_s=full_rank_s, rank_s=rank_s, tail=tail, wait_s=wait_s)
+        foreseen = self.foresee(full_rank_s=full_rank_s, rank_s=rank_s, tail=tail, wait_s=wait_s, host_s=host_s)
         if foreseen.reason != "wanted":
             return foreseen
         if self._live_bytes + num_bytes > self.cfg.cache_share * self._cache_bytes:
@@ -103,38 +115,48 @@ class Trigger:
         self._live_bytes += num_bytes
         return Decision(True, "admitted")
 
-    def foresee(self, *, full_rank_s: float, rank_s: float, tail: float, wait_s: float) -> Decision:
+    def foresee(
+        self, *, full_rank_s: float, rank_s: float, tail: float, wait_s: float, host_s: float = 0.0
+    ) -> Decision:
         """Whether a signal would be of use, from what is known without a history; nothing is charged."""
         if self.cfg.policy == "never":
             return Decision(False, "never")
         if self.cfg.policy == "at_risk":
             is_quick = full_rank_s * tail * 1e3 <= self.cfg.short_share * self.cfg.budget_ms
-            if is_quick or full_rank_s - rank_s < self.cfg.least_gain * full_rank_s:
+            served_s = full_rank_s + host_s
+            if is_quick or full_rank_s - rank_s < self.cfg.least_gain * served_s:
                 return Decision(False, "short")
-            late_s = wait_s + full_rank_s * tail + self._queue_tail_s(full_rank_s)
+            late_s = wait_s + full_rank_s * tail + host_s + self.way_s + self._queue_tail_s(served_s)
             if late_s * 1e3 <= self.cfg.budget_ms:
                 return Decision(False, "safe")
         return Decision(False, "wanted")
 
-    def offered(self, full_rank_s: float) -> None:
-        """A ranking request has come that would take so long in full."""
-        self._offered.append((self._clock.now_s(), full_rank_s))
-        self._offered_s += full_rank_s
+    def offered(self, served_s: float) -> None:
+        """A ranking request has come that would take so long in full, with the host's part."""
+        self._offered.append((self._clock.now_s(), served_s))
+        self._offered_s += served_s
         self._forget_offered()
+
+    def came(self, way_s: float) -> None:
+        """A ranking request took so long to its engine, and an answer back."""
+        self._ways.append(min(max(0.0, way_s), _LONGEST_WAY_S))
+        self._num_ways += 1
+        if self._num_ways % _WAYS_EVERY == 0:
+            self.way_s = sorted(self._ways)[int(_WAY_QUANTILE * len(self._ways))]
 
     def _forget_offered(self) -> None:
         now_s = self._clock.now_s()
         while self._offered and self._offered[0][0] < now_s - _LOAD_WINDOW_S:
             self._offered_s -= self._offered.popleft()[1]
 
-    def _queue_tail_s(self, full_rank_s: float) -> float:
+    def _queue_tail_s(self, served_s: float) -> float:
         """w99"""
         now_s = self._clock.now_s()
         self._forget_offered()
         span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
         self._offered_s = self._offered_s if self._offered else 0.0  # rounding does not pile up
         load = min(0.99, self._offered_s / span_s)
-        return full_rank_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
+        return served_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
 
     def consumed(self, key: CacheKey) -> None:
         """Ranking has read the prefix, or it is gone: it no longer counts as live."""

@@ -28,3 +28,13 @@ def test_a_device_that_the_host_keeps_waiting_is_not_busy():
     for number in range(1, 101):
         pace.worked(began_s + 0.01 * number, 0.002)
     assert abs(pace.busy_share - 0.2) < 0.01
+
+
+def test_the_hosts_part_of_a_batch_is_what_it_takes_of_late_whatever_hiccups_there_are():
+    pace = EnginePace(spins=False)
+    for number in range(400):
+        pace.answered_alone(0.5 if number % 100 == 99 else 0.002)
+    assert abs(pace.host_s - 0.002) < 5e-4
+    for _ in range(200):
+        pace.answered_alone(0.0005)
+    assert abs(pace.host_s - 0.0005) < 1e-4
