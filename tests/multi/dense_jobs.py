@@ -33,7 +33,7 @@ def train_late_and_early(topology: Topology, schedules: list[str], job: Job) -> 
     return [[{k: v for k, v in r.items() if k != "spans"} for r in pair] for pair in results]
 
 
-class _Pause(torch.autograd.Function):
+class Pause(torch.autograd.Function):
     """Its backward pass goes on when somebody has seen enough."""
 
     @staticmethod
@@ -47,6 +47,14 @@ class _Pause(torch.autograd.Function):
         return gradient, None
 
 
+def wait_for_sum(dense: DenseUpdate, bytes_before: int) -> None:
+    """Until more bytes than before have been summed over all ranks; called inside a backward pass."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while dense._sync.bytes_reduced <= bytes_before:
+        assert time.monotonic() < deadline, "the sum of the last layer waits for the end of the backward pass"
+        time.sleep(1e-3)
+
+
 class _Paused(nn.Module):
     """`Tiny` with a stop between the gradients of its last layer and those of its first."""
 
@@ -57,7 +65,7 @@ class _Paused(nn.Module):
         self._go_on = go_on
 
     def forward(self, history: torch.Tensor, target: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
-        state = _Pause.apply(self.mix(history).mean(1) + user, self._go_on)
+        state = Pause.apply(self.mix(history).mean(1) + user, self._go_on)
         return self.out(state * target).sin().sum()
 
 
@@ -68,10 +76,8 @@ def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
     passes = itertools.count(1)
 
     def go_on() -> None:
-        is_last, deadline = next(passes) == job.num_micro_batches, time.monotonic() + _PATIENCE_S
-        while is_last and not dense._sync.bytes_reduced:
-            assert time.monotonic() < deadline, "the sum of the last layer waits for the end of the backward pass"
-            time.sleep(1e-3)
+        if next(passes) == job.num_micro_batches:
+            wait_for_sum(dense, 0)
 
     model = _Paused(go_on)
     engine = EmbeddingEngine(tables_of(job), topology)
