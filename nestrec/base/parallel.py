@@ -5,8 +5,10 @@ Plain threads and not numba's own: its default thread layers may not be entered 
 lanes of a pipeline are threads.
 """
 
+import contextlib
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ import torch
 T = TypeVar("T")
 
 _MIN_WORK_A_THREAD = 1024
+_OF_THREAD = threading.local()
 
 
 def for_parts(size: int, work: int, call: Callable[[int, int], None], num_threads: int = 0) -> None:
@@ -52,7 +55,10 @@ def in_order(calls: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
     if num_threads <= 0:
         yield from (call() for call in calls)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="nestrec-ahead") as threads:
+    with (
+        Team.of_thread().more() as join,
+        ThreadPoolExecutor(num_threads, thread_name_prefix="nestrec-ahead", initializer=join) as threads,
+    ):
         ahead = deque[Future[T]]()
         for call in calls:
             ahead.append(threads.submit(call))
@@ -71,6 +77,45 @@ def usable_cores() -> int:
 def cores_of_rank() -> int:
     """Those for each rank on this host."""
     return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class Team:
+    """Threads that work for one of them, which can all be made nicer, or less so, from anywhere."""
+
+    def __init__(self) -> None:
+        self._threads, self._lock = {threading.get_native_id()}, threading.Lock()
+
+    @staticmethod
+    def of_thread() -> "Team":
+        """That of the calling thread, which is alone in it where nobody has made it a member of another."""
+        if not hasattr(_OF_THREAD, "team"):
+            _OF_THREAD.team = Team()
+        team: Team = _OF_THREAD.team
+        return team
+
+    @contextlib.contextmanager
+    def more(self) -> Iterator[Callable[[], None]]:
+        """What threads call that become members; they must have ended when the block does. They begin as nice as the
+        thread that starts them, as all threads do."""
+        joined = set[int]()
+
+        def join() -> None:
+            with self._lock:
+                joined.add(threading.get_native_id())
+                self._threads |= joined
+            _OF_THREAD.team = self
+
+        try:
+            yield join
+        finally:
+            with self._lock:
+                self._threads -= joined  # others may get their numbers
+
+    def set_niceness(self, more: int) -> None:
+        """`set_niceness` for all of them."""
+        with self._lock:
+            for thread in self._threads:
+                set_niceness(thread, more)
 
 
 def niceness(thread: int) -> int:

@@ -3,10 +3,10 @@
 import threading
 from collections.abc import Callable
 
-from nestrec.base.parallel import set_niceness
+from nestrec.base.parallel import Team, set_niceness
 
 NICENESS = 15
-"""Of a thread that writes while others train: where they leave it no core of its own, it takes 3% of theirs."""
+"""Of threads that write while others train: where they leave them no core of their own, each takes 3% of theirs."""
 
 
 class Background:
@@ -15,6 +15,7 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._team: Team | None = None
 
     def start(self, work: Callable[[], object]) -> None:
         """Start `work`; the work before it must have been joined."""
@@ -26,10 +27,10 @@ class Background:
     def join(self) -> None:
         """Wait for the work in flight and raise its error, if any."""
         if self._thread is not None:
-            if self._thread.native_id is not None:
-                set_niceness(self._thread.native_id, 0)  # somebody waits
+            if self._team is not None:
+                self._team.set_niceness(0)  # somebody waits
             self._thread.join()
-            self._thread = None
+            self._thread = self._team = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -39,6 +40,7 @@ class Background:
         # Who may not come back would be left behind by every other process, also when somebody waits.
         if set_niceness(own, 1) and set_niceness(own, 0):
             set_niceness(own, NICENESS)
+            self._team = Team.of_thread()
         try:
             work()
         except BaseException as error:  # raised again by `join`

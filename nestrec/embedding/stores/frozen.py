@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.parallel import niceness, set_niceness
+from nestrec.base.parallel import Team, niceness
 from nestrec.embedding.stores.aside import Aside
 from nestrec.embedding.stores.slab import Slab
 from nestrec.embedding.stores.store import Slots
@@ -40,7 +40,8 @@ class FrozenRows(ABC):
     def __init__(self, state: State, aside: Aside) -> None:
         """state: by slot, `WAITS` where its row is wanted; it is changed here."""
         self._state, self.aside = state, aside
-        self._reader, self._niceness = 0, 0
+        self._readers: Team | None = None
+        self._niceness = 0
         self.waited_s = 0.0
         """What writers have waited for room, and for their turn, and what putting aside took."""
 
@@ -61,20 +62,20 @@ class FrozenRows(ABC):
 
     def begin(self) -> None:
         """Called by the thread that reads."""
-        if not self._reader:
-            self._reader, self._niceness = threading.get_native_id(), niceness(threading.get_native_id())
+        if self._readers is None:
+            self._readers, self._niceness = Team.of_thread(), niceness(threading.get_native_id())
             if not self._has_memory_aside:
                 self.aside.touch()
 
     def hurry(self) -> None:
-        """The reader may be nicer than those who write; where they wait for it, it is not."""
-        if self._niceness:
-            set_niceness(self._reader, 0)
+        """The reader, and who works for it, may be nicer than those who write; where these wait, they are not."""
+        if self._readers is not None and self._niceness:
+            self._readers.set_niceness(0)
 
     def calm(self) -> None:
-        """The reader is as nice as it was."""
-        if self._niceness:
-            set_niceness(self._reader, self._niceness)
+        """They are as nice as they were."""
+        if self._readers is not None and self._niceness:
+            self._readers.set_niceness(self._niceness)
 
     def _put_aside(self, slots: Slots) -> Slots:
         """Those for which there was no room."""

@@ -1,9 +1,10 @@
+import sys
 import threading
 from functools import partial
 
 import pytest
 
-from nestrec.base.parallel import for_parts, in_order
+from nestrec.base.parallel import Team, for_parts, in_order, niceness, set_niceness
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -55,3 +56,28 @@ def test_an_error_of_a_call_is_raised_in_its_turn():
     assert next(found) == 1
     with pytest.raises(ValueError, match="one"):
         next(found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_calls_that_run_ahead_are_as_nice_as_who_asks_for_them_and_follow_when_that_is_changed():
+    seen, teams = list[str | int](), list[Team]()
+
+    def call() -> None:
+        seen.append(niceness(own := threading.get_native_id()))
+        Team.of_thread().set_niceness(0)  # by a member, or by anybody who knows the team
+        seen.append(niceness(own))
+
+    def ask() -> None:
+        own = threading.get_native_id()
+        if not set_niceness(own, 1) or not set_niceness(own, 0):
+            seen.append("may not")
+            return
+        set_niceness(own, 3)
+        teams.append(Team.of_thread())
+        list(in_order([call], 2))
+        seen.extend([niceness(own), len(teams[0]._threads)])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert seen in (["may not"], [3, 0, 0, 1]), "and who has ended is no member"

@@ -1,4 +1,7 @@
+import os
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +11,10 @@ from safetensors.torch import load_file
 
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
+from nestrec.base.parallel import niceness, set_niceness
 from nestrec.checkpoint import Checkpoints, Content, SaveError, join, split, verify, writer
 from nestrec.checkpoint import restored as reader
+from nestrec.checkpoint.background import NICENESS
 from nestrec.checkpoint.durable import DTYPE_NAMES, write_file
 from nestrec.testing.contents import assert_same, make_content
 
@@ -57,6 +62,33 @@ def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
     found = Checkpoints(tmp_path).restore_latest()
     assert found is not None
     assert torch.equal(torch.cat([chunk["keys"] for chunk in found.rows("t")]), keys)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+def test_threads_that_write_are_nice_until_somebody_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_cores(monkeypatch, 4)
+    own, is_asked, seen = threading.get_native_id(), threading.Event(), list[int]()
+    if not set_niceness(own, 1) or not set_niceness(own, 0):
+        pytest.skip("this user may not make a thread less nice again")
+
+    def write(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
+        if path.name.startswith("rows-"):
+            seen.append(niceness(threading.get_native_id()))
+            is_asked.set()
+            deadline = time.monotonic() + 30
+            while niceness(threading.get_native_id()) and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            seen.append(niceness(threading.get_native_id()))
+        return write_file(path, content)
+
+    monkeypatch.setattr(writer, "write_file", write)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save_async(1, Content(tables={"t": [{"keys": torch.arange(4)}]}))
+    assert is_asked.wait(30)
+    checkpoints.wait()
+    assert seen == [min(NICENESS, 19 - os.getpriority(os.PRIO_PROCESS, os.getpid())), 0]
 
 
 def test_nothing_saved_restores_none(tmp_path: Path) -> None:
