@@ -1,7 +1,7 @@
 """nestrec trains and serves large sequence (generative) recommenders, from a laptop CPU to a cluster.
 
     run = nestrec.train("demo", {"training.epochs": 2})
-    nestrec.load(run).recommend(["12", "7"], k=5)
+    nestrec.load(run).recommend({"items": ["12", "7"], "times_ms": [1642271351894, 1642271387634]}, k=5)
 
 The public names below are imported when they are first asked for: `import nestrec` alone loads nothing heavy.
 """

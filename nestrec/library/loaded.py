@@ -1,12 +1,13 @@
 """A trained model for Python users: what to recommend, how candidates rank, vectors of items; all by source ids.
 
     model = nestrec.load("runs/demo")                        # a run, or a folder that `nestrec export` wrote
-    model.recommend(["12", "7"], k=5).items
-    model.rank_all([["12", "7"], ["301"]], candidates=[["5", "9"], ["5"]])
+    history = {"items": ["12", "7"], "times_ms": [1642271351894, 1642271387634]}
+    model.recommend(history, k=5).items
+    model.rank_all([history, history], candidates=[["5", "9"], ["5"]])
 
-A history is a list of ids, oldest first, or a mapping with the fields of the server's requests: `items`, `times_ms`,
-`actions`, `features`, `user_features`, `now_ms`. Answers are those of the server: the same code reads histories and
-scores candidates.
+A history is a mapping with the fields of the server's requests (`items`, `times_ms`, `actions`, `features`,
+`user_features`, `now_ms`), or a list of ids, oldest first, where the model reads nothing else of it. Answers are those
+of the server: the same code reads histories and scores candidates.
 """
 
 import dataclasses
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
+from nestrec.library.asking import NO_LIMITS, History, Items, asked_request, explained, plain_ids
 from nestrec.serving.engine.plain_runner import plain_runner
 from nestrec.serving.engine.runner import Part, Scored
 from nestrec.serving.model.inputs import Candidates
@@ -37,11 +40,6 @@ if TYPE_CHECKING:
     from nestrec.serving.api.reading import Asked, Reader
     from nestrec.serving.api.requests import RankRequest
 
-Items = Sequence[str | int]
-"""source ids"""
-History = Items | Mapping[str, Any]
-"""ids of a user's items, oldest first, or a mapping with the fields of the server's requests"""
-_FIELDS = ("items", "times_ms", "actions", "features", "user_features", "now_ms")
 _LAST = np.finfo(np.float32).min
 """score of candidates that the model does not know, as the server places them"""
 _BATCH_TOKENS = 16_384
@@ -128,14 +126,16 @@ class Recommender:
                 value=self.servable.spec.name,
                 remedy="load a retrieval model, or call rank",
             )
-        barred, allowed = self._known(exclude), None if allow is None else self._known(allow)
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise UserError("must be a whole number from 1", field="k", value=k, remedy="such as k=10")
+        barred, allowed = self._known(exclude, "exclude"), None if allow is None else self._known(allow, "allow")
         none, keys = np.zeros(0, np.int64), self.servable.item_keys
 
         def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
             excluded = np.union1d(asked.seen, barred) if exclude_seen else barred
-            return Candidates(items=none, now_ms=asked.now_ms, num_best=k, excluded=excluded, allowed=allowed)
+            return Candidates(items=none, now_ms=asked.now_ms, num_best=int(k), excluded=excluded, allowed=allowed)
 
-        asked = [self._asked(_request(history, (), context), wanted) for history in histories]
+        asked = [self._asked(asked_request(history, (), context), wanted) for history in _many(histories)]
         return [
             Ranking(tuple(keys[i - 1] for i in found.items.tolist()), self._columns(found.scores), one.unknown)
             for one, found in zip(asked, self._computed(asked), strict=True)
@@ -165,7 +165,7 @@ class Recommender:
             features = reader.candidate_features(request, len(request.candidates))
             return Candidates(items=ids, now_ms=asked.now_ms, features=features)
 
-        requests = [_request(h, c, context) for h, c in zip(histories, candidates, strict=True)]
+        requests = [asked_request(h, c, context) for h, c in zip(_many(histories), candidates, strict=True)]
         asked = [self._asked(request, wanted) for request in requests]
         answers = []
         for request, one, found in zip(requests, asked, self._computed(asked), strict=True):
@@ -180,7 +180,7 @@ class Recommender:
 
         Of a retrieval model those whose products with its states are the scores; of a ranking model rows of its table.
         """
-        ids = np.arange(1, len(self.item_ids) + 1) if items is None else self.servable.ids_of(_plain_ids(items))
+        ids = np.arange(1, len(self.item_ids) + 1) if items is None else self.servable.ids_of(plain_ids(items, "items"))
         if not ids.all():
             unknown = [items[i] for i in np.flatnonzero(ids == 0)[:10]] if items is not None else []
             raise UserError("the model knows no such item", field="items", value=unknown, remedy="see item_ids")
@@ -197,25 +197,28 @@ class Recommender:
 
         return BatchRecommender(self.servable, cfg, topology)
 
-    def _known(self, items: Items) -> NDArray[np.int64]:
-        ids = self.servable.ids_of(_plain_ids(items))
+    def __reduce__(self) -> Any:
+        remedy = "call nestrec.load in each process"
+        raise UserError("cannot be pickled or copied", field="model", value=self.servable.spec.name, remedy=remedy)
+
+    def _known(self, items: Items, field: str) -> NDArray[np.int64]:
+        ids = self.servable.ids_of(plain_ids(items, field))
         return np.unique(ids[ids > 0])
 
     def _asked(self, request: "RankRequest", wanted: "Callable[[Asked, Reader, RankRequest], Candidates]") -> "_Asked":
         """A request as the server reads it."""
         from nestrec.serving.api.notes import Notes
         from nestrec.serving.api.reading import Reader, check_feature_names
-        from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+        from nestrec.serving.api.schema import BadRequestError
 
         notes = Notes()
-        reader = Reader(self.servable, LimitsConfig(), notes)
+        reader = Reader(self.servable, NO_LIMITS, notes)
         try:
             check_feature_names(request, self.servable)
             asked = reader.user(request)
             candidates = wanted(asked, reader, request)
         except BadRequestError as error:
-            remedy = f"a history may be a mapping with {', '.join(_FIELDS)}"
-            raise UserError(error.message, field=error.field or "history", value=None, remedy=remedy) from None
+            raise explained(error, dataclasses.asdict(request)) from None
         tokens = self._form.tokens(asked.history, asked.now_ms)
         part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
         return _Asked(part, tuple(dict.fromkeys(str(key) for said in notes.said()["unknown"] for key in said["ids"])))
@@ -248,6 +251,7 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
     loaded; those that the server cannot serve are computed in whole passes.
     """
     folder = Path(run) if isinstance(run, str | Path) else run.folder
+    device = _known_device(device)
     if (folder / MANIFEST_FILE).exists():
         return Recommender(Servable.load(folder, device))
     if isinstance(run, str | Path) and (source := source_of(str(run))) is not None:
@@ -257,6 +261,17 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
 
     servable = servable_of_run(folder, Path(tempfile.gettempdir()), best=best)
     return Recommender(servable if device == "cpu" else _moved(servable, device))
+
+
+def _known_device(device: str) -> str:
+    try:
+        found = torch.device(chosen_device(device))
+        has_it = found.type != "cuda" or torch.cuda.is_available()
+    except RuntimeError:
+        has_it = False
+    if not has_it:
+        raise UserError("is no device of this machine", field="device", value=device, remedy='"cpu", "cuda" or "auto"')
+    return str(found)
 
 
 def _moved(servable: Servable, device: str) -> Servable:
@@ -272,34 +287,9 @@ def _moved(servable: Servable, device: str) -> Servable:
     )
 
 
-def _request(history: History, candidates: Items, context: Mapping[str, Any] | None) -> "RankRequest":
-    from nestrec.serving.api.requests import HistoryFields, RankRequest
-
-    given: dict[str, Any] = dict(history) if isinstance(history, Mapping) else {"items": history}
-    if unknown := [name for name in given if name not in _FIELDS]:
-        raise UserError(
-            "a history has no such field",
-            field=f"history.{unknown[0]}",
-            value=given[unknown[0]],
-            remedy=f"known: {', '.join(_FIELDS)}",
-        )
-    fields = {field.name for field in dataclasses.fields(HistoryFields)} & given.keys()
-    of_history = {name: _plain(given[name]) for name in fields}
-    of_history["items"] = _plain_ids(given.get("items", ()))
-    return RankRequest(
-        user="-",
-        candidates=_plain_ids(candidates),
-        history=HistoryFields(**of_history),
-        context=context,
-        user_features=given.get("user_features"),
-        now_ms=given.get("now_ms"),
-    )
-
-
-def _plain_ids(items: Items) -> list[str | int]:
-    """Ids as JSON would have them: arrays of numpy hold numbers of its own."""
-    return [item if isinstance(item, str) else int(item) for item in items]
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+def _many(histories: Sequence[History]) -> Sequence[History]:
+    """One history in the place of many would be read as many, by its fields or letters."""
+    if isinstance(histories, Mapping | str):
+        remedy = "give a list of histories, or call recommend or rank for one"
+        raise UserError("is one history", field="histories", value=histories, remedy=remedy)
+    return histories

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.features import ToWidth, summed
-from nestrec.serving.model.inputs import number_bits, numbers_of
+from nestrec.serving.model.inputs import buckets_of, number_bits, number_of, numbers_of
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.model.tables import ResidentTable, ServedTable
@@ -178,9 +178,9 @@ class Growth:
 
     def _category_ids(self, column: ColumnSpec, values: Sequence[Any]) -> Ints:
         """0 of one that nobody knows."""
-        if column.transform.kind == "quantiles" and not any(isinstance(value, str) for value in values):
-            return column.transform.bucket_ids(_numbers(values))
         known = self._servable.column_ids.get(column.name)
+        if column.transform.kind == "quantiles":
+            return buckets_of(values, column.transform, known or {})
         if known is None:
             rows = [0 if value is None else int(value) for value in values]
             return np.array([row if 0 <= row < column.num_rows else 0 for row in rows], np.int64)
@@ -211,23 +211,29 @@ def _check(servable: Servable, items: Sequence[NewItem]) -> None:
             if column is None and of_items:
                 remedy = did_you_mean(name, of_items)
                 raise UserError("is no feature of items of the model", field=field_name, value=value, remedy=remedy)
-            if column is not None and value is not None and (problem := _problem(column, value)) is not None:
+            if column is not None and value is not None and (problem := _problem(servable, column, value)):
                 raise UserError(problem, field=field_name, value=value, remedy="give what the log has")
 
 
-def _problem(column: ColumnSpec, value: Any) -> str | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+def _problem(servable: Servable, column: ColumnSpec, value: Any) -> str | None:
     match column.kind:
         case "number":
-            return None if is_number else "must be a number"
+            return None if _is_number(value) else "must be a number"
         case "vector":
-            is_fit = isinstance(value, list) and len(value) == column.width
+            is_fit = isinstance(value, list) and len(value) == column.width and all(map(_is_number, value))
             return None if is_fit else f"must be a list of {column.width} numbers"
         case "categories":
             return None if isinstance(value, list) else "must be a list"
         case "bag":
             return None if isinstance(value, str) else "must be a text"
-    return "must be one value" if isinstance(value, list) else None
+    if isinstance(value, list | dict):
+        return "must be one value"
+    is_named = column.transform.kind != "quantiles" or value in servable.column_ids.get(column.name, ())
+    return None if is_named or not np.isnan(number_of(value)) else "must be a number"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _numbers(values: Sequence[Any]) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """What the first pages say is so: commands are run as they stand there, and what a reader has to know is said."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -48,3 +49,13 @@ def test_the_commands_for_a_log_of_ones_own_work_as_they_stand_there(
 )
 def test_pages_say_what_a_reader_would_otherwise_find_out_the_hard_way(page: str, words: str) -> None:
     assert words in " ".join((ROOT / page).read_text().split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-logs.md", "docs/tutorial.md", "nestrec/__init__.py"])
+def test_pages_show_python_users_a_history_that_their_models_take(page: str) -> None:
+    """Recipes that pages train read times: a list of ids alone would be refused."""
+    text = (ROOT / page).read_text()
+    shown = re.findall(r"\{\"items\": \[[^{}]*?\"times_ms\": \[[^{}]*?\}", text)
+    assert shown
+    assert all(len(set(map(len, ast.literal_eval(history).values()))) == 1 for history in shown)
+    assert not re.search(r"recommend\((history=)?\[", text)

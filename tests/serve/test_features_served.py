@@ -16,7 +16,7 @@ from nestrec.base.config import with_overrides
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.distributed import Topology
-from nestrec.library.loaded import _request
+from nestrec.library.asking import asked_request
 from nestrec.serving.api.app import App
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader
@@ -157,7 +157,7 @@ def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs
         best = served.recommend(history, 5, exclude_seen=False, context=context)
         assert best.items[0] == keys[int(offline.argmax())]
         if role == "retrieval, prefix":
-            asked = Reader(served.servable, LimitsConfig(), Notes()).user(_request(history, (), context))
+            asked = Reader(served.servable, LimitsConfig(), Notes()).user(asked_request(history, (), context))
             (queried,) = user_queries(served._form, [(asked.history, asked.now_ms)])
             together = (compared @ queried.double()).numpy()
             np.testing.assert_allclose(together, offline, rtol=1e-4, atol=1e-4)
@@ -271,8 +271,13 @@ def test_new_items_are_served_as_an_export_that_had_them(runs):
         assert service.fleet("retrieval").engines is engines, "there was room: nothing was loaded anew"
         ranked = asked("/v1/rank", {**asking, "candidates": ["more", "fresh", "nobody"]})
         assert [said["ids"] for said in ranked["unknown"]] == [["nobody"]]
-        status, refused = asyncio.run(post("/v1/items", {"items": [{"id": "x", "features": {"brnd": "b1"}}]}))
-        assert status == 409
-        assert "did you mean 'brand'" in str(refused)
+        picture = told_of(log, "n0")["picture"]
+        for features, said in (
+            ({"brnd": "b1"}, "did you mean 'brand'"),
+            ({"picture": [*picture[1:], "dark"]}, "numbers"),
+        ):
+            status, refused = asyncio.run(post("/v1/items", {"items": [{"id": "x", "features": features}]}))
+            assert status == 409
+            assert said in str(refused)
     finally:
         service.close()

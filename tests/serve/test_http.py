@@ -1,6 +1,7 @@
 """The front: answers, limits at their value and one above, shedding, swaps."""
 
 import asyncio
+import gzip
 import json
 import re
 import threading
@@ -252,6 +253,9 @@ def test_what_is_not_offered_is_refused(front):
     assert call(front, "GET", "/v1/users/a/cache").status_code == 405
     assert call(front, "GET", "/admin").status_code == 404
     assert call(front, "POST", "/v1/rank", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    refused = call(front, "POST", "/v1/rank", content=gzip.compress(json.dumps(rank_body()).encode()), headers=packed)
+    assert (refused.status_code, refused.json()["error"]["field"]) == (415, "content-encoding")
 
 
 def test_health_metrics_openapi_and_page(front):

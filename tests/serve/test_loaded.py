@@ -1,16 +1,18 @@
 """A model loaded in Python answers as the server does, from a run or from its export, one history or many."""
 
 import asyncio
+import pickle
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from serving_oracle import oracle_scores
 from serving_sequences import draw_candidates, draw_history
 
 import nestrec
 from nestrec.library.loaded import Recommender
-from nestrec.models import FuXiConfig
+from nestrec.models import FuXiConfig, HSTUConfig
 from nestrec.models.reach import AttentionReach
 from nestrec.models.whole_forward import whole_forward
 from nestrec.serving.api.app import App
@@ -162,3 +164,61 @@ def test_mistakes_are_named(retrieval, ranking):
         with pytest.raises(nestrec.UserError) as raised:
             call()
         assert raised.value.field == field
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Recommender:
+    encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=8)
+    return Recommender(random_retrieval(encoder, num_items=20))
+
+
+TIMES = [NOW_MS - 2_000, NOW_MS - 1_000]
+MISTAKES = {
+    "one history of letters": (lambda model: model.recommend("12"), "history.items = '12': must be a list"),
+    "no list": (lambda model: model.recommend(5), "history.items = 5: must be a list"),
+    "half an id": (lambda model: model.rank([1.5], ["3"]), r"history.items = \[1.5\]: must be a list"),
+    "no id": (lambda model: model.recommend([None]), r"history.items = \[None\]: must be a list"),
+    "candidates of letters": (lambda model: model.rank(["1"], "12"), "candidates = '12': must be a list"),
+    "barred letters": (lambda model: model.recommend(HISTORIES[1], exclude="12"), "exclude = '12': must be a list"),
+    "times as text": (
+        lambda model: model.recommend({"items": ["1"], "times_ms": ["now"]}),
+        r"history.times_ms = \['now'\]: must be a list of values, each a whole number",
+    ),
+    "too few times": (
+        lambda model: model.recommend({"items": ["1", "2"], "times_ms": [5]}),
+        r"history.times_ms = \[5\]: must have 2 values",
+    ),
+    "now as text": (
+        lambda model: model.recommend({"items": ["1"], "times_ms": [5], "now_ms": "6"}),
+        "now_ms = '6': must be a whole number",
+    ),
+    "no context": (lambda model: model.recommend(HISTORIES[1], context="web"), "context = 'web': must be an object"),
+    "part of an item": (lambda model: model.recommend(HISTORIES[1], 2.5), "k = 2.5: must be a whole number"),
+    "no item": (lambda model: model.recommend(HISTORIES[1], 0), "k = 0: must be a whole number"),
+    "one history for many": (lambda model: model.recommend_all(HISTORIES[1]), "histories = .*is one history"),
+    "a copy": (pickle.dumps, "cannot be pickled"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_cannot_be_asked_is_refused_with_its_field_and_value(drawn, name):
+    ask, said = MISTAKES[name]
+    with pytest.raises(nestrec.UserError, match=rf"(?s){said}.*remedy: "):
+        ask(drawn)
+
+
+def test_histories_may_be_arrays_and_columns_of_any_kind(drawn):
+    wanted = drawn.recommend({"items": ["3", "4"], "times_ms": TIMES, "now_ms": NOW_MS})
+    for items, times in (
+        (np.array(["3", "4"]), np.array(TIMES)),
+        (np.array([3, 4]), tuple(TIMES)),
+        (np.array([3.0, 4.0]), np.array(TIMES, dtype=float)),
+        (iter([3, 4]), torch.tensor(TIMES)),
+    ):
+        found = drawn.recommend({"items": items, "times_ms": times, "now_ms": float(NOW_MS)}, k=np.int64(10))
+        assert found.items == wanted.items
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(nestrec.UserError, match=r"(?s)device = 'gpu': is no device.*remedy: .*cpu"):
+        nestrec.load("runs/any", device="gpu")

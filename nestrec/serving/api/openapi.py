@@ -15,7 +15,7 @@ _WRONG = {
     "403": "the key is of a role that may not ask this",
     "408": "the body did not arrive in time",
     "413": "the body is too long",
-    "415": "the content type is not application/json",
+    "415": "the content type is not application/json, or the body is compressed",
     "429": "more work waits than can be done in time",
     "503": "the server stops or starts, or the deadline has passed",
 }

@@ -16,7 +16,7 @@ from nestrec.data.formats.criteo import category_keys
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
-from nestrec.serving.model.inputs import History, number_bits
+from nestrec.serving.model.inputs import History, buckets_of, number_bits
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.plain_list import PlainList, types_of
@@ -267,6 +267,8 @@ class Reader:
             return keys if isinstance(given, list) else np.full(count, keys[0])
         if column.transform.kind == "quantiles" and not any(isinstance(value, str) for value in values):
             found = column.transform.bucket_ids(self._numbers(values, field))
+        elif column.transform.kind == "quantiles":
+            found = buckets_of(values, column.transform, ids or {})
         elif ids is not None:
             found = np.fromiter((0 if v is None else ids.get(str(v), 0) for v in values), np.int64, len(values))
         else:

@@ -1,11 +1,15 @@
 """What is known of a user when a request comes, in the ids of the model."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from nestrec.data.transform import Transform
 
 Ints = NDArray[np.int64]
 
@@ -78,6 +82,23 @@ def distinct(ids: Ints) -> Ints:
 def number_bits(values: NDArray[np.float32]) -> Ints:
     """Numbers where ids stand otherwise: their 32 bits."""
     return values.astype(np.float32).view(np.int32).astype(np.int64)
+
+
+def buckets_of(values: Sequence[Any], transform: Transform, names: Mapping[str, int]) -> Ints:
+    """Buckets of raw values, each a number, also as text, or the name of a bucket; 0 of a null and of other texts."""
+    found = transform.bucket_ids(np.array([number_of(value) for value in values]))
+    for place, value in enumerate(values):
+        if isinstance(value, str) and value in names:
+            found[place] = names[value]
+    return found
+
+
+def number_of(value: Any) -> float:
+    """NaN of a null and of a text that is none."""
+    try:
+        return math.nan if value is None else float(value)
+    except ValueError:
+        return math.nan
 
 
 def numbers_of(bits: torch.Tensor) -> torch.Tensor:

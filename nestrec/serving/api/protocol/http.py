@@ -108,6 +108,8 @@ class Body:
         content_type = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if content_type != JSON:
             raise BadRequestError("the content type must be application/json", status=415)
+        if self._headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise BadRequestError("the body must not be compressed", "content-encoding", status=415)
         declared, most = self._headers.get(b"content-length", b"0"), self._limits.max_body_bytes
         if declared.isdigit() and int(declared[:20]) > most:
             raise BadRequestError(f"the body must have at most {most} bytes", status=413)

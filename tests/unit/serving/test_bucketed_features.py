@@ -1,0 +1,50 @@
+"""Numbers that models read by their bucket: each value of a request is read by itself, whatever the others are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.data.transform import Transform
+from nestrec.models import HSTUConfig
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.reading import Reader
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import ColumnSpec
+from nestrec.serving.new_items import Growth, NewItem
+
+NAMES = ("up to 1", "above 1 to 2", "above 2")
+CUT = Transform(kind="quantiles", bounds=(1.0, 2.0, 3.0))
+
+
+@pytest.fixture(scope="module")
+def servable() -> Servable:
+    """One whose items have a price and whose events a place, both in three buckets."""
+    drawn = random_ranking(HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=8), num_items=4)
+    columns = tuple(
+        ColumnSpec(name=name, keys=NAMES, num_rows=4, transform=CUT) for name in ("item_price", "event_place")
+    )
+    return replace(drawn, spec=replace(drawn.spec, columns=(*drawn.spec.columns, *columns)))
+
+
+def test_prices_of_new_items_do_not_hang_on_how_others_are_written(servable: Servable) -> None:
+    prices = [0.5, "1.5", "above 2", None, 9]
+    growth = Growth(servable, [NewItem(key=f"new {i}", features={"price": p}) for i, p in enumerate(prices)])
+    assert growth._ids(servable.spec.columns[-2]).tolist() == [1, 2, 3, 0, 3]
+
+
+@pytest.mark.parametrize("price", ["cheap", "nan", {"eur": 3}, [3]])
+def test_a_price_that_is_no_number_is_refused(servable: Servable, price: object) -> None:
+    with pytest.raises(UserError, match=r"(?s)items.x.features.price = .*must be (a number|one value)"):
+        Growth(servable, [NewItem(key="x", features={"price": price})])
+
+
+def test_values_of_a_request_are_read_one_by_one(servable: Servable) -> None:
+    notes = Notes()
+    values = [0.5, "1.5", "above 2", None, "far"]
+    ids = Reader(servable, LimitsConfig(), notes)._categories(values, len(values), servable.spec.columns[-1], "f")
+    np.testing.assert_array_equal(ids, [1, 2, 3, 0, 0])
+    assert [said["ids"] for said in notes.said()["unknown"]] == [["far"]]
