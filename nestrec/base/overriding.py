@@ -26,6 +26,14 @@ def override_text(value: Any) -> str:
     return str(value) if isinstance(value, str | Path) else json.dumps(value, default=_plain)
 
 
+def override_texts(overrides: Any) -> dict[str, str]:
+    """Values by dotted name, each as it would be typed."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        remedy = 'give names with values, such as {"training.epochs": 2}'
+        raise UserError("are not named values", field="overrides", value=overrides, remedy=remedy)
+    return {name: override_text(value) for name, value in (overrides or {}).items()}
+
+
 def _plain(value: Any) -> Any:
     """JSON-like data of what JSON does not know."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from nestrec.base.config import from_plain, with_overrides
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.base.overriding import override_text
+from nestrec.base.overriding import override_texts
 from nestrec.data.dataset import Dataset
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import auto
@@ -21,7 +21,7 @@ def configured(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | No
     Overrides are values, or text as on the command line. A recipe may make the synthetic logs it names; in a folder
     that the user names, a mistyped name would get them too.
     """
-    texts = {name: override_text(value) for name, value in (overrides or {}).items()}
+    texts = override_texts(overrides)
     if recipe == auto.NAME:
         return _automatic(texts)
     base = recipe if isinstance(recipe, RunConfig) else _named(str(recipe))

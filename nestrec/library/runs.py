@@ -11,12 +11,13 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from nestrec.base.config import with_overrides
 from nestrec.base.devices import chosen_device
+from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.leaving import has_met_ranks, take_leave_of_ranks
-from nestrec.base.overriding import override_text
+from nestrec.base.overriding import override_texts
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
@@ -87,6 +88,8 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
 
     run: what `train` gave, or its folder. best: the weights of the best validation score, else the last ones.
     """
+    if part not in get_args(Part):
+        raise UserError("is no part of the data", field="part", value=part, remedy=did_you_mean(part, get_args(Part)))
     folder = _folder_of(run)
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
@@ -110,7 +113,7 @@ def follow(
     """
     folder = _folder_of(run)
     cfg = RunFolder(folder).config()
-    texts = {name: override_text(value) for name, value in (overrides or {}).items()}
+    texts = override_texts(overrides)
     options = with_overrides(StreamConfig(), texts)
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, cfg.ranks))

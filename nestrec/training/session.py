@@ -165,5 +165,7 @@ def _make_sure(cfg: DataConfig) -> None:
         return
     if cfg.synthetic is None:
         remedy = f"make it first: {cfg.prepare}" if cfg.prepare else "make it with `nestrec prepare`"
+        if not Path(cfg.folder).is_absolute():
+            remedy += f", or go where {cfg.folder} is: it was looked for in {Path.cwd()}"
         raise UserError("there is no prepared dataset here", field="data.folder", value=cfg.folder, remedy=remedy)
     generate(preset(cfg.synthetic), Path(cfg.folder))

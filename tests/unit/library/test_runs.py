@@ -102,3 +102,23 @@ def test_every_public_name_is_there() -> None:
         assert getattr(nestrec, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         nestrec.trian  # noqa: B018
+
+
+def test_a_part_that_is_none_is_refused_and_not_kept(run: nestrec.Run) -> None:
+    before = sorted(run.folder.rglob("*"))
+    with pytest.raises(nestrec.UserError, match=r"(?s)part = 'tst': is no part.*did you mean 'test'"):
+        nestrec.evaluate(run, "tst")  # type: ignore[arg-type]
+    assert sorted(run.folder.rglob("*")) == before
+
+
+def test_overrides_that_are_no_names_with_values_are_refused() -> None:
+    with pytest.raises(nestrec.UserError, match=r"(?s)overrides = 'training.epochs=2'.*remedy: .*\{"):
+        nestrec.train("demo", "training.epochs=2")  # type: ignore[arg-type]
+
+
+def test_data_that_is_looked_for_in_another_folder_says_where(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(nestrec.UserError, match=rf"(?s)data.folder = 'sequences'.*looked for in {tmp_path}"):
+        nestrec.train(config_of("sasrec", data), {"data.folder": "sequences"}, output=tmp_path / "run")
