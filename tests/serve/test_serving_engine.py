@@ -298,6 +298,17 @@ def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_reques
     assert runner.rows[0] == num_ranked * 210 + chunk
 
 
+def test_what_a_prefix_saves_of_a_request_decides_whether_it_is_worth_a_signal(monkeypatch):
+    know_costs(monkeypatch)
+    trigger = TriggerConfig(policy="at_risk", budget_ms=0.0, least_gain=0.2)
+    engine, _ = engine_in_steps(1, trigger=trigger)
+    history = draw_history(np.random.default_rng(20), 101)
+    asked = {count: engine.preinfer(f"{count}", history, 0, count, timeout_s=1e9)[0].reason for count in (380, 420)}
+    assert asked == {380: "admitted", 420: "short"}, "100 tokens of 481, and of 521"
+    assert [engine.foresee(101, count).reason for count in (380, 420)] == ["wanted", "short"]
+    engine.close()
+
+
 def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
     know_costs(monkeypatch)
     (engine, runner), rng = engine_in_steps(1, chunk_ms=4.0), np.random.default_rng(17)
