@@ -1,19 +1,25 @@
 """What the process that computes makes of what fronts tell it, without processes."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import orjson
+import pytest
 
 from nestrec.serving.api.app import App
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.client import Sender
 from nestrec.serving.fronts.frames import Channel, FrameKind
 from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
-from nestrec.serving.fronts.hub import FrontHub
+from nestrec.serving.fronts.hub import FrontHub, _Ended
+from nestrec.serving.fronts.layouts import OK, SWAPPED
 from nestrec.serving.fronts.processes import FrontProcess
 from nestrec.serving.fronts.remote import RemoteService
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
+from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.service import ServiceConfig
 
 HEAD = {"raw_path": "/v1/rank", "query": "", "client": "c", "id": "one", "trace": ""}
@@ -77,3 +83,22 @@ def test_a_front_is_told_of_each_request_that_comes():
     asyncio.run(run())
     assert [reply.status for reply in replies] == [400, 400]
     assert len(called) == 2
+
+
+@pytest.mark.parametrize("has_grown", [False, True])
+def test_an_answer_by_a_later_version_that_knows_more_items_sends_its_front_back_to_read_the_request_again(
+    service, has_grown
+):
+    """An item that it took for unknown may be one of those."""
+    now, sender = service.fleet("retrieval"), Sender("c")
+    keys = now.servable.item_keys[:-1] if has_grown else now.servable.item_keys
+    before = replace(now, servable=replace(now.servable, version="before", item_keys=keys))
+    hub, front = hub_of(App(service, LimitsConfig(default_timeout_ms=10_000)))
+    history = History(items=np.array([1]), times_ms=np.array([1]), actions=np.array([0]))
+    asked = Candidates(items=np.array([2, 0]), now_ms=2)
+    slot, work = service.begin_rank(now, "u", history, asked, timeout_s=10.0, sender=sender)
+    work.future.result(10.0)
+    service.end_rank(slot)
+    replied = hub._outcome(_Ended(front, 1, slot, before, sender, work))
+    assert replied.outcome == (SWAPPED if has_grown else OK)
+    assert (replied.answer is None) == has_grown
