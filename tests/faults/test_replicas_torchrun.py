@@ -43,7 +43,7 @@ def options_of(mode: str, schedule: str) -> dict[str, Any]:
 
 def train_until_one_dies(topology: Topology, data: str, run: str, more: dict[str, Any]) -> None:
     cfg = config_of("hstu", Path(data), {"training.max_steps": 30, "training.epochs": 30, **more})
-    groups = Topology.of_process_group(topology.device, cfg.ranks, timeout_s=10.0)
+    groups = Topology.of_process_group(topology.device, cfg.ranks, timeout_s=60.0)
     trainer = Trainer(cfg, Path(run), groups)
     with armed("train.step", lambda: os._exit(9) if topology.rank == 1 else None, at=5):
         trainer.train()
@@ -52,9 +52,9 @@ def train_until_one_dies(topology: Topology, data: str, run: str, more: dict[str
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "schedule"), marked(3))
 def test_a_rank_that_dies_is_named_by_the_others(data: Path, tmp_path: Path, mode: str, schedule: str) -> None:
-    pool = RankPool(2, timeout_s=10)
+    pool = RankPool(2, timeout_s=60)  # a death is heard of at once
     more = options_of(mode, schedule)
-    outcomes = pool.outcomes(train_until_one_dies, str(data), str(tmp_path), more, timeout_s=60)
+    outcomes = pool.outcomes(train_until_one_dies, str(data), str(tmp_path), more, timeout_s=150)
     pool.close()
     assert [outcome.kind for outcome in outcomes] == ["PeerLostError", "died"], outcomes[0].text
 

@@ -16,7 +16,7 @@ NUM_KEYS, LAST_STEP = 200, 4
 
 def open_checkpoints(topology: Topology, folder: str) -> tuple[Checkpoints, list[int]]:
     """The checkpoints of all ranks, and the keys of this one."""
-    peers = Peers.of_topology(topology, timeout_s=10)
+    peers = Peers.of_topology(topology, timeout_s=60)
     mine = np.flatnonzero(owner_of(np.arange(NUM_KEYS), topology.world) == topology.rank).tolist()
     return Checkpoints(folder, peers=peers, max_deltas=2), mine
 

@@ -19,7 +19,7 @@ def test_a_chain_saved_by_4_processes_loads_on_4_and_2(pools, tmp_path: Path) ->
 
 
 def test_a_peer_that_dies_is_an_error_on_the_others_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
-    pool = RankPool(3, timeout_s=30)
+    pool = RankPool(3, timeout_s=60)
     try:
         first, dead, last = pool.outcomes(lose_a_peer, str(tmp_path / "checkpoints"))
     finally:

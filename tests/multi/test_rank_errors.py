@@ -37,8 +37,8 @@ def test_a_mistake_on_one_rank_is_the_same_user_error_on_all(pools, job, words):
 
 
 def test_a_dead_peer_is_a_peer_lost_error_on_every_survivor():
-    pool = RankPool(3, timeout_s=20)
-    outcomes = pool.outcomes(die_in_step, timeout_s=40)
+    pool = RankPool(3, timeout_s=60)  # a death is heard of at once
+    outcomes = pool.outcomes(die_in_step, timeout_s=100)
     pool.close()
     assert [o.kind for o in outcomes] == ["PeerLostError", "died", "PeerLostError"]
 

@@ -104,8 +104,8 @@ def test_what_cannot_be_combined_is_refused_with_the_reason(  # noqa: PLR0917
 
 
 def test_a_peer_that_dies_inside_a_pass_is_named():
-    pool = RankPool(2, timeout_s=20)
-    survivor, _ = pool.outcomes(die_in_pass, timeout_s=40)
+    pool = RankPool(2, timeout_s=60)  # a death is heard of at once
+    survivor, _ = pool.outcomes(die_in_pass, timeout_s=100)
     pool.close()
     assert survivor.kind == "PeerLostError"
     assert "a peer was lost in dense.layer_" in survivor.text

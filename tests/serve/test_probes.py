@@ -31,7 +31,7 @@ FAULTS = {
 }
 """what is answered; the connection stays open after it"""
 ENDS = ("open", "closed", "reset")
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 class Peer:
@@ -103,7 +103,7 @@ async def until(condition):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr("nestrec.serving.many.probes._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("nestrec.serving.many.probes._TIMEOUT_S", 0.3)
     monkeypatch.setattr("nestrec.serving.many.probes._TURN_S", 0.002)
 
 
