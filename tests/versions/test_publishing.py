@@ -1,6 +1,7 @@
 """Runs publish versions as they go on: in the end they hold what an export holds, whatever happens on the way."""
 
 import contextlib
+import shutil
 import sys
 import threading
 
@@ -98,6 +99,62 @@ def test_a_version_that_cannot_be_written_is_made_up_for_by_the_next(data, tmp_p
         assert_same(found.servable, exported[found.step.manifest.step])
         assert found.step.manifest.step == run.step
     assert set(failed) == set(points)
+
+
+def test_a_full_disk_is_not_filled_further_by_versions_that_do_not_fit(data, tmp_path):
+    """In the middle of a rank's files: what there is of them goes, also where the version is told in full again."""
+    address = str(tmp_path / "published")
+    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=3, snapshot_every=2)
+
+    def fail():
+        raise OSError("no space left")
+
+    def publish():
+        run.change()
+        run.publisher.publish(run.session, run.step)
+        run.publisher.close()
+
+    publish()
+    with armed("publish.delta.between_files", fail):
+        publish()
+    publish()
+    with armed("publish.full.between_files", fail):
+        publish()
+    versions = Versions(place_of(address))
+    folders = sorted((tmp_path / "published" / "versions").iterdir())
+    assert [folder.name for folder in folders] == sorted(folder for folder, _ in versions.history())
+    for folder in folders:
+        kinds = {file.name.partition("-")[0] for file in folder.iterdir() if file.suffix == ".safetensors"}
+        assert kinds == {file.stem for file in folder.iterdir() if "-" not in file.stem}
+
+
+def test_two_publishers_at_one_address_are_told_and_no_version_builds_on_what_is_gone(data, tmp_path):
+    """Each is seen by the other, and what is the newest can be opened whoever wrote it, old versions deleted or not."""
+    address = str(tmp_path / "published")
+    runs = [
+        ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=seed, snapshot_every=2)
+        for seed in (1, 2)
+    ]
+    told = []
+    for run in runs:
+        run.publisher._warn = told.append
+    numbers = []
+    for run in (runs[0], runs[0], runs[1], runs[1], runs[0], runs[0], runs[1]):
+        run.change()
+        run.publisher.publish(run.session, run.step)
+        run.publisher.close()
+        found = followed_at(address)
+        assert_same(found.servable, run.export(tmp_path))
+        numbers.append((found.step.manifest.number, found.step.manifest.parent is None))
+    assert numbers == [(1, True), (2, False), (3, True), (4, False), (5, True), (6, False), (7, True)]
+    assert len(told) == 3
+    assert all("of another publisher" in text and "an address of its own" in text for text in told)
+    shutil.rmtree(address)
+    runs[1].change()
+    runs[1].publisher.publish(runs[1].session, runs[1].step)
+    runs[1].publisher.close()
+    assert_same(followed_at(address).servable, runs[1].export(tmp_path))
+    assert "nothing any more" in told[-1]
 
 
 def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path):

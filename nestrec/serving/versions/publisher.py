@@ -72,6 +72,8 @@ class Publisher:
         self._chain: list[VersionStep] = []
         """the versions from the last full one to that"""
         self._number = 0
+        self._seen: str | None = None
+        """folder of the version that was the newest when this publisher last looked, on the first rank"""
         on_first(session.topology, lambda: self._find(step) if self._peers.is_first else None)
         self._agree_on_beginning()
         self._next_step = None if cfg.every_s is None else step + 1
@@ -88,6 +90,7 @@ class Publisher:
         self._background.join()
         if self._base is not None and self._base.manifest.step == step:
             return
+        self._look_for_others()
         session.tables.hold_from(None if self._base is None else self._base.manifest.step)
         now = self._describe(session, step)
         about = About(
@@ -134,13 +137,38 @@ class Publisher:
             newest = self._versions.newest()
             if newest is None:
                 return
-            self._number = newest.number
+            self._number, self._seen = newest.number, newest.folder
             told = self._versions.told(newest.folder, newest.version)
             if told is not None and told.step == step and told.run == self._run_at(step):
                 self._chain = self._versions.way_from_full((newest.folder, newest.version))
                 self._base = VersionStep(newest.folder, told)
         except (DamagedError, FileNotFoundError) as error:
             self._warn(f"what was published before cannot be gone on from, so a full version follows: {error}")
+
+    def _look_for_others(self) -> None:
+        """Where another publisher has named a newer version, or taken ours away, servers have no way to what builds on
+        ours: a full version follows, behind theirs. Collective."""
+        found = self._peers.gather(self._others() if self._peers.is_first else None)[0]
+        if found is not None:
+            self._number, self._base, self._newest, self._chain = max(self._number, found), None, None, []
+
+    def _others(self) -> int | None:
+        """The number of the newest version where it is not that which this publisher knows; 0 where it is gone."""
+        try:
+            newest = self._versions.newest()
+        except (DamagedError, OSError):
+            return None  # the next version will name itself the newest
+        folder = None if newest is None else newest.folder
+        if folder in (self._seen, self._writer.last_folder):
+            self._seen = folder
+            return None
+        known, self._seen = self._seen, folder
+        what = "nothing any more" if newest is None else f"version {newest.version[:8]} of another publisher"
+        self._warn(
+            f"{self._cfg.address} names {what} as the newest, where {known or 'nothing'} was: a full version follows. "
+            "Give each run an address of its own: those who follow this one go to and fro between their models"
+        )
+        return 0 if newest is None else newest.number
 
     def _agree_on_beginning(self) -> None:
         told = [(at.folder, to_plain(at.manifest)) for at in ([self._base] if self._base else []) + self._chain]

@@ -1,9 +1,10 @@
 """Writes versions: each rank its own files, the first one the manifests, and which version is the newest.
 
-A version is there when its manifest is, and is served when `newest.json` names it. Whatever is interrupted leaves files
-that no manifest names, in a folder of their own; the next version to be written removes them.
+A version is there when its manifest is, and is served when `newest.json` names it. What could not be written goes,
+and what a kill leaves, files that no manifest names in a folder of their own, goes with old versions.
 """
 
+import contextlib
 import json
 import secrets
 import time
@@ -15,6 +16,7 @@ from urllib.parse import quote
 import torch
 
 from nestrec.base.config import from_plain, to_plain
+from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.content import Chunk, check_finite
 from nestrec.checkpoint.durable import safetensors_content
@@ -61,11 +63,15 @@ class VersionWriter:
 
     def __init__(self, place: Place, peers: Peers):
         self.place, self._peers = place, peers
+        self.last_folder: str | None = None
+        """of the version that was written last, or was to be"""
+        self._begun: list[str] = []
+        """files of this rank"""
 
     def write(self, kind: Kind, about: About, content: RankContent) -> VersionStep:
         """A new version, which is the newest when this returns."""
         token = self._peers.gather(secrets.token_hex(4))[0]
-        folder = f"{about.number:08d}-{token}"
+        self.last_folder = folder = f"{about.number:08d}-{token}"
         manifest = self._write(folder, kind, about, content, None)
         newest = Newest(folder=folder, version=manifest.version, number=manifest.number)
         self._first(lambda: self._point(newest), folder)
@@ -80,8 +86,13 @@ class VersionWriter:
     def _write(
         self, folder: str, kind: Kind, about: About, content: RankContent, version: str | None
     ) -> VersionManifest:
-        problem = _problem(folder, self.place)
-        parts = self._peers.agree(lambda: to_plain(list(self._files(folder, kind, about, content))), problem)
+        self._begun = []
+        try:
+            files_of = self._files(folder, kind, about, content)
+            parts = self._peers.agree(lambda: to_plain(list(files_of)), _problem(folder, self.place))
+        except UserError:
+            self._remove_begun(folder, is_new=version is None)
+            raise
         run, times, published_s = self._peers.gather((about.run, to_plain(about.times), time.time()))[0]
         entries = sorted((from_plain(VersionFile, entry) for part in parts for entry in part), key=lambda e: e.name)
         files = tuple(entries)
@@ -110,7 +121,7 @@ class VersionWriter:
         rank = self._peers.rank
 
         def put(name: str, tensors: Pieces, what: Any, table: str | None = None) -> VersionFile:
-            size, digest = self.place.write(f"{VERSIONS}/{folder}/{name}", safetensors_content(tensors))
+            size, digest = self._put(f"{VERSIONS}/{folder}/{name}", safetensors_content(tensors))
             shard, num_shards = content.shard
             return VersionFile(
                 name=name, bytes=size, sha256=digest, kind=what, table=table, shard=shard, num_shards=num_shards
@@ -121,7 +132,7 @@ class VersionWriter:
             yield put(f"{kind}-weights.safetensors", about.weights, "weights")
             plain, tensors = about.descriptions
             text = memoryview(json.dumps(plain).encode())
-            size, digest = self.place.write(f"{VERSIONS}/{folder}/{kind}-descriptions.json", iter([text]))
+            size, digest = self._put(f"{VERSIONS}/{folder}/{kind}-descriptions.json", iter([text]))
             yield VersionFile(name=f"{kind}-descriptions.json", bytes=size, sha256=digest, kind="descriptions")
             if tensors:
                 yield put(f"{kind}-descriptions.safetensors", tensors, "descriptions")
@@ -133,6 +144,18 @@ class VersionWriter:
                 yield put(f"{kind}-rows-{_safe(table)}-{rank:05d}-{part:05d}.safetensors", chunk, "rows", table)
         for part, chunk in enumerate(_checked(content.index, "the retrieval index")):
             yield put(f"{kind}-index-{rank:05d}-{part:05d}.safetensors", chunk, "index")
+
+    def _put(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
+        self._begun.append(name)
+        return self.place.write(name, content)
+
+    def _remove_begun(self, folder: str, *, is_new: bool) -> None:
+        """What was written of a version that could not be: where there is no room, it would take what there is left."""
+        with contextlib.suppress(OSError):
+            for name in self._begun:
+                self.place.remove(name)
+            if is_new and self._peers.is_first:
+                self.place.remove(f"{VERSIONS}/{folder}")
 
     def _commit(self, folder: str, manifest: VersionManifest) -> None:
         fail_point(f"publish.{manifest.kind}.before_manifest")
